@@ -1,0 +1,12 @@
+"""One small file per algorithm: advantages and a loss as a sum, pure functions on tensors."""
+
+from async_rl.algorithms.base import Algorithm, LossSum
+from async_rl.algorithms.grpo import GRPO
+from async_rl.config import AlgorithmSection
+
+__all__ = ["Algorithm", "LossSum", "make_algorithm"]
+
+
+def make_algorithm(config: AlgorithmSection) -> Algorithm:
+    """The algorithm a config names."""
+    return GRPO(config)

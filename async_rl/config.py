@@ -1,0 +1,202 @@
+"""The configuration of a run: pydantic models from TOML plus `--dotted.overrides`; imports nothing heavy.
+
+Every entry point loads it first and hands each part only its own section. Unknown keys are errors.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from async_rl.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    dir: Path = Field(description="where metrics, ledger, checkpoints and logs of this run go")
+    seed: int = Field(0, ge=0)
+
+
+class ModelSection(Section):
+    path: str = Field(description="Hugging Face checkpoint: a directory or a hub name")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class PromptsSection(Section):
+    source: str = Field(description="a .jsonl or .parquet file, or reasoning-gym:TASK")
+    prompts_per_batch: int = Field(ge=1)
+    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are reported and left out, once, at start")
+    column: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
+    chat_template: bool = Field(True, description="render the prompt with the tokenizer's chat template")
+    system_prompt: str | None = None
+    num_rows: int = Field(10_000, ge=1, description="how many rows to draw from a reasoning-gym task")
+    task_options: dict[str, Any] = Field(default_factory=dict, description="options of the reasoning-gym task")
+
+
+class RolloutSection(Section):
+    responses_per_prompt: int = Field(8, ge=1)
+    max_response_tokens: int = Field(512, ge=1)
+    temperature: float = Field(1.0, gt=0.0)
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class RewardSection(Section):
+    name: str = Field(description="reasoning_gym, math, or python:path/to/file.py:function")
+    timeout_s: float = Field(30.0, gt=0)
+    num_workers: int = Field(1, ge=1, description="processes that score synchronous rewards")
+
+
+class PoolSection(Section):
+    instances: tuple[str, ...] = Field((), description="base URLs of the inference instances")
+    timeout_s: float = Field(120.0, gt=0, description="how long the run waits for an instance before it fails")
+    request_timeout_s: float = Field(600.0, gt=0, description="one generate request, from sending to the last byte")
+
+
+class PublishSection(Section):
+    timeout_s: float = Field(60.0, gt=0, description="every step of a publish: rendezvous, control call, bucket")
+    bucket_bytes: int = Field(64 * 2**20, ge=1, description="how many bytes one broadcast carries at most")
+    master_address: str = Field("127.0.0.1", description="this trainer's address as the instances reach it")
+
+
+class AlgorithmSection(Section):
+    name: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.2, ge=0.0)
+    clip_high: float = Field(0.2, ge=0.0)
+    kl_coef: float = Field(0.0, ge=0.0, description="weight of the k3 KL to the reference; 0 keeps no reference")
+    normalize: Literal["token", "sequence"] = "token"
+    scale_by_std: bool = Field(True, description="divide group advantages by the group's standard deviation")
+
+
+class OptimizerSection(Section):
+    learning_rate: float = Field(1e-6, gt=0)
+    min_learning_rate_ratio: float = Field(1.0, ge=0.0, le=1.0, description="learning rate at the end / at the peak")
+    warmup_iterations: int = Field(0, ge=0)
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    clip_grad_norm: float = Field(1.0, gt=0)
+
+
+class TrainSection(Section):
+    iterations: int = Field(ge=1)
+    mode: Literal["periodic", "synchronous"] = "periodic"
+    order: Literal["completion", "prompt"] = "completion"
+    max_logprob_gap: float = Field(
+        1.0, gt=0, description="largest |trainer - rollout| log-prob in nats before an iteration counts as off-policy"
+    )
+
+
+class TrainerSection(Section):
+    device: Literal["cpu"] = "cpu"
+    num_processes: int = Field(1, ge=1, description="data-parallel replicas on this host")
+
+
+class InferenceSection(Section):
+    """Instances that `deploy` starts; a run against instances started elsewhere only sets `pool.instances`."""
+
+    engine: Literal["transformers"] = "transformers"
+    num_instances: int = Field(1, ge=1)
+    max_concurrency: int = Field(64, ge=1, description="responses generated at once")
+
+
+class Config(Section):
+    run: RunSection
+    model: ModelSection
+    prompts: PromptsSection
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    reward: RewardSection
+    pool: PoolSection = Field(default_factory=PoolSection)
+    publish: PublishSection = Field(default_factory=PublishSection)
+    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    train: TrainSection
+    trainer: TrainerSection = Field(default_factory=TrainerSection)
+    inference: InferenceSection = Field(default_factory=InferenceSection)
+
+    @model_validator(mode="after")
+    def _batch_feeds_every_replica(self) -> "Config":
+        if self.prompts.prompts_per_batch < self.trainer.num_processes:
+            raise ValueError(
+                f"prompts.prompts_per_batch is {self.prompts.prompts_per_batch}, but trainer.num_processes is "
+                f"{self.trainer.num_processes}: every replica needs at least one prompt of each batch"
+            )
+        return self
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file and applies overrides such as `--train.iterations 10` or `--pool.instances=["http://..."]`.
+
+    Override values are read as TOML; what is not valid TOML is taken as a string.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, a key is unknown, or a value is out of range.
+    """
+    try:
+        tree: dict[str, Any] = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the config {str(path)!r}: {error.strerror}; give the path of a TOML file"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{str(path)!r} is not valid TOML: {error}") from error
+    for key, value in _parse_overrides(overrides):
+        _set(tree, key, value)
+    return parse_config(tree, source=str(path))
+
+
+def parse_config(tree: dict[str, Any], source: str) -> Config:
+    """Validates a config given as nested dicts; errors name `source`.
+
+    Raises:
+        ConfigError: with one line per bad key, naming its value.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+        raise ConfigError(f"{source}: " + "\n".join(lines)) from error
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {key!r} (value {item['input']!r}): remove it or correct its spelling"
+    if item["type"] == "missing":
+        return f"missing key {key!r}: it has no default"
+    return f"{key or 'config'}: {item['msg']} (got {item['input']!r})" if key else str(item["msg"])
+
+
+def _parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(f"override {word!r} does not start with '--': write --section.key VALUE")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if not words:
+                raise ConfigError(f"override {word!r} has no value: write --section.key VALUE")
+            value = words.pop(0)
+        try:
+            parsed = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = value
+        pairs.append((key, parsed))
+    return pairs
+
+
+def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    node = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override --{dotted}: {parent!r} is a value, not a section")
+    node[last] = value

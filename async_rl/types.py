@@ -1,0 +1,120 @@
+"""The words everything else speaks: prompts, responses, groups, batches and what a publish produced.
+
+All are frozen dataclasses without behaviour beyond small derived properties; they cross every boundary inside the
+trainer process (producer thread -> queue -> training loop -> ledger).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+WeightVersion = str
+"""Opaque name of one published set of weights, unique across runs (`<run id>-<iteration>`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of the dataset, tokenized.
+
+    `prompt_id` names the dataset row (stable over runs); `row` is that row as loaded, handed to the reward.
+    """
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    row: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Output tokens `start <= i < end` were sampled from `version` (vLLM's `weight_versions` entry)."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One sampled continuation of a prompt.
+
+    `logprobs[i]` is the natural log-probability with which the instance sampled `token_ids[i]`, after temperature.
+    A stop token is part of `token_ids`. `finish_reason` is "stop" or "length".
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: str
+    weight_spans: tuple[WeightSpan, ...]
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One prompt's G responses with their rewards, the unit the queue carries and the trainer consumes.
+
+    `index` is the prompt's place in its batch. `started_s` and `finished_s` are `time.monotonic()` seconds of the
+    dispatch and of the last score; `attempts` counts how often the group was sent to an instance (1 = no retry).
+    """
+
+    iteration: int
+    index: int
+    prompt: Prompt
+    responses: tuple[Response, ...]
+    rewards: tuple[float, ...]
+    weight_version: WeightVersion
+    started_s: float
+    finished_s: float
+    attempts: int = 1
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(len(response.token_ids) for response in self.responses)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The prompts of one iteration, by their place in it; a share of a batch keeps the places of the whole."""
+
+    iteration: int
+    prompts: Mapping[int, Prompt]
+
+    def share(self, rank: int, size: int) -> "Batch":
+        """The prompts at places congruent to `rank` modulo `size`: what one of `size` data-parallel leaders takes."""
+        return Batch(self.iteration, {i: p for i, p in self.prompts.items() if i % size == rank})
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What one publish did: the version, the fingerprint both sides agree on, and the instances that serve it."""
+
+    version: WeightVersion
+    fingerprint: str
+    instances: tuple[str, ...]
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProof:
+    """One ledger row: what a trained group was made of and how far the trainer's log-probs were from the rollout's.
+
+    `max_logprob_gap` is the largest |trainer logprob - rollout logprob| over the group's response tokens, in nats.
+    """
+
+    index: int
+    prompt_id: str
+    num_responses: int
+    num_response_tokens: int
+    versions: tuple[WeightVersion, ...]
+    max_logprob_gap: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Figures of one optimizer step, over the whole batch: `loss` is normalised, `metrics` are named means."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    metrics: Mapping[str, float] = field(default_factory=dict)

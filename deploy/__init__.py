@@ -1,0 +1,1 @@
+"""From one config to running processes: what to start, with which arguments, on which cores."""

@@ -1,0 +1,1 @@
+"""An inference instance: an engine behind vLLM's RL protocol over HTTP."""

@@ -1,0 +1,1 @@
+"""The training pool: Megatron-core under torchrun, driven by `async_rl.loop`."""
