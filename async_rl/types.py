@@ -99,15 +99,35 @@ class Publication:
 class GroupProof:
     """One ledger row: what a trained group was made of and how far the trainer's log-probs were from the rollout's.
 
-    `max_logprob_gap` is the largest |trainer logprob - rollout logprob| over the group's response tokens, in nats.
+    `versions` are all weight versions its tokens were sampled from; `max_logprob_gap` is the largest
+    |trainer logprob - rollout logprob| over its response tokens, in nats.
     """
 
     index: int
     prompt_id: str
     num_responses: int
+    num_prompt_tokens: int
     num_response_tokens: int
     versions: tuple[WeightVersion, ...]
+    rewards: tuple[float, ...]
+    attempts: int
     max_logprob_gap: float
+
+    @classmethod
+    def of(cls, group: Group, max_logprob_gap: float) -> "GroupProof":
+        """The row of a group that was trained with the given gap."""
+        spans = (span.version for response in group.responses for span in response.weight_spans)
+        return cls(
+            index=group.index,
+            prompt_id=group.prompt.prompt_id,
+            num_responses=len(group.responses),
+            num_prompt_tokens=len(group.prompt.token_ids),
+            num_response_tokens=group.num_response_tokens,
+            versions=tuple(dict.fromkeys(spans)),
+            rewards=group.rewards,
+            attempts=group.attempts,
+            max_logprob_gap=max_logprob_gap,
+        )
 
 
 @dataclass(frozen=True, slots=True)

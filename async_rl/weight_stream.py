@@ -89,7 +89,12 @@ class WeightGroup:
         self._timeout_s = timeout_s
         self._num_updates = 0
         self._device = torch.device({"gloo": "cpu", "nccl": "cuda", "hccl": "npu"}[backend])
-        self._group = _make_group(store, rank, world_size, backend, timedelta(seconds=timeout_s))
+        try:
+            self._group = _make_group(store, rank, world_size, backend, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise PublishError(
+                f"not all {world_size} members of the weight group met within {timeout_s:g} s: {error}"
+            ) from error
 
     @staticmethod
     def host_store(address: str, world_size: int, timeout_s: float) -> TCPStore:
@@ -107,7 +112,7 @@ class WeightGroup:
         """
         try:
             return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             raise PublishError(
                 f"no weight store at {address}:{port} within {timeout_s:g} s: check publish.master_address"
             ) from error

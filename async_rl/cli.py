@@ -1,0 +1,33 @@
+"""The `async-rl` command: thin; it becomes the program that does the work and imports none of them."""
+
+import os
+import sys
+
+from async_rl import __version__
+
+PROGRAMS = {
+    "quickstart": ("deploy.quickstart", "a small model learns on this machine, both pools included"),
+    "run": ("deploy.local", "start instances and trainer of a config on this machine: async-rl run CONFIG"),
+    "serve": ("inference_service", "start one inference instance: async-rl serve --model PATH"),
+}
+
+USAGE = "usage: async-rl COMMAND [ARGUMENTS]\n\n" + "\n".join(
+    f"  {name:<12}{description}" for name, (_, description) in PROGRAMS.items()
+)
+
+
+def main() -> None:
+    """Entry point of the console script; `async-rl COMMAND --help` shows a command's own options."""
+    command, *arguments = sys.argv[1:] or ["--help"]
+    if command in ("-h", "--help"):
+        print(USAGE)
+    elif command == "--version":
+        print(__version__)
+    elif command in PROGRAMS:
+        module, _ = PROGRAMS[command]
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    else:
+        print(
+            f"async-rl: unknown command {command!r}: expected one of {', '.join(PROGRAMS)}\n\n{USAGE}", file=sys.stderr
+        )
+        sys.exit(2)

@@ -1,0 +1,151 @@
+"""One record per iteration -> `metrics.jsonl`, TensorBoard events and the log.
+
+All times are seconds. `wait_s` is what the trainer waited for rollouts, `train_s` what it spent on forward and
+backward passes; `timeline` and `samples` are those of the replica that writes the record, the rest is over the batch.
+"""
+
+import json
+import logging
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from async_rl.types import Group, GroupProof, Publication, StepStats
+
+log = logging.getLogger(__name__)
+
+SOLVED_REWARD = 1.0
+"""A response counts as accurate from this reward on: the shipped rewards give 1 to a full solution."""
+
+NUM_SAMPLES = 3
+
+
+class IterationRecord:
+    """Times and groups of one iteration as it runs, on one replica."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+        self.started_s = time.monotonic()
+        self.seconds: dict[str, float] = {"publish_s": 0.0, "period_s": 0.0, "step_s": 0.0, "train_s": 0.0}
+        self.timeline: list[tuple[int, float, float, float, float]] = []
+        self.samples: list[dict[str, Any]] = []
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to `seconds[name]`."""
+        started = time.monotonic()
+        yield
+        self.seconds[name] += time.monotonic() - started
+
+    @contextmanager
+    def training(self, group: Group) -> Iterator[None]:
+        """Times one group's training and notes when it was rolled out."""
+        started = time.monotonic()
+        with self.timed("train_s"):
+            yield
+        times = (group.started_s, group.finished_s, started, time.monotonic())
+        start, finish, train_start, train_finish = (round(t - self.started_s, 6) for t in times)
+        self.timeline.append((group.index, start, finish, train_start, train_finish))
+        if len(self.samples) < NUM_SAMPLES:
+            response = group.responses[0]
+            self.samples.append(
+                {"prompt_id": group.prompt.prompt_id, "response": response.text, "reward": group.rewards[0]}
+            )
+
+
+class Recorder:
+    """Writes the records of a run; on ranks without a `run_dir` it only keeps time.
+
+    Args:
+        run_dir: directory for `metrics.jsonl` and `tensorboard/`, or None where another rank writes them.
+        iterations: how many iterations the run has, for progress.
+    """
+
+    def __init__(self, run_dir: Path | None, iterations: int) -> None:
+        self._path = run_dir / "metrics.jsonl" if run_dir else None
+        self._iterations = iterations
+        self._events = EventFileWriter(str(run_dir / "tensorboard")) if run_dir else None
+
+    def begin(self, iteration: int) -> IterationRecord:
+        return IterationRecord(iteration)
+
+    def end(
+        self, record: IterationRecord, publication: Publication, rows: Sequence[GroupProof], stats: StepStats
+    ) -> None:
+        """Completes the record of an iteration whose proof holds and whose step was taken, and writes it."""
+        if self._path is None:
+            return
+        line = self._summarize(record, publication, rows, stats)
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._write_events(record.iteration, line)
+        log.info(
+            "iteration %d/%d: reward %.3f, accuracy %.3f, %.0f tokens/s, "
+            "%.2f s (waited %.2f, trained %.2f, published %.2f)",
+            record.iteration + 1,
+            self._iterations,
+            *(
+                line[key]
+                for key in ("reward_mean", "accuracy", "tokens_per_s", "seconds", "wait_s", "train_s", "publish_s")
+            ),
+        )
+
+    def close(self) -> None:
+        if self._events:
+            self._events.close()
+
+    def _summarize(
+        self, record: IterationRecord, publication: Publication, rows: Sequence[GroupProof], stats: StepStats
+    ) -> dict[str, Any]:
+        seconds = time.monotonic() - record.started_s
+        rewards = [reward for row in rows for reward in row.rewards]
+        prompt_tokens = sum(row.num_prompt_tokens for row in rows)
+        response_tokens = sum(row.num_response_tokens for row in rows)
+        dispatched = min((entry[1] for entry in record.timeline), default=0.0)
+        finished = [entry[2] - dispatched for entry in record.timeline]
+        return {
+            "iteration": record.iteration,
+            "iterations": self._iterations,
+            "weight_version": publication.version,
+            "seconds": seconds,
+            "wait_s": record.seconds["period_s"] - record.seconds["train_s"],
+            "train_s": record.seconds["train_s"],
+            "publish_s": record.seconds["publish_s"],
+            "step_s": record.seconds["step_s"],
+            "rollout_s": max(finished, default=0.0),
+            "first_group_s": min(finished, default=0.0),
+            "reward_mean": statistics.fmean(rewards),
+            "reward_std": statistics.pstdev(rewards),
+            "accuracy": statistics.fmean(reward >= SOLVED_REWARD for reward in rewards),
+            "response_tokens_mean": response_tokens / len(rewards),
+            "prompt_tokens": prompt_tokens,
+            "response_tokens": response_tokens,
+            "tokens_per_s": (prompt_tokens + response_tokens) / seconds,
+            "loss": stats.loss,
+            "grad_norm": stats.grad_norm,
+            "learning_rate": stats.learning_rate,
+            **stats.metrics,
+            "on_policy": True,
+            "max_logprob_gap": max(row.max_logprob_gap for row in rows),
+            "num_groups": len(rows),
+            "retries": sum(row.attempts - 1 for row in rows),
+            "num_instances": len(publication.instances),
+            "timeline": record.timeline,
+            "samples": record.samples,
+        }
+
+    def _write_events(self, iteration: int, line: dict[str, Any]) -> None:
+        assert self._events is not None
+        values = [
+            Summary.Value(tag=key, simple_value=value)
+            for key, value in line.items()
+            if isinstance(value, float | int) and not isinstance(value, bool) and not key.startswith("iteration")
+        ]
+        self._events.add_event(Event(wall_time=time.time(), step=iteration, summary=Summary(value=values)))

@@ -1,0 +1,33 @@
+import subprocess
+import sys
+
+import pytest
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from async_rl.cli import main; main()", *arguments], capture_output=True, text=True
+    )
+
+
+def test_help_lists_every_command() -> None:
+    answer = run("--help")
+    assert answer.returncode == 0
+    assert all(command in answer.stdout for command in ("quickstart", "run", "serve"))
+
+
+def test_version_is_printed() -> None:
+    assert run("--version").stdout.strip()[0].isdigit()
+
+
+def test_an_unknown_command_is_named_with_what_was_expected() -> None:
+    answer = run("qickstart")
+    assert answer.returncode == 2
+    assert "unknown command 'qickstart': expected one of quickstart, run, serve" in answer.stderr
+
+
+@pytest.mark.parametrize("command", ["quickstart", "run", "serve"])
+def test_every_command_shows_its_own_help(command: str) -> None:
+    answer = run(command, "--help")
+    assert answer.returncode == 0, answer.stderr
+    assert "usage:" in answer.stdout

@@ -1,0 +1,77 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import OnPolicyViolation
+from async_rl.ledger import Ledger
+from async_rl.types import Batch, GroupProof, Prompt, Publication
+
+PUBLICATION = Publication(version="run-7", fingerprint="abc", instances=("http://a",), num_bytes=1, seconds=0.1)
+BATCH = Batch(7, {i: Prompt(f"row-{i}", (1, 2), {}) for i in range(3)})
+
+
+def row(index: int) -> GroupProof:
+    return GroupProof(
+        index=index,
+        prompt_id=f"row-{index}",
+        num_responses=2,
+        num_prompt_tokens=2,
+        num_response_tokens=5,
+        versions=("run-7",),
+        rewards=(0.0, 1.0),
+        attempts=1,
+        max_logprob_gap=1e-6,
+    )
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "ledger.jsonl", responses_per_prompt=2, max_logprob_gap=1e-3)
+
+
+def test_an_exact_batch_of_one_version_is_proven_and_recorded(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.require_on_policy(BATCH, PUBLICATION, [row(2), row(0), row(1)])
+    record = json.loads((tmp_path / "ledger.jsonl").read_text())
+    assert record["on_policy"] is True
+    assert record["prompt_ids"] == ["row-0", "row-1", "row-2"]
+    assert record["versions"] == ["run-7"]
+    assert record["fingerprint"] == "abc"
+    assert record["num_responses"] == 6
+    assert record["max_logprob_gap"] == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([row(0), row(1)], r"group 2 \(prompt 'row-2'\) was trained 0 times"),
+        ([row(0), row(1), row(2), row(2)], "group 2 .* was trained 2 times"),
+        ([row(0), row(1), row(2), row(3)], "group 3 .* is not part of the batch of 3 prompts"),
+        ([row(0), row(1), replace(row(2), prompt_id="other")], "stands in for prompt 'row-2'"),
+        ([row(0), row(1), replace(row(2), num_responses=1)], "has 1 responses, expected 2"),
+        (
+            [row(0), row(1), replace(row(2), versions=("run-6",))],
+            r"weight versions \['run-6'\], but 'run-7' is training",
+        ),
+        ([row(0), row(1), replace(row(2), versions=("run-6", "run-7"))], "'run-6', 'run-7'"),
+        ([row(0), row(1), replace(row(2), versions=())], r"weight versions \[\]"),
+        ([row(0), row(1), replace(row(2), max_logprob_gap=0.5)], "log-prob gap of 0.5 nats"),
+        ([row(0), row(1), replace(row(2), max_logprob_gap=float("nan"))], "log-prob gap of nan"),
+    ],
+)
+def test_whatever_breaks_the_proof_is_named_and_recorded(
+    ledger: Ledger, tmp_path: Path, rows: list[GroupProof], message: str
+) -> None:
+    with pytest.raises(OnPolicyViolation, match=message):
+        ledger.require_on_policy(BATCH, PUBLICATION, rows)
+    record = json.loads((tmp_path / "ledger.jsonl").read_text())
+    assert record["on_policy"] is False
+    assert record["violations"]
+
+
+def test_many_violations_are_cut_in_the_message_but_whole_in_the_file(ledger: Ledger, tmp_path: Path) -> None:
+    batch = Batch(7, {i: Prompt(f"row-{i}", (1,), {}) for i in range(20)})
+    with pytest.raises(OnPolicyViolation, match="and 12 more"):
+        ledger.require_on_policy(batch, PUBLICATION, [])
+    assert len(json.loads((tmp_path / "ledger.jsonl").read_text())["violations"]) == 20

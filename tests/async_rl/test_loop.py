@@ -1,0 +1,186 @@
+"""Algorithm 1 on scripted parts: what is called when, and what stops the step."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import TrainSection
+from async_rl.errors import OnPolicyViolation, RewardError
+from async_rl.ledger import Ledger
+from async_rl.loop import train, training_order
+from async_rl.metrics import Recorder
+from async_rl.types import Batch, Group, GroupProof, Prompt, Publication, Response, StepStats, WeightSpan
+
+NUM_PROMPTS = 4
+
+
+def make_group(index: int, version: str, iteration: int = 0) -> Group:
+    response = Response((5, 1), (-1.0, -2.0), "a", "stop", (WeightSpan(version, 0, 2),), "http://a")
+    return Group(
+        iteration=iteration,
+        index=index,
+        prompt=Prompt(f"row-{index}", (3, 4), {}),
+        responses=(response, response),
+        rewards=(0.0, 1.0),
+        weight_version=version,
+        started_s=0.0,
+        finished_s=0.0,
+    )
+
+
+class ScriptedTrainer:
+    """Notes every call; `replica` 0 of 1."""
+
+    replica = 0
+    num_replicas = 1
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def publish_weights(self, iteration: int) -> Publication:
+        self.calls.append(f"publish {iteration}")
+        return Publication(f"v{iteration}", "f", ("http://a",), 8, 0.0)
+
+    def accumulate(self, group: Group) -> GroupProof:
+        self.calls.append(f"train {group.index}")
+        return GroupProof.of(group, max_logprob_gap=0.0)
+
+    def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
+        return list(rows)
+
+    def optimizer_step(self) -> StepStats:
+        self.calls.append("step")
+        return StepStats(loss=0.5, grad_norm=1.0, learning_rate=1e-3, metrics={"kl": 0.25})
+
+
+class Prompts:
+    def batch(self, iteration: int) -> Batch:
+        return Batch(iteration, {i: Prompt(f"row-{i}", (3, 4), {}) for i in range(NUM_PROMPTS)})
+
+
+class ScriptedRollouts:
+    """Yields groups in a given order; notes when each was handed over."""
+
+    def __init__(self, calls: list[str], order: Sequence[int], version: str | None = None) -> None:
+        self.calls = calls
+        self.order = order
+        self.version = version
+        self.closed = False
+
+    @contextmanager
+    def start(self, batch: Batch, version: str) -> Iterator[Iterable[Group]]:
+        def groups() -> Iterator[Group]:
+            for index in self.order:
+                self.calls.append(f"finish {index}")
+                yield make_group(index, self.version or version, batch.iteration)
+
+        try:
+            yield groups()
+        finally:
+            self.closed = True
+
+
+def run(
+    tmp_path: Path, order: Sequence[int] = (2, 0, 3, 1), mode: str = "periodic", train_order: str = "completion"
+) -> list[str]:
+    trainer = ScriptedTrainer()
+    train(
+        TrainSection.model_validate({"iterations": 1, "mode": mode, "order": train_order}),
+        trainer,
+        Prompts(),
+        ScriptedRollouts(trainer.calls, order),
+        Ledger(tmp_path / "ledger.jsonl", responses_per_prompt=2, max_logprob_gap=1.0),
+        Recorder(tmp_path, iterations=1),
+    )
+    return trainer.calls
+
+
+def test_periodic_training_starts_at_the_first_finished_group(tmp_path: Path) -> None:
+    calls = run(tmp_path)
+    assert calls == [
+        "publish 0",
+        *("finish 2", "train 2", "finish 0", "train 0", "finish 3", "train 3", "finish 1", "train 1"),
+        "step",
+    ]
+
+
+def test_synchronous_training_waits_for_the_whole_batch(tmp_path: Path) -> None:
+    calls = run(tmp_path, mode="synchronous")
+    assert calls[1:5] == ["finish 2", "finish 0", "finish 3", "finish 1"]
+    assert calls[5:9] == ["train 2", "train 0", "train 3", "train 1"]
+
+
+def test_prompt_order_trains_each_group_as_soon_as_its_turn_comes(tmp_path: Path) -> None:
+    calls = run(tmp_path, order=(1, 0, 3, 2), train_order="prompt")
+    assert calls[1:-1] == [
+        *("finish 1", "finish 0", "train 0", "train 1"),
+        *("finish 3", "finish 2", "train 2", "train 3"),
+    ]
+
+
+def test_prompt_order_keeps_groups_that_belong_to_no_place(tmp_path: Path) -> None:
+    groups = [make_group(index, "v0") for index in (9, 1, 0, 3, 2)]
+    trained = training_order(groups, TrainSection(iterations=1, order="prompt"), Prompts().batch(0))
+    assert [group.index for group in trained] == [0, 1, 2, 3, 9]
+
+
+def test_weights_move_once_per_iteration(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    train(
+        TrainSection(iterations=3),
+        trainer,
+        Prompts(),
+        ScriptedRollouts(trainer.calls, (0, 1, 2, 3)),
+        Ledger(None, 2, 1.0),
+        Recorder(None, 3),
+    )
+    assert [c for c in trainer.calls if c.startswith(("publish", "step"))] == [
+        *("publish 0", "step", "publish 1", "step", "publish 2", "step")
+    ]
+
+
+@pytest.mark.parametrize(("order", "version"), [((0, 1, 2), None), ((0, 1, 2, 3, 3), None), ((0, 1, 2, 3), "v9")])
+def test_no_step_without_the_proof(tmp_path: Path, order: Sequence[int], version: str | None) -> None:
+    trainer = ScriptedTrainer()
+    rollouts = ScriptedRollouts(trainer.calls, order, version)
+    with pytest.raises(OnPolicyViolation):
+        train(TrainSection(iterations=1), trainer, Prompts(), rollouts, Ledger(None, 2, 1.0), Recorder(None, 1))
+    assert "step" not in trainer.calls
+
+
+def test_a_failing_producer_ends_the_run_and_is_closed(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+
+    class Failing(ScriptedRollouts):
+        @contextmanager
+        def start(self, batch: Batch, version: str) -> Iterator[Iterable[Group]]:
+            def groups() -> Iterator[Group]:
+                yield make_group(0, version)
+                raise RewardError("reward 'math' raised on prompt 'row-1'")
+
+            try:
+                yield groups()
+            finally:
+                self.closed = True
+
+    rollouts = Failing(trainer.calls, ())
+    with pytest.raises(RewardError, match="row-1"):
+        train(TrainSection(iterations=1), trainer, Prompts(), rollouts, Ledger(None, 2, 1.0), Recorder(None, 1))
+    assert rollouts.closed
+    assert "step" not in trainer.calls
+
+
+def test_each_iteration_leaves_one_record(tmp_path: Path) -> None:
+    run(tmp_path)
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert record["iteration"] == 0
+    assert record["reward_mean"] == 0.5
+    assert record["accuracy"] == 0.5
+    assert record["kl"] == 0.25
+    assert record["response_tokens"] == NUM_PROMPTS * 4
+    assert [entry[0] for entry in record["timeline"]] == [2, 0, 3, 1]
+    assert record["seconds"] >= record["train_s"] + record["wait_s"]
+    assert list((tmp_path / "tensorboard").iterdir())

@@ -1,0 +1,134 @@
+"""The weight transport between real processes on gloo: exact bytes, equal fingerprints, bounded waits."""
+
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from async_rl.errors import ConfigError, PublishError
+from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup, buckets
+
+pytestmark = pytest.mark.distributed
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def make_tensors() -> list[tuple[TensorSpec, torch.Tensor]]:
+    """Odd sizes and mixed dtypes, so that tensors start at unaligned bytes of a bucket."""
+    torch.manual_seed(3)
+    tensors = {
+        "a": torch.randn(7, 3),
+        "b": torch.randn(5).to(torch.bfloat16),
+        "c": torch.randint(0, 255, (3,), dtype=torch.uint8),
+        "d": torch.randn(11, 2, dtype=torch.float64),
+        "e": torch.randn(64, 64),
+        "f": torch.tensor(2.5),
+    }
+    return [
+        (TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), tensor)
+        for name, tensor in tensors.items()
+    ]
+
+
+def receive(port: int, rank: int, world_size: int, bucket_bytes: int, timeout_s: float, pipe: Connection) -> None:
+    """A worker: receives one update and answers whether every byte is right, and its fingerprint."""
+    store = WeightGroup.join_store("127.0.0.1", port, timeout_s)
+    group = WeightGroup(store, rank, world_size, "gloo", timeout_s)
+    command = pipe.recv()
+    if command == "die":
+        return
+    expected = {spec.name: tensor for spec, tensor in make_tensors()}
+    group.announce(rank)
+    fingerprint = Fingerprint()
+    equal = True
+    for spec, tensor in group.receive([spec for spec, _ in make_tensors()], bucket_bytes):
+        fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
+        equal &= torch.equal(tensor, expected[spec.name])
+    pipe.send((equal, fingerprint.hexdigest()))
+    group.close()
+
+
+class Workers:
+    def __init__(self, number: int, bucket_bytes: int, timeout_s: float = 20.0) -> None:
+        self.world_size = number + 1
+        self.store = WeightGroup.host_store("127.0.0.1", self.world_size, timeout_s)
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(1, self.world_size):
+            ours, theirs = SPAWN.Pipe()
+            arguments = (self.store.port, rank, self.world_size, bucket_bytes, timeout_s, theirs)
+            process = SPAWN.Process(target=receive, args=arguments, daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.group = WeightGroup(self.store, 0, self.world_size, "gloo", timeout_s)
+
+    def tell(self, command: str) -> None:
+        for pipe in self.pipes:
+            pipe.send(command)
+
+    def wait_until_announced(self) -> None:
+        self.group.next_update()
+        while self.group.missing():
+            time.sleep(0.005)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_two_receivers_get_every_byte_and_the_same_fingerprint(bucket_bytes: int) -> None:
+    workers = Workers(2, bucket_bytes)
+    workers.tell("receive")
+    workers.wait_until_announced()
+    sent = workers.group.send(make_tensors(), bucket_bytes)
+    assert [pipe.recv() for pipe in workers.pipes] == [(True, sent), (True, sent)]
+    workers.group.close()
+
+
+def test_a_receiver_that_dies_ends_the_broadcast_in_a_named_error() -> None:
+    workers = Workers(1, 1 << 20, timeout_s=3.0)
+    workers.tell("die")
+    workers.processes[0].join()
+    workers.group.next_update()
+    assert workers.group.missing() == [1]
+    with pytest.raises(PublishError, match="weight broadcast broke"):
+        for _ in range(3):
+            workers.group.send(make_tensors(), 1 << 20)
+
+
+def test_a_receiver_that_never_joins_ends_the_rendezvous_in_a_named_error() -> None:
+    store = WeightGroup.host_store("127.0.0.1", 2, 0.5)
+    with pytest.raises(PublishError, match=r"not all 2 members of the weight group met within 0\.5 s"):
+        WeightGroup(store, 0, 2, "gloo", 0.5)
+
+
+def test_a_missing_sender_ends_the_rendezvous_in_a_named_error() -> None:
+    with pytest.raises(PublishError, match=r"no weight store at 127\.0\.0\.1:1 .*publish\.master_address"):
+        WeightGroup.join_store("127.0.0.1", 1, timeout_s=0.5)
+
+
+def test_buckets_hold_at_most_their_size_except_single_large_tensors() -> None:
+    specs = [TensorSpec(str(i), "float32", (n,)) for i, n in enumerate((1, 1, 3, 2, 9, 1))]
+    cut = [[spec.name for spec in bucket] for bucket in buckets(specs, 16)]
+    assert cut == [["0", "1"], ["2"], ["3"], ["4"], ["5"]]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda s, t: (TensorSpec("z", s.dtype_name, s.shape), t),
+        lambda s, t: (s, t + 1e-3),
+        lambda s, t: (TensorSpec(s.name, s.dtype_name, (3, 7)), t),
+    ],
+)
+def test_the_fingerprint_sees_names_values_and_shapes(changed) -> None:  # type: ignore[no-untyped-def]
+    spec, tensor = make_tensors()[0]
+    first, second = Fingerprint(), Fingerprint()
+    first.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
+    new_spec, new_tensor = changed(spec, tensor)
+    second.add(new_spec, new_tensor.contiguous().view(-1).view(torch.uint8))
+    assert first.hexdigest() != second.hexdigest()
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ConfigError, match="'float31', which torch does not know"):
+        _ = TensorSpec("a", "float31", (1,)).dtype
