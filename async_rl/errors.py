@@ -3,6 +3,7 @@
 AsyncRLError
 ├── ConfigError (also ValueError)   a setting, model or dataset that cannot work
 ├── OnPolicyViolation               the batch's proof does not hold: no optimizer step is taken
+├── NonFiniteGradient               the batch's gradient is infinite or not a number: no optimizer step is taken
 ├── InstanceError                   one inference instance failed a call
 │   ├── InstanceUnreachable         no connection, or it broke, or timed out
 │   ├── InstanceRefused             it answered with an error status
@@ -24,6 +25,10 @@ class ConfigError(AsyncRLError, ValueError):
 
 class OnPolicyViolation(AsyncRLError):
     """The groups of a batch are not exactly the batch, or not all of the weight version that is training."""
+
+
+class NonFiniteGradient(AsyncRLError):
+    """The gradient of a batch has an infinity or NaN: no optimizer step was taken."""
 
 
 class InstanceError(AsyncRLError):

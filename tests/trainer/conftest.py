@@ -1,0 +1,147 @@
+"""The trainer's fixtures: one process group, random groups, and an independent GRPO on unshared samples."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from async_rl.config import AlgorithmSection, ModelSection, OptimizerSection, RolloutSection
+from async_rl.types import Group, Prompt, Response, WeightSpan
+from trainer.devices import choose_device
+from trainer.hf_weights import weight_map
+from trainer.parallel import Parallel, init_parallel
+from trainer.trainer import MegatronTrainer
+
+VOCAB_SIZE = 96
+RAGGED = ((7, (5, 1, 9)), (1, (1, 4)), (12, (6,)), (3, (1, 1, 1, 1)), (4, (8, 2, 2, 11)))
+"""(prompt tokens, response tokens of each response) of five groups: P = 1, G = 1 and length-1 responses among them."""
+
+
+@pytest.fixture(scope="session")
+def parallel() -> Iterator[Parallel]:
+    parallel = init_parallel(choose_device("cpu"), seed=0)
+    yield parallel
+    parallel.close()
+
+
+@pytest.fixture(scope="session")
+def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
+    """`make_trainer(path, kl_coef=0.1, temperature=0.7)`; options go to the section that has them."""
+
+    def make(
+        path: Path, *, dtype: str = "float32", num_iterations: int = 10, **options: float | str
+    ) -> MegatronTrainer:
+        def section(kind: type) -> dict[str, float | str]:
+            return {name: value for name, value in options.items() if name in kind.model_fields}
+
+        return MegatronTrainer(
+            parallel,
+            ModelSection(path=str(path), dtype=dtype),
+            RolloutSection(**section(RolloutSection)),
+            AlgorithmSection(**section(AlgorithmSection)),
+            OptimizerSection(**{"learning_rate": 1e-2} | section(OptimizerSection)),
+            num_iterations,
+        )
+
+    return make
+
+
+def make_group(index: int, prompt_len: int, response_lens: Sequence[int], rng: random.Random) -> Group:
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(VOCAB_SIZE) for _ in range(count))
+
+    responses = tuple(
+        Response(tokens(length), (-1.0,) * length, "", "stop", (WeightSpan("v0", 0, length),), "instance")
+        for length in response_lens
+    )
+    rewards = tuple(rng.choice((0.0, 0.5, 1.0)) for _ in response_lens)
+    return Group(0, index, Prompt(f"p{index}", tokens(prompt_len), {}), responses, rewards, "v0", 0.0, 1.0)
+
+
+@pytest.fixture(scope="session")
+def ragged_groups() -> list[Group]:
+    """Five ragged groups and one whose rewards are all equal."""
+    rng = random.Random(1)
+    groups = [make_group(i, prompt_len, lens, rng) for i, (prompt_len, lens) in enumerate(RAGGED)]
+    groups[0] = replace(groups[0], rewards=(0.0, 1.0, 0.5))
+    groups[4] = replace(groups[4], rewards=(1.0, 0.0, 0.0, 0.5))
+    return [*groups, replace(make_group(len(groups), 5, (3, 4), rng), rewards=(1.0, 1.0))]
+
+
+@dataclass(frozen=True)
+class Expected:
+    logprobs: list[list[tuple[float, ...]]]
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def sample_logprobs(model: PreTrainedModel, group: Group, response: Response, temperature: float) -> torch.Tensor:
+    """Log-probs of one response, the prompt and the response run alone."""
+    tokens = torch.tensor([[*group.prompt.token_ids, *response.token_ids]])
+    logits = model(tokens, use_cache=False).logits[0, len(group.prompt.token_ids) - 1 : -1] / temperature
+    chosen = tokens[0, len(group.prompt.token_ids) :, None]
+    return logits.gather(1, chosen)[:, 0] - logits.logsumexp(1)
+
+
+def expected_advantages(group: Group) -> list[float]:
+    mean = sum(group.rewards) / len(group.rewards)
+    if len(group.rewards) == 1:
+        return [0.0]
+    std = (sum((r - mean) ** 2 for r in group.rewards) / (len(group.rewards) - 1)) ** 0.5
+    return [(r - mean) / (std + 1e-6) for r in group.rewards]
+
+
+@pytest.fixture(scope="session")
+def grpo_in_transformers() -> Callable[..., Expected]:
+    """GRPO of a batch in float64: transformers and autograd, one unpadded sample at a time."""
+
+    def run(
+        policy_path: Path,
+        reference_path: Path,
+        groups: Sequence[Group],
+        *,
+        temperature: float = 1.0,
+        kl_coef: float = 0.0,
+        normalize: str = "token",
+    ) -> Expected:
+        policy = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
+        reference = AutoModelForCausalLM.from_pretrained(reference_path, dtype=torch.float64)
+        all_logprobs, loss, count = [], torch.zeros((), dtype=torch.float64), 0
+        for group in groups:
+            all_logprobs.append([])
+            for response, advantage in zip(group.responses, expected_advantages(group), strict=True):
+                logprobs = sample_logprobs(policy, group, response, temperature)
+                with torch.no_grad():
+                    ref = sample_logprobs(reference, group, response, temperature)
+                kl = (ref - logprobs).exp() - (ref - logprobs) - 1
+                sample = (-advantage * (logprobs - logprobs.detach()).exp() + kl_coef * kl).sum()
+                loss = loss + (sample / len(response.token_ids) if normalize == "sequence" else sample)
+                count += 1 if normalize == "sequence" else len(response.token_ids)
+                all_logprobs[-1].append(tuple(logprobs.tolist()))
+        (loss / count).backward()
+        gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+        return Expected(all_logprobs, float(loss.detach() / count), gradients)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def hf_gradients() -> Callable[[MegatronTrainer], dict[str, torch.Tensor]]:
+    """The summed gradients that a trainer holds, under Hugging Face names."""
+
+    def read(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+        model = trainer._models.policy_model
+        parameters = dict(model.named_parameters())
+        return {
+            name: part.clone()
+            for entry in weight_map(model.shape)
+            for name, part in zip(
+                entry.hf_shapes, entry.fusion.split(parameters[entry.megatron_name].main_grad), strict=True
+            )
+        }
+
+    return read

@@ -1,0 +1,56 @@
+"""Megatron's Adam, clipping and the learning-rate schedule against torch's AdamW."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.config import OptimizerSection
+from async_rl.types import Group
+from trainer.optimizer import LearningRate
+from trainer.trainer import MegatronTrainer
+
+
+def test_steps_equal_torch_adamw(
+    tiny_model: Callable[..., Path],
+    make_trainer: Callable[..., MegatronTrainer],
+    ragged_groups: list[Group],
+    hf_gradients: Callable[[MegatronTrainer], dict[str, torch.Tensor]],
+) -> None:
+    trainer = make_trainer(
+        tiny_model("qwen2"), learning_rate=1e-2, warmup_iterations=2, weight_decay=0.1, clip_grad_norm=0.05, beta1=0.8
+    )
+    weights = {spec.name: tensor.clone().requires_grad_() for spec, tensor in trainer.weights()[1]}
+    decayed = [w for w in weights.values() if w.dim() > 1]
+    spared = [w for w in weights.values() if w.dim() == 1]
+    adam = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}], betas=(0.8, 0.95)
+    )
+    for learning_rate in (0.5e-2, 1e-2, 1e-2):
+        for group in ragged_groups:
+            trainer.accumulate(group)
+        num_tokens = sum(group.num_response_tokens for group in ragged_groups)
+        for name, gradient in hf_gradients(trainer).items():
+            weights[name].grad = gradient / num_tokens
+        norm = torch.nn.utils.clip_grad_norm_(weights.values(), 0.05)
+        for param_group in adam.param_groups:
+            param_group["lr"] = learning_rate
+        adam.step()
+        stats = trainer.optimizer_step()
+        assert stats.learning_rate == learning_rate
+        assert stats.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        assert stats.grad_norm > 0.05  # clipping was at work
+        for spec, tensor in trainer.weights()[1]:
+            torch.testing.assert_close(tensor, weights[spec.name].detach(), rtol=2e-6, atol=2e-6)
+
+
+def test_learning_rate_warms_up_and_decays_to_its_share_of_the_peak() -> None:
+    section = OptimizerSection(learning_rate=1.0, min_learning_rate_ratio=0.1, warmup_iterations=2)
+    rates = [LearningRate(section, num_iterations=6).at(i) for i in range(7)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1])
+
+
+def test_single_iteration_runs_at_the_peak() -> None:
+    section = OptimizerSection(learning_rate=1.0, min_learning_rate_ratio=0.0)
+    assert LearningRate(section, num_iterations=1).at(0) == 1.0

@@ -1,0 +1,173 @@
+"""A whole GRPO batch on Megatron equals an independent one in transformers; sums do not depend on their order."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.errors import ConfigError, NonFiniteGradient
+from async_rl.types import Group
+from trainer.trainer import MegatronTrainer
+
+MakeTrainer = Callable[..., MegatronTrainer]
+Gradients = Callable[[MegatronTrainer], dict[str, torch.Tensor]]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def num_labels(groups: list[Group], normalize: str) -> int:
+    return sum(len(g.responses) if normalize == "sequence" else g.num_response_tokens for g in groups)
+
+
+def with_logprobs(groups: list[Group], logprobs: list[list[tuple[float, ...]]]) -> list[Group]:
+    return [
+        replace(g, responses=tuple(replace(r, logprobs=lp) for r, lp in zip(g.responses, rows, strict=True)))
+        for g, rows in zip(groups, logprobs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("normalize", "kl_coef", "temperature"), [("token", 0.0, 1.0), ("token", 0.2, 0.7), ("sequence", 0.2, 1.0)]
+)
+def test_batch_equals_transformers_and_autograd_on_unshared_samples(
+    family: str,
+    tied: bool,
+    normalize: str,
+    kl_coef: float,
+    temperature: float,
+    tiny_model: Callable[..., Path],
+    make_trainer: MakeTrainer,
+    ragged_groups: list[Group],
+    grpo_in_transformers: Callable[..., object],
+    hf_gradients: Gradients,
+    tmp_path: Path,
+) -> None:
+    settings = {"normalize": normalize, "kl_coef": kl_coef, "temperature": temperature}
+    start = tiny_model(family, tied=tied)
+    trainer = make_trainer(start, **settings)
+    # One step first: the policy then differs from the reference.
+    for group in ragged_groups:
+        trainer.accumulate(group)
+    trainer.optimizer_step()
+    trainer.save_hf(tmp_path / "policy")
+    expected = grpo_in_transformers(tmp_path / "policy", start, ragged_groups, **settings)
+
+    groups = with_logprobs(ragged_groups, expected.logprobs)
+    gaps = [trainer.accumulate(group).max_logprob_gap for group in groups]
+    gradients = hf_gradients(trainer)
+    stats = trainer.optimizer_step()
+
+    largest = max(-min(row) for rows in expected.logprobs for row in rows)
+    assert max(gaps) <= 1e-5 * largest
+    assert stats.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
+    assert set(gradients) == set(expected.gradients)
+    for name, gradient in gradients.items():
+        error = relative_error(gradient / num_labels(groups, normalize), expected.gradients[name])
+        assert error <= 1e-5, f"{name}: {error:.1e}"
+    norm = torch.cat([g.flatten() for g in expected.gradients.values()]).norm()
+    assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
+
+
+def accumulated(trainer: MegatronTrainer, groups: list[Group], read: Gradients) -> dict[str, torch.Tensor]:
+    for group in groups:
+        trainer.accumulate(group)
+    gradients = read(trainer)
+    trainer.discard()
+    return gradients
+
+
+def test_same_order_gives_the_same_bits_and_another_order_nearly_so(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group], hf_gradients: Gradients
+) -> None:
+    trainer, again = (make_trainer(tiny_model("qwen3", tied=True), kl_coef=0.1) for _ in range(2))
+    in_order = accumulated(trainer, ragged_groups, hf_gradients)
+    repeated = accumulated(again, ragged_groups, hf_gradients)
+    shuffled = accumulated(trainer, random.Random(3).sample(ragged_groups, len(ragged_groups)), hf_gradients)
+    for name, gradient in in_order.items():
+        assert torch.equal(gradient, repeated[name]), name
+        assert relative_error(shuffled[name], gradient) <= 1e-6, name
+
+
+def test_discarded_groups_leave_no_trace(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
+) -> None:
+    stats = []
+    for discarded in ([], ragged_groups[:2]):
+        trainer = make_trainer(tiny_model("qwen3"))
+        for group in discarded:
+            trainer.accumulate(group)
+        trainer.discard()
+        for group in ragged_groups:
+            trainer.accumulate(group)
+        stats.append(trainer.optimizer_step())
+    assert stats[0] == stats[1]
+
+
+def test_ledger_row_names_versions_counts_and_the_gap(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
+) -> None:
+    trainer = make_trainer(tiny_model("qwen3"))
+    row = trainer.accumulate(ragged_groups[0])
+    assert (row.index, row.prompt_id, row.versions) == (0, "p0", ("v0",))
+    assert (row.num_responses, row.num_response_tokens) == (3, 15)
+    assert row.max_logprob_gap > 0.1  # the made-up rollout log-probs are all -1
+    assert trainer.gather([row]) == [row]
+
+
+def test_metrics_are_means_over_response_tokens(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
+) -> None:
+    trainer = make_trainer(tiny_model("qwen3"), kl_coef=0.1)
+    for group in ragged_groups:
+        trainer.accumulate(group)
+    # At the first step the policy is the reference and the sampler.
+    assert trainer.optimizer_step().metrics == {"clip_fraction": 0.0, "kl": pytest.approx(0.0, abs=1e-6)}
+
+
+def test_bfloat16_trains_close_to_float32(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
+) -> None:
+    stats = {}
+    for dtype in ("float32", "bfloat16"):
+        trainer = make_trainer(tiny_model("qwen3"), dtype=dtype)
+        for group in ragged_groups:
+            trainer.accumulate(group)
+        stats[dtype] = trainer.optimizer_step()
+        assert {spec.dtype_name for spec in trainer.weights()[0]} == {dtype}
+    assert stats["bfloat16"].grad_norm == pytest.approx(stats["float32"].grad_norm, rel=0.05)
+
+
+def test_reward_that_is_not_finite_takes_no_step(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
+) -> None:
+    trainer = make_trainer(tiny_model("qwen3"))
+    before = [tensor.clone() for _, tensor in trainer.weights()[1]]
+    trainer.accumulate(replace(ragged_groups[0], rewards=(1.0, float("nan"), 0.0)))
+    with pytest.raises(NonFiniteGradient, match="step 0: the gradient norm is nan"):
+        trainer.optimizer_step()
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.weights()[1], strict=True))
+
+
+def test_token_outside_the_vocabulary_is_refused(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
+) -> None:
+    trainer = make_trainer(tiny_model("qwen3"))
+    group = replace(ragged_groups[0], prompt=replace(ragged_groups[0].prompt, token_ids=(1, 96)))
+    with pytest.raises(ConfigError, match="token id 96, but the model's vocabulary ends at 95"):
+        trainer.accumulate(group)
+
+
+def test_missing_model_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a directory nor a model"):
+        make_trainer(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="neither a directory nor a model"):
+        make_trainer("no-such-owner/no-such-model")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        make_trainer(tmp_path)

@@ -1,0 +1,114 @@
+"""Lets megatron-core 0.16.1 run on a CPU with gloo: the one file of substitutions, used only when `cpu` is chosen.
+
+Megatron asks `torch.cuda` for its device and its random state in many places and offers no setting for another device.
+Its modules get a stand-in for the name `torch` that answers with the CPU where CUDA is asked for; torch itself stays as
+it is for everybody else, but for one method. All of it can go as soon as Megatron takes its device from its
+configuration; a newer megatron-core needs the list checked again.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+
+BACKEND = "gloo"
+DEVICE = torch.device("cpu")
+MODEL_OPTIONS: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    # Both are fused CUDA kernels.
+    "bias_activation_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+
+_MEGATRON_MODULES = (
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.parallel_state",
+)
+"""What the trainer imports of Megatron; these and all they import are loaded before they are given the stand-in."""
+
+
+class _StandIn(ModuleType):
+    """A module with some names replaced; it starts with all others of the original and looks up later ones there."""
+
+    def __init__(self, original: ModuleType, **replaced: Any) -> None:
+        super().__init__(original.__name__)
+        self.__dict__.update({**vars(original), **replaced})
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+@functools.cache
+def prepare() -> None:
+    """Applies the substitutions to this process; later calls do nothing."""
+    cuda = _StandIn(
+        torch.cuda,
+        # Model parameters, gradient buffers and receive buffers are made on the current device.
+        current_device=_current_device,
+        synchronize=_do_nothing,
+        # The random states of dropout and of recomputation are kept per CUDA device.
+        manual_seed=_manual_seed,
+        get_rng_state=_get_rng_state,
+    )
+    # Gradient norm, loss scale and token counts are made with device="cuda".
+    factories = {name: _made_on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "ones", "empty")}
+    stand_in = _StandIn(torch, cuda=cuda, **factories)
+    for name in _MEGATRON_MODULES:
+        import_module(name)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and vars(module).get("torch") is torch:
+            module.torch = stand_in
+    megatron_random._get_cuda_rng_state = _get_rng_state
+    megatron_random._set_cuda_rng_state = _set_rng_state
+    # The mixed-precision optimizer sorts parameters by the names of their CUDA tensor types.
+    torch.Tensor.type = _cuda_type_name(torch.Tensor.type)
+
+
+def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = DEVICE
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def type_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(tensor, *args, **kwargs)
+        is_cpu_name = isinstance(answer, str) and tensor.device.type == "cpu"
+        return answer.replace("torch.", "torch.cuda.", 1) if is_cpu_name else answer
+
+    return type_
+
+
+def _current_device() -> torch.device:
+    return DEVICE
+
+
+def _do_nothing(*_: Any) -> None:
+    return None
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(state)

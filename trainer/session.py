@@ -1,0 +1,165 @@
+"""Builds the objects of one training rank from a config and runs the loop on them.
+
+Every data-parallel leader has its own pool client, rewards and producer; only the main rank publishes and writes files.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.event_loop import EventLoopThread
+from async_rl.ledger import Ledger
+from async_rl.metrics import Recorder
+from async_rl.pool import InferencePool
+from async_rl.producer import Producer
+from async_rl.prompts import PromptSource
+from async_rl.publish import Publisher
+from async_rl.rewards import make_reward
+from async_rl.types import Group, GroupProof, Publication, StepStats
+from trainer.hf_config import find_checkpoint
+from trainer.parallel import Parallel
+from trainer.trainer import MegatronTrainer
+
+
+class Replica:
+    """The loop's `Trainer`: the Megatron trainer, and publishing from it to the inference pool."""
+
+    def __init__(
+        self,
+        megatron: MegatronTrainer,
+        parallel: Parallel,
+        pool: InferencePool,
+        loop: EventLoopThread,
+        publisher: Publisher | None,
+    ) -> None:
+        """`publisher` is given on the main rank only."""
+        self._megatron = megatron
+        self._parallel = parallel
+        self._pool = pool
+        self._loop = loop
+        self._publisher = publisher
+        # Unique per run, so that an instance left over from another run cannot pass for this one's.
+        self._run_id: str = parallel.broadcast_json(secrets.token_hex(4))
+        self._num_publishes = 0
+
+    @property
+    def replica(self) -> int:
+        return self._parallel.replica
+
+    @property
+    def num_replicas(self) -> int:
+        return self._parallel.num_replicas
+
+    def publish_weights(self) -> Publication:
+        """Moves the weights to the pool and tells every rank which instances serve them; waits for the main rank.
+
+        Raises:
+            PublishError: no instance took the weights.
+        """
+        version = f"{self._run_id}-{self._num_publishes}"
+        self._num_publishes += 1
+        publication: Publication | None = None
+        if self._publisher is not None:
+            specs, _ = self._megatron.weights()
+            publication = self._publisher.publish(version, specs, lambda: self._megatron.weights()[1])
+        answer = self._parallel.broadcast_json(publication and asdict(publication))
+        publication = Publication(**answer | {"instances": tuple(answer["instances"])})
+        if self._publisher is None:
+            self._loop.run(self._pool.adopt(version, publication.instances))
+        return publication
+
+    def accumulate(self, group: Group) -> GroupProof:
+        return self._megatron.accumulate(group)
+
+    def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
+        return self._megatron.gather(rows)
+
+    def optimizer_step(self) -> StepStats:
+        return self._megatron.optimizer_step()
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What `async_rl.loop.train` takes, built and connected."""
+
+    megatron: MegatronTrainer
+    replica: Replica
+    prompts: PromptSource
+    producer: Producer
+    ledger: Ledger
+    recorder: Recorder
+
+
+@contextmanager
+def open_session(
+    config: Config,
+    parallel: Parallel,
+    token: str | None = None,
+    make_pool: Callable[..., InferencePool] = InferencePool,
+) -> Iterator[Session]:
+    """Loads model and data, waits for the instances, and closes everything on the way out.
+
+    Args:
+        token: bearer token of the instances, if they ask for one.
+        make_pool: the pool's class; a benchmark may fix response lengths in its own.
+
+    Raises:
+        ConfigError: model, data, reward or lengths cannot work; found before any training.
+        NoInstanceLeft: no instance became healthy within `pool.timeout_s`.
+    """
+    with ExitStack() as closing:
+        tokenizer = _load_tokenizer(config)
+        prompts = PromptSource.load(config.prompts, tokenizer, config.run.seed)
+        reward = make_reward(config.reward)
+        closing.callback(reward.close)
+        megatron = MegatronTrainer(
+            parallel, config.model, config.rollout, config.algorithm, config.optimizer, config.train.iterations
+        )
+        loop = EventLoopThread()
+        closing.callback(loop.close)
+        pool = make_pool(config.pool, token)
+        closing.callback(lambda: loop.run(pool.close()))
+        loop.run(pool.wait_until_ready())
+        _require_fit(config, prompts, pool)
+        publisher = Publisher(pool, loop, config.publish, parallel.device.BACKEND) if parallel.is_main else None
+        if publisher is not None:
+            closing.callback(publisher.close)
+        run_dir = config.run.dir if parallel.is_main else None
+        if run_dir:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        recorder = Recorder(run_dir, config.train.iterations)
+        closing.callback(recorder.close)
+        yield Session(
+            megatron,
+            Replica(megatron, parallel, pool, loop, publisher),
+            prompts,
+            Producer(pool, reward, loop, tokenizer, config.rollout, config.run.seed),
+            Ledger(
+                run_dir and run_dir / "ledger.jsonl", config.rollout.responses_per_prompt, config.train.max_logprob_gap
+            ),
+            recorder,
+        )
+
+
+def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    checkpoint = find_checkpoint(config.model.path)
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {config.model.path!r} has no tokenizer that loads: {error}") from error
+
+
+def _require_fit(config: Config, prompts: PromptSource, pool: InferencePool) -> None:
+    """Prompt and response must fit into every instance's context, or a batch could never be complete."""
+    needed = prompts.longest + config.rollout.max_response_tokens
+    if pool.max_model_len is not None and needed > pool.max_model_len:
+        raise ConfigError(
+            f"the longest prompt ({prompts.longest} tokens) plus rollout.max_response_tokens "
+            f"({config.rollout.max_response_tokens}) is {needed}, but an instance takes at most {pool.max_model_len}: "
+            "lower prompts.max_prompt_tokens or rollout.max_response_tokens, or start it with a larger --max-model-len"
+        )
