@@ -23,7 +23,7 @@ class Trainer(Protocol):
     @property
     def num_replicas(self) -> int: ...
 
-    def publish_weights(self, iteration: int) -> Publication:
+    def publish_weights(self) -> Publication:
         """Gives every instance exactly the current weights or puts it out of service; the same answer on all ranks."""
         ...
 
@@ -68,7 +68,7 @@ def train(
     for iteration in range(config.iterations):
         record = recorder.begin(iteration)
         with record.timed("publish_s"):
-            publication = trainer.publish_weights(iteration)
+            publication = trainer.publish_weights()
         batch = prompts.batch(iteration)
         share = batch.share(trainer.replica, trainer.num_replicas)
         rows: list[GroupProof] = []

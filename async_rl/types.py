@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WeightVersion = str
-"""Opaque name of one published set of weights, unique across runs (`<run id>-<iteration>`)."""
+"""Opaque name of one published set of weights, unique across runs (`<run id>-<publish number>`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,14 +34,12 @@ class Replica:
         megatron: MegatronTrainer,
         parallel: Parallel,
         pool: InferencePool,
-        loop: EventLoopThread,
         publisher: Publisher | None,
     ) -> None:
         """`publisher` is given on the main rank only."""
         self._megatron = megatron
         self._parallel = parallel
         self._pool = pool
-        self._loop = loop
         self._publisher = publisher
         # Unique per run, so that an instance left over from another run cannot pass for this one's.
         self._run_id: str = parallel.broadcast_json(secrets.token_hex(4))
@@ -70,7 +68,7 @@ class Replica:
         answer = self._parallel.broadcast_json(publication and asdict(publication))
         publication = Publication(**answer | {"instances": tuple(answer["instances"])})
         if self._publisher is None:
-            self._loop.run(self._pool.adopt(version, publication.instances))
+            self._pool.set_version(version, publication.instances)
         return publication
 
     def accumulate(self, group: Group) -> GroupProof:
@@ -116,7 +114,6 @@ def open_session(
         tokenizer = _load_tokenizer(config)
         prompts = PromptSource.load(config.prompts, tokenizer, config.run.seed)
         reward = make_reward(config.reward)
-        closing.callback(reward.close)
         megatron = MegatronTrainer(
             parallel, config.model, config.rollout, config.algorithm, config.optimizer, config.train.iterations
         )
@@ -125,7 +122,6 @@ def open_session(
         pool = make_pool(config.pool, token)
         closing.callback(lambda: loop.run(pool.close()))
         loop.run(pool.wait_until_ready())
-        _require_fit(config, prompts, pool)
         publisher = Publisher(pool, loop, config.publish, parallel.device.BACKEND) if parallel.is_main else None
         if publisher is not None:
             closing.callback(publisher.close)
@@ -134,11 +130,13 @@ def open_session(
             run_dir.mkdir(parents=True, exist_ok=True)
         recorder = Recorder(run_dir, config.train.iterations)
         closing.callback(recorder.close)
+        producer = Producer(pool, reward, loop, tokenizer, config.rollout, config.run.seed)
+        closing.callback(producer.close)
         yield Session(
             megatron,
-            Replica(megatron, parallel, pool, loop, publisher),
+            Replica(megatron, parallel, pool, publisher),
             prompts,
-            Producer(pool, reward, loop, tokenizer, config.rollout, config.run.seed),
+            producer,
             Ledger(
                 run_dir and run_dir / "ledger.jsonl", config.rollout.responses_per_prompt, config.train.max_logprob_gap
             ),
@@ -152,14 +150,3 @@ def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {config.model.path!r} has no tokenizer that loads: {error}") from error
-
-
-def _require_fit(config: Config, prompts: PromptSource, pool: InferencePool) -> None:
-    """Prompt and response must fit into every instance's context, or a batch could never be complete."""
-    needed = prompts.longest + config.rollout.max_response_tokens
-    if pool.max_model_len is not None and needed > pool.max_model_len:
-        raise ConfigError(
-            f"the longest prompt ({prompts.longest} tokens) plus rollout.max_response_tokens "
-            f"({config.rollout.max_response_tokens}) is {needed}, but an instance takes at most {pool.max_model_len}: "
-            "lower prompts.max_prompt_tokens or rollout.max_response_tokens, or start it with a larger --max-model-len"
-        )

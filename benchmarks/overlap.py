@@ -1,0 +1,236 @@
+"""What the period buys: the same batches trained synchronously and periodically, in turn, on real parts.
+
+    python -m benchmarks.overlap --json [--pairs N]
+
+One instance of the embedded engine is pinned to one core, the Megatron trainer to another. Each prompt has a response
+length of its own, drawn from a long-tailed distribution and forced on the instance: both modes do the same work, and
+generation and training are about equally heavy. The last line is one JSON object:
+
+- `sync_s`, `periodic_s`: medians of the seconds of an iteration, from publish to step;
+- `speedup`: median over pairs of sync / periodic; 2 is the ceiling of pure overlap;
+- `bound_s`: median of max(generation span, time to first group + training time) + publish + step of the periodic runs,
+  which no order of the same work on the same two cores can beat;
+- `overlap_efficiency`: median of bound / periodic, each from the same iteration.
+"""
+
+import argparse
+import json
+import logging
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from async_rl.config import Config, TrainSection, parse_config
+from async_rl.loop import train
+from async_rl.pool import InferencePool
+from async_rl.prompts import PromptSource
+from async_rl.protocol import SamplingParams
+from async_rl.types import Batch, Response
+from trainer.devices import choose_device
+from trainer.parallel import init_parallel
+from trainer.session import Session, open_session
+
+NUM_PROMPTS = 32
+RESPONSES_PER_PROMPT = 8
+PROMPT_TOKENS = 48
+MEDIAN_RESPONSE_TOKENS = 24
+MAX_RESPONSE_TOKENS = 160
+VOCAB_SIZE = 1024
+MODEL_SIZE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+class FixedLengthPool(InferencePool):
+    """Forces each prompt's responses to the length that its tokens stand for, whatever the model would stop at."""
+
+    async def generate_group(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *arguments: Any
+    ) -> tuple[list[Response], int]:
+        length = response_tokens(prompt_token_ids)
+        fixed = sampling.model_copy(update={"max_tokens": length, "min_tokens": length, "ignore_eos": True})
+        return await super().generate_group(prompt_token_ids, fixed, *arguments)
+
+
+class OneBatch:
+    """A prompt source whose every iteration is batch `number` of `source`."""
+
+    def __init__(self, source: PromptSource, number: int) -> None:
+        self._source = source
+        self._number = number
+
+    def batch(self, iteration: int) -> Batch:
+        return Batch(iteration, self._source.batch(self._number).prompts)
+
+
+def response_tokens(prompt_token_ids: Sequence[int]) -> int:
+    """A length from a long-tailed (log-normal, sigma 0.8) distribution, a function of the prompt."""
+    draw = random.Random(zlib.crc32(repr(list(prompt_token_ids)).encode()))
+    return max(4, min(MAX_RESPONSE_TOKENS, round(draw.lognormvariate(0, 0.8) * MEDIAN_RESPONSE_TOKENS)))
+
+
+def make_model(path: Path) -> None:
+    """A random Qwen3 with a tokenizer of one token per word `w<i>`."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None, **MODEL_SIZE
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=0)
+    model.save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", unk_token="w1").save_pretrained(path)
+
+
+def make_rows(path: Path, number: int) -> None:
+    draw = random.Random(1)
+    rows = (" ".join(f"w{draw.randrange(2, VOCAB_SIZE)}" for _ in range(PROMPT_TOKENS)) for _ in range(number))
+    path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+
+
+def make_config(directory: Path, url: str, pairs: int) -> Config:
+    reward = directory / "reward.py"
+    reward.write_text(
+        "def length_of_text(prompt, responses, row):\n    return [float(len(r.text) % 7) for r in responses]\n"
+    )
+    return parse_config(
+        {
+            "run": {"dir": str(directory / "run")},
+            "model": {"path": str(directory / "model")},
+            "prompts": {
+                "source": str(directory / "rows.jsonl"),
+                "prompts_per_batch": NUM_PROMPTS,
+                "chat_template": False,
+            },
+            "rollout": {
+                "responses_per_prompt": RESPONSES_PER_PROMPT,
+                "max_response_tokens": MAX_RESPONSE_TOKENS,
+            },
+            "reward": {"name": f"python:{reward}:length_of_text"},
+            "pool": {"instances": [url]},
+            "optimizer": {"learning_rate": 1e-6},
+            "train": {"iterations": pairs, "max_logprob_gap": 1e-2},
+        },
+        source="benchmarks.overlap",
+    )
+
+
+@contextmanager
+def instance(model: Path, core: int, max_concurrency: int) -> Iterator[str]:
+    """An inference instance on one core; yields its URL when it is healthy."""
+    arguments = ["--model", str(model), "--port", "0", "--max-model-len", str(PROMPT_TOKENS + MAX_RESPONSE_TOKENS)]
+    arguments += ["--max-concurrency", str(max_concurrency), "--logprobs-mode", "processed_logprobs"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "inference_service", *arguments], stderr=subprocess.PIPE, text=True
+    )
+    os.sched_setaffinity(process.pid, {core})
+    try:
+        assert process.stderr is not None
+        url = next(line.split("ready at ")[1].strip() for line in process.stderr if "ready at " in line)
+        urllib.request.urlopen(f"{url}/health", timeout=10).close()
+        yield url
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def run_once(session: Session, config: Config, mode: str, number: int) -> dict[str, Any]:
+    """One iteration on batch `number`; its metrics record with `total_s`, the seconds from publish to step."""
+    section = TrainSection.model_validate({**config.train.model_dump(), "iterations": 1, "mode": mode})
+    prompts = OneBatch(session.prompts, number)
+    started = time.monotonic()
+    train(section, session.replica, prompts, session.producer, session.ledger, session.recorder)
+    total = time.monotonic() - started
+    record = json.loads((config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
+    return {**record, "total_s": total}
+
+
+def bound(record: dict[str, Any]) -> float:
+    overlapped = max(record["rollout_s"], record["first_group_s"] + record["train_s"])
+    return float(overlapped + record["publish_s"] + record["step_s"])
+
+
+def measure(pairs: int, max_concurrency: int, say: Callable[[str], None]) -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        make_model(directory / "model")
+        make_rows(directory / "rows.jsonl", NUM_PROMPTS * (pairs + 1))
+        with instance(directory / "model", cores[0], max_concurrency) as url:
+            os.sched_setaffinity(0, {cores[-1]})
+            torch.set_num_threads(1)
+            config = make_config(directory, url, pairs)
+            parallel = init_parallel(choose_device("cpu"), seed=0)
+            with open_session(config, parallel, make_pool=FixedLengthPool) as session:
+                runs = list(run_pairs(session, config, pairs, say))
+            parallel.close()
+    return summarize(runs)
+
+
+def run_pairs(
+    session: Session, config: Config, pairs: int, say: Callable[[str], None]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(synchronous, periodic) records of each batch; which mode comes first alternates. One warm-up is not counted."""
+    run_once(session, config, "periodic", pairs)
+    for number in range(pairs):
+        modes = ("synchronous", "periodic") if number % 2 == 0 else ("periodic", "synchronous")
+        records = {mode: run_once(session, config, mode, number) for mode in modes}
+        sync, periodic = records["synchronous"], records["periodic"]
+        say(
+            f"pair {number + 1}/{pairs}: synchronous {sync['total_s']:.2f} s "
+            f"(rollout {sync['rollout_s']:.2f}, train {sync['train_s']:.2f}, publish {sync['publish_s']:.2f}), "
+            f"periodic {periodic['total_s']:.2f} s (rollout {periodic['rollout_s']:.2f}, first group "
+            f"{periodic['first_group_s']:.2f}, train {periodic['train_s']:.2f}, bound {bound(periodic):.2f})"
+        )
+        yield sync, periodic
+
+
+def summarize(runs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    median = statistics.median
+    return {
+        "pairs": len(runs),
+        "sync_s": round(median(sync["total_s"] for sync, _ in runs), 4),
+        "periodic_s": round(median(periodic["total_s"] for _, periodic in runs), 4),
+        "speedup": round(median(sync["total_s"] / periodic["total_s"] for sync, periodic in runs), 4),
+        "bound_s": round(median(bound(periodic) for _, periodic in runs), 4),
+        "overlap_efficiency": round(median(bound(periodic) / periodic["total_s"] for _, periodic in runs), 4),
+        "generation_s": round(median(sync["rollout_s"] for sync, _ in runs), 4),
+        "training_s": round(median(sync["train_s"] for sync, _ in runs), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description="Synchronous against periodic.")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
+    parser.add_argument("--pairs", type=int, default=7, help="batches, each run in both modes (default: %(default)s)")
+    parser.add_argument("--max-concurrency", type=int, default=64, help="responses the instance generates at once")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    say: Callable[[str], None] = (lambda line: None) if options.json else print
+    print(json.dumps(measure(options.pairs, options.max_concurrency, say)))
+
+
+if __name__ == "__main__":
+    main()

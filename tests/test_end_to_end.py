@@ -1,0 +1,225 @@
+"""The whole system on real parts: instances and trainer as processes, a few iterations, and what may go wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.distributed
+
+REWARD = '''
+def vowels(prompt, responses, row):
+    """Share of vowels: something a few steps can raise."""
+    return [sum(c in "aeiou" for c in r.text) / max(len(r.text), 1) for r in responses]
+
+
+def slow(prompt, responses, row):
+    import time
+
+    time.sleep(0.15)
+    return vowels(prompt, responses, row)
+
+
+def broken(prompt, responses, row):
+    raise KeyError("no such column")
+'''
+
+CONFIG = """
+[run]
+dir = "{run_dir}"
+seed = 5
+[model]
+path = "{model}"
+[prompts]
+source = "{data}"
+prompts_per_batch = 6
+chat_template = false
+[rollout]
+responses_per_prompt = 4
+max_response_tokens = 24
+[reward]
+name = "python:{reward}:vowels"
+timeout_s = 20
+[pool]
+timeout_s = 20
+[publish]
+timeout_s = 20
+[optimizer]
+learning_rate = 1e-3
+[train]
+iterations = 3
+max_logprob_gap = 1e-3
+"""
+
+
+class Run:
+    """One local run of a config; `start` returns at once."""
+
+    def __init__(self, tmp_path: Path, model: Path) -> None:
+        self.dir = tmp_path / "run"
+        data = tmp_path / "rows.jsonl"
+        data.write_text("".join(json.dumps({"prompt": f"Word {i}: "}) + "\n" for i in range(40)))
+        reward = tmp_path / "reward.py"
+        reward.write_text(REWARD)
+        self.reward = reward
+        self.config = tmp_path / "run.toml"
+        self.config.write_text(CONFIG.format(run_dir=self.dir, model=model, data=data, reward=reward))
+        self.output = tmp_path / "output.txt"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *overrides: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "deploy.local", str(self.config), *overrides],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    def finish(self, timeout_s: float = 120) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout_s)
+
+    def descendants(self) -> list[psutil.Process]:
+        assert self.process is not None
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def instances(self) -> list[psutil.Process]:
+        return [p for p in self.descendants() if "inference_service" in p.cmdline()]
+
+    def lines(self, name: str) -> list[dict[str, object]]:
+        path = self.dir / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_iterations(self, number: int, timeout_s: float = 90) -> None:
+        deadline = time.monotonic() + timeout_s
+        while len(self.lines("metrics.jsonl")) < number:
+            assert self.process is not None and self.process.poll() is None, self.everything_said()
+            assert time.monotonic() < deadline, self.everything_said()
+            time.sleep(0.05)
+
+    def everything_said(self) -> str:
+        logs = sorted(self.dir.glob("logs/*.log"))
+        return "\n".join([self.output.read_text(), *(f"--- {log.name}\n{log.read_text()}" for log in logs)])
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Run]:
+    run = Run(tmp_path, tiny_model("qwen3", tied=True))
+    yield run
+    if run.process is not None and run.process.poll() is None:
+        run.process.terminate()
+        run.process.wait(30)
+
+
+def gone(processes: list[psutil.Process], timeout_s: float = 10) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return all(p.status() == psutil.STATUS_ZOMBIE for p in alive)
+
+
+def assert_proven(run: Run, iterations: int, groups: int = 6) -> None:
+    proofs = run.lines("ledger.jsonl")
+    assert [proof["iteration"] for proof in proofs] == list(range(iterations))
+    assert all(proof["on_policy"] for proof in proofs)
+    assert all(proof["num_groups"] == groups and proof["num_responses"] == 4 * groups for proof in proofs)
+    assert len({proof["weight_version"] for proof in proofs}) == iterations
+    assert len({proof["fingerprint"] for proof in proofs}) == iterations, "every step changes the weights"
+
+
+def test_a_run_learns_on_policy_and_leaves_a_loadable_model(run: Run) -> None:
+    run.start()
+    assert run.finish() == 0, run.everything_said()
+    assert_proven(run, 3)
+    records = run.lines("metrics.jsonl")
+    assert len(records) == 3
+    assert all(record["max_logprob_gap"] < 1e-3 for record in records)
+    assert list((run.dir / "tensorboard").iterdir())
+    model = AutoModelForCausalLM.from_pretrained(run.dir / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run.dir / "model")
+    tokens = torch.tensor([tokenizer("Word 1: ")["input_ids"]])
+    assert model(tokens).logits.isfinite().all()
+
+
+def test_two_replicas_and_two_instances_share_each_batch(run: Run) -> None:
+    run.start("--trainer.num_processes", "2", "--inference.num_instances", "2")
+    assert run.finish() == 0, run.everything_said()
+    assert_proven(run, 3)
+
+
+def test_synchronous_mode_and_prompt_order_run_too(run: Run) -> None:
+    run.start("--train.mode", "synchronous", "--train.order", "prompt", "--algorithm.kl_coef", "0.05")
+    assert run.finish() == 0, run.everything_said()
+    assert_proven(run, 3)
+    assert all(record["kl"] >= 0 for record in run.lines("metrics.jsonl"))
+
+
+def test_an_instance_that_dies_mid_batch_loses_nothing(run: Run) -> None:
+    run.start(
+        *("--inference.num_instances", "2", "--train.iterations", "12", "--rollout.max_response_tokens", "96"),
+        *("--reward.name", f"python:{run.reward}:slow"),
+    )
+    run.wait_for_iterations(2)
+    run.instances()[0].kill()
+    assert run.finish() == 0, run.everything_said()
+    assert_proven(run, 12)
+    assert [record["num_instances"] for record in run.lines("metrics.jsonl")][-1] == 1
+
+
+def test_a_run_without_instances_left_ends_in_a_named_error_in_time(run: Run) -> None:
+    run.start("--train.iterations", "500", "--pool.timeout_s", "3")
+    run.wait_for_iterations(1)
+    for instance in run.instances():
+        instance.kill()
+    started = time.monotonic()
+    assert run.finish(60) != 0
+    assert time.monotonic() - started < 30
+    assert "NoInstanceLeft" in run.everything_said() or "PublishError" in run.everything_said()
+
+
+@pytest.mark.parametrize("when", ["starting", "training"])
+def test_ctrl_c_leaves_no_process_behind(run: Run, when: str) -> None:
+    run.start("--train.iterations", "500")
+    if when == "training":
+        run.wait_for_iterations(1)
+    else:
+        time.sleep(4)
+    family = run.descendants()
+    assert family
+    assert run.process is not None
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish(30) != 0
+    assert gone(family), [p.cmdline() for p in family if p.is_running()]
+
+
+def test_a_reward_that_raises_ends_the_run_and_names_prompt_and_reward(run: Run) -> None:
+    run.start("--reward.name", f"python:{run.reward}:broken")
+    assert run.finish() != 0
+    said = run.output.read_text()
+    assert "RewardError" in said and "broken" in said and "no such column" in said, run.everything_said()
+    assert not run.lines("metrics.jsonl"), "no step was taken"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (("--model.path", "/no/such/model"), "/no/such/model"),
+        (("--prompts.source", "/no/such/rows.jsonl"), "/no/such/rows.jsonl"),
+        (("--trian.iterations", "3"), "unknown key 'trian"),
+        (("--prompts.column", "question"), "'question'"),
+    ],
+)
+def test_bad_input_is_named_before_any_training(run: Run, override: tuple[str, str], message: str) -> None:
+    run.start(*override)
+    assert run.finish(60) != 0
+    assert message in run.output.read_text(), run.everything_said()
+    assert "Traceback" not in run.output.read_text(), run.everything_said()
