@@ -19,35 +19,35 @@ class Section(BaseModel):
 
 class RunSection(Section):
     dir: Path = Field(description="where metrics, ledger, checkpoints and logs of this run go")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="decides the order of prompts and every sampling seed")
 
 
 class ModelSection(Section):
     path: str = Field(description="Hugging Face checkpoint: a directory or a hub name")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and activations, in both pools")
 
 
 class PromptsSection(Section):
     source: str = Field(description="a .jsonl or .parquet file, or reasoning-gym:TASK")
-    prompts_per_batch: int = Field(ge=1)
+    prompts_per_batch: int = Field(ge=1, description="B: prompts of one iteration")
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are reported and left out, once, at start")
     column: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
     chat_template: bool = Field(True, description="render the prompt with the tokenizer's chat template")
-    system_prompt: str | None = None
+    system_prompt: str | None = Field(None, description="put before each prompt, in the chat template's system role")
     num_rows: int = Field(10_000, ge=1, description="how many rows to draw from a reasoning-gym task")
     task_options: dict[str, Any] = Field(default_factory=dict, description="options of the reasoning-gym task")
 
 
 class RolloutSection(Section):
-    responses_per_prompt: int = Field(8, ge=1)
-    max_response_tokens: int = Field(512, ge=1)
-    temperature: float = Field(1.0, gt=0.0)
-    stop_token_ids: tuple[int, ...] = ()
+    responses_per_prompt: int = Field(8, ge=1, le=1024, description="G: responses of one group")
+    max_response_tokens: int = Field(512, ge=1, description="a response ends here, with finish reason `length`")
+    temperature: float = Field(1.0, gt=0.0, description="of sampling; the trainer divides its logits by it too")
+    stop_token_ids: tuple[int, ...] = Field((), description="end a response, besides the model's own end of sequence")
 
 
 class RewardSection(Section):
     name: str = Field(description="reasoning_gym, math, or python:path/to/file.py:function")
-    timeout_s: float = Field(30.0, gt=0)
+    timeout_s: float = Field(30.0, gt=0, description="for one group; a synchronous reward that hangs is killed")
     num_workers: int = Field(1, ge=1, description="processes that score synchronous rewards")
 
 
@@ -64,44 +64,52 @@ class PublishSection(Section):
 
 
 class AlgorithmSection(Section):
-    name: Literal["grpo"] = "grpo"
-    clip_low: float = Field(0.2, ge=0.0)
-    clip_high: float = Field(0.2, ge=0.0)
+    name: Literal["grpo"] = Field("grpo", description="group-relative policy optimization")
+    clip_low: float = Field(0.2, ge=0.0, description="the ratio counts from 1 - clip_low")
+    clip_high: float = Field(0.2, ge=0.0, description="to 1 + clip_high")
     kl_coef: float = Field(0.0, ge=0.0, description="weight of the k3 KL to the reference; 0 keeps no reference")
-    normalize: Literal["token", "sequence"] = "token"
+    normalize: Literal["token", "sequence"] = Field(
+        "token", description="mean over the batch's response tokens, or over its responses"
+    )
     scale_by_std: bool = Field(True, description="divide group advantages by the group's standard deviation")
 
 
 class OptimizerSection(Section):
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(1e-6, gt=0, description="at its peak, after the warm-up")
     min_learning_rate_ratio: float = Field(1.0, ge=0.0, le=1.0, description="learning rate at the end / at the peak")
-    warmup_iterations: int = Field(0, ge=0)
-    beta1: float = Field(0.9, ge=0.0, lt=1.0)
-    beta2: float = Field(0.95, ge=0.0, lt=1.0)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0.0)
-    clip_grad_norm: float = Field(1.0, gt=0)
+    warmup_iterations: int = Field(0, ge=0, description="linear warm-up; then linear decay to the end of the run")
+    beta1: float = Field(0.9, ge=0.0, lt=1.0, description="AdamW")
+    beta2: float = Field(0.95, ge=0.0, lt=1.0, description="AdamW")
+    eps: float = Field(1e-8, gt=0, description="AdamW")
+    weight_decay: float = Field(0.0, ge=0.0, description="AdamW; norms and biases are left out")
+    clip_grad_norm: float = Field(1.0, gt=0, description="largest norm of the whole gradient")
 
 
 class TrainSection(Section):
-    iterations: int = Field(ge=1)
-    mode: Literal["periodic", "synchronous"] = "periodic"
-    order: Literal["completion", "prompt"] = "completion"
+    iterations: int = Field(ge=1, description="optimizer steps, one per batch")
+    mode: Literal["periodic", "synchronous"] = Field(
+        "periodic", description="train from the first finished group on, or only after the last (the baseline)"
+    )
+    order: Literal["completion", "prompt"] = Field(
+        "completion", description="train groups as they finish, or by place in the batch (bit for bit repeatable)"
+    )
     max_logprob_gap: float = Field(
-        1.0, gt=0, description="largest |trainer - rollout| log-prob in nats before an iteration counts as off-policy"
+        1.0,
+        gt=0,
+        description="largest trainer - rollout log-prob, in nats; beyond it an iteration counts as off-policy",
     )
 
 
 class TrainerSection(Section):
-    device: Literal["cpu"] = "cpu"
+    device: Literal["cpu"] = Field("cpu", description="where the trainer runs")
     num_processes: int = Field(1, ge=1, description="data-parallel replicas on this host")
 
 
 class InferenceSection(Section):
     """Instances that `deploy` starts; a run against instances started elsewhere only sets `pool.instances`."""
 
-    engine: Literal["transformers"] = "transformers"
-    num_instances: int = Field(1, ge=1)
+    engine: Literal["transformers"] = Field("transformers", description="the embedded engine")
+    num_instances: int = Field(1, ge=1, description="processes to start")
     max_concurrency: int = Field(64, ge=1, description="responses generated at once")
 
 

@@ -99,9 +99,10 @@ def make_model(path: Path) -> None:
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=0)
     model.save_pretrained(path)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w1"))
+    words = ["<eos>", "<unk>", *(f"w{i}" for i in range(2, VOCAB_SIZE))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", unk_token="w1").save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(path)
 
 
 def make_rows(path: Path, number: int) -> None:
