@@ -1,0 +1,64 @@
+"""`python -m inference_service --model PATH`: one inference instance until SIGTERM or SIGINT.
+
+Exit codes: 0 after a signal, 2 for bad input (one line on stderr says which), 1 for anything unexpected.
+"""
+
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+
+from async_rl.errors import ConfigError
+from inference_service.options import Options, parse_options, require_checkpoint
+
+TOKEN_VARIABLE = "ASYNC_RL_TOKEN"
+
+
+def main() -> int:
+    options = parse_options(sys.argv[1:])
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("inference_service").setLevel(logging.INFO)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    try:
+        require_checkpoint(options.model)
+        listener = _bind(options)
+        # torch and transformers take seconds to import: after the arguments and the port are known to be good.
+        server = importlib.import_module("inference_service.server")
+        server.serve(options, listener, os.environ.get(TOKEN_VARIABLE) or None)
+    except ConfigError as error:
+        print(f"inference_service: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Ends the program while it loads; while it serves, uvicorn has its own handler and calls this one at its end."""
+    raise SystemExit(0)
+
+
+def _bind(options: Options) -> socket.socket:
+    """Takes the port at once, so that two instances cannot both believe they have it; listens only when ready."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot bind {options.host}:{options.port}: {error.strerror}; choose another --port, or 0 for a free one"
+        ) from error
+    return listener
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads may still be inside torch or a network wait that nothing can interrupt; there is nothing left to save.
+    os._exit(code)

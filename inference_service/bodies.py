@@ -1,0 +1,112 @@
+"""Request bodies as this server accepts them, and the `/v1/completions` bodies, which only servers need.
+
+A field this engine cannot honour is refused unless it has its neutral value: sampling that silently differs from what
+was asked for would corrupt a run.
+"""
+
+from typing import Annotated, Any, Final, TypeVar
+
+from pydantic import Field, model_validator
+
+from async_rl.protocol import Body, GenerateRequest, SamplingParams, TokenIds, Usage
+
+T = TypeVar("T")
+Batch = Annotated[list[T], Field(min_length=1)]
+
+WITHOUT_EFFECT: Final = frozenset(
+    {
+        "cache_salt",
+        "detokenize",
+        "include_stop_str_in_output",
+        "output_kind",
+        "priority",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "token_offsets",
+        "user",
+    }
+)
+"""Fields of vLLM that change nothing in what this server answers."""
+
+NEUTRAL: Final[dict[str, Any]] = {"best_of": 1, "length_penalty": 1.0, "output_mode": "tokens"}
+"""Values, beside false and empty ones, with which a field of vLLM asks for nothing."""
+
+
+def refuse_unknown(data: Any, known: type[Body]) -> Any:
+    """Passes a body on if every field that `known` lacks asks for nothing."""
+    if isinstance(data, dict):
+        for name, value in data.items():
+            if name in known.model_fields or name in WITHOUT_EFFECT or not value or NEUTRAL.get(name) == value:
+                continue
+            raise ValueError(f"{name} = {value!r} is not supported by this engine: leave it out")
+    return data
+
+
+class ServedSamplingParams(SamplingParams):
+    @model_validator(mode="before")
+    @classmethod
+    def _honours_all(cls, data: Any) -> Any:
+        return refuse_unknown(data, cls)
+
+
+class ServedGenerateRequest(GenerateRequest):
+    sampling_params: ServedSamplingParams
+
+    @model_validator(mode="before")
+    @classmethod
+    def _honours_all(cls, data: Any) -> Any:
+        return refuse_unknown(data, cls)
+
+
+class CompletionRequest(ServedSamplingParams):
+    """POST /v1/completions: sampling parameters beside the prompt, which is text or token ids, or a list of either."""
+
+    prompt: TokenIds | Batch[TokenIds] | str | Batch[str]
+    model: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class CompletionLogprobs(Body):
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class CompletionChoice(Body):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str
+    stop_reason: int | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(Body):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+
+
+class ModelCard(Body):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "async-rl"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+    permission: list[Any] = Field(default_factory=list)
+
+
+class ModelList(Body):
+    object: str = "list"
+    data: list[ModelCard]

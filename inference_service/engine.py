@@ -1,0 +1,134 @@
+"""What the HTTP routes need from an inference engine, and the words both sides use; `app.py` calls it.
+
+An engine generates, pauses, and takes new weights. Every token it hands out says which weight version made it.
+All coroutines run in the server's event loop and never block it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from async_rl.errors import AsyncRLError
+from async_rl.protocol import InitInfo, SamplingParams, UpdateInfo
+
+PauseMode = Literal["abort", "wait", "keep"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class RequestRefused(ValueError):
+    """A request that cannot be served as it stands (HTTP 400); `param` names the field at fault, where one is."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class OutOfService(AsyncRLError):
+    """The instance must not generate now (HTTP 503): an update broke, or the engine's thread died."""
+
+
+class EngineFault(AsyncRLError):
+    """An operation failed inside the engine (HTTP 500)."""
+
+
+class Sample(NamedTuple):
+    """One sampled token.
+
+    `logprob` is in nats; `rank` is 1 for the most likely token; `top` holds (token id, logprob, rank) of the most
+    likely tokens, the sampled one first, when the request asked for them; `version` is the weight version.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float, int], ...]
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished response. `stop_reason` is the stop token of the request that ended it; None for EOS."""
+
+    samples: tuple[Sample, ...]
+    finish_reason: FinishReason
+    stop_reason: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the loaded model can take: prompt plus response at most `max_model_len` tokens, ids below `vocab_size`."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since start, and gauges now; running and waiting count responses."""
+
+    num_running: int
+    num_waiting: int
+    prompt_tokens: int
+    generation_tokens: int
+    finished: Mapping[FinishReason, int]
+    cache_usage: float
+
+
+class Engine(Protocol):
+    """An inference engine behind the routes.
+
+    After a failed weight update `fault` says why, and `generate` raises OutOfService until a full update succeeds.
+    """
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def fault(self) -> str | None: ...
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    @property
+    def weight_version(self) -> str: ...
+
+    @property
+    def weight_fingerprint(self) -> str | None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def generate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> list[Choice]:
+        """Samples `params.n` responses; waits for a free place, and while the engine is paused.
+
+        Cancelling the coroutine cancels the request in the engine.
+
+        Raises:
+            RequestRefused: the prompt or a parameter is out of range.
+            OutOfService: the instance must not generate.
+        """
+        ...
+
+    def abort(self, request_ids: Sequence[str] | None) -> int:
+        """Ends these requests (None: all) at once with the tokens made so far; returns how many there were."""
+        ...
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Stops generation between two steps; new requests wait for `resume`. `wait` first lets running ones finish."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def init_weight_transfer(self, info: InitInfo) -> None:
+        """Joins the trainer's weight group, leaving an earlier one; ends within `info.timeout_s`."""
+        ...
+
+    async def start_weight_update(self) -> None: ...
+
+    async def update_weights(self, update: UpdateInfo) -> None:
+        """Checks the announced tensors, then receives them into the model; may be called several times per update."""
+        ...
+
+    async def finish_weight_update(self, version: str | None) -> None:
+        """Puts the received weights into service under `version` and empties every cache."""
+        ...

@@ -1,0 +1,88 @@
+"""Loads a Hugging Face checkpoint for the embedded engine, with errors a user can act on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from async_rl.errors import ConfigError
+
+
+class Codec:
+    """Text to token ids and back, as the text routes need it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for inference; `codec` is None where the checkpoint has no tokenizer (token ids only)."""
+
+    model: PreTrainedModel
+    codec: Codec | None
+    eos_ids: frozenset[int]
+    max_positions: int
+
+
+def load_model(path: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """Loads weights and tokenizer onto `device`.
+
+    Raises:
+        ConfigError: no such checkpoint, an unusable one, or an attention this engine has not got.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but torch sees no CUDA device: use --device cpu, or install torch for CUDA")
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the model {path!r}: {_first_line(error)}") from error
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ConfigError(
+            f"the model {path!r} has layers of {sorted(kinds)}: the transformers engine serves full attention only; "
+            "serve it with vLLM"
+        )
+    # PreTrainedModel.to returns the model itself, but its annotation hides that.
+    torch.nn.Module.to(model, device)
+    return LoadedModel(
+        model.train(False),
+        _load_codec(path),
+        _eos_ids(model),
+        int(model.config.max_position_embeddings),
+    )
+
+
+def _load_codec(path: str) -> Codec | None:
+    if Path(path).is_dir() and not (Path(path) / "tokenizer_config.json").is_file():
+        return None
+    try:
+        return Codec(AutoTokenizer.from_pretrained(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the tokenizer of {path!r}: {_first_line(error)}") from error
+
+
+def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """EOS of the generation config, which lists all of a chat model's, else of the model config."""
+    generation = model.generation_config.eos_token_id if model.generation_config is not None else None
+    eos = model.config.eos_token_id if generation is None else generation
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,158 @@
+"""From logits to tokens: penalties, temperature, truncation, and noise that depends on (seed, position) only.
+
+Shapes: R rows (sequences that get a token in this step), V vocabulary. Everything is float32 but the cumulative
+distribution, which is float64. The order of the steps is vLLM's: repetition penalty, min_tokens, temperature, min_p,
+top_k, top_p. Temperature 0 means the most likely token, without truncation.
+"""
+
+from collections.abc import Sequence as Rows
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from async_rl.protocol import SamplingParams
+from inference_service.engine import LogprobsMode, Sample
+from inference_service.sequences import Sequence
+
+Bits: TypeAlias = npt.NDArray[np.uint64]
+
+UNIFORM_BITS: Final = 40
+"""Bits of one uniform number: few enough that u * total < total in float64, so no draw falls behind the last token."""
+
+
+GREEDY_BELOW: Final = 1e-5
+"""Smaller temperatures mean the most likely token, as in vLLM: logits divided by them would overflow."""
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < GREEDY_BELOW
+
+
+def uniforms(seeds: Rows[int], positions: Rows[int]) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1), one per (seed, position), by a counter-based hash.
+
+    The same pair gives the same number on every instance and in every batch, so a seeded request is reproducible
+    wherever and beside whatever it runs. The hash is splitmix64's output function over seed and position.
+    """
+    seed_R = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
+    position_R = np.array(positions, dtype=np.uint64)
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    bits_R = _mix(_mix(seed_R + golden) + golden * (position_R + np.uint64(1)))
+    top_bits_R: npt.NDArray[np.float64] = (bits_R >> np.uint64(64 - UNIFORM_BITS)).astype(np.float64)
+    return top_bits_R * 2.0**-UNIFORM_BITS
+
+
+def _mix(bits_R: Bits) -> Bits:
+    bits_R = (bits_R ^ (bits_R >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits_R = (bits_R ^ (bits_R >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits_R ^ (bits_R >> np.uint64(31))
+
+
+def sample_step(logits_RV: torch.Tensor, rows: Rows[Sequence], mode: LogprobsMode, version: str) -> list[Sample]:
+    """Draws one token per row; the samples' log-probs are the raw model's, or after all processing, by `mode`.
+
+    A row whose logits are not finite gives a sample with a NaN log-prob.
+    """
+    params = [row.params for row in rows]
+    processed_RV = torch.log_softmax(_process(logits_RV, rows), dim=-1)
+    tokens_R = processed_RV.argmax(dim=-1)
+    drawn = [r for r, p in enumerate(params) if not is_greedy(p)]
+    if drawn:
+        u = uniforms([rows[r].seed for r in drawn], [len(rows[r].samples) for r in drawn])
+        all_drawn = len(drawn) == len(rows)
+        drawn_RV = processed_RV if all_drawn else processed_RV[drawn]
+        tokens_D = _inverse_cdf(drawn_RV, torch.from_numpy(u).to(logits_RV.device))
+        if all_drawn:
+            tokens_R = tokens_D
+        else:
+            tokens_R[drawn] = tokens_D
+    reported_RV = torch.log_softmax(logits_RV, dim=-1) if mode == "raw_logprobs" else processed_RV
+    return _samples(reported_RV, tokens_R, params, version)
+
+
+def _inverse_cdf(logprobs_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
+    """The first token whose cumulative probability exceeds u; a token of probability zero is never chosen."""
+    # MPS and some NPUs have no float64; the engine runs where it exists (CPU, CUDA).
+    cdf_RV = logprobs_RV.exp().double().cumsum(dim=-1)
+    target_R1 = u_R.unsqueeze(-1) * cdf_RV[:, -1:]
+    tokens_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(-1)
+    # Only a row of NaN can point behind the last token.
+    return tokens_R.clamp_(max=logprobs_RV.shape[-1] - 1)
+
+
+def _process(logits_RV: torch.Tensor, rows: Rows[Sequence]) -> torch.Tensor:
+    """Logits after every parameter but the noise; the input is left as it is."""
+    logits_RV = _penalize(logits_RV, rows)
+    temperatures = [1.0 if is_greedy(row.params) else row.params.temperature for row in rows]
+    if any(t != 1.0 for t in temperatures):
+        logits_RV = logits_RV / torch.tensor(temperatures, device=logits_RV.device).unsqueeze(-1)
+    truncated = [r for r, row in enumerate(rows) if not is_greedy(row.params) and _truncates(row.params)]
+    if truncated:
+        logits_RV = logits_RV.clone()
+        logits_RV[truncated] = _truncate(logits_RV[truncated], [rows[r].params for r in truncated])
+    return logits_RV
+
+
+def _penalize(logits_RV: torch.Tensor, rows: Rows[Sequence]) -> torch.Tensor:
+    """Repetition penalty over prompt and response, and no stop token before `min_tokens`."""
+    penalized = [r for r, row in enumerate(rows) if row.params.repetition_penalty != 1.0]
+    too_short = [r for r, row in enumerate(rows) if row.stop_ids and len(row.samples) < row.params.min_tokens]
+    if not penalized and not too_short:
+        return logits_RV
+    logits_RV = logits_RV.clone()
+    for r in penalized:
+        penalty = rows[r].params.repetition_penalty
+        seen = torch.tensor(sorted(set(rows[r].token_ids())), device=logits_RV.device)
+        values = logits_RV[r, seen]
+        logits_RV[r, seen] = torch.where(values > 0, values / penalty, values * penalty)
+    for r in too_short:
+        logits_RV[r, sorted(rows[r].stop_ids)] = -torch.inf
+    return logits_RV
+
+
+def _truncates(params: SamplingParams) -> bool:
+    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+
+
+def _truncate(logits_RV: torch.Tensor, params: Rows[SamplingParams]) -> torch.Tensor:
+    """Sets the logits of all tokens outside min_p, top_k and top_p to -inf; at least one token remains."""
+    vocab_size = logits_RV.shape[-1]
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, device=logits_RV.device).unsqueeze(-1)
+
+    min_p_R1 = column([p.min_p for p in params])
+    top_k_R1 = column([p.top_k if p.top_k > 0 else vocab_size for p in params])
+    # Without truncation the mass before a token must never reach the bound, whatever rounding does.
+    top_p_R1 = column([p.top_p if p.top_p < 1.0 else torch.inf for p in params])
+
+    probs_RV = logits_RV.softmax(dim=-1)
+    logits_RV = logits_RV.masked_fill(probs_RV < min_p_R1 * probs_RV.amax(dim=-1, keepdim=True), -torch.inf)
+    sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
+    place_V = torch.arange(vocab_size, device=logits_RV.device)
+    sorted_RV = sorted_RV.masked_fill(place_V >= top_k_R1, -torch.inf)
+    probs_RV = sorted_RV.softmax(dim=-1)
+    mass_before_RV = probs_RV.cumsum(dim=-1) - probs_RV
+    sorted_RV = sorted_RV.masked_fill(mass_before_RV >= top_p_R1, -torch.inf)
+    return torch.empty_like(logits_RV).scatter_(-1, order_RV, sorted_RV)
+
+
+def _samples(
+    logprobs_RV: torch.Tensor, tokens_R: torch.Tensor, params: Rows[SamplingParams], version: str
+) -> list[Sample]:
+    chosen_R1 = logprobs_RV.gather(-1, tokens_R.unsqueeze(-1))
+    ranks = ((logprobs_RV > chosen_R1).sum(dim=-1) + 1).tolist()
+    tokens, logprobs = tokens_R.tolist(), chosen_R1.squeeze(-1).tolist()
+    tops: dict[int, tuple[tuple[int, float, int], ...]] = {}
+    for r, p in enumerate(params):
+        if p.logprobs:
+            values, ids = logprobs_RV[r].topk(min(p.logprobs, logprobs_RV.shape[-1]))
+            best = [(i, v, k) for k, (i, v) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1)]
+            others = [entry for entry in best if entry[0] != tokens[r]]
+            tops[r] = ((tokens[r], logprobs[r], ranks[r]), *others)
+    return [
+        Sample(token, logprob, rank, tops.get(r, ()), version)
+        for r, (token, logprob, rank) in enumerate(zip(tokens, logprobs, ranks, strict=True))
+    ]

@@ -1,0 +1,270 @@
+"""The embedded engine: transformers' continuous batching behind the Engine interface (CPU and CUDA).
+
+Three threads share it. The event loop owns the requests and is the only one to end them. The generation thread runs the
+model, appends tokens to sequences, and posts finished ones to the loop. The control thread does what blocks: holding
+the generation thread between two steps, and receiving weights.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from async_rl.protocol import InitInfo, SamplingParams, UpdateInfo
+from inference_service.batching import Batching
+from inference_service.cache_size import CacheSize
+from inference_service.engine import (
+    Choice,
+    EngineFault,
+    EngineStats,
+    FinishReason,
+    Limits,
+    LogprobsMode,
+    OutOfService,
+    PauseMode,
+    RequestRefused,
+)
+from inference_service.model import LoadedModel
+from inference_service.sequences import Request, Sequence
+from inference_service.weight_update import Phase, WeightUpdate
+
+T = TypeVar("T")
+
+STOP_TIMEOUT_S: Final = 1.0
+
+
+class TransformersEngine:
+    """Implements `inference_service.engine.Engine`. Make it anywhere; `start` and all else in the event loop."""
+
+    def __init__(self, loaded: LoadedModel, size: CacheSize, max_model_len: int, mode: LogprobsMode) -> None:
+        self._limits = Limits(max_model_len, int(loaded.model.config.vocab_size))
+        self._eos_ids = loaded.eos_ids
+        self._batching = Batching(loaded.model, size, mode, self._post_finished, self._post_failed)
+        self._update = WeightUpdate(loaded.model)
+        self._max_concurrency = size.max_concurrency
+        self._control = ThreadPoolExecutor(1, thread_name_prefix="engine-control")
+        self._holding = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._owner: dict[Sequence, Request] = {}
+        self._requests: set[Request] = set()
+        self._paused = False
+        self._num_unnamed_versions = 0
+        self._prompt_tokens = 0
+        self._finished: Counter[FinishReason] = Counter()
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._batching.start()
+
+    def close(self) -> None:
+        """Ends the generation thread, within about a second unless a single step takes longer."""
+        self._batching.stop(STOP_TIMEOUT_S)
+        self._control.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @property
+    def fault(self) -> str | None:
+        return self._batching.fault or self._update.fault
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
+    @property
+    def weight_version(self) -> str:
+        return self._batching.version
+
+    @property
+    def weight_fingerprint(self) -> str | None:
+        return self._update.fingerprint
+
+    def stats(self) -> EngineStats:
+        unfinished = {True: 0, False: 0}
+        for request in self._requests:
+            unfinished[request.submitted] += len(request.unfinished())
+        num_running = min(unfinished[True], self._max_concurrency)
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=unfinished[True] + unfinished[False] - num_running,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._batching.num_sampled,
+            finished=dict(self._finished),
+            cache_usage=self._batching.cache_usage,
+        )
+
+    # Requests
+
+    async def generate(self, request_id: str, prompt: Listing[int], params: SamplingParams) -> list[Choice]:
+        self._check(prompt, params)
+        self._require_service()
+        request = self._open(request_id, tuple(prompt), params)
+        try:
+            if not self._paused:
+                self._submit(request)
+            await request.done
+        finally:
+            self._close(request)
+        for sequence in request.sequences:
+            assert sequence.finish_reason is not None, "a request ended before its sequences"
+            self._finished[sequence.finish_reason] += 1
+        return [sequence.choice() for sequence in request.sequences]
+
+    def _check(self, prompt: Listing[int], params: SamplingParams) -> None:
+        if not prompt:
+            raise RequestRefused("the prompt is empty: expected at least one token id", "token_ids")
+        largest, limits = max(prompt), self._limits
+        if largest >= limits.vocab_size or min(prompt) < 0:
+            wrong = largest if largest >= limits.vocab_size else min(prompt)
+            raise RequestRefused(
+                f"token id {wrong} is out of vocabulary: expected 0 to {limits.vocab_size - 1}", "token_ids"
+            )
+        if len(prompt) + params.max_tokens > limits.max_model_len:
+            raise RequestRefused(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}, together more than the "
+                f"model's maximum of {limits.max_model_len}: shorten the prompt or lower max_tokens",
+                "max_tokens",
+            )
+        bad_stops = [i for i in params.stop_token_ids if not 0 <= i < limits.vocab_size]
+        if bad_stops:
+            raise RequestRefused(
+                f"stop_token_ids has {bad_stops[0]}: expected 0 to {limits.vocab_size - 1}", "stop_token_ids"
+            )
+        if params.min_tokens > params.max_tokens:
+            raise RequestRefused(
+                f"min_tokens is {params.min_tokens}, more than max_tokens {params.max_tokens}", "min_tokens"
+            )
+
+    def _require_service(self) -> None:
+        fault = self.fault
+        if fault is not None:
+            raise OutOfService(fault)
+
+    def _open(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
+        seed = random.getrandbits(64) if params.seed is None else params.seed
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        sequences = [Sequence(prompt, params, seed + j, stop_ids) for j in range(params.n)]
+        request = Request(request_id, sequences, asyncio.get_running_loop().create_future())
+        self._requests.add(request)
+        self._owner.update((sequence, request) for sequence in sequences)
+        self._prompt_tokens += len(prompt)
+        return request
+
+    def _submit(self, request: Request) -> None:
+        request.submitted = True
+        self._batching.submit(request.sequences)
+
+    def _close(self, request: Request) -> None:
+        self._batching.cancel(request.unfinished())
+        self._requests.discard(request)
+        for sequence in request.sequences:
+            del self._owner[sequence]
+
+    def abort(self, request_ids: Listing[str] | None) -> int:
+        wanted = None if request_ids is None else set(request_ids)
+        aborted = [r for r in self._requests if wanted is None or r.request_id in wanted]
+        for request in aborted:
+            unfinished = request.unfinished()
+            self._batching.cancel(unfinished)
+            for sequence in unfinished:
+                sequence.finish_reason = "abort"
+            request.end_if_complete()
+        return len(aborted)
+
+    def _fail_all(self, error: Exception) -> None:
+        for request in self._requests:
+            self._batching.cancel(request.unfinished())
+            request.fail(error)
+
+    # Called by the generation thread
+
+    def _post_finished(self, finished: list[tuple[Sequence, str | None]]) -> None:
+        assert self._loop is not None, "the engine was not started"
+        self._loop.call_soon_threadsafe(self._end_sequences, finished)
+
+    def _post_failed(self, failed: list[Sequence]) -> None:
+        error = "the model's logits are not finite: its weights are damaged, publish sound ones"
+        self._post_finished([(sequence, error) for sequence in failed])
+
+    def _end_sequences(self, finished: list[tuple[Sequence, str | None]]) -> None:
+        for sequence, error in finished:
+            request = self._owner.get(sequence)
+            if request is None or sequence.finish_reason is not None:
+                continue
+            if error is not None:
+                request.fail(EngineFault(error))
+                continue
+            self._batching.forget(sequence)
+            sequence.finish_reason = "stop" if sequence.reached_stop() else "length"
+            request.end_if_complete()
+
+    # Pause and weights
+
+    async def _block(self, call: Callable[..., T], *args: object) -> T:
+        """Runs something that blocks in the control thread, one after the other."""
+        return await asyncio.get_running_loop().run_in_executor(self._control, call, *args)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        running = [request for request in self._requests if request.submitted]
+        if mode == "wait" and self._paused and running:
+            raise RequestRefused("paused with frozen requests, which will never finish: resume first", "mode")
+        self._paused = True
+        if mode == "abort":
+            self.abort(None)
+        elif mode == "wait" and running:
+            await asyncio.wait([request.done for request in running])
+        async with self._holding:
+            # Someone may have resumed while this call waited.
+            if self._paused:
+                await self._block(self._batching.hold)
+                if clear_cache and self._update.phase is not Phase.UPDATING:
+                    self._batching.empty_caches()
+
+    async def resume(self) -> None:
+        async with self._holding:
+            if self._update.phase is Phase.UPDATING:
+                raise RequestRefused("a weight update is going on: finish it before resuming")
+            self._paused = False
+            await self._block(self._batching.release)
+            for request in [r for r in self._requests if not r.submitted and not r.done.done()]:
+                self._submit(request)
+
+    async def init_weight_transfer(self, info: InitInfo) -> None:
+        await self._block(self._update.join, info)
+        self._fail_if_broken()
+
+    async def start_weight_update(self) -> None:
+        if not self._paused:
+            raise RequestRefused("generation is not paused: call /pause before /start_weight_update")
+        async with self._holding:
+            await self._block(self._batching.hold)
+        await self._block(self._update.start)
+
+    async def update_weights(self, update: UpdateInfo) -> None:
+        try:
+            await self._block(self._update.receive, update)
+        finally:
+            self._fail_if_broken()
+
+    async def finish_weight_update(self, version: str | None) -> None:
+        # Nobody may resume between the new weights and the empty caches.
+        async with self._holding:
+            try:
+                await self._block(self._update.finish)
+            finally:
+                self._fail_if_broken()
+            self._batching.empty_caches()
+            if version is None:
+                self._num_unnamed_versions += 1
+                version = f"unnamed-{self._num_unnamed_versions}"
+            self._batching.version = version
+
+    def _fail_if_broken(self) -> None:
+        """Requests that wait or are frozen must not go on with broken weights, nor hang until they are whole again."""
+        if self._update.fault is not None:
+            self._fail_all(OutOfService(self._update.fault))

@@ -1,0 +1,129 @@
+"""Receiving side of the one weight transport for the embedded engine: join, check, receive, fingerprint.
+
+All calls block; the engine runs them in a thread of its own. Every wait ends within the group's `timeout_s`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from async_rl.errors import PublishError
+from async_rl.protocol import InitInfo, UpdateInfo
+from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup
+from inference_service.engine import RequestRefused
+
+
+def model_specs(model: torch.nn.Module) -> dict[str, TensorSpec]:
+    """The tensors a full update consists of, by Hugging Face name; a tied weight stands under its first name only."""
+    return {
+        name: TensorSpec(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+    }
+
+
+def check_update(update: UpdateInfo, expected: Mapping[str, TensorSpec]) -> list[TensorSpec]:
+    """Compares an announced stream with the model, before anything is received.
+
+    Raises:
+        RequestRefused: the lists differ in length, or a name is unknown or given twice, or a dtype or shape differs.
+    """
+    lengths = (len(update.names), len(update.dtype_names), len(update.shapes))
+    if len(set(lengths)) != 1:
+        raise RequestRefused(
+            "update_info.names, dtype_names and shapes have {}, {} and {} entries: expected equal lengths".format(
+                *lengths
+            ),
+            "update_info",
+        )
+    specs = []
+    seen: set[str] = set()
+    for name, dtype_name, shape in zip(update.names, update.dtype_names, update.shapes, strict=True):
+        want = expected.get(name)
+        if want is None:
+            raise RequestRefused(f"the model has no weight {name!r}: {_advice(name, expected)}", "update_info.names")
+        if name in seen:
+            raise RequestRefused(f"weight {name!r} is announced twice: send every tensor once", "update_info.names")
+        if dtype_name != want.dtype_name:
+            raise RequestRefused(
+                f"weight {name!r} has dtype {dtype_name!r}, the model expects {want.dtype_name!r}: "
+                "convert it before sending, or start the instance with that --dtype",
+                "update_info.dtype_names",
+            )
+        if tuple(shape) != want.shape:
+            raise RequestRefused(
+                f"weight {name!r} has shape {list(shape)}, the model expects {list(want.shape)}: "
+                "both sides must be made from the same checkpoint",
+                "update_info.shapes",
+            )
+        seen.add(name)
+        specs.append(want)
+    return specs
+
+
+def _advice(name: str, expected: Mapping[str, TensorSpec]) -> str:
+    if name == "lm_head.weight":
+        return "its output head is tied to the embedding; leave lm_head.weight out"
+    known = sorted(expected)
+    return f"expected Hugging Face checkpoint names such as {known[0]!r}, {known[-1]!r}"
+
+
+class WeightReceiver:
+    """This worker's membership in a trainer's weight group, and the fingerprint of the last stream it received."""
+
+    def __init__(self) -> None:
+        self._group: WeightGroup | None = None
+        self._info: InitInfo | None = None
+        self._fingerprint: str | None = None
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self._fingerprint
+
+    def join(self, info: InitInfo) -> None:
+        """Leaves the present group and joins the one `info` names; returns when all its members are there.
+
+        Raises:
+            PublishError: the rendezvous did not complete within `info.timeout_s`.
+        """
+        self.leave()
+        if info.rank_offset >= info.world_size:
+            raise RequestRefused(
+                f"rank_offset {info.rank_offset} must be below world_size {info.world_size}: "
+                "the trainer is rank 0 and every worker one more",
+                "init_info.rank_offset",
+            )
+        store = WeightGroup.join_store(info.master_address, info.master_port, info.timeout_s)
+        try:
+            self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
+        except RuntimeError as error:
+            raise PublishError(
+                f"the weight group of {info.world_size} at {info.master_address}:{info.master_port} did not form "
+                f"within {info.timeout_s:g} s: {error}"
+            ) from error
+        self._info = info
+
+    def receive(self, specs: Sequence[TensorSpec], load: Callable[[TensorSpec, torch.Tensor], None]) -> None:
+        """Tells the sender that this stream is welcome, and hands every tensor to `load` as it arrives.
+
+        Raises:
+            PublishError: no group was joined, or it broke; it is left then, and must be joined anew.
+        """
+        if self._group is None or self._info is None:
+            raise PublishError("no weight group: call /init_weight_transfer_engine before /update_weights")
+        fingerprint = Fingerprint()
+        try:
+            self._group.announce(self._info.rank_offset)
+            for spec, tensor in self._group.receive(specs, self._info.bucket_bytes):
+                load(spec, tensor)
+                fingerprint.add(spec, tensor.view(-1).view(torch.uint8))
+        except Exception:
+            # Whatever went wrong, the two ends no longer agree where in the stream they are.
+            self.leave()
+            raise
+        self._fingerprint = fingerprint.hexdigest()
+
+    def leave(self) -> None:
+        """Closes the group, if there is one."""
+        group, self._group, self._info = self._group, None, None
+        if group is not None:
+            group.close()

@@ -1,0 +1,115 @@
+"""The life of one weight update inside an instance: start, receive any number of streams, finish; or break.
+
+```
+SERVING --start--> UPDATING --finish, complete--> SERVING
+   ^                  |  \\--finish, nothing received (refused streams change nothing)--> SERVING, an error
+   |                  v
+   +---start..finish--BROKEN   a stream broke, or finish found tensors missing: the weights are a mixture
+```
+All methods block and are called by the engine's control thread only, while generation stands still.
+"""
+
+import enum
+
+import torch
+
+from async_rl.errors import AsyncRLError
+from async_rl.protocol import InitInfo, UpdateInfo
+from async_rl.weight_stream import TensorSpec
+from inference_service.engine import EngineFault
+from inference_service.weight_transfer.receiver import WeightReceiver, check_update, model_specs
+
+
+class Phase(enum.Enum):
+    SERVING = "serving"
+    UPDATING = "updating"
+    BROKEN = "broken"
+
+
+class WeightUpdate:
+    """Moves received tensors into the model's parameters and knows whether the weights are whole."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._specs = model_specs(model)
+        self._receiver = WeightReceiver()
+        self._received: set[str] = set()
+        self._touched = False
+        self._phase = Phase.SERVING
+        self._fault: str | None = None
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def fault(self) -> str | None:
+        """Why the weights are not whole; None while they are, or while an update is going on."""
+        return self._fault
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self._receiver.fingerprint
+
+    def join(self, info: InitInfo) -> None:
+        """Joins a trainer's weight group; an update that an earlier trainer left unfinished ends here."""
+        if self._phase is Phase.UPDATING:
+            if self._touched:
+                self._break("a new weight group was opened in the middle of an update")
+            else:
+                self._phase = Phase.SERVING
+        self._receiver.join(info)
+
+    def start(self) -> None:
+        if self._phase is Phase.UPDATING:
+            raise EngineFault("a weight update is already going on: finish it first")
+        # A broken instance stays out of service until finish; weights touched once stay touched.
+        self._touched = self._phase is Phase.BROKEN
+        self._phase = Phase.UPDATING
+        self._received.clear()
+
+    def receive(self, update: UpdateInfo) -> None:
+        """Checks and receives one stream.
+
+        Raises:
+            RequestRefused: the announced tensors do not fit the model; nothing was changed.
+            AsyncRLError: no update was started, or the stream broke; after a broken stream the instance is out of
+                service until a full update succeeds.
+        """
+        if self._phase is not Phase.UPDATING:
+            raise EngineFault("no weight update is going on: call /start_weight_update first")
+        specs = check_update(update, self._specs)
+        try:
+            self._receiver.receive(specs, self._load)
+        except (AsyncRLError, RuntimeError) as error:
+            self._break(f"a weight stream broke: {error}")
+            raise EngineFault(f"a weight stream broke, the instance is out of service: {error}") from error
+        self._received.update(spec.name for spec in specs)
+
+    def finish(self) -> None:
+        """Ends the update; afterwards the weights are whole.
+
+        Raises:
+            EngineFault: no update was started, or tensors are missing.
+        """
+        if self._phase is not Phase.UPDATING:
+            raise EngineFault("no weight update is going on: call /start_weight_update first")
+        missing = [name for name in self._specs if name not in self._received]
+        if missing and not self._touched:
+            self._phase = Phase.SERVING
+            raise EngineFault("no weights were received since the update started: the old ones stay in service")
+        if missing:
+            reason = f"{len(missing)} of {len(self._specs)} tensors were not received, the first is {missing[0]!r}"
+            self._break(f"the weight update is not complete: {reason}")
+            raise EngineFault(f"the weight update is not complete, the instance is out of service: {reason}")
+        self._phase = Phase.SERVING
+        self._fault = None
+
+    def _load(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
+        self._touched = True
+        with torch.no_grad():
+            self._parameters[spec.name].copy_(tensor)
+
+    def _break(self, reason: str) -> None:
+        self._phase = Phase.BROKEN
+        self._fault = f"{reason}; only a full weight update puts the instance back into service"

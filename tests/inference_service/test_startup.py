@@ -1,0 +1,99 @@
+"""Starting and stopping a server: bad input ends in one line and code 2, a signal in code 0."""
+
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def assert_ends_with_one_line(process: subprocess.Popen[str], *words: str) -> None:
+    output, _ = process.communicate(timeout=60)
+    lines = [line for line in output.splitlines() if line.startswith("inference_service:")]
+    assert process.returncode == 2 and len(lines) == 1 and "Traceback" not in output, output
+    assert all(word in lines[0] for word in words), output
+
+
+def test_port_in_use_ends_with_code_2(start_process: Callable[..., Any], tiny_model: Callable[..., Path]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        process = start_process("--model", str(tiny_model("qwen3")), "--port", port)
+        assert_ends_with_one_line(process, f"127.0.0.1:{port}", "--port")
+
+
+def test_missing_model_ends_with_code_2(start_process: Callable[..., Any], tmp_path: Path) -> None:
+    assert_ends_with_one_line(start_process("--model", str(tmp_path / "none"), "--port", "0"), str(tmp_path / "none"))
+
+
+def test_damaged_model_ends_with_code_2(start_process: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert_ends_with_one_line(start_process("--model", str(tmp_path), "--port", "0"), str(tmp_path))
+
+
+def test_length_beyond_the_model_ends_with_code_2(
+    start_process: Callable[..., Any], tiny_model: Callable[..., Path]
+) -> None:
+    process = start_process("--model", str(tiny_model("qwen3")), "--port", "0", "--max-model-len", "999")
+    assert_ends_with_one_line(process, "999", "256")
+
+
+def test_bad_flags_end_at_once(start_process: Callable[..., Any]) -> None:
+    started = time.monotonic()
+    process = start_process("--model", "x", "--max-concurrency", "0")
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 2 and "--max-concurrency" in output
+    # Before torch is imported.
+    assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_signal_ends_a_busy_server_with_code_0(
+    start_process: Callable[..., Any],
+    ready: Callable[..., Any],
+    tiny_model: Callable[..., Path],
+    number: signal.Signals,
+) -> None:
+    instance = ready(start_process("--model", str(tiny_model("qwen3")), "--port", "0"))
+    instance.client.post("/pause")
+    body = {"token_ids": [5, 6], "sampling_params": {}}
+    with instance.client.stream("GET", "/health"), socket.create_connection(instance.url[7:].split(":")) as waiting:
+        content = str(body).replace("'", '"').encode()
+        head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+        waiting.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+        time.sleep(0.2)
+        started = time.monotonic()
+        instance.process.send_signal(number)
+        assert instance.process.wait(timeout=10) == 0
+    assert time.monotonic() - started < 3.0
+
+
+def test_signal_while_loading_ends_with_code_0(
+    start_process: Callable[..., Any], tiny_model: Callable[..., Path]
+) -> None:
+    process = start_process("--model", str(tiny_model("qwen3")), "--port", "0")
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 0
+
+
+def test_token_guards_every_route_but_health_and_metrics(
+    launch_instance: Callable[..., Any], tiny_model: Callable[..., Path]
+) -> None:
+    guarded = launch_instance(
+        tiny_model("qwen3"), env={"ASYNC_RL_TOKEN": "s3cret"}, headers={"Authorization": "Bearer s3cret"}
+    )
+    assert guarded.client.get("/version").status_code == 200
+    guarded.generate([5, 6], max_tokens=1)
+    for header in ("Bearer wrong", "s3cret", "", "Bearer sécret"):
+        for method, path in (("GET", "/version"), ("POST", "/pause"), ("POST", "/inference/v1/generate")):
+            answer = guarded.client.request(method, path, headers={"Authorization": header.encode()})
+            assert answer.status_code == 401 and "bearer" in answer.json()["error"]["message"]
+    for path in ("/health", "/ping", "/metrics"):
+        assert guarded.client.get(path, headers={"Authorization": ""}).status_code == 200
+    assert guarded.client.get("/is_paused").json() == {"is_paused": False}
