@@ -163,7 +163,11 @@ class WeightGroup:
                 yield spec, aligned.view(spec.dtype).view(spec.shape)
 
     def close(self) -> None:
-        self._group.shutdown()
+        """Drops the connections, which ends the wait of any other member; a second call does nothing."""
+        if self._group is not None:
+            self._group.shutdown()
+            # gloo closes its sockets only with the object itself.
+            self._group = None
 
     def _broadcast(self, data: torch.Tensor) -> None:
         options = dist.BroadcastOptions()

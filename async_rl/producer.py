@@ -1,0 +1,180 @@
+"""Rollouts: one coroutine per prompt takes it to a scored group and into the queue, beside the training loop.
+
+The coroutines run on the event loop's thread; the training loop takes the groups in the order in which they finish. The
+first failure of any of them cancels the others and is raised in the training loop at once.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import TracebackType
+
+from async_rl.config import RolloutSection
+from async_rl.errors import ConfigError, InstanceRefused
+from async_rl.event_loop import EventLoopThread
+from async_rl.pool import InferencePool
+from async_rl.prompts import Tokenizer
+from async_rl.protocol import SamplingParams
+from async_rl.rewards import Reward
+from async_rl.sample_queue import SampleQueue
+from async_rl.types import Batch, Group, Prompt, Response, WeightVersion
+
+SEED_SPACING_BITS = 10
+"""Response j of a group is sampled with the group's seed + j, and a request has at most 1024 responses."""
+
+
+class Producer:
+    """Makes the rollouts of one data-parallel leader."""
+
+    def __init__(
+        self,
+        pool: InferencePool,
+        reward: Reward,
+        loop: EventLoopThread,
+        tokenizer: Tokenizer,
+        rollout: RolloutSection,
+        seed: int,
+    ) -> None:
+        """Starts the reward, and waits for it.
+
+        Raises:
+            ConfigError: the reward cannot be loaded.
+        """
+        self._pool = pool
+        self._reward = reward
+        self._loop = loop
+        self._tokenizer = tokenizer
+        self._rollout = rollout
+        self._seed = seed
+        loop.run(reward.start())
+
+    def start(self, batch: Batch, version: WeightVersion) -> "RolloutRun":
+        """Dispatches the whole batch to the instances that serve `version`, and returns at once.
+
+        Raises:
+            ConfigError: a prompt and its longest response do not fit into the model.
+        """
+        self._require_fit(batch)
+        return RolloutRun(self, self._loop, batch, version)
+
+    def close(self) -> None:
+        """Ends the reward's processes."""
+        self._loop.run(self._reward.close())
+
+    async def roll_out(self, iteration: int, index: int, prompt: Prompt, version: WeightVersion) -> Group:
+        """Takes one prompt to its scored group."""
+        started_s = time.monotonic()
+        sampling = SamplingParams(
+            n=self._rollout.responses_per_prompt,
+            max_tokens=self._rollout.max_response_tokens,
+            temperature=self._rollout.temperature,
+            stop_token_ids=list(self._rollout.stop_token_ids),
+            seed=group_seed(self._seed, iteration, index),
+            logprobs=0,
+        )
+        try:
+            sampled, attempts = await self._pool.generate_group(
+                prompt.token_ids, sampling, f"{version}-{index}", version
+            )
+        except InstanceRefused as error:
+            error.add_note(f"asked for prompt {prompt.prompt_id}, place {index} of iteration {iteration}")
+            raise
+        texts = self._tokenizer.batch_decode([list(r.token_ids) for r in sampled], skip_special_tokens=True)
+        responses: tuple[Response, ...] = tuple(replace(r, text=t) for r, t in zip(sampled, texts, strict=True))
+        rewards = await self._reward.score(prompt, responses)
+        return Group(
+            iteration=iteration,
+            index=index,
+            prompt=prompt,
+            responses=responses,
+            rewards=tuple(rewards),
+            weight_version=version,
+            started_s=started_s,
+            finished_s=time.monotonic(),
+            attempts=attempts,
+        )
+
+    def _require_fit(self, batch: Batch) -> None:
+        limit = self._pool.max_model_len
+        longest = max(batch.prompts.values(), key=lambda prompt: len(prompt.token_ids), default=None)
+        if limit is None or longest is None:
+            return
+        num_tokens = len(longest.token_ids) + self._rollout.max_response_tokens
+        if num_tokens > limit:
+            raise ConfigError(
+                f"prompt {longest.prompt_id} has {len(longest.token_ids)} tokens; with rollout.max_response_tokens = "
+                f"{self._rollout.max_response_tokens} that is {num_tokens}, but the instances' model takes {limit}: "
+                f"lower prompts.max_prompt_tokens to {max(limit - self._rollout.max_response_tokens, 0)} or shorten "
+                "the responses"
+            )
+
+
+class RolloutRun:
+    """The rollouts of one batch, under way: a context manager over the groups in order of completion.
+
+    Leaving it, however that happens, ends what still runs: requests in flight are closed, and the instances abort them.
+    `started_s`, `first_group_s` and `last_group_s` are `time.monotonic()` seconds; None until they happen.
+    """
+
+    def __init__(self, producer: Producer, loop: EventLoopThread, batch: Batch, version: WeightVersion) -> None:
+        self._producer = producer
+        self._loop = loop
+        self._batch = batch
+        self._version = version
+        self._queue = SampleQueue(len(batch.prompts), version)
+        self.started_s = time.monotonic()
+        self.first_group_s: float | None = None
+        self.last_group_s: float | None = None
+        self.num_response_tokens = 0
+        self._task = loop.run(self._start())
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds the training loop has waited for groups."""
+        return self._queue.waited_s
+
+    def __enter__(self) -> "RolloutRun":
+        return self
+
+    def __iter__(self) -> Iterator[Group]:
+        """See `SampleQueue.__iter__`."""
+        return iter(self._queue)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._queue.close()
+        self._loop.run(self._stop())
+
+    async def _start(self) -> "asyncio.Task[None]":
+        return asyncio.create_task(self._run(), name=f"rollouts of iteration {self._batch.iteration}")
+
+    async def _stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as siblings:
+            for index, prompt in self._batch.prompts.items():
+                siblings.create_task(self._produce(index, prompt))
+
+    async def _produce(self, index: int, prompt: Prompt) -> None:
+        try:
+            group = await self._producer.roll_out(self._batch.iteration, index, prompt, self._version)
+            self._queue.put(group)
+        except Exception as error:
+            # The end of this thread's part: the queue carries the error to the training loop, the task group cancels
+            # the siblings.
+            self._queue.fail(error)
+            raise
+        self.first_group_s = self.first_group_s or group.finished_s
+        self.last_group_s = group.finished_s
+        self.num_response_tokens += group.num_response_tokens
+
+
+def group_seed(run_seed: int, iteration: int, index: int) -> int:
+    """The sampling seed of a group, in [0, 2^63): its 1024 successors belong to no other group, but by chance 2^-53."""
+    digest = hashlib.sha256(f"group/{run_seed}/{iteration}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> (1 + SEED_SPACING_BITS) << SEED_SPACING_BITS

@@ -1,0 +1,226 @@
+"""From a dataset to `batch(iteration)`: a pure function of the seed and the iteration, so a resumed run skips nothing.
+
+Rows are laid end to end, epoch after epoch, each epoch in its own order derived from (seed, epoch); iteration t takes
+the places t*B to t*B + B - 1 of that line. A batch that crosses an epoch's end takes the rest from the next epoch.
+"""
+
+import json
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow
+import pyarrow.parquet
+
+from async_rl.config import PromptsSection
+from async_rl.errors import ConfigError
+from async_rl.types import Batch, Prompt
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+REASONING_GYM = "reasoning-gym:"
+TOKENIZE_AT_ONCE = 1024
+MAX_NAMED_IDS = 10
+
+
+class Tokenizer(Protocol):
+    """What prompts and responses need of a Hugging Face tokenizer."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+
+    def apply_chat_template(
+        self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool
+    ) -> list[str]: ...
+
+    def batch_decode(self, sequences: list[Any], *, skip_special_tokens: bool) -> list[str]: ...
+
+
+class PromptSource:
+    """The tokenized prompts of a run. `prompt_id` is the row's number in the source, counted from 0."""
+
+    def __init__(self, prompts: Sequence[Prompt], prompts_per_batch: int, seed: int) -> None:
+        if len(prompts) < prompts_per_batch:
+            raise ConfigError(
+                f"{len(prompts)} prompts are left for prompts.prompts_per_batch = {prompts_per_batch}: "
+                "give more rows or a smaller batch"
+            )
+        self._prompts = prompts
+        self._batch_size = prompts_per_batch
+        # An epoch's order is needed for many batches in a row, and two of them where a batch crosses the border.
+        self._order = lru_cache(maxsize=2)(lambda epoch: _epoch_order(len(prompts), seed, epoch))
+
+    @classmethod
+    def load(cls, config: PromptsSection, tokenizer: Tokenizer, seed: int) -> "PromptSource":
+        """Reads, renders and tokenizes the whole source; reports and leaves out prompts over `max_prompt_tokens`.
+
+        Raises:
+            ConfigError: the source cannot be read or is malformed, or fewer prompts than one batch are left.
+        """
+        rows = _load_rows(config, seed)
+        texts = _render(rows, config, tokenizer)
+        prompts = [
+            Prompt(str(number), tuple(token_ids), row)
+            for number, (token_ids, row) in enumerate(
+                # A chat template writes the special tokens itself.
+                zip(_tokenize(texts, tokenizer, add_special_tokens=not config.chat_template), rows, strict=True)
+            )
+        ]
+        return cls(_without_unusable(prompts, config), config.prompts_per_batch, seed)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def batch(self, iteration: int) -> Batch:
+        """The prompts of one iteration (counted from 0), at places 0 to B - 1."""
+        first = iteration * self._batch_size
+        return Batch(iteration, {i: self._at(first + i) for i in range(self._batch_size)})
+
+    def _at(self, place: int) -> Prompt:
+        epoch, offset = divmod(place, len(self._prompts))
+        return self._prompts[self._order(epoch)[offset]]
+
+
+def _epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(num_rows))
+    random.Random(f"prompts/{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def _load_rows(config: PromptsSection, seed: int) -> list[Row]:
+    if config.source.startswith(REASONING_GYM):
+        return _reasoning_gym_rows(config, seed)
+    path = Path(config.source)
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(
+            f"prompts.source is {config.source!r}: expected a .jsonl or .parquet file, or {REASONING_GYM}TASK"
+        )
+    try:
+        rows = list(_jsonl_rows(path)) if path.suffix == ".jsonl" else _parquet_rows(path)
+    except OSError as error:
+        raise ConfigError(
+            f"prompts.source {config.source!r} cannot be read: {error.strerror}; check the path"
+        ) from error
+    if not rows:
+        raise ConfigError(f"prompts.source {config.source!r} has no rows")
+    for number, row in enumerate(rows):
+        if row.get(config.column) is None:
+            raise ConfigError(
+                f"prompts.source {config.source!r}, row {number}: no value in column {config.column!r} "
+                f"(it has {sorted(row)}): set prompts.column"
+            )
+    return rows
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{path}, line {number} is not JSON: {error}; each line must be one object"
+                ) from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}, line {number} is {type(row).__name__}: each line must be one JSON object")
+            yield row
+
+
+def _parquet_rows(path: Path) -> list[Row]:
+    try:
+        with path.open("rb") as file:
+            rows: list[Row] = pyarrow.parquet.read_table(file).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{path} is not a Parquet file: {error}") from error
+    return rows
+
+
+def _reasoning_gym_rows(config: PromptsSection, seed: int) -> list[Row]:
+    """Rows of a task: question, answer, metadata, and what the reward needs to score them (task, task_options)."""
+    task = config.source.removeprefix(REASONING_GYM)
+    options = {"seed": seed, "size": config.num_rows, **config.task_options}
+    try:
+        dataset = import_module("reasoning_gym").create_dataset(task, **options)
+        return [
+            {
+                "question": entry["question"],
+                "answer": entry["answer"],
+                "metadata": entry["metadata"],
+                "task": task,
+                "task_options": options,
+            }
+            for entry in dataset
+        ]
+    except ImportError as error:
+        raise ConfigError(f"prompts.source {config.source!r} needs reasoning-gym: install async-rl[tasks]") from error
+    # The task's own validation asserts.
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"prompts.source {config.source!r} with prompts.task_options {config.task_options} does not work: {error}"
+        ) from error
+
+
+def _render(rows: list[Row], config: PromptsSection, tokenizer: Tokenizer) -> list[str]:
+    column = "question" if config.source.startswith(REASONING_GYM) else config.column
+    values = [row[column] for row in rows]
+    if config.chat_template:
+        if tokenizer.chat_template is None:
+            raise ConfigError("the tokenizer has no chat template: set prompts.chat_template = false")
+        conversations = [_conversation(value, column, number, config) for number, value in enumerate(values)]
+        return tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+    if config.system_prompt is not None:
+        raise ConfigError("prompts.system_prompt is set, but prompts.chat_template = false leaves no place for it")
+    for number, value in enumerate(values):
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"row {number}: column {column!r} is {type(value).__name__}, expected text; "
+                "chat messages need prompts.chat_template = true"
+            )
+    return values
+
+
+def _conversation(value: Any, column: str, number: int, config: PromptsSection) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt is not None else []
+    if isinstance(value, str):
+        return [*system, {"role": "user", "content": value}]
+    if not (isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)):
+        raise ConfigError(
+            f"row {number}: column {column!r} is {value!r:.80}, expected text or a list of chat messages with a role"
+        )
+    return value if value[0]["role"] == "system" else [*system, *value]
+
+
+def _tokenize(texts: list[str], tokenizer: Tokenizer, *, add_special_tokens: bool) -> Iterator[list[int]]:
+    for start in range(0, len(texts), TOKENIZE_AT_ONCE):
+        chunk = texts[start : start + TOKENIZE_AT_ONCE]
+        yield from tokenizer(chunk, add_special_tokens=add_special_tokens)["input_ids"]
+
+
+def _without_unusable(prompts: list[Prompt], config: PromptsSection) -> list[Prompt]:
+    limit = config.max_prompt_tokens
+    kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= limit]
+    empty = [prompt.prompt_id for prompt in prompts if not prompt.token_ids]
+    if empty:
+        logger.warning("%d of %d prompts are empty and left out: rows %s", len(empty), len(prompts), _named(empty))
+    longer = {prompt.prompt_id: len(prompt.token_ids) for prompt in prompts if len(prompt.token_ids) > limit}
+    if longer:
+        report = f"{len(longer)} of {len(prompts)} prompts have more than prompts.max_prompt_tokens = {limit} tokens"
+        report += f" (longest: {max(longer.values())}): rows {_named(list(longer))}"
+        if not kept:
+            raise ConfigError(f"{report}; none is left: raise the limit or shorten the prompts")
+        logger.warning("%s; they are left out", report)
+    return kept
+
+
+def _named(ids: list[str]) -> str:
+    more = len(ids) - MAX_NAMED_IDS
+    return ", ".join(ids[:MAX_NAMED_IDS]) + (f" and {more} more" if more > 0 else "")

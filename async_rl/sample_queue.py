@@ -1,0 +1,103 @@
+"""The bounded queue between the producer's coroutines and the training loop: exactly one batch of groups.
+
+The producer puts groups as they finish, from the event loop's thread; the training loop iterates in the main thread and
+waits there. It is woken by the next group, by the producer's failure, or by `close`.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from async_rl.errors import OnPolicyViolation
+from async_rl.types import Group, WeightVersion
+
+
+class SampleQueue:
+    """Carries exactly `num_groups` groups, all of `version`, from producer to consumer.
+
+    It never makes a producer wait: it has room for the whole batch and refuses anything beyond it.
+    """
+
+    def __init__(self, num_groups: int, version: WeightVersion) -> None:
+        self._num_groups = num_groups
+        self._version = version
+        self._groups: deque[Group] = deque()
+        self._seen: set[int] = set()
+        self._num_taken = 0
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._waited_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds the consumer has spent waiting for a group."""
+        return self._waited_s
+
+    def put(self, group: Group) -> None:
+        """Adds a group and wakes the consumer; after `close` the group is not wanted any more and is let go.
+
+        Raises:
+            OnPolicyViolation: the group is of another weight version, its place came before, or the batch is full.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            self._require_expected(group)
+            self._seen.add(group.index)
+            self._groups.append(group)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the batch: the consumer raises `error` at once, before any group still queued; the first wins."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the batch from the consumer's side; a consumer still waiting gets a RuntimeError."""
+        with self._changed:
+            self._closed = True
+            self._groups.clear()
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[Group]:
+        """Yields groups in order of completion and ends after exactly `num_groups` of them.
+
+        Raises:
+            BaseException: whatever the producer failed with, with its own traceback.
+            RuntimeError: the queue was closed before the batch was complete.
+        """
+        while self._num_taken < self._num_groups:
+            yield self._take()
+
+    def _take(self) -> Group:
+        with self._changed:
+            started = time.monotonic()
+            while not self._groups and self._failure is None and not self._closed:
+                self._changed.wait()
+            self._waited_s += time.monotonic() - started
+            if self._failure is not None:
+                raise self._failure
+            if self._closed:
+                raise RuntimeError(f"the queue was closed after {self._num_taken} of {self._num_groups} groups")
+            self._num_taken += 1
+            return self._groups.popleft()
+
+    def _require_expected(self, group: Group) -> None:
+        versions = {group.weight_version} | {span.version for r in group.responses for span in r.weight_spans}
+        if versions != {self._version}:
+            raise OnPolicyViolation(
+                f"group {group.index} (prompt {group.prompt.prompt_id}) has weight versions {sorted(versions)}, "
+                f"but this batch trains {self._version!r}: drain the instance before publishing"
+            )
+        if group.index in self._seen:
+            raise OnPolicyViolation(
+                f"group {group.index} (prompt {group.prompt.prompt_id}) came twice: a place of the batch trains once"
+            )
+        if len(self._seen) == self._num_groups:
+            raise OnPolicyViolation(
+                f"group {group.index} (prompt {group.prompt.prompt_id}) came after all {self._num_groups} groups"
+            )

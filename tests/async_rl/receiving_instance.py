@@ -1,0 +1,139 @@
+"""A scripted instance that also takes weights: it really joins the weight group and receives the stream.
+
+Script, besides that of scripted_instance.py: refuse = route that answers 500; hang = route that never answers; die =
+route that ends the process, before the group (init), before the stream (update) or in it (receive); fingerprint: what
+it claims to have received.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from aiohttp import web
+from scripted_instance import Instance, refusal, serve
+
+from async_rl.errors import PublishError
+from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup
+
+
+class ReceivingInstance(Instance):
+    def __init__(self, script: dict[str, Any]) -> None:
+        super().__init__(script)
+        self.group: WeightGroup | None = None
+        self.init: dict[str, Any] = {}
+        self.fingerprint = ""
+        self.sums: list[float] = []
+        self.paused = False
+        self.updating = False
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            *super().routes(),
+            web.get("/get_world_size", self.get_world_size),
+            web.get("/sums", self.get_sums),
+            web.post("/pause", self.pause),
+            web.post("/resume", self.resume),
+            web.post("/init_weight_transfer_engine", self.init_weight_transfer),
+            web.post("/start_weight_update", self.start),
+            web.post("/update_weights", self.update),
+            web.post("/finish_weight_update", self.finish),
+            web.post("/collective_rpc", self.rpc),
+        ]
+
+    async def fate(self, route: str) -> web.Response | None:
+        if self.script.get("die") == route:
+            os._exit(1)
+        if self.script.get("hang") == route:
+            await asyncio.sleep(3600)
+        return refusal(500, f"{route} is refused") if self.script.get("refuse") == route else None
+
+    async def get_world_size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
+
+    async def get_sums(self, request: web.Request) -> web.Response:
+        return web.json_response(self.sums)
+
+    async def pause(self, request: web.Request) -> web.Response:
+        if refused := await self.fate("pause"):
+            return refused
+        self.paused = True
+        return web.json_response({})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        self.paused = False
+        return web.json_response({})
+
+    async def init_weight_transfer(self, request: web.Request) -> web.Response:
+        if refused := await self.fate("init"):
+            return refused
+        self.group = None
+        self.init = (await request.json())["init_info"]
+        try:
+            self.group = await asyncio.to_thread(self.join)
+        except PublishError as error:
+            return refusal(500, str(error))
+        return web.json_response({})
+
+    def join(self) -> WeightGroup:
+        info = self.init
+        store = WeightGroup.join_store(info["master_address"], info["master_port"], info["timeout_s"])
+        return WeightGroup(store, info["rank_offset"], info["world_size"], info["backend"], info["timeout_s"])
+
+    async def start(self, request: web.Request) -> web.Response:
+        if refused := await self.fate("start"):
+            return refused
+        if self.updating or not self.paused:
+            return refusal(500, "an update is active, or it is not paused")
+        self.updating = True
+        return web.json_response({})
+
+    async def update(self, request: web.Request) -> web.Response:
+        info = (await request.json())["update_info"]
+        if not self.updating:
+            return refusal(500, "no update was started")
+        if refused := await self.fate("update"):
+            self.updating = False
+            return refused
+        try:
+            await asyncio.to_thread(self.receive, info)
+        except PublishError as error:
+            # As a real one does: the group is of no use any more, and the update ends.
+            self.group, self.updating = None, False
+            self.script["health"] = 503
+            return refusal(500, str(error))
+        return web.json_response({})
+
+    def receive(self, info: dict[str, Any]) -> None:
+        assert self.group is not None
+        shapes = [tuple(shape) for shape in info["shapes"]]
+        specs = [TensorSpec(*spec) for spec in zip(info["names"], info["dtype_names"], shapes, strict=True)]
+        fingerprint = Fingerprint()
+        self.sums = []
+        self.group.announce(self.init["rank_offset"])
+        for spec, tensor in self.group.receive(specs, self.init["bucket_bytes"]):
+            if self.script.get("die") == "receive":
+                os._exit(1)
+            fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
+            self.sums.append(float(tensor.double().sum()))
+        self.fingerprint = fingerprint.hexdigest()
+
+    async def finish(self, request: web.Request) -> web.Response:
+        if refused := await self.fate("finish"):
+            return refused
+        if not self.updating:
+            return refusal(500, "no update was started")
+        self.updating = False
+        self.script["version"] = (await request.json())["weight_version"]
+        self.script["health"] = 200
+        return web.json_response({})
+
+    async def rpc(self, request: web.Request) -> web.Response:
+        assert (await request.json())["method"] == "weight_fingerprint"
+        return web.json_response({"results": [self.script.get("fingerprint") or self.fingerprint]})
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(ReceivingInstance(json.loads(sys.argv[1]))))

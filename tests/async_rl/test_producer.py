@@ -1,0 +1,186 @@
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from async_rl.config import PoolSection, RewardSection, RolloutSection
+from async_rl.errors import ConfigError, InstanceRefused, NoInstanceLeft, RewardError
+from async_rl.event_loop import EventLoopThread
+from async_rl.pool import InferencePool
+from async_rl.producer import Producer, group_seed
+from async_rl.rewards import make_reward
+from async_rl.types import Batch, Prompt
+
+REWARD = """
+import time
+
+def score(prompt, responses, row):
+    if row.get("fault") == "raises":
+        raise KeyError("broken reward")
+    if row.get("fault") == "hangs":
+        time.sleep(3600)
+    return [float(len(response.text)) for response in responses]
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model())
+
+
+@pytest.fixture
+def make_producer(
+    loop: EventLoopThread, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> Iterator[Callable[..., Producer]]:
+    (tmp_path / "reward.py").write_text(REWARD)
+    producers: list[tuple[Producer, InferencePool]] = []
+
+    def make(*instances: Any, **options: Any) -> Producer:
+        urls = tuple(instance.url for instance in instances)
+        pool = InferencePool(PoolSection(instances=urls, timeout_s=1.0))
+        loop.run(pool.wait_until_ready())
+        pool.set_version("v1", urls)
+        reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score", timeout_s=0.5))
+        rollout = RolloutSection(responses_per_prompt=4, max_response_tokens=8)
+        producer = Producer(pool, reward, loop, tokenizer, rollout, **({"seed": 1} | options))
+        producers.append((producer, pool))
+        return producer
+
+    yield make
+    for producer, pool in producers:
+        producer.close()
+        loop.run(pool.close())
+
+
+def batch(size: int, *, iteration: int = 0, faults: dict[int, str] | None = None) -> Batch:
+    rows = [{"fault": (faults or {}).get(i)} for i in range(size)]
+    return Batch(iteration, {i: Prompt(f"row{i}", (3, 4, 5 + i), row) for i, row in enumerate(rows)})
+
+
+def test_every_prompt_of_the_batch_becomes_one_scored_group(instances, make_producer, tokenizer) -> None:
+    (instance,) = instances({"delay_s": 0.01})
+    producer = make_producer(instance)
+    with producer.start(batch(6), "v1") as run:
+        groups = list(run)
+    assert sorted(group.index for group in groups) == list(range(6))
+    for group in groups:
+        assert group.prompt.prompt_id == f"row{group.index}" and group.iteration == 0
+        assert len(group.responses) == len(group.rewards) == 4
+        for response, reward in zip(group.responses, group.rewards, strict=True):
+            assert response.text == tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
+            assert reward == len(response.text)
+        assert run.started_s <= group.started_s < group.finished_s
+    assert run.num_response_tokens == sum(group.num_response_tokens for group in groups)
+    assert run.first_group_s == min(group.finished_s for group in groups)
+    assert run.last_group_s == max(group.finished_s for group in groups)
+    assert 0 < run.waited_s <= run.last_group_s - run.started_s + 0.1
+
+
+def test_start_returns_at_once_and_the_batch_is_generated_beside_the_consumer(instances, make_producer) -> None:
+    (instance,) = instances({"delay_s": 0.3})
+    producer = make_producer(instance)
+    begun = time.monotonic()
+    with producer.start(batch(4), "v1") as run:
+        assert time.monotonic() - begun < 0.2
+        time.sleep(0.8)
+        assert len(list(run)) == 4
+        assert run.waited_s < 0.1
+
+
+def test_same_run_seed_draws_the_same_samples_and_each_group_has_its_own(instances, make_producer) -> None:
+    (instance,) = instances({})
+
+    def samples(iteration: int, **options: Any) -> list[tuple[int, ...]]:
+        with make_producer(instance, **options).start(batch(3, iteration=iteration), "v1") as run:
+            groups = sorted(run, key=lambda group: group.index)
+        return [response.token_ids for group in groups for response in group.responses]
+
+    assert samples(0) == samples(0)
+    assert samples(0) != samples(1)
+    assert samples(0) != samples(0, seed=2)
+    assert len(set(samples(0))) == 12
+
+
+def test_group_seeds_leave_room_for_their_children() -> None:
+    seeds = sorted(group_seed(seed, t, i) for seed in range(2) for t in range(50) for i in range(50))
+    assert all(0 <= a < b < 2**63 and b - a >= 1024 for a, b in itertools.pairwise(seeds))
+
+
+def test_instance_that_dies_amid_the_batch_costs_no_group(instances, make_producer) -> None:
+    two = instances({"delay_s": 0.05}, {"delay_s": 0.05, "die_at": 3})
+    with make_producer(*two).start(batch(12), "v1") as run:
+        groups = list(run)
+    assert sorted(group.index for group in groups) == list(range(12))
+    assert sum(group.attempts for group in groups) > 12
+    assert {response.instance for group in groups for response in group.responses} <= {i.url for i in two}
+
+
+def test_all_instances_dead_ends_the_batch_in_a_named_error(instances, make_producer) -> None:
+    producer = make_producer(*instances({"die_at": 2}, {"die_at": 2}))
+    begun = time.monotonic()
+    with pytest.raises(NoInstanceLeft), producer.start(batch(8), "v1") as run:
+        list(run)
+    assert time.monotonic() - begun < 5
+
+
+def test_stale_instance_alone_ends_the_batch(instances, make_producer) -> None:
+    producer = make_producer(*instances({"stale": "v0"}))
+    with pytest.raises(NoInstanceLeft, match="sampled from weight version 'v0'"), producer.start(batch(2), "v1") as run:
+        list(run)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("raises", "(?s)row2 failed.*broken reward"), ("hangs", "row2: no answer")]
+)
+def test_failing_reward_cancels_the_siblings_and_surfaces_at_once(
+    instances, make_producer, fault: str, message: str
+) -> None:
+    (instance,) = instances({"slow_token": 5})
+    producer = make_producer(instance)
+    begun = time.monotonic()
+    with pytest.raises(RewardError, match=message) as caught, producer.start(batch(3, faults={2: fault}), "v1") as run:
+        list(run)
+    assert time.monotonic() - begun < 5
+    assert "roll_out" in "".join(traceback.format_tb(caught.value.__traceback__))
+    instance.rescript(slow_token=None)
+    with producer.start(batch(3), "v1") as run:
+        assert len(list(run)) == 3
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_leaving_early_closes_the_requests_in_flight(instances, make_producer, error: type[BaseException]) -> None:
+    (instance,) = instances({"delay_s": 30})
+    producer = make_producer(instance)
+    begun = time.monotonic()
+    with pytest.raises(error), producer.start(batch(4), "v1"):
+        while len(instance.seen()["requests"]) < 4:
+            time.sleep(0.01)
+        raise error
+    while instance.seen()["num_cancelled"] < 4:
+        time.sleep(0.01)
+    assert time.monotonic() - begun < 10
+    assert all("rollouts" not in thread.name for thread in threading.enumerate())
+
+
+def test_prompt_longer_than_the_model_is_refused_before_anything_is_sent(instances, make_producer) -> None:
+    (instance,) = instances({"max_model_len": 10})
+    with pytest.raises(
+        ConfigError, match=r"prompt row0 has 3 tokens; .* that is 11, but the instances' model takes 10"
+    ):
+        make_producer(instance).start(batch(1), "v1")
+    assert instance.seen()["requests"] == []
+
+
+def test_refusal_of_a_request_names_the_prompt(instances, make_producer) -> None:
+    (instance,) = instances({})
+    producer = make_producer(instance)
+    instance.rescript(max_model_len=10)
+    with pytest.raises(InstanceRefused, match="longer than the model") as caught, producer.start(batch(1), "v1") as run:
+        list(run)
+    assert caught.value.__notes__ == ["asked for prompt row0, place 0 of iteration 0"]

@@ -1,0 +1,160 @@
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from async_rl.config import PromptsSection
+from async_rl.errors import ConfigError
+from async_rl.prompts import PromptSource
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model())
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "words.jsonl", [{"prompt": f"word {i}", "answer": i} for i in range(10)])
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def section(source: Path | str, **options: Any) -> PromptsSection:
+    return PromptsSection(**({"source": str(source), "prompts_per_batch": 4, "chat_template": False} | options))
+
+
+def text(tokenizer: PreTrainedTokenizerBase, token_ids: tuple[int, ...]) -> str:
+    return tokenizer.decode(list(token_ids))
+
+
+def ids(source: PromptSource, iteration: int) -> list[str]:
+    batch = source.batch(iteration)
+    assert list(batch.prompts) == list(range(len(batch.prompts)))
+    return [prompt.prompt_id for prompt in batch.prompts.values()]
+
+
+def test_batch_is_a_function_of_seed_and_iteration(words: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    first, again = (PromptSource.load(section(words), tokenizer, seed=3) for _ in range(2))
+    other = PromptSource.load(section(words), tokenizer, seed=4)
+    assert [ids(first, t) for t in range(9)] == [ids(again, t) for t in reversed(range(9))][::-1]
+    assert [ids(first, t) for t in range(3)] != [ids(other, t) for t in range(3)]
+    assert first.batch(2).iteration == 2
+
+
+def test_every_epoch_holds_every_row_once_in_its_own_order(words: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = PromptSource.load(section(words), tokenizer, seed=0)
+    line = [prompt_id for t in range(5) for prompt_id in ids(source, t)]
+    epochs = [line[:10], line[10:]]
+    assert [sorted(epoch) for epoch in epochs] == [[str(i) for i in range(10)]] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_plain_prompts_are_tokenized_as_they_stand(words: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = PromptSource.load(section(words), tokenizer, seed=0).batch(0).prompts[0]
+    assert text(tokenizer, prompt.token_ids) == prompt.row["prompt"] == f"word {prompt.prompt_id}"
+
+
+def test_chat_template_renders_text_and_messages(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    path = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": "hi"}, {"prompt": messages}])
+    source = PromptSource.load(
+        section(path, chat_template=True, system_prompt="be brief", prompts_per_batch=2), tokenizer, seed=0
+    )
+    texts = {p.prompt_id: text(tokenizer, p.token_ids) for p in source.batch(0).prompts.values()}
+    assert texts == {
+        "0": "system: be brief\nuser: hi\n",
+        "1": "system: be brief\nuser: hi\nassistant: yes\n",
+    }
+
+
+def test_parquet_rows_are_read(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"problem": ["ab", "cd"], "answer": [1, 2]}), path)
+    source = PromptSource.load(section(path, column="problem", prompts_per_batch=2), tokenizer, seed=0)
+    assert {p.row["answer"] for p in source.batch(0).prompts.values()} == {1, 2}
+
+
+def test_reasoning_gym_task_gives_rows_that_can_be_scored_and_survive_json(tokenizer: PreTrainedTokenizerBase) -> None:
+    config = section("reasoning-gym:spell_backward", num_rows=20, task_options={"min_word_len": 5})
+    source = PromptSource.load(config, tokenizer, seed=7)
+    assert len(source) == 20
+    row = source.batch(0).prompts[0].row
+    assert row["task"] == "spell_backward" and row["metadata"]["word"][::-1] == row["answer"]
+    assert len(row["answer"]) >= 5
+    assert json.loads(json.dumps(row["metadata"]))["word"] == row["metadata"]["word"]
+
+
+def test_long_prompts_are_reported_and_left_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "a" * length} for length in (5, 30, 6, 40, 7)] + [{"prompt": ""}]
+    path = write_jsonl(tmp_path / "long.jsonl", rows)
+    with caplog.at_level(logging.WARNING):
+        source = PromptSource.load(section(path, max_prompt_tokens=10, prompts_per_batch=3), tokenizer, seed=0)
+    assert sorted(ids(source, 0)) == ["0", "2", "4"]
+    assert "2 of 6 prompts" in caplog.text and "longest: 40" in caplog.text and "rows 1, 3" in caplog.text
+    assert "1 of 6 prompts are empty" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_prompt_tokens": 3}, "none is left"),
+        ({"prompts_per_batch": 11}, "10 prompts are left for prompts.prompts_per_batch = 11"),
+        ({"column": "question"}, "row 0: no value in column 'question'.*'answer', 'prompt'"),
+        ({"column": "answer"}, "row 0: column 'answer' is int, expected text"),
+        ({"system_prompt": "x"}, "prompts.chat_template = false leaves no place"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    words: Path, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PromptSource.load(section(words, **options), tokenizer, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("bad.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "bad.jsonl, line 2 is not JSON"),
+        ("list.jsonl", b"[1]\n", "list.jsonl, line 1 is list: each line must be one JSON object"),
+        ("bytes.jsonl", b'{"prompt": "\xff"}\n', "bytes.jsonl, line 1 is not JSON"),
+        ("empty.jsonl", b"", "has no rows"),
+        ("bad.parquet", b"nothing", "bad.parquet is not a Parquet file"),
+        ("rows.csv", b"a,b", "expected a .jsonl or .parquet file, or reasoning-gym:TASK"),
+    ],
+)
+def test_malformed_files_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        PromptSource.load(section(path), tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet"])
+def test_missing_file_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}' cannot be read: No such file"):
+        PromptSource.load(section(tmp_path / name), tokenizer, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [("reasoning-gym:no_such_task", {}), ("reasoning-gym:spell_backward", {"min_word_len": 0})],
+)
+def test_unknown_task_and_bad_task_options_are_refused(
+    tokenizer: PreTrainedTokenizerBase, source: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=f"prompts.source '{source}' with prompts.task_options"):
+        PromptSource.load(section(source, task_options=options), tokenizer, seed=0)

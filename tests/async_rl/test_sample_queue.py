@@ -1,0 +1,79 @@
+import threading
+import time
+import traceback
+from dataclasses import replace
+
+import pytest
+
+from async_rl.errors import OnPolicyViolation
+from async_rl.sample_queue import SampleQueue
+from async_rl.types import Group, Prompt, Response, WeightSpan
+
+
+def group(index: int, version: str = "v1") -> Group:
+    response = Response((5, 6), (-0.1, -0.2), "ab", "stop", (WeightSpan(version, 0, 2),), "http://i")
+    return Group(0, index, Prompt(f"row{index}", (3,), {}), (response,), (1.0,), version, 0.0, 0.0)
+
+
+def test_queue_ends_after_exactly_its_groups_in_order_of_arrival() -> None:
+    queue = SampleQueue(3, "v1")
+    for index in (2, 0, 1):
+        queue.put(group(index))
+    assert [g.index for g in queue] == [2, 0, 1]
+
+
+def test_consumer_waits_for_the_next_group_and_the_wait_is_counted() -> None:
+    queue = SampleQueue(1, "v1")
+    threading.Timer(0.1, queue.put, [group(0)]).start()
+    assert len(list(queue)) == 1
+    assert 0.08 < queue.waited_s < 2
+
+
+def test_producers_error_surfaces_at_once_with_its_own_traceback() -> None:
+    queue = SampleQueue(2, "v1")
+    queue.put(group(0))
+    try:
+        raise KeyError("deep down")
+    except KeyError as error:
+        queue.fail(error)
+    queue.fail(RuntimeError("a later one"))
+    with pytest.raises(KeyError, match="deep down") as caught:
+        next(iter(queue))
+    assert "test_producers_error" in "".join(traceback.format_tb(caught.value.__traceback__))
+
+
+def test_failure_wakes_a_waiting_consumer() -> None:
+    queue = SampleQueue(1, "v1")
+    started = time.monotonic()
+    threading.Timer(0.05, queue.fail, [RuntimeError("no more")]).start()
+    with pytest.raises(RuntimeError, match="no more"):
+        list(queue)
+    assert time.monotonic() - started < 2
+
+
+def test_close_wakes_a_waiting_consumer_and_lets_later_groups_go() -> None:
+    queue = SampleQueue(2, "v1")
+    queue.put(group(0))
+    groups = iter(queue)
+    next(groups)
+    threading.Timer(0.05, queue.close).start()
+    with pytest.raises(RuntimeError, match="closed after 1 of 2 groups"):
+        next(groups)
+    queue.put(group(1))
+
+
+def test_group_of_another_version_is_refused() -> None:
+    queue = SampleQueue(1, "v2")
+    with pytest.raises(OnPolicyViolation, match=r"group 0 .*row0.*'v1'.*'v2'"):
+        queue.put(group(0))
+    with pytest.raises(OnPolicyViolation, match="v1"):
+        queue.put(replace(group(0), weight_version="v2"))
+
+
+def test_duplicate_and_surplus_groups_are_refused() -> None:
+    queue = SampleQueue(1, "v1")
+    queue.put(group(4))
+    with pytest.raises(OnPolicyViolation, match="came twice"):
+        queue.put(group(4))
+    with pytest.raises(OnPolicyViolation, match="after all 1 groups"):
+        queue.put(group(5))
