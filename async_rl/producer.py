@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from async_rl.config import RolloutSection
-from async_rl.errors import ConfigError, InstanceRefused
+from async_rl.errors import InstanceRefused
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool import InferencePool
 from async_rl.prompts import Tokenizer
@@ -51,12 +51,7 @@ class Producer:
         loop.run(reward.start())
 
     def start(self, batch: Batch, version: WeightVersion) -> "RolloutRun":
-        """Dispatches the whole batch to the instances that serve `version`, and returns at once.
-
-        Raises:
-            ConfigError: a prompt and its longest response do not fit into the model.
-        """
-        self._require_fit(batch)
+        """Dispatches the whole batch to the instances that serve `version`, and returns at once."""
         return RolloutRun(self, self._loop, batch, version)
 
     def close(self) -> None:
@@ -95,20 +90,6 @@ class Producer:
             finished_s=time.monotonic(),
             attempts=attempts,
         )
-
-    def _require_fit(self, batch: Batch) -> None:
-        limit = self._pool.max_model_len
-        longest = max(batch.prompts.values(), key=lambda prompt: len(prompt.token_ids), default=None)
-        if limit is None or longest is None:
-            return
-        num_tokens = len(longest.token_ids) + self._rollout.max_response_tokens
-        if num_tokens > limit:
-            raise ConfigError(
-                f"prompt {longest.prompt_id} has {len(longest.token_ids)} tokens; with rollout.max_response_tokens = "
-                f"{self._rollout.max_response_tokens} that is {num_tokens}, but the instances' model takes {limit}: "
-                f"lower prompts.max_prompt_tokens to {max(limit - self._rollout.max_response_tokens, 0)} or shorten "
-                "the responses"
-            )
 
 
 class RolloutRun:

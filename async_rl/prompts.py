@@ -78,6 +78,11 @@ class PromptSource:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    @property
+    def longest(self) -> Prompt:
+        """The prompt with the most tokens."""
+        return max(self._prompts, key=lambda prompt: len(prompt.token_ids))
+
     def batch(self, iteration: int) -> Batch:
         """The prompts of one iteration (counted from 0), at places 0 to B - 1."""
         first = iteration * self._batch_size

@@ -42,6 +42,7 @@ path = "{model}"
 [prompts]
 source = "{data}"
 prompts_per_batch = 6
+max_prompt_tokens = 64
 chat_template = false
 [rollout]
 responses_per_prompt = 4
@@ -216,6 +217,7 @@ def test_a_reward_that_raises_ends_the_run_and_names_prompt_and_reward(run: Run)
         (("--prompts.source", "/no/such/rows.jsonl"), "/no/such/rows.jsonl"),
         (("--trian.iterations", "3"), "unknown key 'trian"),
         (("--prompts.column", "question"), "'question'"),
+        (("--rollout.max_response_tokens", "500"), "more than the model's 256 positions"),
     ],
 )
 def test_bad_input_is_named_before_any_training(run: Run, override: tuple[str, str], message: str) -> None:
@@ -223,3 +225,12 @@ def test_bad_input_is_named_before_any_training(run: Run, override: tuple[str, s
     assert run.finish(60) != 0
     assert message in run.output.read_text(), run.everything_said()
     assert "Traceback" not in run.output.read_text(), run.everything_said()
+
+
+def test_a_directory_with_another_run_in_it_is_refused(run: Run) -> None:
+    run.dir.mkdir()
+    (run.dir / "ledger.jsonl").write_text("{}\n")
+    run.start()
+    assert run.finish(60) != 0
+    assert "holds the records of another run" in run.output.read_text(), run.everything_said()
+    assert (run.dir / "ledger.jsonl").read_text() == "{}\n"

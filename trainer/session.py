@@ -7,10 +7,11 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rl.config import Config
+from async_rl.config import Config, RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.event_loop import EventLoopThread
 from async_rl.ledger import Ledger
@@ -20,7 +21,7 @@ from async_rl.producer import Producer
 from async_rl.prompts import PromptSource
 from async_rl.publish import Publisher
 from async_rl.rewards import make_reward
-from async_rl.types import Group, GroupProof, Publication, StepStats
+from async_rl.types import Group, GroupProof, Prompt, Publication, StepStats
 from trainer.hf_config import find_checkpoint
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
@@ -122,12 +123,11 @@ def open_session(
         pool = make_pool(config.pool, token)
         closing.callback(lambda: loop.run(pool.close()))
         loop.run(pool.wait_until_ready())
+        require_fit(config.rollout, prompts.longest, pool.max_model_len)
         publisher = Publisher(pool, loop, config.publish, parallel.device.BACKEND) if parallel.is_main else None
         if publisher is not None:
             closing.callback(publisher.close)
-        run_dir = config.run.dir if parallel.is_main else None
-        if run_dir:
-            run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir = _claim(config.run.dir) if parallel.is_main else None
         recorder = Recorder(run_dir, config.train.iterations)
         closing.callback(recorder.close)
         producer = Producer(pool, reward, loop, tokenizer, config.rollout, config.run.seed)
@@ -144,9 +144,33 @@ def open_session(
         )
 
 
+def _claim(run_dir: Path) -> Path:
+    """Makes the directory of a run, and refuses one with the records of another."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if (run_dir / "metrics.jsonl").exists() or (run_dir / "ledger.jsonl").exists():
+        raise ConfigError(f"run.dir {str(run_dir)!r} holds the records of another run: name a new one, or remove it")
+    return run_dir
+
+
 def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     checkpoint = find_checkpoint(config.model.path)
     try:
         return AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {config.model.path!r} has no tokenizer that loads: {error}") from error
+
+
+def require_fit(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> None:
+    """Checks that every prompt and its longest response fit into the model of every instance.
+
+    Raises:
+        ConfigError: they do not; names the prompt and the lengths.
+    """
+    num_tokens = len(longest.token_ids) + rollout.max_response_tokens
+    if max_model_len is not None and num_tokens > max_model_len:
+        raise ConfigError(
+            f"prompt {longest.prompt_id} has {len(longest.token_ids)} tokens; with rollout.max_response_tokens = "
+            f"{rollout.max_response_tokens} that is {num_tokens}, but the instances' model takes {max_model_len}: "
+            f"lower prompts.max_prompt_tokens to {max(max_model_len - rollout.max_response_tokens, 0)} "
+            "or shorten the responses"
+        )

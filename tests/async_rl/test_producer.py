@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from async_rl.config import PoolSection, RewardSection, RolloutSection
-from async_rl.errors import ConfigError, InstanceRefused, NoInstanceLeft, RewardError
+from async_rl.errors import InstanceRefused, NoInstanceLeft, RewardError
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool import InferencePool
 from async_rl.producer import Producer, group_seed
@@ -166,15 +166,6 @@ def test_leaving_early_closes_the_requests_in_flight(instances, make_producer, e
         time.sleep(0.01)
     assert time.monotonic() - begun < 10
     assert all("rollouts" not in thread.name for thread in threading.enumerate())
-
-
-def test_prompt_longer_than_the_model_is_refused_before_anything_is_sent(instances, make_producer) -> None:
-    (instance,) = instances({"max_model_len": 10})
-    with pytest.raises(
-        ConfigError, match=r"prompt row0 has 3 tokens; .* that is 11, but the instances' model takes 10"
-    ):
-        make_producer(instance).start(batch(1), "v1")
-    assert instance.seen()["requests"] == []
 
 
 def test_refusal_of_a_request_names_the_prompt(instances, make_producer) -> None:
