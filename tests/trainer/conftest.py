@@ -1,5 +1,6 @@
 """The trainer's fixtures: one process group, random groups, and an independent GRPO on unshared samples."""
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +53,8 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
 
 def make_group(index: int, prompt_len: int, response_lens: Sequence[int], rng: random.Random) -> Group:
     def tokens(count: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(VOCAB_SIZE) for _ in range(count))
+        # Not 0: transformers gives the padding token's embedding no gradient.
+        return tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(count))
 
     responses = tuple(
         Response(tokens(length), (-1.0,) * length, "", "stop", (WeightSpan("v0", 0, length),), "instance")
@@ -64,8 +66,10 @@ def make_group(index: int, prompt_len: int, response_lens: Sequence[int], rng: r
 
 @pytest.fixture(scope="session")
 def ragged_groups() -> list[Group]:
-    """Five ragged groups and one whose rewards are all equal."""
-    rng = random.Random(1)
+    """Five ragged groups and one whose rewards are all equal; fresh tokens in every session (TEST_SEED repeats one)."""
+    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
+    print(f"ragged_groups: TEST_SEED={seed}")
+    rng = random.Random(seed)
     groups = [make_group(i, prompt_len, lens, rng) for i, (prompt_len, lens) in enumerate(RAGGED)]
     groups[0] = replace(groups[0], rewards=(0.0, 1.0, 0.5))
     groups[4] = replace(groups[4], rewards=(1.0, 0.0, 0.0, 0.5))

@@ -1,0 +1,96 @@
+"""The whole loop on the real trainer: what periodic training may change against synchronous training, and what not."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.config import TrainSection
+from async_rl.ledger import Ledger
+from async_rl.loop import train
+from async_rl.metrics import Recorder
+from async_rl.types import Batch, Group, GroupProof, Publication, StepStats
+from trainer.trainer import MegatronTrainer
+
+NUM_ITERATIONS = 3
+
+
+class ReplayedRollouts:
+    """The same groups in every run, finishing in an order of their own."""
+
+    def __init__(self, groups: Sequence[Group], arrival: random.Random) -> None:
+        self._groups = groups
+        self._arrival = arrival
+
+    def batch(self, iteration: int) -> Batch:
+        return Batch(iteration, {group.index: group.prompt for group in self._groups})
+
+    @contextmanager
+    def start(self, batch: Batch, version: str) -> Iterator[Iterable[Group]]:
+        groups = [replace(group, iteration=batch.iteration) for group in self._groups]
+        self._arrival.shuffle(groups)
+        yield groups
+
+
+class UnpublishedTrainer:
+    """The loop's trainer without a pool: every version is the one that the groups claim."""
+
+    replica = 0
+    num_replicas = 1
+
+    def __init__(self, megatron: MegatronTrainer) -> None:
+        self._megatron = megatron
+
+    def publish_weights(self) -> Publication:
+        return Publication("v0", "", (), 0, 0.0)
+
+    def accumulate(self, group: Group) -> GroupProof:
+        return replace(self._megatron.accumulate(group), num_responses=1)
+
+    def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
+        return list(rows)
+
+    def optimizer_step(self) -> StepStats:
+        return self._megatron.optimizer_step()
+
+
+@pytest.fixture
+def trained(
+    tiny_model: Callable[..., Path], make_trainer: Callable[..., MegatronTrainer], ragged_groups: list[Group]
+) -> Callable[..., Mapping[str, torch.Tensor]]:
+    """`trained(mode=..., order=..., arrival=seed)` -> the weights after a few iterations."""
+
+    def run(mode: str, order: str, arrival: int) -> Mapping[str, torch.Tensor]:
+        megatron = make_trainer(
+            tiny_model("qwen3", tied=True), kl_coef=0.1, learning_rate=1e-3, num_iterations=NUM_ITERATIONS
+        )
+        rollouts = ReplayedRollouts(ragged_groups, random.Random(arrival))
+        config = TrainSection.model_validate({"iterations": NUM_ITERATIONS, "mode": mode, "order": order})
+        ledger = Ledger(None, responses_per_prompt=1, max_logprob_gap=float("inf"))
+        train(config, UnpublishedTrainer(megatron), rollouts, rollouts, ledger, Recorder(None, NUM_ITERATIONS))
+        return {spec.name: tensor.clone() for spec, tensor in megatron.weights()[1]}
+
+    return run
+
+
+def test_periodic_training_equals_synchronous_training_up_to_the_order_of_summation(
+    trained: Callable[..., Mapping[str, torch.Tensor]],
+) -> None:
+    synchronous = trained(mode="synchronous", order="prompt", arrival=1)
+    periodic = trained(mode="periodic", order="completion", arrival=2)
+    for name, tensor in synchronous.items():
+        torch.testing.assert_close(
+            periodic[name], tensor, rtol=1e-6, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_in_prompt_order_periodic_training_equals_synchronous_training_bit_for_bit(
+    trained: Callable[..., Mapping[str, torch.Tensor]],
+) -> None:
+    synchronous = trained(mode="synchronous", order="prompt", arrival=3)
+    periodic = trained(mode="periodic", order="prompt", arrival=4)
+    assert all(torch.equal(periodic[name], tensor) for name, tensor in synchronous.items())
