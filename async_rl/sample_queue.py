@@ -87,7 +87,7 @@ class SampleQueue:
             return self._groups.popleft()
 
     def _require_expected(self, group: Group) -> None:
-        versions = {group.weight_version} | {span.version for r in group.responses for span in r.weight_spans}
+        versions = frozenset({group.weight_version}).union(*(r.weight_versions for r in group.responses))
         if versions != {self._version}:
             raise OnPolicyViolation(
                 f"group {group.index} (prompt {group.prompt.prompt_id}) has weight versions {sorted(versions)}, "

@@ -12,6 +12,10 @@ WeightVersion = str
 """Opaque name of one published set of weights, unique across runs (`<run id>-<publish number>`)."""
 
 
+UNPROVEN: WeightVersion = "unproven"
+"""Stands for the version of tokens of which no instance said which weights made them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt of the dataset, tokenized.
@@ -47,6 +51,14 @@ class Response:
     finish_reason: str
     weight_spans: tuple[WeightSpan, ...]
     instance: str
+
+    @property
+    def weight_versions(self) -> frozenset[WeightVersion]:
+        """All versions its tokens were sampled from; `UNPROVEN` is among them where the spans leave out a token."""
+        ends = [0, *(span.end for span in self.weight_spans)]
+        starts = [*(span.start for span in self.weight_spans), len(self.token_ids)]
+        versions = {span.version for span in self.weight_spans}
+        return frozenset(versions if ends == starts else versions | {UNPROVEN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +128,13 @@ class GroupProof:
     @classmethod
     def of(cls, group: Group, max_logprob_gap: float) -> "GroupProof":
         """The row of a group that was trained with the given gap."""
-        spans = (span.version for response in group.responses for span in response.weight_spans)
         return cls(
             index=group.index,
             prompt_id=group.prompt.prompt_id,
             num_responses=len(group.responses),
             num_prompt_tokens=len(group.prompt.token_ids),
             num_response_tokens=group.num_response_tokens,
-            versions=tuple(dict.fromkeys(spans)),
+            versions=tuple(sorted(frozenset().union(*(r.weight_versions for r in group.responses)))),
             rewards=group.rewards,
             attempts=group.attempts,
             max_logprob_gap=max_logprob_gap,
