@@ -5,7 +5,7 @@ Every method runs on one event loop, and ends within its timeout in a result or 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NoReturn, TypeVar
 
 import aiohttp
@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from async_rl import protocol
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, StaleWeights
 from async_rl.protocol import SamplingParams
-from async_rl.types import Response, WeightSpan, WeightVersion
+from async_rl.types import UNPROVEN, Response, WeightSpan, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -259,16 +259,17 @@ class InstanceClient:
                 f"{where}: {len(token_ids)} tokens with {len(logprobs)} log-probs, expected one for each"
             )
         spans = tuple(WeightSpan(**span) for span in choice["weight_versions"] or ())
-        if [(span.start, span.end) for span in spans] != _contiguous(spans, len(token_ids)):
+        response = Response(token_ids, logprobs, "", choice["finish_reason"] or "", spans, self.url)
+        if UNPROVEN in response.weight_versions:
             raise InstanceError(
                 f"{where}: weight_versions {spans} do not cover its {len(token_ids)} tokens: the server must be one "
                 "that reports them"
             )
-        if others := {span.version for span in spans} - {version}:
+        if others := response.weight_versions - {version}:
             self._stale(others, version)
-        return Response(token_ids, logprobs, "", choice["finish_reason"] or "", spans, self.url)
+        return response
 
-    def _stale(self, actual: set[str], expected: WeightVersion) -> NoReturn:
+    def _stale(self, actual: Set[str], expected: WeightVersion) -> NoReturn:
         raise StaleWeights(
             f"instance {self.url} sampled from weight version {', '.join(sorted(actual))!r}, asked for {expected!r}: "
             "it needs the weights of the next publish"
@@ -318,13 +319,6 @@ class _CompletionRequest(SamplingParams):
     prompt: list[int]
     request_id: str
     return_token_ids: bool = True
-
-
-def _contiguous(spans: Sequence[WeightSpan], num_tokens: int) -> list[tuple[int, int]]:
-    """The (start, end) pairs that `spans` must have to cover tokens 0 to `num_tokens` without gap or overlap."""
-    starts = [0, *(span.end for span in spans[:-1])]
-    ends = [*(span.end for span in spans[:-1]), num_tokens]
-    return list(zip(starts, ends, strict=True))
 
 
 def _reason(answer: bytes) -> str | None:
