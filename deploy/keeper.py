@@ -1,0 +1,125 @@
+"""The keeper of one process of a local deployment: `python -m deploy.keeper --cores 0,1 --grace-s 10 -- COMMAND ...`.
+
+It starts the command and stays, so that nothing of it outlives the deployer. The deployer holds the other end of the
+keeper's standard input and never writes to it: when it closes that pipe, or dies in whatever way (`kill -9` too), the
+keeper reads the end of the pipe and ends the command: SIGTERM, and SIGKILL after the grace time. On Linux it is also
+the reaper of all its descendants, so workers in sessions of their own (torchrun's, process pools') end with them.
+
+It exits with the command's own code, or 128 + N where signal N ended the command. Standard library only: it must start
+in milliseconds.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.05
+
+
+def keep(command: Sequence[str], cores: Sequence[int], grace_s: float) -> int:
+    """Runs `command` until it ends by itself or standard input closes; returns its exit code."""
+    if sys.platform == "linux":
+        if cores:
+            os.sched_setaffinity(0, cores)
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_die_with_keeper if sys.platform == "linux" else None,
+    )
+    ended_by_us = _wait_for_child_or_closed_pipe(child)
+    if ended_by_us:
+        _end(child, grace_s)
+    _kill_what_is_left(child.pid)
+    code = child.returncode
+    return code if code >= 0 else 128 - code
+
+
+def _wait_for_child_or_closed_pipe(child: subprocess.Popen[bytes]) -> bool:
+    """Waits for the first of the two; True where the pipe closed, which only the deployer or its death does."""
+    while child.poll() is None:
+        readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
+        if readable:
+            return True
+    return False
+
+
+def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
+    child.terminate()
+    try:
+        child.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def _kill_what_is_left(group: int) -> None:
+    """Kills the command's process group and, on Linux, every descendant: orphans come to the reaper, wave by wave."""
+    # Nobody of the group may be left; macOS answers EPERM for zombies.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+    if sys.platform != "linux":
+        return
+    while children := _children():
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    """Living children of this process; the command itself has been waited for by now."""
+    me = os.getpid()
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _parent_and_state(entry) == (me, True):
+            found.append(int(entry.name))
+    return found
+
+
+def _parent_and_state(entry: Path) -> tuple[int, bool]:
+    """Parent's process id and whether the process is alive (not a zombie); (0, False) where it is gone."""
+    try:
+        # The second field, the name in parentheses, may itself contain spaces and parentheses.
+        state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return 0, False
+    return int(parent), state not in "ZX"
+
+
+def _die_with_keeper() -> None:
+    """In the child before exec: die should the keeper itself be killed."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="deploy.keeper")
+    parser.add_argument("--cores", default="", help="comma-separated CPU cores to stay on; empty for any")
+    parser.add_argument("--grace-s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ARGUMENTS")
+    arguments = parser.parse_args(argv)
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    cores = [int(core) for core in arguments.cores.split(",") if core]
+    # The terminal's Ctrl-C is the deployer's to handle; the keeper waits for the pipe to close.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return keep(command, cores, arguments.grace_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

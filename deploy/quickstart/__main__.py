@@ -1,0 +1,191 @@
+"""`async-rl quickstart`: a small model learns on this machine, both pools included, in about five minutes.
+
+Phases, each in processes of its own: warm start (makes the base model), evaluation, the run (instances and trainer, at
+the same time), evaluation. Then the summary and the report. Everything lands in the run's folder.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from async_rl.config import load_config
+from async_rl.errors import AsyncRLError, ConfigError
+from deploy.local import run_config
+from deploy.plan import Plan, Process, log_path
+from deploy.processes import Deployment, Stopped, stop_on_signals
+from deploy.progress import JsonlTail
+from deploy.quickstart.report import render
+from deploy.quickstart.summary import summarize
+
+CONFIG = Path(__file__).with_name("config.toml")
+REWARD = Path(__file__).with_name("reward.py")
+MARK = "quickstart.json"
+"""Written first; a folder without it is not ours to empty."""
+
+
+class Quickstart:
+    """One quickstart in its folder; each method is a phase and needs those before it."""
+
+    def __init__(self, run_dir: Path, seed: int, console: Console) -> None:
+        self._run_dir = run_dir
+        self._seed = seed
+        self._console = console
+        self._phases_s: dict[str, float] = {}
+
+    def warm_start(self) -> None:
+        """Makes the base model and the data."""
+        with self._phase("warm start"), self._console.status("warm start: starting") as status:
+            checks = JsonlTail(self._run_dir / "warm_start.jsonl")
+
+            def show() -> None:
+                for check in checks.read_new():
+                    status.update(f"warm start: step {check['step']}, accuracy {check['accuracy']:.3f}")
+
+            self._run_program("warm_start", ["--seed", str(self._seed), "--run-dir", str(self._run_dir)], show)
+        last = _read_jsonl(self._run_dir / "warm_start.jsonl")[-1]
+        self._say(f"warm start: a base model after {last['step']} supervised steps, on words of its own")
+
+    def evaluate(self, when: str, model: str) -> dict[str, Any]:
+        """Measures the checkpoint `model` of the run's folder on the held-out words; `when` names the record."""
+        out = self._run_dir / f"evaluation_{when}.json"
+        options = {"--model": self._run_dir / model, "--rows": self._run_dir / "data" / "held_out.jsonl", "--out": out}
+        with self._phase(f"evaluation {when}"), self._console.status(f"evaluation {when}"):
+            self._run_program("evaluate", [str(word) for pair in options.items() for word in pair])
+        record: dict[str, Any] = json.loads(out.read_text())
+        self._say(f"accuracy {when}: {record['accuracy']:.3f} of {record['num_words']} held-out words")
+        return record
+
+    def train(self, overrides: Sequence[str]) -> Plan:
+        """Runs GRPO with the quickstart's config."""
+        paths = {
+            "--run.dir": self._run_dir,
+            "--model.path": self._run_dir / "base_model",
+            "--prompts.source": self._run_dir / "data" / "prompts.jsonl",
+            "--reward.name": f"python:{REWARD}:spelled_backward",
+            "--run.seed": self._seed,
+        }
+        words = [*(str(word) for pair in paths.items() for word in pair), *overrides]
+        with self._phase("training"):
+            return run_config(CONFIG, load_config(CONFIG, words), words, self._console)
+
+    def finish(self, before: dict[str, Any], after: dict[str, Any], this_plan: Plan) -> dict[str, Any]:
+        """Writes the summary and the report; returns the summary."""
+        metrics = _read_jsonl(self._run_dir / "metrics.jsonl")
+        summary = summarize(
+            metrics,
+            _read_jsonl(self._run_dir / "ledger.jsonl"),
+            before,
+            after,
+            seed=self._seed,
+            phases_s=self._phases_s,
+            cores={process.name: process.cores for process in (*this_plan.instances, this_plan.trainer)},
+        )
+        (self._run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (self._run_dir / "report.html").write_text(render(summary, metrics, before, after))
+        return summary
+
+    def _run_program(
+        self, name: str, arguments: Sequence[str], while_running: Callable[[], None] = lambda: None
+    ) -> None:
+        # One thread: the model is too small for more to help, and two that wait for each other on a busy machine are
+        # many times slower.
+        env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        argv = (sys.executable, "-m", f"deploy.quickstart.{name}", *arguments)
+        with Deployment() as deployment:
+            deployment.run(Process(name, "program", argv, log_path(self._run_dir, name), env=env), while_running)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started_s = time.monotonic()
+        yield
+        self._phases_s[name] = time.monotonic() - started_s
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def make_run_dir(run_dir: Path, seed: int) -> None:
+    """An empty folder for the run, emptied if an earlier quickstart left it.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"--run-dir {str(run_dir)!r} is a file: give a folder")
+    if run_dir.is_dir() and any(run_dir.iterdir()):
+        if not (run_dir / MARK).exists():
+            raise ConfigError(f"--run-dir {str(run_dir)!r} holds files that no quickstart made: give another folder")
+        shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / MARK).write_text(json.dumps({"seed": seed}) + "\n")
+
+
+def show_summary(console: Console, summary: dict[str, Any], run_dir: Path) -> None:
+    split = summary["device_split"]
+    table = Table(title="async-rl quickstart", show_header=False, title_justify="left")
+    table.add_row("held-out accuracy", f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}")
+    table.add_row("mean reward", f"{summary['reward_first']:.3f} → {summary['reward_last']:.3f}")
+    table.add_row("iterations", f"{summary['iterations']} in {summary['phases_s']['training']:.0f} s")
+    table.add_row("whole quickstart", f"{summary['seconds']:.0f} s")
+    table.add_row("throughput", f"{summary['tokens_per_s']:.0f} tokens/s")
+    table.add_row("trainer's time", ", ".join(f"{k} {v:.0%}" for k, v in split.items() if k != "cores"))
+    table.add_row("every update on-policy", "yes" if summary["on_policy"] else "NO")
+    table.add_row("report", str(run_dir / "report.html"))
+    table.add_row("model", str(run_dir / "model"))
+    console.print(table)
+
+
+def quickstart(run_dir: Path, seed: int, overrides: Sequence[str], console: Console) -> dict[str, Any]:
+    """All phases in order; returns the summary."""
+    load_config(CONFIG, overrides)  # refuses a bad override before the warm start spends a minute
+    make_run_dir(run_dir, seed)
+    run = Quickstart(run_dir, seed, console)
+    run.warm_start()
+    before = run.evaluate("before", "base_model")
+    this_plan = run.train(overrides)
+    after = run.evaluate("after", "model")
+    return run.finish(before, after, this_plan)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="async-rl quickstart",
+        description=__doc__,
+        epilog=f"Every key of {CONFIG.name} can be set as --section.key VALUE.",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the words and the sampling")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"), help="where everything goes")
+    parser.add_argument("--iterations", type=int, help="instead of the config's")
+    arguments, overrides = parser.parse_known_args(argv)
+    if arguments.iterations is not None:
+        overrides += ["--train.iterations", str(arguments.iterations)]
+    console = Console()
+    stop_on_signals()
+    try:
+        summary = quickstart(arguments.run_dir, arguments.seed, overrides, console)
+    except Stopped as stop:
+        console.print(f"{stop}; all processes of the run have ended")
+        return stop.exit_code
+    except AsyncRLError as error:
+        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 1
+    show_summary(console, summary, arguments.run_dir)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+"""The quickstart's `summary.json`: what came out of a run, in a few figures anyone can check against its files."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from deploy.progress import Record, time_shares
+
+NUM_ENDS = 5
+"""Iterations averaged at either end of the run: one batch's mean reward is noisy."""
+
+
+def summarize(
+    metrics: Sequence[Record],
+    ledger: Sequence[Record],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    seed: int,
+    phases_s: Mapping[str, float],
+    cores: Mapping[str, Sequence[int]],
+) -> dict[str, Any]:
+    """The summary of a finished run.
+
+    Args:
+        metrics: the records of `metrics.jsonl`, one per iteration.
+        ledger: the rows of `ledger.jsonl`, one proof per iteration.
+        before: what `evaluate` wrote about the base model.
+        after: the same of the trained model.
+        seed: the run's seed.
+        phases_s: wall seconds of each phase of the quickstart, in their order.
+        cores: CPU cores each process was kept on; empty where they were not pinned.
+
+    Returns:
+        Accuracies are shares of held-out words; rewards are means over the first and last `NUM_ENDS` iterations;
+        `tokens_per_s` counts prompt and response tokens over the iterations' wall time; `device_split` says what share
+        of that time the trainer waited for rollouts, trained and published.
+    """
+    tokens = sum(record["prompt_tokens"] + record["response_tokens"] for record in metrics)
+    return {
+        "seed": seed,
+        "iterations": len(metrics),
+        "seconds": round(sum(phases_s.values()), 1),
+        "phases_s": {name: round(seconds, 1) for name, seconds in phases_s.items()},
+        "accuracy_before": before["accuracy"],
+        "accuracy_after": after["accuracy"],
+        "num_held_out_words": after["num_words"],
+        "reward_first": round(fmean(record["reward_mean"] for record in metrics[:NUM_ENDS]), 4),
+        "reward_last": round(fmean(record["reward_mean"] for record in metrics[-NUM_ENDS:]), 4),
+        "on_policy": is_on_policy(metrics, ledger),
+        "max_logprob_gap": max(row["max_logprob_gap"] for row in ledger),
+        "num_responses": sum(row["num_responses"] for row in ledger),
+        "tokens_per_s": round(tokens / sum(record["seconds"] for record in metrics), 1),
+        "device_split": {
+            **{name: round(share, 4) for name, share in time_shares(metrics).items()},
+            "cores": {name: list(own) for name, own in cores.items()},
+        },
+    }
+
+
+def is_on_policy(metrics: Sequence[Record], ledger: Sequence[Record]) -> bool:
+    """Whether every iteration has a proof, each holds, and no weight version was trained on twice."""
+    proven = {row["iteration"] for row in ledger if row["on_policy"]}
+    versions = {row["weight_version"] for row in ledger}
+    return proven == {record["iteration"] for record in metrics} and len(versions) == len(ledger) == len(metrics)

@@ -1,0 +1,161 @@
+"""A folder in which `python -m deploy.local` finds stand-ins for the inference service and the trainer."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+[run]
+dir = "run"
+[model]
+path = "no-model"
+[prompts]
+source = "no-prompts.jsonl"
+prompts_per_batch = 1
+[reward]
+name = "math"
+[train]
+iterations = 3
+[inference]
+num_instances = 2
+"""
+
+COMMON = """
+import json, os, pathlib, signal, subprocess, sys, time
+
+def leave_pid(name):
+    pathlib.Path("pids").mkdir(exist_ok=True)
+    pathlib.Path("pids", f"{name}.{os.getpid()}").touch()
+
+def start_worker():
+    # In a session of its own, as torchrun's workers and process pools are.
+    code = "import os, pathlib, time; pathlib.Path('pids', f'worker.{os.getpid()}').touch(); time.sleep(300)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+"""
+
+INSTANCE = (
+    COMMON
+    + """
+import http.server
+port = int(sys.argv[sys.argv.index("--port") + 1])
+leave_pid(f"instance-{port}")
+start_worker()
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+)
+
+METRICS = {
+    "iterations": 3,
+    "seconds": 2.0,
+    "wait_s": 0.4,
+    "train_s": 1.2,
+    "publish_s": 0.1,
+    "step_s": 0.1,
+    "reward_mean": 0.5,
+    "accuracy": 0.25,
+    "response_tokens_mean": 8.0,
+    "prompt_tokens": 100,
+    "response_tokens": 900,
+    "tokens_per_s": 500.0,
+}
+
+TRAINER = (
+    COMMON
+    + f"METRICS = {METRICS!r}\n"
+    + """
+leave_pid("trainer")
+start_worker()
+print("trainer starts with", *sys.argv[1:], flush=True)
+for iteration in range(3):
+    with open("run/metrics.jsonl", "a") as file:
+        file.write(json.dumps({**METRICS, "iteration": iteration}) + chr(10))
+"""
+)
+
+
+@pytest.fixture
+def record() -> Callable[..., dict[str, object]]:
+    """`record(7, reward_mean=0.9)` -> a record of `metrics.jsonl` for iteration 7."""
+
+    def make(iteration: int, **changes: object) -> dict[str, object]:
+        return {**METRICS, "iteration": iteration, **changes}
+
+    return make
+
+
+class Ground:
+    """A folder with stand-ins, and `deploy.local` runs in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        (path / "config.toml").write_text(CONFIG)
+        (path / "inference_service.py").write_text(INSTANCE)
+        (path / "trainer.py").write_text(TRAINER)
+
+    def then_trainer_does(self, code: str) -> None:
+        """Adds what the trainer does after its three iterations."""
+        with (self.path / "trainer.py").open("a") as file:
+            file.write(code + "\n")
+
+    def start(self, *overrides: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "deploy.local", "config.toml", *overrides],
+            cwd=self.path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by the names the stand-ins gave; workers have their id in the name."""
+        found = [path.name.rpartition(".") for path in (self.path / "pids").glob("*")]
+        return {f"{name}-{pid}" if name == "worker" else name: int(pid) for name, _, pid in found}
+
+    def wait_for_processes(self, count: int) -> dict[str, int]:
+        deadline = time.monotonic() + 60
+        while len(self.pids()) < count:
+            assert time.monotonic() < deadline, f"only {self.pids()} of {count} processes came up"
+            time.sleep(0.05)
+        return self.pids()
+
+    def living(self) -> dict[str, int]:
+        """What still runs, after a little while for the keepers to finish."""
+        deadline = time.monotonic() + 20
+        while (
+            alive := {name: pid for name, pid in self.pids().items() if _lives(pid)}
+        ) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return alive
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] in "ZX")
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Iterator[Ground]:
+    made = Ground(tmp_path)
+    yield made
+    for pid in made.pids().values():
+        if _lives(pid):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,79 @@
+"""The quickstart as a program: what it refuses, and that Ctrl-C leaves nothing behind."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import load_config
+from async_rl.errors import ConfigError
+from deploy.quickstart.__main__ import CONFIG, make_run_dir
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "deploy.quickstart", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def commands_with(text: str) -> list[str]:
+    """Command lines of living processes that name `text`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if text in command:
+            found.append(command)
+    return found
+
+
+def test_the_config_is_valid() -> None:
+    config = load_config(CONFIG)
+    assert config.rollout.responses_per_prompt > 1
+    assert not config.prompts.chat_template
+
+
+def test_a_fresh_run_dir_is_made_and_an_earlier_quickstarts_is_emptied(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "quickstart"
+    make_run_dir(run_dir, seed=0)
+    (run_dir / "metrics.jsonl").write_text("old")
+    make_run_dir(run_dir, seed=1)
+    assert [path.name for path in run_dir.iterdir()] == ["quickstart.json"]
+
+
+def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="holds files that no quickstart made"):
+        make_run_dir(tmp_path, seed=0)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_bad_override_ends_before_the_warm_start(tmp_path: Path) -> None:
+    process = start("--run-dir", str(tmp_path / "run"), "--optimizer.learningrate", "1")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "unknown key 'optimizer.learningrate'" in output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_ctrl_c_in_the_warm_start_leaves_no_process(tmp_path: Path) -> None:
+    process = start("--run-dir", str(tmp_path / "run"))
+    deadline = time.monotonic() + 60
+    while not any("deploy.quickstart.warm_start" in command for command in commands_with(str(tmp_path))):
+        assert time.monotonic() < deadline, "the warm start did not begin"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "stopped by SIGINT" in output
+    assert commands_with(str(tmp_path)) == []

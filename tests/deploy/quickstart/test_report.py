@@ -1,0 +1,139 @@
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from deploy.quickstart.report import render
+from deploy.quickstart.summary import is_on_policy, summarize
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+ITERATIONS = 12
+
+
+@pytest.fixture
+def metrics() -> list[dict[str, Any]]:
+    return [
+        {
+            "iteration": i,
+            "iterations": ITERATIONS,
+            "seconds": 2.0,
+            "wait_s": 0.4,
+            "train_s": 1.2,
+            "publish_s": 0.1,
+            "step_s": 0.1,
+            "reward_mean": i / ITERATIONS,
+            "accuracy": i / (2 * ITERATIONS),
+            "prompt_tokens": 100,
+            "response_tokens": 900,
+            "timeline": [[0, 0.1, 0.8, 0.8, 1.3], [1, 0.1, 0.5, 0.5, 0.8], [2, 0.1, 1.2, 1.3, 1.9]],
+        }
+        for i in range(ITERATIONS)
+    ]
+
+
+@pytest.fixture
+def ledger() -> list[dict[str, Any]]:
+    return [
+        {
+            "iteration": i,
+            "weight_version": f"r-{i}",
+            "on_policy": True,
+            "num_responses": 48,
+            "max_logprob_gap": 1e-6 * i,
+        }
+        for i in range(ITERATIONS)
+    ]
+
+
+def evaluation(accuracy: float, response: str | None) -> dict[str, Any]:
+    sample = {"word": "<sun>", "answer": "nus", "response": response, "correct": response == "nus"}
+    return {"accuracy": accuracy, "num_words": 500, "samples": [sample]}
+
+
+@pytest.fixture
+def summary(metrics: list[dict[str, Any]], ledger: list[dict[str, Any]]) -> dict[str, Any]:
+    return summarize(
+        metrics,
+        ledger,
+        evaluation(0.3, None),
+        evaluation(0.8, "nus"),
+        seed=5,
+        phases_s={"warm start": 20.0, "training": 24.0},
+        cores={"instance-0": (0,), "trainer": (1,)},
+    )
+
+
+class Checker(HTMLParser):
+    """Collects open tags that are never closed, and every attribute that could load something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.loaded += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_report_is_one_well_formed_page_that_loads_nothing(
+    summary: dict[str, Any], metrics: list[dict[str, Any]]
+) -> None:
+    page = render(summary, metrics, evaluation(0.3, None), evaluation(0.8, "nus"))
+    checker = Checker()
+    checker.feed(page)
+    checker.close()
+    assert checker.open == []
+    assert checker.loaded == []
+    assert "http" not in page and "@import" not in page and "url(" not in page
+
+
+def test_the_report_shows_curves_a_timeline_and_samples(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
+    page = render(summary, metrics, evaluation(0.3, None), evaluation(0.8, "nus"))
+    assert page.count("<svg") == 3
+    assert page.count(", rollout: ") == page.count(", training: ") == 3
+    assert "&lt;sun&gt;" in page
+    assert "✗ (did not end)" in page and "✓ nus" in page
+    assert '<span class="right">holds</span>' in page
+
+
+def test_a_report_of_one_iteration_is_possible(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
+    assert "<svg" in render(summary, metrics[:1], evaluation(0.3, None), evaluation(0.8, "nus"))
+
+
+def test_the_summary_has_what_it_promises(summary: dict[str, Any]) -> None:
+    assert summary["iterations"] == ITERATIONS
+    assert summary["seconds"] == 44.0
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.3, 0.8)
+    assert summary["reward_first"] == pytest.approx(2 / 12, abs=1e-4)
+    assert summary["reward_last"] == pytest.approx(9 / 12, abs=1e-4)
+    assert summary["on_policy"] is True
+    assert summary["tokens_per_s"] == 500.0
+    split = dict(summary["device_split"])
+    assert split.pop("cores") == {"instance-0": [0], "trainer": [1]}
+    assert split == pytest.approx({"waiting": 0.2, "training": 0.65, "publishing": 0.05, "other": 0.1})
+
+
+@pytest.mark.parametrize("fault", ["missing", "refused", "version twice", "iteration twice"])
+def test_a_run_is_on_policy_only_if_every_iteration_is_proven(
+    metrics: list[dict[str, Any]], ledger: list[dict[str, Any]], fault: str
+) -> None:
+    assert is_on_policy(metrics, ledger)
+    if fault == "missing":
+        ledger.pop()
+    elif fault == "refused":
+        ledger[3]["on_policy"] = False
+    elif fault == "version twice":
+        ledger[3]["weight_version"] = ledger[2]["weight_version"]
+    else:
+        ledger.append(dict(ledger[3]))
+    assert not is_on_policy(metrics, ledger)
+
+
+def test_an_unproven_run_is_shown_as_such(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    page = render({**summary, "on_policy": False}, metrics, evaluation(0.3, None), evaluation(0.8, "nus"))
+    assert '<span class="wrong">does not hold</span>' in page

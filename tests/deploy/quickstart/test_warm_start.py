@@ -1,0 +1,82 @@
+"""The warm start and the evaluation as programs, cut very short."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy.quickstart.evaluate import sample_responses
+from deploy.quickstart.task import make_splits, make_tokenizer, read_rows
+from deploy.quickstart.warm_start import (
+    CHECK_EVERY,
+    answer_logprobs,
+    expected_accuracy,
+    make_model,
+    warm_start,
+)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("quickstart")
+    options = ["--seed", "1", "--run-dir", str(made), "--max-steps", str(2 * CHECK_EVERY)]
+    subprocess.run([sys.executable, "-m", "deploy.quickstart.warm_start", *options], check=True, timeout=120)
+    return made
+
+
+def test_a_warm_start_leaves_a_model_that_evaluate_reads(run_dir: Path) -> None:
+    out = run_dir / "evaluation.json"
+    options = ["--model", str(run_dir / "base_model"), "--rows", str(run_dir / "data" / "held_out.jsonl")]
+    program = [sys.executable, "-m", "deploy.quickstart.evaluate", *options, "--out", str(out)]
+    subprocess.run(program, check=True, timeout=120)
+    record = json.loads(out.read_text())
+    assert record["num_words"] == 1000
+    assert 0.0 <= record["accuracy"] < 0.1
+    assert set(record["samples"][0]) == {"word", "answer", "response", "correct"}
+
+
+def test_a_warm_start_logs_its_checks(run_dir: Path) -> None:
+    checks = [json.loads(line) for line in (run_dir / "warm_start.jsonl").read_text().splitlines()]
+    assert [check["step"] for check in checks] == [CHECK_EVERY, 2 * CHECK_EVERY]
+    assert checks[1]["loss"] < checks[0]["loss"]
+
+
+def test_held_out_words_are_not_among_the_prompts(run_dir: Path) -> None:
+    held_out = {row["word"] for row in read_rows(run_dir / "data" / "held_out.jsonl")}
+    assert held_out.isdisjoint(row["word"] for row in read_rows(run_dir / "data" / "prompts.jsonl"))
+
+
+def test_a_warm_start_stops_at_its_target() -> None:
+    torch.manual_seed(0)
+    tokenizer, splits = make_tokenizer(), make_splits(0)
+    checks = warm_start(
+        make_model(tokenizer), tokenizer, splits.warm_start, splits.validation[:8], seed=0, target_accuracy=0.0
+    )
+    assert [check.step for check in checks] == [CHECK_EVERY]
+
+
+def test_expected_accuracy_is_the_mean_probability_of_the_answers() -> None:
+    torch.manual_seed(0)
+    tokenizer, row = make_tokenizer(), make_splits(0).validation[0]
+    model = make_model(tokenizer)
+    prompt = tokenizer(row["prompt"])["input_ids"]
+    answer = tokenizer(row["answer"] + tokenizer.eos_token)["input_ids"]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+    expected = [logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(answer)]
+    logprobs_BT, mask_BT = answer_logprobs(model, tokenizer, [row])
+    assert logprobs_BT[mask_BT].tolist() == pytest.approx(expected, abs=1e-5)
+    assert expected_accuracy(model, tokenizer, [row, row]) == pytest.approx(torch.tensor(expected).sum().exp().item())
+
+
+def test_responses_that_do_not_end_are_none() -> None:
+    # A random model ends a response at any token with a chance of about one in the vocabulary's size.
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    prompts = [row["prompt"] for row in make_splits(0).held_out[:50]]
+    responses = sample_responses(make_model(tokenizer), tokenizer, prompts)
+    assert len(responses) == 50
+    assert 10 < responses.count(None) < 50

@@ -1,0 +1,109 @@
+"""`python -m deploy.local` with stand-ins for the service and the trainer; real keepers, torchrun and signals."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+ALL = 6
+"""Two instances, the trainer, and a worker of each."""
+
+
+def test_a_run_ends_with_its_trainer_and_leaves_no_process(ground: Any) -> None:
+    local = ground.start()
+    output, _ = local.communicate(timeout=60)
+    assert local.returncode == 0, output
+    assert "iteration 1/3" in output and "iteration 3/3" in output
+    assert len(ground.pids()) == ALL
+    assert ground.living() == {}
+    log = (ground.path / "run" / "logs" / "trainer.log").read_text()
+    assert 'config.toml --pool.instances ["http://127.0.0.1:' in log
+
+
+def test_a_failing_trainer_is_reported_with_its_exit_code_and_last_lines(ground: Any) -> None:
+    ground.then_trainer_does("raise RuntimeError('the optimizer melted')")
+    local = ground.start()
+    output, _ = local.communicate(timeout=60)
+    assert local.returncode == 1
+    assert "ProcessFailed: trainer exited with code 1" in output
+    assert "RuntimeError: the optimizer melted" in output
+    assert "launch_agent" not in output, "torchrun's own traceback hides the worker's"
+    assert ground.living() == {}
+
+
+def test_an_instance_that_does_not_come_up_is_reported(ground: Any) -> None:
+    (ground.path / "inference_service.py").write_text("import sys\nsys.exit('no such model')")
+    local = ground.start()
+    output, _ = local.communicate(timeout=60)
+    assert local.returncode == 1
+    assert "ProcessFailed: instance-0 exited with code 1" in output
+    assert "no such model" in output
+    assert "trainer" not in ground.pids()
+    assert ground.living() == {}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_every_process(ground: Any, signum: signal.Signals) -> None:
+    ground.then_trainer_does("time.sleep(300)")
+    local = ground.start()
+    ground.wait_for_processes(ALL)
+    local.send_signal(signum)
+    output, _ = local.communicate(timeout=60)
+    assert local.returncode == 128 + signum
+    assert f"stopped by {signum.name}" in output
+    assert ground.living() == {}
+
+
+def test_ctrl_c_while_instances_start_ends_them(ground: Any) -> None:
+    (ground.path / "inference_service.py").write_text(
+        "import os, pathlib, time\npathlib.Path('pids').mkdir(exist_ok=True)\n"
+        "pathlib.Path('pids', f'instance-{os.getpid()}.{os.getpid()}').touch()\ntime.sleep(300)"
+    )
+    local = ground.start()
+    ground.wait_for_processes(2)
+    local.send_signal(signal.SIGINT)
+    local.communicate(timeout=60)
+    assert local.returncode == 128 + signal.SIGINT
+    assert ground.living() == {}
+
+
+def test_kill_9_of_the_deployer_leaves_no_process(ground: Any) -> None:
+    ground.then_trainer_does("time.sleep(300)")
+    local = ground.start()
+    ground.wait_for_processes(ALL)
+    local.kill()
+    local.communicate(timeout=60)
+    assert ground.living() == {}
+
+
+def test_a_trainer_that_ignores_sigterm_is_killed_after_the_grace_time(ground: Any) -> None:
+    ground.then_trainer_does("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nleave_pid('deaf')\ntime.sleep(300)")
+    local = ground.start()
+    ground.wait_for_processes(ALL + 1)
+    local.send_signal(signal.SIGTERM)
+    local.communicate(timeout=60)
+    assert ground.living() == {}
+
+
+def test_a_run_goes_on_without_an_instance_that_dies(ground: Any) -> None:
+    ground.then_trainer_does("while not os.path.exists('go'):\n    time.sleep(0.05)\ntime.sleep(0.5)")
+    local = ground.start()
+    pids = ground.wait_for_processes(ALL)
+    victim = next(pid for name, pid in pids.items() if name.startswith("instance"))
+    os.kill(victim, signal.SIGKILL)
+    (ground.path / "go").touch()
+    output, _ = local.communicate(timeout=60)
+    assert local.returncode == 0, output
+    assert "lost an instance" in output and "was ended by signal 9 (SIGKILL)" in output
+    assert ground.living() == {}
+
+
+def test_a_bad_override_ends_before_anything_starts(ground: Any) -> None:
+    local = ground.start("--train.iteratons", "5")
+    output, _ = local.communicate(timeout=60)
+    assert local.returncode == 1
+    assert "unknown key 'train.iteratons'" in output
+    assert ground.pids() == {}

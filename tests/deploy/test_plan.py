@@ -1,0 +1,106 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config import Config, parse_config
+from async_rl.errors import ConfigError
+from deploy.plan import num_ports, plan, split_cores
+
+
+def make_config(**changes: Any) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"dir": "runs/one"},
+        "model": {"path": "a-model", "dtype": "bfloat16"},
+        "prompts": {"source": "rows.jsonl", "prompts_per_batch": 8, "max_prompt_tokens": 100},
+        "rollout": {"max_response_tokens": 28},
+        "reward": {"name": "math"},
+        "train": {"iterations": 3},
+        "trainer": {"num_processes": 2},
+        "inference": {"num_instances": 2, "max_concurrency": 7},
+    }
+    return parse_config({**tree, **changes}, source="test")
+
+
+def option(argv: tuple[str, ...], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_an_instance_is_started_with_the_configs_values() -> None:
+    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1, 2, 3], ports=[8001, 8002, 9000])
+    argv = made.instances[1].argv
+    assert argv[1:3] == ("-m", "inference_service")
+    expected = {
+        "--engine": "transformers",
+        "--model": "a-model",
+        "--host": "127.0.0.1",
+        "--port": "8002",
+        "--device": "cpu",
+        "--dtype": "bfloat16",
+        "--max-concurrency": "7",
+        "--max-model-len": "128",
+        "--logprobs-mode": "processed_logprobs",
+    }
+    assert {name: option(argv, name) for name in expected} == expected
+    assert made.urls == ("http://127.0.0.1:8001", "http://127.0.0.1:8002")
+    assert [process.name for process in made.instances] == ["instance-0", "instance-1"]
+
+
+def test_the_trainer_runs_under_torchrun_with_overrides_and_the_instances() -> None:
+    overrides = ["--train.iterations", "5"]
+    made = plan(Path("c.toml"), make_config(), overrides, cores=[], ports=[8001, 8002, 9000])
+    argv = made.trainer.argv
+    assert argv[1:3] == ("-m", "torch.distributed.run")
+    assert (option(argv, "--nproc-per-node"), option(argv, "--master-port")) == ("2", "9000")
+    assert argv[-7:] == (
+        *("-m", "trainer", "c.toml", "--train.iterations", "5", "--pool.instances"),
+        '["http://127.0.0.1:8001", "http://127.0.0.1:8002"]',
+    )
+
+
+def test_every_process_has_one_thread_and_a_log_of_its_own() -> None:
+    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1], ports=[8001, 8002, 9000])
+    processes = [*made.instances, made.trainer]
+    assert all(process.env["OMP_NUM_THREADS"] == "1" for process in processes)
+    assert [str(process.log_file) for process in processes] == [
+        f"runs/one/logs/{name}.log" for name in ("instance-0", "instance-1", "trainer")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_instances", "expected"),
+    [
+        ([], 1, ((), ())),
+        ([3], 2, ((), ())),
+        ([4, 5], 1, ((4,), (5,))),
+        ([0, 1], 3, ((0, 0, 0), (1,))),
+        ([0, 1, 2, 3], 2, ((0, 1), (2, 3))),
+    ],
+)
+def test_instances_take_the_first_cores_and_the_trainer_the_others(
+    cores: list[int], num_instances: int, expected: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    assert split_cores(cores, num_instances) == expected
+
+
+def test_processes_are_kept_on_their_cores() -> None:
+    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1, 2], ports=[8001, 8002, 9000])
+    assert [process.cores for process in made.instances] == [(0,), (1,)]
+    assert made.trainer.cores == (2,)
+
+
+def test_without_cores_nothing_is_pinned() -> None:
+    made = plan(Path("c.toml"), make_config(), [], cores=[], ports=[8001, 8002, 9000])
+    assert [process.cores for process in (*made.instances, made.trainer)] == [(), (), ()]
+
+
+def test_instances_that_run_elsewhere_are_refused() -> None:
+    config = make_config(pool={"instances": ["http://other:8000"]})
+    with pytest.raises(ConfigError, match=r"pool\.instances is \['http://other:8000'\]"):
+        plan(Path("c.toml"), config, [], cores=[], ports=[1, 2, 3])
+
+
+def test_a_port_for_each_instance_and_the_trainer_is_needed() -> None:
+    assert num_ports(make_config()) == 3
+    with pytest.raises(ConfigError, match="2 ports were given, expected 3"):
+        plan(Path("c.toml"), make_config(), [], cores=[], ports=[1, 2])

@@ -1,0 +1,69 @@
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deploy.progress import JsonlTail, LiveView, PlainView, make_run_view, sparkline, time_shares
+
+MakeRecord = Callable[..., dict[str, Any]]
+
+
+def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    tail = JsonlTail(path)
+    assert tail.read_new() == []
+    path.write_text('{"a": 1}\n{"a"')
+    assert tail.read_new() == [{"a": 1}]
+    with path.open("a") as file:
+        file.write(": 2}\n")
+    assert tail.read_new() == [{"a": 2}]
+    assert tail.read_new() == []
+
+
+def test_a_tail_leaves_out_what_was_there_before(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps({"old": True}) + "\n")
+    assert JsonlTail(path).read_new() == []
+
+
+def test_the_view_is_plain_where_no_one_watches() -> None:
+    assert isinstance(make_run_view(Console(file=io.StringIO()), 3), PlainView)
+    assert isinstance(make_run_view(Console(file=io.StringIO(), force_terminal=True), 3), LiveView)
+
+
+def test_the_plain_view_prints_the_first_every_tenth_and_the_last_iteration(record: MakeRecord) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with PlainView(console) as view:
+        for iteration in range(25):
+            view.show(record(iteration, iterations=25))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    assert "waiting 20%  training 65%  publishing 5%  other 10%" in lines[0]
+
+
+def test_the_live_view_shows_figures_and_time_to_go(record: MakeRecord) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with LiveView(console, 3) as view:
+        view.show(record(0))
+        view.note("lost [an] instance")
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "iteration 1/3" in shown
+    assert "0:04 to go" in shown
+    assert "500 tokens/s" in shown
+    assert "lost [an] instance" in shown
+
+
+def test_time_shares_add_up_to_one(record: MakeRecord) -> None:
+    shares = time_shares([record(0), record(1)])
+    assert shares == pytest.approx({"waiting": 0.2, "training": 0.65, "publishing": 0.05, "other": 0.1})
+
+
+def test_a_sparkline_keeps_its_width_and_its_ends() -> None:
+    assert sparkline([0.0, 1.0]) == "▁█"
+    line = sparkline([i / 99 for i in range(100)], width=20)
+    assert len(line) == 20
+    assert (line[0], line[-1]) == ("▁", "█")
