@@ -189,4 +189,4 @@ class InferencePool:
 
     def _describe(self, what: str) -> str:
         reasons = "".join(f"\n  {member.url}: {member.out_of_service}" for member in self.members)
-        return f"{what}:{reasons}\nstart or repair an instance, then start the run again from its last checkpoint"
+        return f"{what}:{reasons}\nstart or repair an instance, then start the run again"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -186,8 +187,9 @@ class WeightGroup:
 def _make_group(store: TCPStore, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
-    raise ConfigError(f"weight transfer backend {backend!r} is not available: expected gloo or nccl")
+    # torch_npu is there only where there is an NPU; it has no type of its own in torch.distributed.
+    module = dist if backend == "nccl" else import_module("torch_npu._C._distributed_c10d")
+    group_type = getattr(module, f"ProcessGroup{backend.upper()}")
+    options = group_type.Options()
+    options._timeout = timeout
+    return group_type(store, rank, world_size, options)

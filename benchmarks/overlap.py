@@ -46,7 +46,7 @@ from trainer.devices import choose_device
 from trainer.parallel import init_parallel
 from trainer.session import Session, open_session
 
-NUM_PROMPTS = 32
+NUM_PROMPTS = 96
 RESPONSES_PER_PROMPT = 8
 PROMPT_TOKENS = 48
 MEDIAN_RESPONSE_TOKENS = 24
@@ -225,7 +225,7 @@ def summarize(runs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description="Synchronous against periodic.")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
-    parser.add_argument("--pairs", type=int, default=7, help="batches, each run in both modes (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=5, help="batches, each run in both modes (default: %(default)s)")
     parser.add_argument("--max-concurrency", type=int, default=64, help="responses the instance generates at once")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)

@@ -1,14 +1,17 @@
 """The weight transport between real processes on gloo: exact bytes, equal fingerprints, bounded waits."""
 
 import multiprocessing
+import sys
 import time
+import types
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
 from async_rl.errors import ConfigError, PublishError
-from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup, buckets
+from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup, _make_group, buckets
 
 pytestmark = pytest.mark.distributed
 SPAWN = multiprocessing.get_context("spawn")
@@ -132,3 +135,20 @@ def test_the_fingerprint_sees_names_values_and_shapes(changed) -> None:  # type:
 def test_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ConfigError, match="'float31', which torch does not know"):
         _ = TensorSpec("a", "float31", (1,)).dtype
+
+
+def test_an_accelerators_group_is_made_from_its_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HCCL's group takes (store, rank, size, options) and its options a timeout, as torch_npu documents."""
+
+    class FakeHccl:
+        class Options:
+            _timeout = timedelta()
+
+        def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
+            self.made_with = (store, rank, size, options._timeout)
+
+    module = types.ModuleType("torch_npu._C._distributed_c10d")
+    module.ProcessGroupHCCL = FakeHccl  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    group = _make_group("store", 1, 3, "hccl", timedelta(seconds=5))  # type: ignore[arg-type]
+    assert group.made_with == ("store", 1, 3, timedelta(seconds=5))
