@@ -93,13 +93,7 @@ class WeightReceiver:
                 "init_info.rank_offset",
             )
         store = WeightGroup.join_store(info.master_address, info.master_port, info.timeout_s)
-        try:
-            self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
-        except RuntimeError as error:
-            raise PublishError(
-                f"the weight group of {info.world_size} at {info.master_address}:{info.master_port} did not form "
-                f"within {info.timeout_s:g} s: {error}"
-            ) from error
+        self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
         self._info = info
 
     def receive(self, specs: Sequence[TensorSpec], load: Callable[[TensorSpec, torch.Tensor], None]) -> None:
