@@ -1,6 +1,8 @@
 # Two commands on a fresh machine: `make quickstart` and `make test`. Each makes .venv the first time.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
+# Options for the program behind a target, as in `make quickstart ARGS="--seed 1"`.
+ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -8,7 +10,7 @@ READY := $(VENV)/.ready
 .PHONY: quickstart test check format bench-overlap clean
 
 quickstart: $(READY)
-	$(BIN)/async-rl quickstart
+	$(BIN)/async-rl quickstart $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -23,7 +25,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench-overlap: $(READY)
-	$(BIN)/python -m benchmarks.overlap --json
+	$(BIN)/python -m benchmarks.overlap --json $(ARGS)
 
 # torch first and pinned, so that no other package pulls another build of it.
 $(READY): pyproject.toml constraints.txt
