@@ -92,16 +92,11 @@ class _WorldSize(TypedDict):
     world_size: int
 
 
-class _Version(TypedDict):
-    version: str
-
-
 _GENERATED = TypeAdapter(_Generated)
 _COMPLETED = TypeAdapter(_Completed)
 _MODELS = TypeAdapter(_Models)
 _WEIGHT_INFO = TypeAdapter(_WeightInfo)
 _WORLD_SIZE = TypeAdapter(_WorldSize)
-_VERSION = TypeAdapter(_Version)
 _UNBOUNDED = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
 _RPC = TypeAdapter(protocol.RpcResponse)
 
@@ -165,9 +160,6 @@ class InstanceClient:
     async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Returns if the instance is healthy; InstanceRefused with status 503 if it runs but cannot serve."""
         await self._get(protocol.HEALTH, timeout_s)
-
-    async def server_version(self, timeout_s: float = CONTROL_TIMEOUT_S) -> str:
-        return self._parse(_VERSION, await self._get(protocol.VERSION, timeout_s), protocol.VERSION)["version"]
 
     async def max_model_len(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """Prompt plus response tokens that the served model takes at most."""

@@ -96,7 +96,6 @@ class RolloutRun:
     """The rollouts of one batch, under way: a context manager over the groups in order of completion.
 
     Leaving it, however that happens, ends what still runs: requests in flight are closed, and the instances abort them.
-    `started_s`, `first_group_s` and `last_group_s` are `time.monotonic()` seconds; None until they happen.
     """
 
     def __init__(self, producer: Producer, loop: EventLoopThread, batch: Batch, version: WeightVersion) -> None:
@@ -105,16 +104,7 @@ class RolloutRun:
         self._batch = batch
         self._version = version
         self._queue = SampleQueue(len(batch.prompts), version)
-        self.started_s = time.monotonic()
-        self.first_group_s: float | None = None
-        self.last_group_s: float | None = None
-        self.num_response_tokens = 0
         self._task = loop.run(self._start())
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds the training loop has waited for groups."""
-        return self._queue.waited_s
 
     def __enter__(self) -> "RolloutRun":
         return self
@@ -150,9 +140,6 @@ class RolloutRun:
             # the siblings.
             self._queue.fail(error)
             raise
-        self.first_group_s = self.first_group_s or group.finished_s
-        self.last_group_s = group.finished_s
-        self.num_response_tokens += group.num_response_tokens
 
 
 def group_seed(run_seed: int, iteration: int, index: int) -> int:

@@ -5,7 +5,6 @@ waits there. It is woken by the next group, by the producer's failure, or by `cl
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -28,12 +27,6 @@ class SampleQueue:
         self._failure: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._waited_s = 0.0
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds the consumer has spent waiting for a group."""
-        return self._waited_s
 
     def put(self, group: Group) -> None:
         """Adds a group and wakes the consumer; after `close` the group is not wanted any more and is let go.
@@ -75,10 +68,8 @@ class SampleQueue:
 
     def _take(self) -> Group:
         with self._changed:
-            started = time.monotonic()
             while not self._groups and self._failure is None and not self._closed:
                 self._changed.wait()
-            self._waited_s += time.monotonic() - started
             if self._failure is not None:
                 raise self._failure
             if self._closed:

@@ -66,6 +66,7 @@ def batch(size: int, *, iteration: int = 0, faults: dict[int, str] | None = None
 def test_every_prompt_of_the_batch_becomes_one_scored_group(instances, make_producer, tokenizer) -> None:
     (instance,) = instances({"delay_s": 0.01})
     producer = make_producer(instance)
+    begun = time.monotonic()
     with producer.start(batch(6), "v1") as run:
         groups = list(run)
     assert sorted(group.index for group in groups) == list(range(6))
@@ -75,11 +76,7 @@ def test_every_prompt_of_the_batch_becomes_one_scored_group(instances, make_prod
         for response, reward in zip(group.responses, group.rewards, strict=True):
             assert response.text == tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
             assert reward == len(response.text)
-        assert run.started_s <= group.started_s < group.finished_s
-    assert run.num_response_tokens == sum(group.num_response_tokens for group in groups)
-    assert run.first_group_s == min(group.finished_s for group in groups)
-    assert run.last_group_s == max(group.finished_s for group in groups)
-    assert 0 < run.waited_s <= run.last_group_s - run.started_s + 0.1
+        assert begun <= group.started_s < group.finished_s <= time.monotonic()
 
 
 def test_start_returns_at_once_and_the_batch_is_generated_beside_the_consumer(instances, make_producer) -> None:
@@ -89,8 +86,9 @@ def test_start_returns_at_once_and_the_batch_is_generated_beside_the_consumer(in
     with producer.start(batch(4), "v1") as run:
         assert time.monotonic() - begun < 0.2
         time.sleep(0.8)
+        slept = time.monotonic()
         assert len(list(run)) == 4
-        assert run.waited_s < 0.1
+        assert time.monotonic() - slept < 0.1
 
 
 def test_same_run_seed_draws_the_same_samples_and_each_group_has_its_own(instances, make_producer) -> None:
