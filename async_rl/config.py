@@ -19,6 +19,7 @@ class Section(BaseModel):
 
 class RunSection(Section):
     dir: Path = Field(description="where metrics, ledger, checkpoints and logs of this run go")
+    resume: bool = Field(False, description="go on from the newest checkpoint in run.dir, or start where there is none")
     seed: int = Field(0, ge=0, description="decides the order of prompts and every sampling seed")
 
 
@@ -72,6 +73,11 @@ class AlgorithmSection(Section):
         "token", description="mean over the batch's response tokens, or over its responses"
     )
     scale_by_std: bool = Field(True, description="divide group advantages by the group's standard deviation")
+    old_policy: Literal["reuse", "model", "lagged"] = Field(
+        "reuse",
+        description="denominator of the ratio: the policy's own log-probs, detached; a model with the published "
+        "weights; or one with the weights before the last step",
+    )
 
 
 class OptimizerSection(Section):
@@ -86,7 +92,12 @@ class OptimizerSection(Section):
 
 
 class TrainSection(Section):
-    iterations: int = Field(ge=1, description="optimizer steps, one per batch")
+    iterations: int = Field(ge=1, description="batches to train")
+    steps_per_batch: int = Field(
+        1,
+        ge=1,
+        description="optimizer steps per batch, each on a mini-batch of its groups; more than 1 needs an old model",
+    )
     mode: Literal["periodic", "synchronous"] = Field(
         "periodic", description="train from the first finished group on, or only after the last (the baseline)"
     )
@@ -101,8 +112,29 @@ class TrainSection(Section):
 
 
 class TrainerSection(Section):
-    device: Literal["cpu"] = Field("cpu", description="where the trainer runs")
-    num_processes: int = Field(1, ge=1, description="data-parallel replicas on this host")
+    device: Literal["cpu", "cuda", "npu"] = Field("cpu", description="where the trainer runs")
+    num_processes: int = Field(1, ge=1, description="training ranks that `async-rl run` starts on this host")
+    tensor_parallel: int = Field(1, ge=1, description="ranks that share every layer's tensors")
+    pipeline_parallel: int = Field(1, ge=1, description="ranks that share the layers")
+    expert_parallel: int = Field(1, ge=1, description="ranks of a pipeline stage that share the experts")
+    sequence_parallel: bool = Field(
+        False, description="tensor-parallel ranks also share rows between attention and MLP"
+    )
+    distributed_optimizer: bool = Field(False, description="replicas share the optimizer's state")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in backward: none, feed-forward parts, or whole layers"
+    )
+    micro_batch_tokens: int = Field(
+        8192, ge=1, description="rows of one micro-batch at most; a longer group is split in micro-groups"
+    )
+    frozen_weights: Literal["device", "host"] = Field(
+        "device", description="where old and reference weights wait until they are used"
+    )
+
+
+class CheckpointSection(Section):
+    every: int = Field(50, ge=0, description="iterations between checkpoints; 0 saves none")
+    keep: int = Field(2, ge=1, description="how many checkpoints stay, the newest ones")
 
 
 class InferenceSection(Section):
@@ -125,6 +157,7 @@ class Config(Section):
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     train: TrainSection
     trainer: TrainerSection = Field(default_factory=TrainerSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     inference: InferenceSection = Field(default_factory=InferenceSection)
 
     @model_validator(mode="after")

@@ -183,7 +183,7 @@ def measure(pairs: int, max_concurrency: int, say: Callable[[str], None]) -> dic
             os.sched_setaffinity(0, {cores[-1]})
             torch.set_num_threads(1)
             config = make_config(directory, url, pairs)
-            parallel = init_parallel(choose_device("cpu"), seed=0)
+            parallel = init_parallel(choose_device("cpu"), 0, config.trainer)
             with open_session(config, parallel, make_pool=FixedLengthPool) as session:
                 runs = list(run_pairs(session, config, pairs, say))
             parallel.close()

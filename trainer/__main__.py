@@ -42,7 +42,7 @@ def run(config: Config, token: str | None) -> None:
     from trainer.parallel import init_parallel
     from trainer.session import open_session
 
-    parallel = init_parallel(choose_device(config.trainer.device), config.run.seed)
+    parallel = init_parallel(choose_device(config.trainer.device), config.run.seed, config.trainer)
     try:
         with open_session(config, parallel, token) as session:
             train(config.train, session.replica, session.prompts, session.producer, session.ledger, session.recorder)

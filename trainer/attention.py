@@ -1,59 +1,181 @@
-"""Core attention of the shared-prompt layout, put into Megatron's layers in place of its own.
+"""Shared-prompt attention without a mask: two parts per layer, merged by their log-sum-exps.
 
-Dense for now: one boolean mask over all pairs of rows, memory quadratic in the token count. It is the reference that a
-faster kernel is tested against.
+Every segment attends causally to itself (self part); response rows attend to their whole prompt (cross part). With the
+parts' outputs o_s, o_c and log-sum-exps l_s, l_c, the softmax over both is
 
-Shape legend: T fed tokens, H query heads, K key / value heads, D head dimension; 1 is Megatron's batch dimension.
+    l = logaddexp(l_s, l_c),    o = o_s + sigmoid(l_c - l_s) (o_c - o_s).
+
+The backward pass runs each part's own flash backward with the merged o and l in place of the part's: with P_ij =
+exp(s_ij - l) and delta_i = do_i . o_i, which are those of the whole softmax, dS_ij = P_ij (do_i . v_j - delta_i) holds
+for every key of either part (FlashAttention, arXiv 2205.14135, appendix B.4). So only q, k, v, o and l are kept.
+
+Shape legend: T query rows, S key / value rows, M query rows of the cross part, H query heads, K key / value heads,
+D head dimension.
 """
 
-import math
-from dataclasses import dataclass
+import functools
+import logging
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer.shared_prompt import Segments
+from trainer.dense_attention import dense_attention
+from trainer.devices import AttentionKernel, Device
+from trainer.shared_prompt import Part, Segments
+
+log = logging.getLogger(__name__)
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest difference from the reference on unit-normal inputs, relative to its largest value."""
+
+CHECK_SEGMENTS = ((5, 3), ((4, 1, 7), (2, 6)))
+"""(prompt lengths, fed response lengths of each group) of the check on first use."""
 
 
-@dataclass(kw_only=True)
-class SharedPromptParams(PackedSeqParams):
-    """Carries the segments through Megatron's layers to the core attention.
+def shared_prompt_attention(
+    query_THD: torch.Tensor,
+    key_SKD: torch.Tensor,
+    value_SKD: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    kernel: AttentionKernel | None,
+) -> torch.Tensor:
+    """Attention output [T, H, D], in the inputs' dtype, with gradients for query, key and value.
 
-    The format stays "sbhd": under "thd" Megatron restarts rotary positions at 0 in every segment, wrong for responses.
+    Args:
+        kernel: the device's flash kernel, or None for the dense reference; `checked_kernel` says which to use.
     """
+    if kernel is None:
+        return dense_attention(query_THD, key_SKD, value_SKD, segments, scale)
+    return _TwoPartAttention.apply(query_THD, key_SKD, value_SKD, segments, scale, kernel)
 
-    segments: Segments
-    qkv_format: str = "sbhd"
 
-
-class DenseSharedPromptAttention(torch.nn.Module):
-    """Scaled dot-product attention under the segments' dense mask."""
-
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
-        """Takes what Megatron's layers pass; the layer number, mask type and process groups make no difference here."""
-        super().__init__()
-        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-
+class _TwoPartAttention(torch.autograd.Function):
+    @staticmethod
     def forward(
-        self,
-        query_T1HD: torch.Tensor,
-        key_T1KD: torch.Tensor,
-        value_T1KD: torch.Tensor,
-        attention_mask: None,
-        *,
-        packed_seq_params: SharedPromptParams,
-        **_: Any,
+        ctx: Any,
+        query_THD: torch.Tensor,
+        key_SKD: torch.Tensor,
+        value_SKD: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        kernel: AttentionKernel,
     ) -> torch.Tensor:
-        """Attention output, [T, 1, H * D]. The mask comes from the segments; Megatron's `attention_mask` is None."""
-        out_1HTD = F.scaled_dot_product_attention(
-            query_T1HD.permute(1, 2, 0, 3),
-            key_T1KD.permute(1, 2, 0, 3),
-            value_T1KD.permute(1, 2, 0, 3),
-            attn_mask=packed_seq_params.segments.dense_mask_TT,
-            scale=self._scale,
-            enable_gqa=True,
+        own = slice(segments.self_kv_start, None)
+        out_THD, lse_HT = kernel.forward(query_THD, key_SKD[own], value_SKD[own], segments.self_part, scale)
+        if segments.cross_part is not None:
+            rows, keys = _cross_slices(segments, segments.cross_part)
+            cross = kernel.forward(query_THD[rows], key_SKD[keys], value_SKD[keys], segments.cross_part, scale)
+            _merge(out_THD[rows], lse_HT[:, rows], *cross)
+        ctx.save_for_backward(query_THD, key_SKD, value_SKD, out_THD, lse_HT)
+        ctx.segments, ctx.scale, ctx.kernel = segments, scale, kernel
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, dout_THD: torch.Tensor) -> Any:
+        query, key, value, out, lse = ctx.saved_tensors
+        segments, scale, kernel = ctx.segments, ctx.scale, ctx.kernel
+        own = slice(segments.self_kv_start, None)
+        dquery, dkey_own, dvalue_own = kernel.backward(
+            dout_THD, query, key[own], value[own], out, lse, segments.self_part, scale
         )
-        return out_1HTD.permute(2, 0, 1, 3).flatten(2)
+        dkey, dvalue = _grown(dkey_own, key), _grown(dvalue_own, value)
+        if segments.cross_part is not None:
+            rows, keys = _cross_slices(segments, segments.cross_part)
+            dquery_M, dkey_P, dvalue_P = kernel.backward(
+                dout_THD[rows],
+                query[rows],
+                key[keys],
+                value[keys],
+                out[rows],
+                lse[:, rows],
+                segments.cross_part,
+                scale,
+            )
+            dquery[rows] += dquery_M
+            dkey[keys] += dkey_P
+            dvalue[keys] += dvalue_P
+        return dquery, dkey, dvalue, None, None, None
+
+
+def _cross_slices(segments: Segments, part: Part) -> tuple[slice, slice]:
+    start = segments.cross_q_start
+    return slice(start, start + sum(part.q_lens)), slice(0, sum(part.kv_lens))
+
+
+def _merge(
+    out_MHD: torch.Tensor, lse_HM: torch.Tensor, cross_out_MHD: torch.Tensor, cross_lse_HM: torch.Tensor
+) -> None:
+    """Merges the cross part into the self part's output and log-sum-exp, in place."""
+    weight_MH1 = torch.sigmoid(cross_lse_HM - lse_HM).T[..., None]
+    # In the wider type of the log-sum-exps: the difference of two halves loses what the sum of them keeps.
+    out_MHD.copy_(torch.lerp(out_MHD.to(weight_MH1.dtype), cross_out_MHD.to(weight_MH1.dtype), weight_MH1))
+    lse_HM.copy_(torch.logaddexp(lse_HM, cross_lse_HM))
+
+
+def _grown(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Gradients of the last rows of `like`, with zeros for the rows before them."""
+    if len(own) == len(like):
+        return own
+    return torch.cat([own.new_zeros(len(like) - len(own), *own.shape[1:]), own])
+
+
+@functools.cache
+def checked_kernel(
+    device: Device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> AttentionKernel | None:
+    """The device's kernel, or None, with an error in the log, where it does not compute what the reference does.
+
+    Compares output and gradients of one ragged micro-batch on first use of each device, dtype and head layout.
+    """
+    kernel = device.ATTENTION
+    try:
+        error = _largest_error(kernel, device.DEVICE, dtype, num_heads, num_kv_heads, head_dim)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as problem:
+        reason = f"it failed: {problem}"
+    else:
+        if error <= TOLERANCES[dtype]:
+            return kernel
+        reason = f"its relative error is {error:.1e}, allowed is {TOLERANCES[dtype]:.1e}"
+    log.error(
+        "the shared-prompt attention kernel of device %s is not used for %s with %d heads, %d key / value heads of "
+        "dimension %d: %s. The dense reference stands in: correct, but slow, and memory grows with the square of a "
+        "micro-batch's tokens",
+        *(device.DEVICE.type, dtype, num_heads, num_kv_heads, head_dim, reason),
+    )
+    return None
+
+
+def _largest_error(
+    kernel: AttentionKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> float:
+    segments = _check_segments(device)
+    generator = torch.Generator().manual_seed(0)
+    heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    inputs = [
+        torch.randn(segments.num_rows, n, head_dim, generator=generator, dtype=torch.float64).to(device, dtype)
+        for n in heads
+    ]
+    scale = head_dim**-0.5
+    results = []
+    for used, wide in ((kernel, dtype), (None, torch.float32 if dtype == torch.bfloat16 else dtype)):
+        *qkv, dout = (tensor.to(wide).requires_grad_() for tensor in inputs)
+        with torch.enable_grad():
+            out = shared_prompt_attention(*qkv, segments, scale, used)
+        results.append([out.detach(), *torch.autograd.grad(out, qkv, dout.detach())])
+    return max(
+        float((actual.to(expected.dtype) - expected).abs().max() / expected.abs().max())
+        for actual, expected in zip(*results, strict=True)
+    )
+
+
+def _check_segments(device: torch.device) -> Segments:
+    prompts, responses = CHECK_SEGMENTS
+    lens = (*prompts, *(length for group in responses for length in group))
+    cross = Part(tuple(sum(group) for group in responses), prompts, False, device)
+    return Segments(Part(lens, lens, True, device), cross, cross_q_start=sum(prompts))

@@ -119,3 +119,25 @@ def _rope_factor(checkpoint: Path, rope: dict[str, Any]) -> float | None:
 
 def _unsupported(checkpoint: Path, found: str, expected: str) -> ConfigError:
     return ConfigError(f"the trainer does not support the model in {str(checkpoint)!r}: {found}, expected {expected}")
+
+
+def require_layout(shape: ModelShape, tensor: int, pipeline: int, expert: int) -> None:
+    """Checks that a model of this shape can be divided among so many ranks along each axis.
+
+    Raises:
+        ConfigError: it cannot; names the size that does not divide.
+    """
+    divided = [
+        ("tensor_parallel", tensor, "attention heads", shape.num_heads),
+        ("tensor_parallel", tensor, "key / value heads", shape.num_kv_heads),
+        ("tensor_parallel", tensor, "feed-forward size", shape.ffn_size),
+        ("tensor_parallel", tensor, "vocabulary entries", shape.vocab_size),
+        ("pipeline_parallel", pipeline, "layers", shape.num_layers),
+    ]
+    for key, ways, what, size in divided:
+        if size % ways:
+            raise ConfigError(
+                f"trainer.{key} = {ways} does not divide the model's {size} {what}: choose a divisor of {size}"
+            )
+    if expert > 1:
+        raise ConfigError(f"trainer.expert_parallel is {expert}, but the model has no experts: leave it at 1")

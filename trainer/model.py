@@ -1,32 +1,48 @@
 """Megatron's GPTModel for a Hugging Face architecture, reading micro-batches in the shared-prompt layout.
 
-Shape legend: T fed tokens, R rows with a label, N response tokens, H hidden size, V vocabulary, D rotary dimension.
+Shape legend: T fed rows, R rows with logits, N response tokens, H hidden size, V vocabulary, D rotary dimension.
 """
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer.attention import DenseSharedPromptAttention, SharedPromptParams
-from trainer.devices import Device
-from trainer.hf_config import ModelShape
+from async_rl.config import TrainerSection
+from trainer.attention import checked_kernel
+from trainer.core_attention import SharedPromptAttention, SharedPromptParams
+from trainer.hf_config import ModelShape, require_layout
 from trainer.logprobs import response_logprobs
-from trainer.shared_prompt import MicroBatch
+from trainer.parallel import Parallel
+from trainer.prompt_cache import PromptCache
+from trainer.shared_prompt import Labels, MicroBatch, Rows
+
+RECOMPUTE = {
+    "none": {},
+    # The feed-forward part keeps the most per row, and flash attention keeps little.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 class SharedPromptGPT(GPTModel):
-    """A GPTModel whose forward takes a micro-batch and returns log-probs of its response tokens only."""
+    """This rank's part of a GPTModel whose forward takes a micro-batch and gives log-probs of its response tokens."""
 
-    def __init__(self, config: TransformerConfig, shape: ModelShape) -> None:
+    def __init__(self, config: TransformerConfig, shape: ModelShape, parallel: Parallel) -> None:
         super().__init__(
             config=config,
             transformer_layer_spec=_layer_spec(shape),
             vocab_size=shape.vocab_size,
             # Only learned position embeddings have a length; rotary ones take any position.
             max_sequence_length=0,
+            pre_process=parallel.is_first_stage,
+            post_process=parallel.is_last_stage,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
@@ -34,27 +50,64 @@ class SharedPromptGPT(GPTModel):
             rope_scaling_factor=shape.rope_factor or 1.0,
         )
         self.shape = shape
-
-    def forward(self, micro_batch: MicroBatch, temperature: float) -> torch.Tensor:
-        """Log-probs of the response tokens at `temperature`, float32 [N], in the order of the group's responses."""
-        hidden_T1H = self.decoder(
-            hidden_states=self.embedding(micro_batch.tokens_T[None], position_ids=micro_batch.positions_T[None]),
-            attention_mask=None,
-            rotary_pos_emb=self._rotary_angles(micro_batch.positions_T),
-            packed_seq_params=SharedPromptParams(segments=micro_batch.segments),
+        self._kernel = checked_kernel(
+            parallel.device,
+            config.params_dtype,
+            shape.num_heads // parallel.tp_size,
+            shape.num_kv_heads // parallel.tp_size,
+            shape.head_dim,
         )
-        weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else None
-        logits_R1V, _ = self.output_layer(hidden_T1H[micro_batch.first_label_row :], weight=weight_VH)
-        return response_logprobs(logits_R1V[:, 0], micro_batch.label_rows_N, micro_batch.labels_N, temperature)
+
+    def forward(self, micro_batch: MicroBatch, temperature: float) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of the response tokens (see `logprobs`); hidden rows before the last stage."""
+        hidden_T1H = self.hidden(micro_batch.rows)
+        if not self.post_process:
+            return hidden_T1H
+        return self.logprobs(self.rows_for_logits(hidden_T1H), micro_batch.labels, temperature)
+
+    def hidden(self, rows: Rows, cache: PromptCache | None = None) -> torch.Tensor:
+        """This stage's output, [T, 1, H]; with sequence parallelism this rank's share of the rows.
+
+        A stage other than the first takes its input from `set_input_tensor`, as Megatron's pipeline gives it.
+        """
+        hidden_T1H = None
+        if self.pre_process:
+            hidden_T1H = self.embedding(rows.tokens_T[None], position_ids=rows.positions_T[None])
+        return self.decoder(
+            hidden_states=hidden_T1H,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary_angles(rows.positions_T),
+            packed_seq_params=SharedPromptParams(segments=rows.segments, kernel=self._kernel, cache=cache),
+        )
+
+    def rows_for_logits(self, hidden_T1H: torch.Tensor) -> torch.Tensor:
+        """The last stage's hidden rows as the vocabulary-parallel output layer takes them, [T, H].
+
+        Each rank's gradient is that of its own part of the vocabulary; the backward pass here sums them.
+        """
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=True)[:, 0]
+        return copy_to_tensor_model_parallel_region(hidden_T1H)[:, 0]
+
+    def logprobs(self, rows_TH: torch.Tensor, labels: Labels, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the response tokens at `temperature`, with gradient, and entropies, without; float32 [N]."""
+        weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
+        hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
+        return response_logprobs(hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature)
 
     def _rotary_angles(self, positions_T: torch.Tensor) -> torch.Tensor:
         """Angles by position id, float32 [T, 1, 1, D]; Megatron's own forward would number the rows 0 .. T - 1."""
-        angles = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq)
+        angles = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq.to(positions_T.device))
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
-def build_model(shape: ModelShape, dtype: torch.dtype, device: Device) -> SharedPromptGPT:
-    """A model of this shape on this rank with undefined weights, in `dtype` throughout."""
+def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, section: TrainerSection) -> SharedPromptGPT:
+    """This rank's part of a model of this shape with undefined weights, in `dtype` throughout.
+
+    Raises:
+        ConfigError: the layout does not divide the model's heads, layers, vocabulary, feed-forward size or experts.
+    """
+    require_layout(shape, parallel.tp_size, parallel.pp_size, parallel.ep_size)
     config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -72,17 +125,27 @@ def build_model(shape: ModelShape, dtype: torch.dtype, device: Device) -> Shared
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
+        pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
         cuda_graph_scope=[],
+        tensor_model_parallel_size=parallel.tp_size,
+        pipeline_model_parallel_size=parallel.pp_size,
+        expert_model_parallel_size=parallel.ep_size,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=parallel.sequence_parallel,
+        # Micro-batches have any number of rows; pipeline stages tell each other how many.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
         # Keeps Megatron's DDP from averaging: gradients stay plain sums until the batch's count is known.
         calculate_per_token_loss=True,
-        **device.MODEL_OPTIONS,
+        **RECOMPUTE[section.recompute],
+        **parallel.device.MODEL_OPTIONS,
     )
-    return SharedPromptGPT(config, shape).to(device=device.DEVICE, dtype=dtype)
+    return SharedPromptGPT(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
 
 
 def _layer_spec(shape: ModelShape) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = DenseSharedPromptAttention
+    spec.submodules.self_attention.submodules.core_attention = SharedPromptAttention
     return spec

@@ -1,63 +1,100 @@
-"""Process groups of the training ranks, and small JSON messages between the data-parallel ones.
+"""Process groups of the training ranks, and small JSON messages between them.
 
-Every rank is a whole replica of the model as yet (TP = PP = 1).
+Ranks form `num_replicas` replicas of the model; the ranks of one replica share its tensors (tensor parallel) and its
+layers (pipeline parallel). Experts are spread over `expert` consecutive ranks of a pipeline stage, within a replica
+first and then across neighbouring replicas. Ranks are numbered tensor first, then replicas, then pipeline stages, as
+Megatron numbers them.
 """
 
 import json
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from async_rl.config import TrainerSection
+from async_rl.errors import ConfigError
 from trainer.devices import Device
+
+TIMEOUT = timedelta(hours=2)
+"""How long a rank waits for another: for the slowest rollout of a batch and its training."""
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """This rank's place among the training ranks.
 
-    `replica` of `num_replicas` is its data-parallel rank. `is_main` holds for the one rank that writes and publishes.
+    `replica` of `num_replicas` is its data-parallel rank; `*_rank` of `*_size` are its places along the other axes.
     """
 
     device: Device
+    rank: int
+    num_ranks: int
     replica: int
     num_replicas: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    ep_rank: int
+    ep_size: int
+    sequence_parallel: bool
 
     @property
     def is_main(self) -> bool:
-        return self.replica == 0
+        """The one rank that writes and publishes."""
+        return self.rank == 0
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether it makes its replica's rollouts; the replica's other ranks get their groups from it."""
+        return self.tp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it has the output layer, and so log-probs and losses."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def experts_span_replicas(self) -> bool:
+        """Whether replicas exchange tokens in every layer, and so must run their micro-batches in step."""
+        return self.ep_size > self.tp_size
 
     def gather_json(self, obj: Any) -> list[Any]:
-        """Every replica's `obj`, in order of replicas, on all of them.
+        """Every rank's `obj`, in order of ranks, on all of them.
 
-        Waits until all replicas call it. Objects are what JSON can carry; tuples come back as lists.
+        Waits until all ranks call it. Objects are what JSON can carry; tuples come back as lists.
         """
-        data = _encode(obj, self.device)
-        group = parallel_state.get_data_parallel_group()
-        sizes = [torch.zeros(1, dtype=torch.int64, device=data.device) for _ in range(self.num_replicas)]
-        dist.all_gather(sizes, torch.tensor([len(data)], device=data.device), group=group)
+        data = _encode(obj)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
+        dist.all_gather(sizes, torch.tensor([len(data)]))
         lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=data.device)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = data
         parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded, group=group)
+        dist.all_gather(parts, padded)
         return [_decode(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast_json(self, obj: Any, src: int = 0) -> Any:
-        """Replica `src`'s `obj` on every replica; the others' `obj` is ignored.
+        """Rank `src`'s `obj` on every rank; the others' `obj` is ignored.
 
-        Waits until all replicas call it. The source gets it back as JSON carried it, too.
+        Waits until all ranks call it. The source gets it back as JSON carried it, too.
         """
-        data = _encode(obj, self.device)
-        group = parallel_state.get_data_parallel_group()
-        source = dist.get_global_rank(group, src)
-        length = torch.tensor([len(data)], device=data.device)
-        dist.broadcast(length, source, group=group)
-        if self.replica != src:
-            data = torch.empty(int(length), dtype=torch.uint8, device=data.device)
-        dist.broadcast(data, source, group=group)
+        data = _encode(obj)
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src)
+        if self.rank != src:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, src)
         return _decode(data)
 
     def close(self) -> None:
@@ -66,24 +103,71 @@ class Parallel:
         dist.destroy_process_group()
 
 
-def init_parallel(device: Device, seed: int) -> Parallel:
+def init_parallel(device: Device, seed: int, section: TrainerSection) -> Parallel:
     """Joins torchrun's process group, or a group of this process alone where torchrun did not start it.
 
     Also makes Megatron's process groups and seeds its random states. Waits for all ranks that torchrun started.
+
+    Raises:
+        ConfigError: the ranks cannot be divided as `section` asks.
     """
+    # Tensors of either kind travel in every group: model tensors on the device, messages on the host.
+    backend = device.BACKEND if device.BACKEND == "gloo" else f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
     if dist.is_torchelastic_launched():
-        dist.init_process_group(device.BACKEND)
+        dist.init_process_group(backend, timeout=TIMEOUT)
     else:
-        dist.init_process_group(device.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    require_divisible(dist.get_world_size(), section)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=section.tensor_parallel,
+        pipeline_model_parallel_size=section.pipeline_parallel,
+        expert_model_parallel_size=section.expert_parallel,
+        # Every expert is whole on its rank.
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
+    )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return Parallel(device, parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+    return Parallel(
+        device=device,
+        rank=dist.get_rank(),
+        num_ranks=dist.get_world_size(),
+        replica=parallel_state.get_data_parallel_rank(),
+        num_replicas=parallel_state.get_data_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=section.tensor_parallel,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=section.pipeline_parallel,
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=section.expert_parallel,
+        sequence_parallel=section.sequence_parallel,
+    )
 
 
-def _encode(obj: Any, device: Device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8).to(device.DEVICE)
+def require_divisible(num_ranks: int, section: TrainerSection) -> None:
+    """Checks that `num_ranks` ranks can be laid out as `section` asks.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    per_replica = section.tensor_parallel * section.pipeline_parallel
+    if num_ranks % per_replica:
+        raise ConfigError(
+            f"{num_ranks} training ranks cannot form replicas of trainer.tensor_parallel x trainer.pipeline_parallel = "
+            f"{section.tensor_parallel} x {section.pipeline_parallel} = {per_replica} ranks: start a multiple of it"
+        )
+    ranks_per_stage = num_ranks // section.pipeline_parallel
+    if ranks_per_stage % section.expert_parallel:
+        raise ConfigError(
+            f"the {ranks_per_stage} ranks of a pipeline stage cannot share experts among trainer.expert_parallel = "
+            f"{section.expert_parallel} ranks: it must divide them"
+        )
+
+
+def _encode(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
 
 
 def _decode(data: torch.Tensor) -> Any:
-    return json.loads(data.cpu().numpy().tobytes())
+    return json.loads(data.numpy().tobytes())

@@ -116,7 +116,13 @@ def open_session(
         prompts = PromptSource.load(config.prompts, tokenizer, config.run.seed)
         reward = make_reward(config.reward)
         megatron = MegatronTrainer(
-            parallel, config.model, config.rollout, config.algorithm, config.optimizer, config.train.iterations
+            parallel,
+            config.trainer,
+            config.model,
+            config.rollout,
+            config.algorithm,
+            config.optimizer,
+            config.train.iterations,
         )
         loop = EventLoopThread()
         closing.callback(loop.close)

@@ -15,15 +15,15 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from async_rl.algorithms import make_algorithm
-from async_rl.config import AlgorithmSection, ModelSection, OptimizerSection, RolloutSection
+from async_rl.config import AlgorithmSection, ModelSection, OptimizerSection, RolloutSection, TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.types import Group, GroupProof, StepStats
 from async_rl.weight_stream import TensorSpec
-from trainer.checkpoint import save_hf_checkpoint
+from trainer.hf_checkpoint import save_hf_checkpoint
 from trainer.hf_config import find_checkpoint, read_model_shape
 from trainer.optimizer import PolicyOptimizer
 from trainer.parallel import Parallel
-from trainer.shared_prompt import make_micro_batch
+from trainer.shared_prompt import GroupSlice, make_micro_batch
 from trainer.tri_model import load_tri_model
 from trainer.weight_export import hf_stream
 
@@ -34,6 +34,7 @@ class MegatronTrainer:
     def __init__(
         self,
         parallel: Parallel,
+        section: TrainerSection,
         model: ModelSection,
         rollout: RolloutSection,
         algorithm: AlgorithmSection,
@@ -52,7 +53,7 @@ class MegatronTrainer:
         shape = read_model_shape(self._checkpoint)
         dtype = getattr(torch, model.dtype)
         needs_reference = self._algorithm.needs_reference
-        self._models = load_tri_model(self._checkpoint, shape, dtype, parallel.device, needs_reference)
+        self._models = load_tri_model(self._checkpoint, shape, dtype, parallel, section, needs_reference)
         self._optimizer = PolicyOptimizer(optimizer, num_iterations, self._models.policy)
         self._vocab_size = shape.vocab_size
         self._sums: dict[str, float] = {}
@@ -65,18 +66,18 @@ class MegatronTrainer:
         """
         self._check_vocabulary(group)
         device = self._parallel.device.DEVICE
-        micro_batch = make_micro_batch(group, device)
+        micro_batch = make_micro_batch([GroupSlice.whole(group)], device)
         ref_logprobs_N = None
         if self._models.reference is not None:
             with torch.no_grad():
-                ref_logprobs_N = self._models.reference(micro_batch, self._temperature)
+                ref_logprobs_N, _ = self._models.reference(micro_batch, self._temperature)
         advantages_G = self._algorithm.advantages(torch.tensor(group.rewards, dtype=torch.float32, device=device))
         with self._models.policy.no_sync():
-            logprobs_N = self._models.policy(micro_batch, self._temperature)
+            logprobs_N, _ = self._models.policy(micro_batch, self._temperature)
             # One step per batch: the policy that sampled is the policy that trains.
             old_logprobs_N = logprobs_N.detach()
             loss_sum = self._algorithm.loss_sum(
-                logprobs_N, old_logprobs_N, ref_logprobs_N, advantages_G, micro_batch.lengths_G
+                logprobs_N, old_logprobs_N, ref_logprobs_N, advantages_G, micro_batch.labels.lengths_G
             )
             loss_sum.loss.backward()
         _add(

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from trainer.devices import Device
+from async_rl.config import TrainerSection
 from trainer.hf_config import ModelShape
 from trainer.hf_weights import load_hf_weights
 from trainer.model import SharedPromptGPT, build_model
+from trainer.parallel import Parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +30,25 @@ class TriModel:
 
 
 def load_tri_model(
-    checkpoint: Path, shape: ModelShape, dtype: torch.dtype, device: Device, needs_reference: bool
+    checkpoint: Path,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    section: TrainerSection,
+    needs_reference: bool,
 ) -> TriModel:
     """Loads policy and reference from the same checkpoint: training starts at the reference.
 
     Raises:
         ConfigError: the checkpoint's weights do not fit its config.
     """
-    policy = build_model(shape, dtype, device)
+    policy = build_model(shape, dtype, parallel, section)
     load_hf_weights(policy, checkpoint)
     reference = None
     if needs_reference:
-        reference = build_model(shape, dtype, device).requires_grad_(False).eval()
+        reference = build_model(shape, dtype, parallel, section).requires_grad_(False).eval()
         reference.load_state_dict(policy.state_dict())
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed_optimizer
+    )
     return TriModel(DistributedDataParallel(policy.config, ddp_config, policy), reference)

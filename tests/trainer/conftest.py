@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config import AlgorithmSection, ModelSection, OptimizerSection, RolloutSection
+from async_rl.config import AlgorithmSection, ModelSection, OptimizerSection, RolloutSection, TrainerSection
 from async_rl.types import Group, Prompt, Response, WeightSpan
 from trainer.devices import choose_device
 from trainer.hf_weights import weight_map
@@ -24,7 +24,7 @@ RAGGED = ((7, (5, 1, 9)), (1, (1, 4)), (12, (6,)), (3, (1, 1, 1, 1)), (4, (8, 2,
 
 @pytest.fixture(scope="session")
 def parallel() -> Iterator[Parallel]:
-    parallel = init_parallel(choose_device("cpu"), seed=0)
+    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
     yield parallel
     parallel.close()
 
@@ -41,6 +41,7 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
 
         return MegatronTrainer(
             parallel,
+            TrainerSection(**section(TrainerSection)),
             ModelSection(path=str(path), dtype=dtype),
             RolloutSection(**section(RolloutSection)),
             AlgorithmSection(**section(AlgorithmSection)),

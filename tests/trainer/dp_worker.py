@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from async_rl.config import AlgorithmSection, ModelSection, OptimizerSection, RolloutSection
+from async_rl.config import AlgorithmSection, ModelSection, OptimizerSection, RolloutSection, TrainerSection
 from trainer.devices import choose_device
 from trainer.parallel import init_parallel
 from trainer.trainer import MegatronTrainer
@@ -19,9 +19,10 @@ from trainer.trainer import MegatronTrainer
 
 def main(checkpoint: str, batches_file: str, out: Path) -> None:
     torch.set_num_threads(1)
-    parallel = init_parallel(choose_device("cpu"), seed=0)
+    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
     trainer = MegatronTrainer(
         parallel,
+        TrainerSection(),
         ModelSection(path=checkpoint),
         RolloutSection(),
         AlgorithmSection(kl_coef=0.1),

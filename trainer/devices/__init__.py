@@ -1,4 +1,8 @@
-"""Chooses the device module by its name in the config; all that differs between devices is in these modules."""
+"""Chooses the device module by its name in the config; all that differs between devices is in these modules.
+
+Shape legend: M query rows of one attention call, S its key / value rows, H query heads, K key / value heads, D head
+dimension.
+"""
 
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -6,19 +10,53 @@ from typing import Any, Protocol, cast
 import torch
 
 from async_rl.errors import ConfigError
+from trainer.shared_prompt import Part
 
-DEVICE_NAMES = ("cpu",)
+DEVICE_NAMES = ("cpu", "cuda", "npu")
+
+
+class AttentionKernel(Protocol):
+    """Flash attention over one part: packed sequences, causal or not, with its log-sum-exp out and back in."""
+
+    def forward(
+        self, query_MHD: torch.Tensor, key_SKD: torch.Tensor, value_SKD: torch.Tensor, part: Part, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output [M, H, D] in the inputs' dtype, log-sum-exp of the scaled scores [H, M], float32 or wider).
+
+        Both are new tensors that the caller may write to.
+        """
+        ...
+
+    def backward(
+        self,
+        dout_MHD: torch.Tensor,
+        query_MHD: torch.Tensor,
+        key_SKD: torch.Tensor,
+        value_SKD: torch.Tensor,
+        out_MHD: torch.Tensor,
+        lse_HM: torch.Tensor,
+        part: Part,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of query, key and value, given output and log-sum-exp of the *whole* softmax this part belongs to.
+
+        P_ij = exp(s_ij - lse_i) and delta_i = dout_i . out_i: the given ones, not the part's own. The three are new
+        tensors in the inputs' dtype that the caller may write to. Inputs may be views with any row stride.
+        """
+        ...
 
 
 class Device(Protocol):
     """What a device module offers."""
 
     BACKEND: str
-    """torch.distributed backend of the training ranks."""
+    """torch.distributed backend of tensors on this device, among training ranks and towards the instances."""
     DEVICE: torch.device
-    """Where parameters and micro-batches live."""
+    """Where parameters and micro-batches of this rank live."""
     MODEL_OPTIONS: dict[str, Any]
     """TransformerConfig fields that this device asks for."""
+    ATTENTION: AttentionKernel
+    """Its flash attention; used where `trainer.attention.checked_kernel` finds that it computes the right thing."""
 
     def prepare(self) -> None:
         """Makes Megatron usable on this device; called once or more, before any Megatron object is made."""

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
+from trainer.devices.cpu_attention import CPUAttention
+
 BACKEND = "gloo"
 DEVICE = torch.device("cpu")
 MODEL_OPTIONS: dict[str, Any] = {
@@ -24,6 +26,8 @@ MODEL_OPTIONS: dict[str, Any] = {
     "bias_activation_fusion": False,
     "gradient_accumulation_fusion": False,
 }
+
+ATTENTION = CPUAttention()
 
 _MEGATRON_MODULES = (
     "megatron.core.distributed",

@@ -1,0 +1,62 @@
+"""The core attention that Megatron's layers call, and what their packed_seq_params carry to it.
+
+Shape legend: T fed rows, H query heads, K key / value heads, D head dimension; 1 is Megatron's batch dimension.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.attention import shared_prompt_attention
+from trainer.devices import AttentionKernel
+from trainer.prompt_cache import PromptCache
+from trainer.shared_prompt import Segments
+
+
+@dataclass(kw_only=True)
+class SharedPromptParams(PackedSeqParams):
+    """Carries the segments through Megatron's layers to the core attention.
+
+    The format stays "sbhd": under "thd" Megatron restarts rotary positions at 0 in every segment, wrong for responses.
+    """
+
+    segments: Segments
+    kernel: AttentionKernel | None
+    cache: PromptCache | None = None
+    qkv_format: str = "sbhd"
+
+
+class SharedPromptAttention(torch.nn.Module):
+    """Scaled dot-product attention of the shared-prompt layout, in place of Megatron's own."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        """Takes what Megatron's layers pass; mask type and process groups make no difference here."""
+        super().__init__()
+        self._layer_number = layer_number
+        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query_T1HD: torch.Tensor,
+        key_T1KD: torch.Tensor,
+        value_T1KD: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: SharedPromptParams,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attention output, [T, 1, H * D]. Who sees whom comes from the segments; `attention_mask` is None."""
+        params = packed_seq_params
+        key_SKD, value_SKD = key_T1KD[:, 0], value_T1KD[:, 0]
+        if params.cache is not None:
+            key_SKD, value_SKD = params.cache.extend(self._layer_number, key_SKD, value_SKD)
+        out_THD = shared_prompt_attention(
+            query_T1HD[:, 0], key_SKD, value_SKD, params.segments, self._scale, params.kernel
+        )
+        return out_THD.flatten(1)[:, None]
