@@ -96,7 +96,7 @@ class TrainSection(Section):
     steps_per_batch: int = Field(
         1,
         ge=1,
-        description="optimizer steps per batch, each on a mini-batch of its groups; more than 1 needs an old model",
+        description="optimizer steps per batch, one per mini-batch of its prompts; more than 1 need an old model",
     )
     mode: Literal["periodic", "synchronous"] = Field(
         "periodic", description="train from the first finished group on, or only after the last (the baseline)"
@@ -113,7 +113,9 @@ class TrainSection(Section):
 
 class TrainerSection(Section):
     device: Literal["cpu", "cuda", "npu"] = Field("cpu", description="where the trainer runs")
-    num_processes: int = Field(1, ge=1, description="training ranks that `async-rl run` starts on this host")
+    num_processes: int | None = Field(
+        None, ge=1, description="training ranks that `async-rl run` starts on this host; by default one replica's"
+    )
     tensor_parallel: int = Field(1, ge=1, description="ranks that share every layer's tensors")
     pipeline_parallel: int = Field(1, ge=1, description="ranks that share the layers")
     expert_parallel: int = Field(1, ge=1, description="ranks of a pipeline stage that share the experts")
@@ -130,6 +132,36 @@ class TrainerSection(Section):
     frozen_weights: Literal["device", "host"] = Field(
         "device", description="where old and reference weights wait until they are used"
     )
+
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Training ranks of `async-rl run`."""
+        return self.num_processes or self.ranks_per_replica
+
+    def num_replicas(self, num_ranks: int) -> int:
+        """How many replicas so many training ranks form.
+
+        Raises:
+            ConfigError: they cannot be laid out as this section asks.
+        """
+        if num_ranks % self.ranks_per_replica:
+            raise ConfigError(
+                f"{num_ranks} training ranks (trainer.num_processes) cannot form replicas of trainer.tensor_parallel x "
+                f"trainer.pipeline_parallel = {self.tensor_parallel} x {self.pipeline_parallel} = "
+                f"{self.ranks_per_replica} ranks: start a multiple of it"
+            )
+        ranks_per_stage = num_ranks // self.pipeline_parallel
+        if ranks_per_stage % self.expert_parallel:
+            raise ConfigError(
+                f"trainer.expert_parallel = {self.expert_parallel} does not divide the {ranks_per_stage} ranks of a "
+                "pipeline stage, which share its experts: choose a divisor"
+            )
+        return num_ranks // self.ranks_per_replica
 
 
 class CheckpointSection(Section):
@@ -161,13 +193,33 @@ class Config(Section):
     inference: InferenceSection = Field(default_factory=InferenceSection)
 
     @model_validator(mode="after")
-    def _batch_feeds_every_replica(self) -> "Config":
-        if self.prompts.prompts_per_batch < self.trainer.num_processes:
+    def _several_steps_have_an_old_model(self) -> "Config":
+        if self.train.steps_per_batch > 1 and self.algorithm.old_policy != "model":
             raise ValueError(
-                f"prompts.prompts_per_batch is {self.prompts.prompts_per_batch}, but trainer.num_processes is "
-                f"{self.trainer.num_processes}: every replica needs at least one prompt of each batch"
+                f"train.steps_per_batch is {self.train.steps_per_batch} with algorithm.old_policy = "
+                f"{self.algorithm.old_policy!r}: after its first step the policy is not the one that sampled; "
+                "set algorithm.old_policy to 'model'"
             )
         return self
+
+    @model_validator(mode="after")
+    def _batch_feeds_every_replica(self) -> "Config":
+        self.require_prompts_for(self.trainer.num_local_ranks)
+        return self
+
+    def require_prompts_for(self, num_ranks: int) -> None:
+        """Checks that so many training ranks form replicas, each with a prompt of every mini-batch.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        num_prompts, num_replicas = self.prompts.prompts_per_batch, self.trainer.num_replicas(num_ranks)
+        if num_prompts < num_replicas * self.train.steps_per_batch:
+            raise ConfigError(
+                f"prompts.prompts_per_batch is {num_prompts}, but there are {num_replicas} replicas x "
+                f"{self.train.steps_per_batch} train.steps_per_batch: every replica needs at least one prompt for each "
+                "step of each batch"
+            )
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:

@@ -11,6 +11,7 @@ AsyncRLError
 ├── NoInstanceLeft                  every instance is out of service, for longer than pool.timeout_s
 ├── PublishError                    weights could not be moved to any instance
 ├── RewardError                     a reward raised, hung or returned something else than one float per response
+├── LeaderFailed                    the training rank that makes a replica's rollouts failed
 └── ProcessFailed                   a process of a local deployment ended unexpectedly
 """
 
@@ -61,6 +62,10 @@ class PublishError(AsyncRLError):
 
 class RewardError(AsyncRLError):
     """A reward raised, hung, or returned something other than one finite float per response."""
+
+
+class LeaderFailed(AsyncRLError):
+    """The training rank that makes a replica's rollouts failed; raised on the replica's other ranks."""
 
 
 class ProcessFailed(AsyncRLError):

@@ -1,21 +1,26 @@
 """Algorithm 1 of Periodic Asynchrony (arXiv 2511.18871) and nothing else.
 
 `Trainer` is implemented on Megatron by `trainer`, `PromptBatches` by `async_rl.prompts` and `Rollouts` by
-`async_rl.producer`. Every data-parallel leader runs this same loop on its share of each batch.
+`async_rl.producer`. Every training rank runs this same loop; the leader of each data-parallel replica makes the rollouts
+of the replica's share of each batch, and the replica's other ranks get the groups from it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from async_rl.config import TrainSection
 from async_rl.ledger import Ledger
 from async_rl.metrics import Recorder
+from async_rl.training_order import FinishedGroups, TrainingOrder
 from async_rl.types import Batch, Group, GroupProof, Publication, StepStats, WeightVersion
+
+Window = Sequence[Sequence[Group]]
+"""Micro-batches that are trained in one go, each made of whole groups."""
 
 
 class Trainer(Protocol):
-    """The policy in training: one replica of it in each data-parallel leader."""
+    """The policy in training, or one rank's part of it."""
 
     @property
     def replica(self) -> int: ...
@@ -27,16 +32,20 @@ class Trainer(Protocol):
         """Gives every instance exactly the current weights or puts it out of service; the same answer on all ranks."""
         ...
 
-    def accumulate(self, group: Group) -> GroupProof:
-        """Adds one group's gradient, as a sum; answers with its ledger row."""
+    def windows(self, order: TrainingOrder) -> Iterator[Window]:
+        """A mini-batch's groups, packed for training as they come; the same windows on all ranks of a replica."""
+        ...
+
+    def accumulate(self, window: Window) -> list[GroupProof]:
+        """Adds the window's gradient, as a sum; answers with the ledger rows of its groups, on one rank per replica."""
         ...
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
-        """The rows of all replicas; waits for each of them to finish its share."""
+        """The rows of all ranks; waits for each of them to finish its share."""
         ...
 
     def optimizer_step(self) -> StepStats:
-        """Divides the summed gradients by the whole batch's count, once; clips; steps."""
+        """Divides the summed gradients by the count of all that was accumulated, once; clips; steps."""
         ...
 
 
@@ -47,7 +56,7 @@ class PromptBatches(Protocol):
 
 
 class Rollouts(Protocol):
-    def start(self, batch: Batch, version: WeightVersion) -> AbstractContextManager[Iterable[Group]]:
+    def start(self, batch: Batch, version: WeightVersion) -> AbstractContextManager[FinishedGroups]:
         """Dispatches the whole batch and returns at once; the groups come in order of completion."""
         ...
 
@@ -59,48 +68,35 @@ def train(
     producer: Rollouts,
     ledger: Ledger,
     recorder: Recorder,
+    first_iteration: int = 0,
+    after_iteration: Callable[[int], None] = lambda iteration: None,
 ) -> None:
-    """Runs all iterations; an error in any part ends the run before the step it would have spoiled.
+    """Runs all iterations from `first_iteration` on; an error in any part ends the run before the step it would spoil.
+
+    Args:
+        after_iteration: called with each iteration that is complete and recorded; saves checkpoints.
 
     Raises:
         AsyncRLError: whatever the parts raise: publishing, rollouts, rewards or the on-policy proof.
     """
-    for iteration in range(config.iterations):
+    for iteration in range(first_iteration, config.iterations):
         record = recorder.begin(iteration)
         with record.timed("publish_s"):
             publication = trainer.publish_weights()
-        batch = prompts.batch(iteration)
-        share = batch.share(trainer.replica, trainer.num_replicas)
-        rows: list[GroupProof] = []
-        with record.timed("period_s"), producer.start(share, publication.version) as finished:
-            for group in training_order(finished, config, share):
-                with record.training(group):
-                    rows.append(trainer.accumulate(group))
-        rows = trainer.gather(rows)
-        ledger.require_on_policy(batch, publication, rows)
-        with record.timed("step_s"):
-            stats = trainer.optimizer_step()
-        recorder.end(record, publication, rows, stats)
-
-
-def training_order(finished: Iterable[Group], config: TrainSection, share: Batch) -> Iterator[Group]:
-    """The groups in the order in which they are trained.
-
-    `mode = "synchronous"` waits for all of them first, the baseline to compare with. `order = "prompt"` trains them by
-    their place in the batch, holding back what finished early, so that sums are formed in the same order in every run.
-    """
-    if config.mode == "synchronous":
-        finished = list(finished)
-    if config.order == "completion":
-        yield from finished
-        return
-    early: dict[int, Group] = {}
-    due = iter(sorted(share.prompts))
-    next_index = next(due, None)
-    for group in finished:
-        early[group.index] = group
-        while next_index is not None and next_index in early:
-            yield early.pop(next_index)
-            next_index = next(due, None)
-    # Whatever is left belongs to no place of the batch; the ledger will name it.
-    yield from early.values()
+        mini_batches = prompts.batch(iteration).split(config.steps_per_batch)
+        shares = [mini_batch.share(trainer.replica, trainer.num_replicas) for mini_batch in mini_batches]
+        with producer.start(Batch.union(shares), publication.version) as finished:
+            order = TrainingOrder(finished, config, shares)
+            for mini_batch in mini_batches:
+                order.begin_mini_batch()
+                rows: list[GroupProof] = []
+                with record.timed("period_s"):
+                    for window in trainer.windows(order):
+                        with record.training(window):
+                            rows += trainer.accumulate(window)
+                rows = trainer.gather(rows)
+                ledger.require_on_policy(mini_batch, publication, rows)
+                with record.timed("step_s"):
+                    record.add_step(rows, trainer.optimizer_step())
+        recorder.end(record, publication)
+        after_iteration(iteration)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -28,7 +28,7 @@ NUM_SAMPLES = 3
 
 
 class IterationRecord:
-    """Times and groups of one iteration as it runs, on one replica."""
+    """Times, groups and steps of one iteration as it runs, on one replica."""
 
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
@@ -36,6 +36,8 @@ class IterationRecord:
         self.seconds: dict[str, float] = {"publish_s": 0.0, "period_s": 0.0, "step_s": 0.0, "train_s": 0.0}
         self.timeline: list[tuple[int, float, float, float, float]] = []
         self.samples: list[dict[str, Any]] = []
+        self.rows: list[GroupProof] = []
+        self.steps: list[StepStats] = []
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -45,19 +47,25 @@ class IterationRecord:
         self.seconds[name] += time.monotonic() - started
 
     @contextmanager
-    def training(self, group: Group) -> Iterator[None]:
-        """Times one group's training and notes when it was rolled out."""
+    def training(self, window: Sequence[Sequence[Group]]) -> Iterator[None]:
+        """Times the training of a window's micro-batches and notes when each group was rolled out."""
         started = time.monotonic()
         with self.timed("train_s"):
             yield
-        times = (group.started_s, group.finished_s, started, time.monotonic())
-        start, finish, train_start, train_finish = (round(t - self.started_s, 6) for t in times)
-        self.timeline.append((group.index, start, finish, train_start, train_finish))
-        if len(self.samples) < NUM_SAMPLES:
-            response = group.responses[0]
-            self.samples.append(
-                {"prompt_id": group.prompt.prompt_id, "response": response.text, "reward": group.rewards[0]}
-            )
+        for group in (group for micro_batch in window for group in micro_batch):
+            times = (group.started_s, group.finished_s, started, time.monotonic())
+            start, finish, train_start, train_finish = (round(t - self.started_s, 6) for t in times)
+            self.timeline.append((group.index, start, finish, train_start, train_finish))
+            if len(self.samples) < NUM_SAMPLES:
+                response = group.responses[0]
+                self.samples.append(
+                    {"prompt_id": group.prompt.prompt_id, "response": response.text, "reward": group.rewards[0]}
+                )
+
+    def add_step(self, rows: Sequence[GroupProof], stats: StepStats) -> None:
+        """Notes a step that was taken, and the proof of the groups it was taken on."""
+        self.rows += rows
+        self.steps.append(stats)
 
 
 class Recorder:
@@ -66,23 +74,26 @@ class Recorder:
     Args:
         run_dir: directory for `metrics.jsonl` and `tensorboard/`, or None where another rank writes them.
         iterations: how many iterations the run has, for progress.
+        first_iteration: where it goes on; earlier records stay.
     """
 
-    def __init__(self, run_dir: Path | None, iterations: int) -> None:
+    def __init__(self, run_dir: Path | None, iterations: int, first_iteration: int = 0) -> None:
         self._path = run_dir / "metrics.jsonl" if run_dir else None
         self._iterations = iterations
         self._events = EventFileWriter(str(run_dir / "tensorboard")) if run_dir else None
+        if self._events:
+            # TensorBoard then forgets this iteration and later ones, which an interrupted run may have recorded.
+            start = SessionLog(status=SessionLog.START)
+            self._events.add_event(Event(wall_time=time.time(), step=first_iteration, session_log=start))
 
     def begin(self, iteration: int) -> IterationRecord:
         return IterationRecord(iteration)
 
-    def end(
-        self, record: IterationRecord, publication: Publication, rows: Sequence[GroupProof], stats: StepStats
-    ) -> None:
-        """Completes the record of an iteration whose proof holds and whose step was taken, and writes it."""
+    def end(self, record: IterationRecord, publication: Publication) -> None:
+        """Completes the record of an iteration whose proof holds and whose steps were taken, and writes it."""
         if self._path is None:
             return
-        line = self._summarize(record, publication, rows, stats)
+        line = self._summarize(record, publication)
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._write_events(record.iteration, line)
@@ -101,9 +112,8 @@ class Recorder:
         if self._events:
             self._events.close()
 
-    def _summarize(
-        self, record: IterationRecord, publication: Publication, rows: Sequence[GroupProof], stats: StepStats
-    ) -> dict[str, Any]:
+    def _summarize(self, record: IterationRecord, publication: Publication) -> dict[str, Any]:
+        rows, stats = record.rows, StepStats.mean(record.steps)
         seconds = time.monotonic() - record.started_s
         rewards = [reward for row in rows for reward in row.rewards]
         prompt_tokens = sum(row.num_prompt_tokens for row in rows)

@@ -7,7 +7,6 @@ first failure of any of them cancels the others and is raised in the training lo
 import asyncio
 import hashlib
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
 
@@ -93,7 +92,7 @@ class Producer:
 
 
 class RolloutRun:
-    """The rollouts of one batch, under way: a context manager over the groups in order of completion.
+    """The rollouts of one batch, under way: a context manager that gives the groups in order of completion.
 
     Leaving it, however that happens, ends what still runs: requests in flight are closed, and the instances abort them.
     """
@@ -109,9 +108,9 @@ class RolloutRun:
     def __enter__(self) -> "RolloutRun":
         return self
 
-    def __iter__(self) -> Iterator[Group]:
-        """See `SampleQueue.__iter__`."""
-        return iter(self._queue)
+    def ready(self, wait: bool) -> list[Group]:
+        """See `SampleQueue.ready`."""
+        return self._queue.ready(wait)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

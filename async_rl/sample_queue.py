@@ -1,12 +1,10 @@
 """The bounded queue between the producer's coroutines and the training loop: exactly one batch of groups.
 
-The producer puts groups as they finish, from the event loop's thread; the training loop iterates in the main thread and
-waits there. It is woken by the next group, by the producer's failure, or by `close`.
+The producer puts groups as they finish, from the event loop's thread; the training loop takes what is ready in the main
+thread, and may wait there. It is woken by the next group, by the producer's failure, or by `close`.
 """
 
 import threading
-from collections import deque
-from collections.abc import Iterator
 
 from async_rl.errors import OnPolicyViolation
 from async_rl.types import Group, WeightVersion
@@ -21,7 +19,7 @@ class SampleQueue:
     def __init__(self, num_groups: int, version: WeightVersion) -> None:
         self._num_groups = num_groups
         self._version = version
-        self._groups: deque[Group] = deque()
+        self._groups: list[Group] = []
         self._seen: set[int] = set()
         self._num_taken = 0
         self._failure: BaseException | None = None
@@ -56,26 +54,29 @@ class SampleQueue:
             self._groups.clear()
             self._changed.notify_all()
 
-    def __iter__(self) -> Iterator[Group]:
-        """Yields groups in order of completion and ends after exactly `num_groups` of them.
+    def ready(self, wait: bool) -> list[Group]:
+        """The groups that finished since the last call, in order of completion.
+
+        With `wait` at least one, and none only after exactly `num_groups` of them; without, whatever is there.
 
         Raises:
             BaseException: whatever the producer failed with, with its own traceback.
             RuntimeError: the queue was closed before the batch was complete.
         """
-        while self._num_taken < self._num_groups:
-            yield self._take()
-
-    def _take(self) -> Group:
         with self._changed:
-            while not self._groups and self._failure is None and not self._closed:
+            while wait and not self._groups and self._num_taken < self._num_groups and not self._ended:
                 self._changed.wait()
             if self._failure is not None:
                 raise self._failure
             if self._closed:
                 raise RuntimeError(f"the queue was closed after {self._num_taken} of {self._num_groups} groups")
-            self._num_taken += 1
-            return self._groups.popleft()
+            groups, self._groups = self._groups, []
+            self._num_taken += len(groups)
+            return groups
+
+    @property
+    def _ended(self) -> bool:
+        return self._failure is not None or self._closed
 
     def _require_expected(self, group: Group) -> None:
         versions = frozenset({group.weight_version}).union(*(r.weight_versions for r in group.responses))

@@ -4,8 +4,10 @@ All are frozen dataclasses without behaviour beyond small derived properties; th
 trainer process (producer thread -> queue -> training loop -> ledger).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 WeightVersion = str
@@ -95,6 +97,20 @@ class Batch:
         """The prompts at places congruent to `rank` modulo `size`: what one of `size` data-parallel leaders takes."""
         return Batch(self.iteration, {i: p for i, p in self.prompts.items() if i % size == rank})
 
+    def split(self, num_parts: int) -> "list[Batch]":
+        """Consecutive places in `num_parts` mini-batches of nearly equal size: what each optimizer step trains.
+
+        They follow from the places, not from the order of completion, which would put short responses first.
+        """
+        places = sorted(self.prompts)
+        bounds = [len(places) * part // num_parts for part in range(num_parts + 1)]
+        return [Batch(self.iteration, {i: self.prompts[i] for i in places[a:b]}) for a, b in pairwise(bounds)]
+
+    @classmethod
+    def union(cls, parts: "Sequence[Batch]") -> "Batch":
+        """The parts of one batch as one."""
+        return cls(parts[0].iteration, {i: prompt for part in parts for i, prompt in part.prompts.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class Publication:
@@ -149,3 +165,14 @@ class StepStats:
     grad_norm: float
     learning_rate: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def mean(cls, steps: "Sequence[StepStats]") -> "StepStats":
+        """The figures of several steps as one."""
+        names = steps[0].metrics
+        return cls(
+            fmean(step.loss for step in steps),
+            fmean(step.grad_norm for step in steps),
+            fmean(step.learning_rate for step in steps),
+            {name: fmean(step.metrics[name] for step in steps) for name in names},
+        )

@@ -117,7 +117,7 @@ def _trainer(
 ) -> Process:
     argv = [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc-per-node", str(config.trainer.num_processes)),
+        *("--nnodes", "1", "--nproc-per-node", str(config.trainer.num_local_ranks)),
         *("--master-addr", HOST, "--master-port", str(master_port)),
         *("-m", "trainer", str(config_path), *overrides),
         *("--pool.instances", json.dumps(list(urls))),

@@ -22,10 +22,13 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 torch.set_num_threads(1)
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\"+-*/=()\n"
 MODEL_SIZE = {
     "vocab_size": 96,
@@ -53,17 +56,19 @@ def save_tokenizer(path: Path) -> None:
 
 
 def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 0, **size: int) -> Path:
-    """Saves a random float32 checkpoint of `family` (qwen3, qwen2 or llama) with its tokenizer; returns `path`."""
+    """Saves a random float32 checkpoint of `family`, see below, with its tokenizer; returns `path`."""
     torch.manual_seed(seed)
     settings = {**MODEL_SIZE, **size, "tie_word_embeddings": tied}
     if family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **settings))
+    elif family == "qwen3_moe":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=16, **{**EXPERTS, **settings}))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**settings))
     elif family == "llama":
         model = LlamaForCausalLM(LlamaConfig(**settings))
     else:
-        raise ValueError(f"unknown family {family!r}: expected qwen3, qwen2 or llama")
+        raise ValueError(f"unknown family {family!r}: expected qwen3, qwen3_moe, qwen2 or llama")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Default initialisation leaves norms at 1 and biases at 0, which would hide a mistake in either.

@@ -45,7 +45,7 @@ def run(config: Config, token: str | None) -> None:
     parallel = init_parallel(choose_device(config.trainer.device), config.run.seed, config.trainer)
     try:
         with open_session(config, parallel, token) as session:
-            train(config.train, session.replica, session.prompts, session.producer, session.ledger, session.recorder)
+            train(config.train, session.replica, session.prompts, session.rollouts, session.ledger, session.recorder)
             session.megatron.save_hf(config.run.dir / "model")
     finally:
         parallel.close()

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.attention import shared_prompt_attention
 from trainer.devices import AttentionKernel
+from trainer.layer_ops import LayerOps
 from trainer.prompt_cache import PromptCache
 from trainer.shared_prompt import Segments
 
@@ -21,10 +22,14 @@ from trainer.shared_prompt import Segments
 class SharedPromptParams(PackedSeqParams):
     """Carries the segments through Megatron's layers to the core attention.
 
-    The format stays "sbhd": under "thd" Megatron restarts rotary positions at 0 in every segment, wrong for responses.
+    Rotary angles come along, by position: Megatron's own would number the rows, or restart at 0 in every segment. The
+    format stays "sbhd", in which Megatron leaves the rows alone.
     """
 
     segments: Segments
+    cos_T1D: torch.Tensor
+    sin_T1D: torch.Tensor
+    ops: LayerOps
     kernel: AttentionKernel | None
     cache: PromptCache | None = None
     qkv_format: str = "sbhd"
@@ -53,10 +58,11 @@ class SharedPromptAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attention output, [T, 1, H * D]. Who sees whom comes from the segments; `attention_mask` is None."""
         params = packed_seq_params
-        key_SKD, value_SKD = key_T1KD[:, 0], value_T1KD[:, 0]
+        query_THD, key_SKD = (
+            params.ops.rotary(rows[:, 0], params.cos_T1D, params.sin_T1D) for rows in (query_T1HD, key_T1KD)
+        )
+        value_SKD = value_T1KD[:, 0]
         if params.cache is not None:
             key_SKD, value_SKD = params.cache.extend(self._layer_number, key_SKD, value_SKD)
-        out_THD = shared_prompt_attention(
-            query_T1HD[:, 0], key_SKD, value_SKD, params.segments, self._scale, params.kernel
-        )
+        out_THD = shared_prompt_attention(query_THD, key_SKD, value_SKD, params.segments, self._scale, params.kernel)
         return out_THD.flatten(1)[:, None]

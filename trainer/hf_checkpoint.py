@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from async_rl.weight_stream import buckets
 from trainer.hf_config import CHECKPOINT_FILES
 from trainer.hf_weights import INDEX_FILE, SINGLE_FILE
 from trainer.model import SharedPromptGPT
-from trainer.weight_export import hf_stream
+from trainer.weight_export import WeightExport
 
 MAX_SHARD_BYTES = 4 * 2**30
 
@@ -21,9 +22,16 @@ def save_hf_checkpoint(
 ) -> None:
     """Writes weights, config, tokenizer and generation config to the directory `path`, replacing what is there.
 
+    Every rank calls it and gives its part of the weights; only the main rank writes, and the others do not wait for its
+    files to be whole.
+
     All but the weights comes from the `source` checkpoint, the one that was loaded. `path` appears only when it is
     whole; until then the files are in `path` + ".partial" beside it.
     """
+    export = WeightExport(model)
+    if not model.parallel.is_main:
+        export.serve()
+        return
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -31,7 +39,7 @@ def save_hf_checkpoint(
         for file in source.glob(pattern):
             if not file.name.endswith((".safetensors", INDEX_FILE)):
                 shutil.copy(file, partial / file.name)
-    dtype_name = _save_weights(model, partial, max_shard_bytes)
+    dtype_name = _save_weights(export, partial, max_shard_bytes)
     config = json.loads((partial / "config.json").read_text())
     config.pop("torch_dtype", None)
     (partial / "config.json").write_text(json.dumps({**config, "dtype": dtype_name}, indent=2) + "\n")
@@ -39,20 +47,21 @@ def save_hf_checkpoint(
     partial.rename(path)
 
 
-def _save_weights(model: SharedPromptGPT, directory: Path, max_shard_bytes: int) -> str:
+def _save_weights(export: WeightExport, directory: Path, max_shard_bytes: int) -> str:
     """Writes one safetensors file, or several and their index; at most one shard is copied at a time."""
-    specs, stream = hf_stream(model)
+    specs = export.specs
     shards = list(buckets(specs, max_shard_bytes))
     files: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors: dict[str, torch.Tensor] = {}
-        for _ in shard:
-            spec, tensor = next(stream)
-            # safetensors refuses tensors that share memory, as parts of one fused parameter do.
-            tensors[spec.name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
-            files[spec.name] = file
-        save_file(tensors, directory / file, metadata={"format": "pt"})
+    with closing(export.stream()) as stream:
+        for number, shard in enumerate(shards, start=1):
+            file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            tensors: dict[str, torch.Tensor] = {}
+            for _ in shard:
+                spec, tensor = next(stream)
+                # safetensors refuses tensors that share memory, as parts of one fused parameter do.
+                tensors[spec.name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
+                files[spec.name] = file
+            save_file(tensors, directory / file, metadata={"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs)}, "weight_map": files}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

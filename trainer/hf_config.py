@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from async_rl.errors import ConfigError
 
-FAMILIES = ("qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
 
 _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -18,11 +18,24 @@ _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of every layer's feed-forward part: `number` of them, `per_token` used by each token.
+
+    `renormalized` means that a token's `per_token` weights sum to 1; otherwise they are its shares among all experts.
+    """
+
+    number: int
+    per_token: int
+    ffn_size: int
+    renormalized: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes and features of one decoder-only model.
 
     `rope_factor` is the llama3 scaling factor, or None for plain rotary embeddings. `tied` means that the output layer
-    uses the embedding's weights.
+    uses the embedding's weights. `experts` stand in every layer in place of one feed-forward part of `ffn_size`.
     """
 
     family: str
@@ -37,6 +50,7 @@ class ModelShape:
     rope_theta: float
     rope_factor: float | None
     tied: bool
+    experts: Experts | None = None
 
     @property
     def qkv_bias(self) -> bool:
@@ -44,7 +58,7 @@ class ModelShape:
 
     @property
     def qk_norm(self) -> bool:
-        return self.family == "qwen3"
+        return self.family in ("qwen3", "qwen3_moe")
 
 
 def find_checkpoint(path: str) -> Path:
@@ -91,6 +105,23 @@ def read_model_shape(checkpoint: Path) -> ModelShape:
         rope_theta=config.rope_parameters["rope_theta"],
         rope_factor=_rope_factor(checkpoint, config.rope_parameters),
         tied=config.tie_word_embeddings,
+        experts=_read_experts(checkpoint, config) if config.model_type == "qwen3_moe" else None,
+    )
+
+
+def _read_experts(checkpoint: Path, config: PreTrainedConfig) -> Experts:
+    if config.decoder_sparse_step != 1:
+        raise _unsupported(checkpoint, f"decoder_sparse_step {config.decoder_sparse_step}", "1, experts in every layer")
+    if config.mlp_only_layers:
+        raise _unsupported(checkpoint, f"mlp_only_layers {config.mlp_only_layers}", "[], experts in every layer")
+    if config.num_experts_per_tok == 1 and config.norm_topk_prob:
+        # The one weight would always be 1, and the router would never learn.
+        raise _unsupported(checkpoint, "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false")
+    return Experts(
+        number=config.num_experts,
+        per_token=config.num_experts_per_tok,
+        ffn_size=config.moe_intermediate_size,
+        renormalized=config.norm_topk_prob,
     )
 
 
@@ -121,7 +152,7 @@ def _unsupported(checkpoint: Path, found: str, expected: str) -> ConfigError:
     return ConfigError(f"the trainer does not support the model in {str(checkpoint)!r}: {found}, expected {expected}")
 
 
-def require_layout(shape: ModelShape, tensor: int, pipeline: int, expert: int) -> None:
+def require_layout(shape: ModelShape, tensor: int, pipeline: int, expert: int, sequence_parallel: bool) -> None:
     """Checks that a model of this shape can be divided among so many ranks along each axis.
 
     Raises:
@@ -130,14 +161,22 @@ def require_layout(shape: ModelShape, tensor: int, pipeline: int, expert: int) -
     divided = [
         ("tensor_parallel", tensor, "attention heads", shape.num_heads),
         ("tensor_parallel", tensor, "key / value heads", shape.num_kv_heads),
-        ("tensor_parallel", tensor, "feed-forward size", shape.ffn_size),
         ("tensor_parallel", tensor, "vocabulary entries", shape.vocab_size),
         ("pipeline_parallel", pipeline, "layers", shape.num_layers),
     ]
+    if shape.experts is None:
+        divided.append(("tensor_parallel", tensor, "feed-forward size", shape.ffn_size))
+    else:
+        divided.append(("expert_parallel", expert, "experts", shape.experts.number))
     for key, ways, what, size in divided:
         if size % ways:
             raise ConfigError(
                 f"trainer.{key} = {ways} does not divide the model's {size} {what}: choose a divisor of {size}"
             )
-    if expert > 1:
+    if shape.experts is None and expert > 1:
         raise ConfigError(f"trainer.expert_parallel is {expert}, but the model has no experts: leave it at 1")
+    if shape.experts is not None and tensor > 1 and not sequence_parallel:
+        raise ConfigError(
+            f"trainer.tensor_parallel = {tensor} with a model of experts needs trainer.sequence_parallel = true, "
+            "so that every rank routes rows of its own: set it, or leave tensor_parallel at 1"
+        )

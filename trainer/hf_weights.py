@@ -1,129 +1,51 @@
-"""Names and shapes of weights, Hugging Face <-> Megatron, and loading a checkpoint tensor by tensor.
-
-Shape legend: V vocabulary, H hidden size, A query heads, K key / value heads, D head dimension, F feed-forward size.
-"""
+"""Loads a Hugging Face checkpoint into a rank's part of a model, one Megatron tensor at a time."""
 
 import json
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from async_rl.errors import ConfigError
-from trainer.hf_config import ModelShape
 from trainer.model import SharedPromptGPT
+from trainer.weight_map import Layout, WeightEntry, tied_head, weight_map
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 
-class Fusion(Protocol):
-    """How one Megatron tensor is made of Hugging Face tensors."""
-
-    def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor: ...
-
-    def split(self, merged: torch.Tensor) -> list[torch.Tensor]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Stacked:
-    """The parts one after the other along dimension 0, in equal shares: gate and up; a single part is itself."""
-
-    num_parts: int = 1
-
-    def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(list(parts))
-
-    def split(self, merged: torch.Tensor) -> list[torch.Tensor]:
-        return list(merged.chunk(self.num_parts))
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedQKV:
-    """q, k, v as Megatron keeps them: per key / value head its query heads, then its key, then its value."""
-
-    num_kv_heads: int
-    queries_per_kv: int
-    head_dim: int
-
-    def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """q [A * D, ...], k and v [K * D, ...] -> [(A + 2 K) * D, ...]."""
-        heads = [part.unflatten(0, (self.num_kv_heads, -1, self.head_dim)) for part in parts]
-        return torch.cat(heads, dim=1).flatten(0, 2)
-
-    def split(self, merged: torch.Tensor) -> list[torch.Tensor]:
-        heads = merged.unflatten(0, (self.num_kv_heads, self.queries_per_kv + 2, self.head_dim))
-        return [part.flatten(0, 2) for part in heads.split([self.queries_per_kv, 1, 1], dim=1)]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightEntry:
-    """One Megatron parameter and the Hugging Face tensors that it holds, in the order `fusion` takes them."""
-
-    megatron_name: str
-    hf_shapes: dict[str, tuple[int, ...]]
-    fusion: Fusion
-
-
-def weight_map(shape: ModelShape) -> Iterator[WeightEntry]:
-    """All weights of a model, layer by layer, in the order they are loaded and published; a tied head is left out."""
-    plain = Stacked()
-    V, H = shape.vocab_size, shape.hidden_size
-    yield WeightEntry("embedding.word_embeddings.weight", {"model.embed_tokens.weight": (V, H)}, plain)
-    for layer in range(shape.num_layers):
-        yield from _layer_map(shape, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-    yield WeightEntry("decoder.final_layernorm.weight", {"model.norm.weight": (H,)}, plain)
-    if not shape.tied:
-        yield WeightEntry("output_layer.weight", {"lm_head.weight": (V, H)}, plain)
-
-
-def _layer_map(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightEntry]:
-    plain, H, F, D = Stacked(), shape.hidden_size, shape.ffn_size, shape.head_dim
-    q_size, kv_size = shape.num_heads * D, shape.num_kv_heads * D
-    qkv = GroupedQKV(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, D)
-    qkv_sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-
-    def entry(name: str, fusion: Fusion, **hf_shapes: tuple[int, ...]) -> WeightEntry:
-        return WeightEntry(ours + name, {theirs + k.replace("__", "."): s for k, s in hf_shapes.items()}, fusion)
-
-    yield entry("input_layernorm.weight", plain, input_layernorm__weight=(H,))
-    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
-        rest = (H,) if kind == "weight" else ()
-        hf_shapes = {f"self_attn__{name}__{kind}": (size, *rest) for name, size in qkv_sizes.items()}
-        yield entry(f"self_attention.linear_qkv.{kind}", qkv, **hf_shapes)
-    if shape.qk_norm:
-        yield entry("self_attention.q_layernorm.weight", plain, self_attn__q_norm__weight=(D,))
-        yield entry("self_attention.k_layernorm.weight", plain, self_attn__k_norm__weight=(D,))
-    yield entry("self_attention.linear_proj.weight", plain, self_attn__o_proj__weight=(H, q_size))
-    yield entry("pre_mlp_layernorm.weight", plain, post_attention_layernorm__weight=(H,))
-    gate_up = {"mlp__gate_proj__weight": (F, H), "mlp__up_proj__weight": (F, H)}
-    yield entry("mlp.linear_fc1.weight", Stacked(2), **gate_up)
-    yield entry("mlp.linear_fc2.weight", plain, mlp__down_proj__weight=(H, F))
-
-
 def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
-    """Fills the model from the safetensors files of a checkpoint directory, one Megatron tensor at a time.
+    """Fills this rank's part of the model from the safetensors files of a checkpoint directory.
+
+    Of every tensor only the part that belongs to this rank is read; no rank waits for another.
 
     Raises:
         ConfigError: a tensor is missing, has another shape, or is not part of the architecture; nothing is half
-            loaded then, as names and shapes are compared first.
+            loaded then, as names and shapes of the whole checkpoint are compared first.
     """
+    parallel = model.parallel
+    layout = Layout.of(parallel)
+    entries = list(weight_map(model.shape, layout))
+    head = tied_head(model.shape, layout)
+    own = [entry for entry in (*entries, *([head] if head else [])) if entry.is_on(parallel)]
     parameters = dict(model.named_parameters())
-    entries = list(weight_map(model.shape))
-    assert {entry.megatron_name for entry in entries} == set(parameters), (
-        f"the weight map misses {set(parameters) ^ {entry.megatron_name for entry in entries}}"
+    assert {entry.megatron_name for entry in own} == set(parameters), (
+        f"the weight map misses {set(parameters) ^ {entry.megatron_name for entry in own}}"
     )
     with ExitStack() as stack:
         files = _open_tensors(checkpoint, stack)
         _check_names_and_shapes(checkpoint, entries, files, model.shape.tied)
         with torch.no_grad():
-            for entry in entries:
-                parts = [files[name].get_tensor(name) for name in entry.hf_shapes]
-                parameters[entry.megatron_name].copy_(entry.fusion.merge(parts))
+            for entry in own:
+                parts = [
+                    files[name].get_slice(name)[entry.shard(shape, parallel.tp_rank, parallel.tp_size)]
+                    for name, shape in entry.hf_shapes.items()
+                ]
+                merged, parameter = entry.fusion.merge(parts), parameters[entry.megatron_name]
+                assert merged.shape == parameter.shape, f"{entry.megatron_name}: {merged.shape} != {parameter.shape}"
+                parameter.copy_(merged)
 
 
 def _open_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, Any]:

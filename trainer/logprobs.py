@@ -1,9 +1,20 @@
 """Log-probabilities of response tokens from hidden rows, and the entropy of what they were drawn from.
 
-Shape legend: R rows with logits, H hidden size, V vocabulary of this rank, N response tokens.
+Logits are made in chunks of rows, in forward and again in backward, so that all of them never exist at once. Each
+tensor-parallel rank has some rows of the output weights, and so some of the vocabulary; the softmax is over all of it.
+
+Shape legend: R rows with logits, C rows of one chunk, H hidden size, V vocabulary of this rank, N response tokens.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+CHUNK_BYTES = 256 * 2**20
+"""Logits of one chunk at most; two more tensors of their size live beside them."""
 
 
 def response_logprobs(
@@ -15,10 +26,107 @@ def response_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log softmax(logits / temperature) of each label at its row, with gradient; entropy there, without): [N] each.
 
-    float32, or float64 where the hidden rows are. One row may serve several labels (a prompt's last row serves the first
-    token of every response), so the softmax is taken once per row.
+    float32, or float64 where the hidden rows are; the products with the weights are in the weights' dtype. One row may
+    serve several labels (a prompt's last row serves the first token of every response), so the softmax is taken once per
+    row. The gradient of the hidden rows is the part that this rank's vocabulary gives; the caller sums the ranks'.
     """
-    logits_RV = (hidden_RH @ weight_VH.T).to(torch.promote_types(hidden_RH.dtype, torch.float32)) / temperature
-    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
-    entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(-1).detach()
-    return logprobs_RV[label_rows_N, labels_N], entropy_R[label_rows_N]
+    return _ResponseLogprobs.apply(hidden_RH, weight_VH, label_rows_N, labels_N, temperature)
+
+
+class _ResponseLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        label_rows_N: torch.Tensor,
+        labels_N: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+        first_label = group.rank() * len(weight_VH) if group is not None else 0
+        own_labels_N = labels_N - first_label
+        label_logits_N = hidden_RH.new_zeros(len(labels_N), dtype=_wide(hidden_RH.dtype))
+        lses, entropies = [], []
+        for rows in _chunks(hidden_RH, weight_VH):
+            logits_CV = _logits(hidden_RH[rows], weight_VH, temperature)
+            *place, is_here_N = _places(label_rows_N, own_labels_N, rows, logits_CV)
+            label_logits_N += logits_CV[tuple(place)] * is_here_N
+            lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
+            logprobs_CV = logits_CV.sub_(lse_C1)
+            lses.append(lse_C1[:, 0])
+            entropies.append(-logprobs_CV.exp().mul_(logprobs_CV).sum(-1))
+        lse_R, entropy_R = _over_ranks(torch.cat(lses), torch.cat(entropies), label_logits_N, group)
+        ctx.save_for_backward(hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R)
+        ctx.temperature = temperature
+        entropy_N = entropy_R[label_rows_N]
+        ctx.mark_non_differentiable(entropy_N)
+        return label_logits_N - lse_R[label_rows_N], entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, dlogprobs_N: torch.Tensor, _: torch.Tensor) -> Any:
+        """d logits = sum over a row's labels of d logprob (onehot(label) - softmax)."""
+        hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R = ctx.saved_tensors
+        sums_R = torch.zeros_like(lse_R).index_add_(0, label_rows_N, dlogprobs_N)
+        dhidden_RH = torch.empty_like(hidden_RH)
+        dweight_VH = torch.zeros_like(weight_VH, dtype=_wide(weight_VH.dtype))
+        for rows in _chunks(hidden_RH, weight_VH):
+            logits_CV = _logits(hidden_RH[rows], weight_VH, ctx.temperature)
+            *place, is_here_N = _places(label_rows_N, own_labels_N, rows, logits_CV)
+            dlogits_CV = logits_CV.sub_(lse_R[rows, None]).exp_().mul_(-sums_R[rows, None])
+            dlogits_CV.index_put_(tuple(place), dlogprobs_N * is_here_N, accumulate=True)
+            dscores_CV = dlogits_CV.div_(ctx.temperature).to(weight_VH.dtype)
+            torch.mm(dscores_CV, weight_VH, out=dhidden_RH[rows])
+            if dweight_VH.dtype == dscores_CV.dtype:
+                dweight_VH.addmm_(dscores_CV.T, hidden_RH[rows])
+            else:
+                dweight_VH += dscores_CV.T @ hidden_RH[rows]
+        return dhidden_RH, dweight_VH.to(weight_VH.dtype), None, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _chunks(hidden_RH: torch.Tensor, weight_VH: torch.Tensor) -> Iterator[slice]:
+    row_bytes = len(weight_VH) * _wide(hidden_RH.dtype).itemsize
+    num_rows = max(1, CHUNK_BYTES // row_bytes)
+    for start in range(0, len(hidden_RH), num_rows):
+        yield slice(start, min(start + num_rows, len(hidden_RH)))
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+    """This rank's logits over temperature, [C, V], a new tensor in float32 or float64."""
+    return (hidden_CH @ weight_VH.T).to(_wide(hidden_CH.dtype)).div_(temperature)
+
+
+def _places(
+    label_rows_N: torch.Tensor, own_labels_N: torch.Tensor, rows: slice, logits_CV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(row, column) of every label in a chunk's logits, and whether it is there; one that is not gets some other place.
+
+    Choosing the labels that are there would wait for the device.
+    """
+    num_rows, num_columns = logits_CV.shape
+    row_N, column_N = label_rows_N - rows.start, own_labels_N
+    is_here_N = (row_N >= 0) & (row_N < num_rows) & (column_N >= 0) & (column_N < num_columns)
+    return row_N.clamp(0, num_rows - 1), column_N.clamp(0, num_columns - 1), is_here_N
+
+
+def _over_ranks(
+    lse_R: torch.Tensor, entropy_R: torch.Tensor, label_logits_N: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp and entropy over the whole vocabulary, from those over each rank's; sums `label_logits_N` in place.
+
+    With a rank's share w_k = exp(lse_k - lse) of the probability, the entropy is sum_k w_k (entropy_k - log w_k).
+    """
+    if group is None or group.size() == 1:
+        return lse_R, entropy_R
+    highest_R = lse_R.clone()
+    dist.all_reduce(highest_R, dist.ReduceOp.MAX, group)
+    weight_R = (lse_R - highest_R).exp()
+    sums = torch.cat([weight_R, weight_R * (entropy_R - lse_R + highest_R), label_logits_N])
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    total_R, weighted_R, label_sums_N = sums.split([len(lse_R), len(lse_R), len(label_logits_N)])
+    label_logits_N.copy_(label_sums_N)
+    return highest_R + total_R.log(), weighted_R / total_R + total_R.log()

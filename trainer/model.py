@@ -8,17 +8,24 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from async_rl.config import TrainerSection
 from trainer.attention import checked_kernel
 from trainer.core_attention import SharedPromptAttention, SharedPromptParams
 from trainer.hf_config import ModelShape, require_layout
+from trainer.layer_ops import LayerOps
+from trainer.layer_spec import norm_spec, swiglu_options, use_layer_ops
 from trainer.logprobs import response_logprobs
+from trainer.moe import moe_options, use_router
 from trainer.parallel import Parallel
 from trainer.prompt_cache import PromptCache
 from trainer.shared_prompt import Labels, MicroBatch, Rows
@@ -37,7 +44,7 @@ class SharedPromptGPT(GPTModel):
     def __init__(self, config: TransformerConfig, shape: ModelShape, parallel: Parallel) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=_layer_spec(shape),
+            transformer_layer_spec=_block_spec(config, shape, parallel.device.LAYER_OPS),
             vocab_size=shape.vocab_size,
             # Only learned position embeddings have a length; rotary ones take any position.
             max_sequence_length=0,
@@ -50,6 +57,8 @@ class SharedPromptGPT(GPTModel):
             rope_scaling_factor=shape.rope_factor or 1.0,
         )
         self.shape = shape
+        self.parallel = parallel
+        self._ops = parallel.device.LAYER_OPS
         self._kernel = checked_kernel(
             parallel.device,
             config.params_dtype,
@@ -73,11 +82,17 @@ class SharedPromptGPT(GPTModel):
         hidden_T1H = None
         if self.pre_process:
             hidden_T1H = self.embedding(rows.tokens_T[None], position_ids=rows.positions_T[None])
+        cos_T1D, sin_T1D = self._rotation(rows.positions_T)
+        params = SharedPromptParams(
+            segments=rows.segments,
+            cos_T1D=cos_T1D,
+            sin_T1D=sin_T1D,
+            ops=self._ops,
+            kernel=self._kernel,
+            cache=cache,
+        )
         return self.decoder(
-            hidden_states=hidden_T1H,
-            attention_mask=None,
-            rotary_pos_emb=self._rotary_angles(rows.positions_T),
-            packed_seq_params=SharedPromptParams(segments=rows.segments, kernel=self._kernel, cache=cache),
+            hidden_states=hidden_T1H, attention_mask=None, rotary_pos_emb=None, packed_seq_params=params
         )
 
     def rows_for_logits(self, hidden_T1H: torch.Tensor) -> torch.Tensor:
@@ -95,10 +110,11 @@ class SharedPromptGPT(GPTModel):
         hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
         return response_logprobs(hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature)
 
-    def _rotary_angles(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """Angles by position id, float32 [T, 1, 1, D]; Megatron's own forward would number the rows 0 .. T - 1."""
+    def _rotation(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of the rotary angles of each position, [T, 1, D], in the model's dtype."""
         angles = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq.to(positions_T.device))
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        angles_T1D = torch.cat((angles, angles), dim=-1)[:, None]
+        return angles_T1D.cos().to(self.config.params_dtype), angles_T1D.sin().to(self.config.params_dtype)
 
 
 def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, section: TrainerSection) -> SharedPromptGPT:
@@ -107,7 +123,7 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
     Raises:
         ConfigError: the layout does not divide the model's heads, layers, vocabulary, feed-forward size or experts.
     """
-    require_layout(shape, parallel.tp_size, parallel.pp_size, parallel.ep_size)
+    require_layout(shape, parallel.tp_size, parallel.pp_size, parallel.ep_size, parallel.sequence_parallel)
     config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -139,13 +155,35 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
         moe_token_dispatcher_type="alltoall",
         # Keeps Megatron's DDP from averaging: gradients stay plain sums until the batch's count is known.
         calculate_per_token_loss=True,
-        **RECOMPUTE[section.recompute],
+        **RECOMPUTE[section.recompute] | moe_options(shape.experts, section.recompute),
+        **swiglu_options(parallel.device.LAYER_OPS),
         **parallel.device.MODEL_OPTIONS,
     )
-    return SharedPromptGPT(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
+    model = SharedPromptGPT(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
+    _mark_divided(model)
+    return model
 
 
-def _layer_spec(shape: ModelShape) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = SharedPromptAttention
-    return spec
+def _mark_divided(model: SharedPromptGPT) -> None:
+    """Tells Megatron's gradient norm which weights differ from one tensor-parallel rank to the next.
+
+    Megatron does it where it draws initial weights, which is not asked of it here.
+    """
+    dimensions = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        if type(module) in dimensions:
+            for parameter in module.parameters(recurse=False):
+                # A tied output layer shares the embedding's weight, and has none of its own.
+                if not hasattr(parameter, "tensor_model_parallel"):
+                    set_tensor_model_parallel_attributes(parameter, True, dimensions[type(module)], 1)
+
+
+def _block_spec(config: TransformerConfig, shape: ModelShape, ops: LayerOps) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(
+        num_experts=shape.experts and shape.experts.number, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
+    if shape.experts is not None:
+        use_router(layer)
+    layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
+    use_layer_ops(layer, ops, shape.qk_norm)
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), norm_spec(ops))

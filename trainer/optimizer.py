@@ -1,14 +1,16 @@
 """Megatron's AdamW over the policy, with the learning rate of each iteration."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
-from async_rl.config import OptimizerSection
+from async_rl.config import OptimizerSection, TrainSection
 from async_rl.errors import NonFiniteGradient
+from trainer.optimizer_state import ParameterState, parameter_states, set_num_steps
 
 CLIP_EPS = 1e-6
 
@@ -35,11 +37,29 @@ class PolicyOptimizer:
     Weight decay spares biases and norms, as Megatron's default does.
     """
 
-    def __init__(self, section: OptimizerSection, num_iterations: int, policy: DistributedDataParallel) -> None:
+    def __init__(
+        self, section: OptimizerSection, train: TrainSection, policy: DistributedDataParallel, distributed: bool
+    ) -> None:
+        """With `distributed`, the replicas share the optimizer's state (Megatron's distributed optimizer)."""
         self._section = section
-        self._schedule = LearningRate(section, num_iterations)
-        self._optimizer = _make_adam(section, policy)
+        self._schedule = LearningRate(section, train.iterations)
+        self._steps_per_iteration = train.steps_per_batch
+        self._optimizer = _make_adam(section, policy, distributed)
         self._num_steps = 0
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps it has taken, which the learning rate follows."""
+        return self._num_steps
+
+    def parameter_states(self) -> Iterator[ParameterState]:
+        """This rank's master weights and moments, as views: what is written to them counts from the next step on."""
+        return parameter_states(self._optimizer)
+
+    def resume(self, num_steps: int) -> None:
+        """Goes on after so many steps; master weights and moments were filled through `parameter_states` before."""
+        set_num_steps(self._optimizer, num_steps)
+        self._num_steps = num_steps
 
     def step(self) -> tuple[float, float]:
         """Clips by the global norm and steps; returns (norm before clipping, learning rate).
@@ -57,9 +77,9 @@ class PolicyOptimizer:
         # Megatron's own clipping insists on CUDA gradients.
         scale = self._section.clip_grad_norm / (grad_norm + CLIP_EPS)
         if scale < 1.0:
-            gradients = [p.grad for p in self._optimizer.get_parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, scale)
-        learning_rate = self._schedule.at(self._num_steps)
+            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+        learning_rate = self._schedule.at(self._num_steps // self._steps_per_iteration)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step_with_ready_grads()
@@ -68,7 +88,7 @@ class PolicyOptimizer:
         return grad_norm, learning_rate
 
 
-def _make_adam(section: OptimizerSection, policy: DistributedDataParallel) -> MegatronOptimizer:
+def _make_adam(section: OptimizerSection, policy: DistributedDataParallel, distributed: bool) -> MegatronOptimizer:
     bf16 = next(policy.parameters()).dtype == torch.bfloat16
     config = OptimizerConfig(
         optimizer="adam",
@@ -80,6 +100,7 @@ def _make_adam(section: OptimizerSection, policy: DistributedDataParallel) -> Me
         clip_grad=0.0,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=distributed,
     )
     optimizer = get_megatron_optimizer(config, [policy], use_gloo_process_groups=False)
     for group in optimizer.param_groups:

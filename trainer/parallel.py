@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from async_rl.config import TrainerSection
-from async_rl.errors import ConfigError
 from trainer.devices import Device
 
 TIMEOUT = timedelta(hours=2)
@@ -84,17 +83,17 @@ class Parallel:
         dist.all_gather(parts, padded)
         return [_decode(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
-    def broadcast_json(self, obj: Any, src: int = 0) -> Any:
-        """Rank `src`'s `obj` on every rank; the others' `obj` is ignored.
+    def broadcast_json(self, obj: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+        """Rank `src`'s `obj` on every rank, or on those of `group`; the others' `obj` is ignored.
 
-        Waits until all ranks call it. The source gets it back as JSON carried it, too.
+        Waits until all of them call it. The source gets it back as JSON carried it, too.
         """
         data = _encode(obj)
         length = torch.tensor([len(data)])
-        dist.broadcast(length, src)
+        dist.broadcast(length, src, group=group)
         if self.rank != src:
             data = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(data, src)
+        dist.broadcast(data, src, group=group)
         return _decode(data)
 
     def close(self) -> None:
@@ -117,7 +116,7 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    require_divisible(dist.get_world_size(), section)
+    section.num_replicas(dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=section.tensor_parallel,
         pipeline_model_parallel_size=section.pipeline_parallel,
@@ -143,26 +142,6 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
         ep_size=section.expert_parallel,
         sequence_parallel=section.sequence_parallel,
     )
-
-
-def require_divisible(num_ranks: int, section: TrainerSection) -> None:
-    """Checks that `num_ranks` ranks can be laid out as `section` asks.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    per_replica = section.tensor_parallel * section.pipeline_parallel
-    if num_ranks % per_replica:
-        raise ConfigError(
-            f"{num_ranks} training ranks cannot form replicas of trainer.tensor_parallel x trainer.pipeline_parallel = "
-            f"{section.tensor_parallel} x {section.pipeline_parallel} = {per_replica} ranks: start a multiple of it"
-        )
-    ranks_per_stage = num_ranks // section.pipeline_parallel
-    if ranks_per_stage % section.expert_parallel:
-        raise ConfigError(
-            f"the {ranks_per_stage} ranks of a pipeline stage cannot share experts among trainer.expert_parallel = "
-            f"{section.expert_parallel} ranks: it must divide them"
-        )
 
 
 def _encode(obj: Any) -> torch.Tensor:

@@ -1,12 +1,11 @@
 """Builds the objects of one training rank from a config and runs the loop on them.
 
-Every data-parallel leader has its own pool client, rewards and producer; only the main rank publishes and writes files.
+The leader of every replica has its own pool client, rewards and producer; only the main rank publishes and writes files.
 """
 
-import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -15,71 +14,18 @@ from async_rl.config import Config, RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.event_loop import EventLoopThread
 from async_rl.ledger import Ledger
+from async_rl.loop import Rollouts
 from async_rl.metrics import Recorder
 from async_rl.pool import InferencePool
 from async_rl.producer import Producer
 from async_rl.prompts import PromptSource
 from async_rl.publish import Publisher
 from async_rl.rewards import make_reward
-from async_rl.types import Group, GroupProof, Prompt, Publication, StepStats
+from async_rl.types import Prompt
 from trainer.hf_config import find_checkpoint
 from trainer.parallel import Parallel
+from trainer.replica import NoRollouts, Replica
 from trainer.trainer import MegatronTrainer
-
-
-class Replica:
-    """The loop's `Trainer`: the Megatron trainer, and publishing from it to the inference pool."""
-
-    def __init__(
-        self,
-        megatron: MegatronTrainer,
-        parallel: Parallel,
-        pool: InferencePool,
-        publisher: Publisher | None,
-    ) -> None:
-        """`publisher` is given on the main rank only."""
-        self._megatron = megatron
-        self._parallel = parallel
-        self._pool = pool
-        self._publisher = publisher
-        # Unique per run, so that an instance left over from another run cannot pass for this one's.
-        self._run_id: str = parallel.broadcast_json(secrets.token_hex(4))
-        self._num_publishes = 0
-
-    @property
-    def replica(self) -> int:
-        return self._parallel.replica
-
-    @property
-    def num_replicas(self) -> int:
-        return self._parallel.num_replicas
-
-    def publish_weights(self) -> Publication:
-        """Moves the weights to the pool and tells every rank which instances serve them; waits for the main rank.
-
-        Raises:
-            PublishError: no instance took the weights.
-        """
-        version = f"{self._run_id}-{self._num_publishes}"
-        self._num_publishes += 1
-        publication: Publication | None = None
-        if self._publisher is not None:
-            specs, _ = self._megatron.weights()
-            publication = self._publisher.publish(version, specs, lambda: self._megatron.weights()[1])
-        answer = self._parallel.broadcast_json(publication and asdict(publication))
-        publication = Publication(**answer | {"instances": tuple(answer["instances"])})
-        if self._publisher is None:
-            self._pool.set_version(version, publication.instances)
-        return publication
-
-    def accumulate(self, group: Group) -> GroupProof:
-        return self._megatron.accumulate(group)
-
-    def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
-        return self._megatron.gather(rows)
-
-    def optimizer_step(self) -> StepStats:
-        return self._megatron.optimizer_step()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +35,7 @@ class Session:
     megatron: MegatronTrainer
     replica: Replica
     prompts: PromptSource
-    producer: Producer
+    rollouts: Rollouts
     ledger: Ledger
     recorder: Recorder
 
@@ -108,41 +54,38 @@ def open_session(
         make_pool: the pool's class; a benchmark may fix response lengths in its own.
 
     Raises:
-        ConfigError: model, data, reward or lengths cannot work; found before any training.
+        ConfigError: model, data, reward, layout or lengths cannot work; found before any training.
         NoInstanceLeft: no instance became healthy within `pool.timeout_s`.
     """
+    config.require_prompts_for(parallel.num_ranks)
     with ExitStack() as closing:
         tokenizer = _load_tokenizer(config)
         prompts = PromptSource.load(config.prompts, tokenizer, config.run.seed)
-        reward = make_reward(config.reward)
         megatron = MegatronTrainer(
-            parallel,
-            config.trainer,
-            config.model,
-            config.rollout,
-            config.algorithm,
-            config.optimizer,
-            config.train.iterations,
+            parallel, config.trainer, config.model, config.rollout, config.algorithm, config.optimizer, config.train
         )
-        loop = EventLoopThread()
-        closing.callback(loop.close)
-        pool = make_pool(config.pool, token)
-        closing.callback(lambda: loop.run(pool.close()))
-        loop.run(pool.wait_until_ready())
-        require_fit(config.rollout, prompts.longest, pool.max_model_len)
-        publisher = Publisher(pool, loop, config.publish, parallel.device.BACKEND) if parallel.is_main else None
-        if publisher is not None:
+        rollouts: Rollouts = NoRollouts()
+        pool = publisher = run_dir = None
+        if parallel.is_leader:
+            loop = EventLoopThread()
+            closing.callback(loop.close)
+            pool = make_pool(config.pool, token)
+            closing.callback(lambda: loop.run(pool.close()))
+            loop.run(pool.wait_until_ready())
+            require_fit(config.rollout, prompts.longest, pool.max_model_len)
+            rollouts = Producer(pool, make_reward(config.reward), loop, tokenizer, config.rollout, config.run.seed)
+            closing.callback(rollouts.close)
+        if parallel.is_main:
+            publisher = Publisher(pool, loop, config.publish, parallel.device.BACKEND)
             closing.callback(publisher.close)
-        run_dir = _claim(config.run.dir) if parallel.is_main else None
+            run_dir = _claim(config.run.dir)
         recorder = Recorder(run_dir, config.train.iterations)
         closing.callback(recorder.close)
-        producer = Producer(pool, reward, loop, tokenizer, config.rollout, config.run.seed)
-        closing.callback(producer.close)
         yield Session(
             megatron,
             Replica(megatron, parallel, pool, publisher),
             prompts,
-            producer,
+            rollouts,
             Ledger(
                 run_dir and run_dir / "ledger.jsonl", config.rollout.responses_per_prompt, config.train.max_logprob_gap
             ),

@@ -159,7 +159,7 @@ def split_group(group: Group, max_tokens: int) -> list[GroupSlice]:
 
 
 def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, multiple_of: int = 1) -> MicroBatch:
-    """Lays `slices` out as one micro-batch.
+    """Lays `slices` out as one micro-batch; no slices make one that adds nothing to loss and gradients.
 
     Args:
         multiple_of: the number of rows is brought to a multiple of it by rows of a segment of their own that nothing
@@ -180,7 +180,8 @@ def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, multipl
         for response in part.responses:
             tokens += response[:-1]
             positions += range(len(part.prompt), len(part.prompt) + len(response) - 1)
-    padding = -len(tokens) % multiple_of
+    # At least one row, so that every pass runs the same collectives.
+    padding = -len(tokens) % multiple_of if tokens else multiple_of
     segment_lens = [len(part.prompt) for part in ordered] + [n for part in ordered for n in part.fed_lens]
     attended = [part for part in ordered if part.fed_lens]
     rows = _rows(
@@ -245,7 +246,7 @@ def _labels(
     slices: Sequence[GroupSlice], prompt_ends: dict[int, int], first_rows: dict[int, int], device: torch.device
 ) -> Labels:
     """Labels of `slices`, whose prompts end before row `prompt_ends` and whose responses begin at `first_rows`."""
-    logit_rows: list[int] = []
+    logit_rows: list[int] = [] if slices else [0]
     label_rows: list[int] = []
     labels: list[int] = []
     lengths: list[int] = []

@@ -1,12 +1,11 @@
-"""The policy in training on Megatron-core: streamed groups in, one optimizer step per batch out.
+"""The policy in training on Megatron-core: windows of groups in, optimizer steps out.
 
-Gradients are sums over the groups in the order in which they come, divided once by the whole batch's count: the loss of
-a batch is known only when its last group is (invariant I4).
-
-Shape legend: G responses of one group, N response tokens of one group.
+Gradients are sums over the groups in the order in which they come, divided once by the count of all that was accumulated
+(invariant I4).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,35 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from async_rl.algorithms import make_algorithm
-from async_rl.config import AlgorithmSection, ModelSection, OptimizerSection, RolloutSection, TrainerSection
+from async_rl.config import (
+    AlgorithmSection,
+    ModelSection,
+    OptimizerSection,
+    RolloutSection,
+    TrainerSection,
+    TrainSection,
+)
 from async_rl.errors import ConfigError
+from async_rl.loop import Window
+from async_rl.training_order import TrainingOrder
 from async_rl.types import Group, GroupProof, StepStats
-from async_rl.weight_stream import TensorSpec
+from trainer.batch_sums import BatchSums
+from trainer.frozen_model import FrozenModel
+from trainer.group_feed import GroupFeed
 from trainer.hf_checkpoint import save_hf_checkpoint
 from trainer.hf_config import find_checkpoint, read_model_shape
 from trainer.optimizer import PolicyOptimizer
 from trainer.parallel import Parallel
-from trainer.shared_prompt import GroupSlice, make_micro_batch
+from trainer.passes import Pass, make_passes
 from trainer.tri_model import load_tri_model
-from trainer.weight_export import hf_stream
+from trainer.weight_export import WeightExport
 
 
 class MegatronTrainer:
-    """One rank of the training pool: every replica accumulates its share of a batch, all of them step together."""
+    """One rank of the training pool: every replica accumulates its share of a batch, all of them step together.
+
+    Its methods are collective: all ranks call them in the same order, those of one replica with the same windows.
+    """
 
     def __init__(
         self,
@@ -39,68 +52,73 @@ class MegatronTrainer:
         rollout: RolloutSection,
         algorithm: AlgorithmSection,
         optimizer: OptimizerSection,
-        num_iterations: int,
+        train: TrainSection,
     ) -> None:
         """Loads the model named by `model.path`.
 
         Raises:
-            ConfigError: there is no such checkpoint, or the trainer does not support it.
+            ConfigError: there is no such checkpoint, the trainer does not support it, or the layout does not divide it.
         """
         self._parallel = parallel
+        self._section = section
         self._temperature = rollout.temperature
-        self._algorithm = make_algorithm(algorithm)
-        self._checkpoint = find_checkpoint(model.path)
-        shape = read_model_shape(self._checkpoint)
-        dtype = getattr(torch, model.dtype)
-        needs_reference = self._algorithm.needs_reference
-        self._models = load_tri_model(self._checkpoint, shape, dtype, parallel, section, needs_reference)
-        self._optimizer = PolicyOptimizer(optimizer, num_iterations, self._models.policy)
-        self._vocab_size = shape.vocab_size
-        self._sums: dict[str, float] = {}
+        self._old_policy = algorithm.old_policy
+        self.checkpoint = find_checkpoint(model.path)
+        self._shape = read_model_shape(self.checkpoint)
+        maker = make_algorithm(algorithm)
+        self.models = load_tri_model(
+            self.checkpoint,
+            self._shape,
+            getattr(torch, model.dtype),
+            parallel,
+            section,
+            needs_old=algorithm.old_policy != "reuse",
+            needs_reference=maker.needs_reference,
+        )
+        self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, section.distributed_optimizer)
+        self.export = WeightExport(self.models.policy_model)
+        self._feed = GroupFeed(parallel, section.micro_batch_tokens)
+        self._sums = BatchSums(maker, algorithm.old_policy)
 
-    def accumulate(self, group: Group) -> GroupProof:
-        """Adds one group's gradient to the batch's and returns its ledger row.
+    def windows(self, order: TrainingOrder) -> Iterator[Window]:
+        """See `GroupFeed.windows`."""
+        return self._feed.windows(order)
+
+    def accumulate(self, window: Window) -> list[GroupProof]:
+        """Adds the gradient of a window; the ledger rows of its groups on one rank per replica, none on the others.
 
         Raises:
             ConfigError: a token id lies outside the model's vocabulary.
         """
-        self._check_vocabulary(group)
-        device = self._parallel.device.DEVICE
-        micro_batch = make_micro_batch([GroupSlice.whole(group)], device)
-        ref_logprobs_N = None
-        if self._models.reference is not None:
-            with torch.no_grad():
-                ref_logprobs_N, _ = self._models.reference(micro_batch, self._temperature)
-        advantages_G = self._algorithm.advantages(torch.tensor(group.rewards, dtype=torch.float32, device=device))
-        with self._models.policy.no_sync():
-            logprobs_N, _ = self._models.policy(micro_batch, self._temperature)
-            # One step per batch: the policy that sampled is the policy that trains.
-            old_logprobs_N = logprobs_N.detach()
-            loss_sum = self._algorithm.loss_sum(
-                logprobs_N, old_logprobs_N, ref_logprobs_N, advantages_G, micro_batch.labels.lengths_G
-            )
-            loss_sum.loss.backward()
-        _add(
-            self._sums,
-            {"loss": float(loss_sum.loss.detach()), "count": loss_sum.count, "tokens": group.num_response_tokens}
-            | {f"metric/{name}": float(value) for name, value in loss_sum.metrics.items()},
-        )
-        return GroupProof.of(group, _max_logprob_gap(group, old_logprobs_N))
+        groups = [group for micro_batch in window for group in micro_batch]
+        for group in groups:
+            self._check_vocabulary(group)
+        for frozen in (self.models.reference, self.models.old):
+            if frozen is not None:
+                frozen.prefetch()
+        passes = make_passes(window, self._parallel, self._temperature, self._section.micro_batch_tokens)
+        ref_logprobs = _logprobs_of(self.models.reference, passes)
+        old_logprobs = _logprobs_of(self.models.old, passes)
+        for i, a_pass in enumerate(passes):
+            self._train(a_pass, old_logprobs and old_logprobs[i], ref_logprobs and ref_logprobs[i])
+        return self._sums.take_rows(groups) if self._reports else []
 
     def optimizer_step(self) -> StepStats:
-        """Ends the batch: one all-reduce of the gradient sums, one division, clip, step; waits for all replicas.
+        """Ends a mini-batch: one all-reduce of the gradient sums, one division, clip, step; waits for all replicas.
 
         Raises:
             NonFiniteGradient: the gradient has an infinity or NaN; no step was taken.
         """
-        sums: dict[str, float] = {}
-        for part in self._parallel.gather_json(self._sums):
-            _add(sums, part)
-        assert sums.get("count", 0) > 0, "optimizer_step() without an accumulated group"
-        policy = self._models.policy
+        sums: Counter[str] = Counter()
+        for part in self._parallel.gather_json(self._sums.totals() if self._reports else {}):
+            sums.update(part)
+        assert sums["count"] > 0, "optimizer_step() without an accumulated group"
+        policy = self.models.policy
         finalize_model_grads([policy])
         policy.scale_gradients(1.0 / sums["count"])
-        grad_norm, learning_rate = self._optimizer.step()
+        if self._old_policy == "lagged":
+            self._refresh_old()
+        grad_norm, learning_rate = self.optimizer.step()
         self.discard()
         metrics = {
             name.removeprefix("metric/"): value / sums["tokens"]
@@ -111,43 +129,62 @@ class MegatronTrainer:
 
     def discard(self) -> None:
         """Drops what has been accumulated since the last step."""
-        self._models.policy.zero_grad_buffer()
+        self.models.policy.zero_grad_buffer()
         self._sums.clear()
 
-    def weights(self) -> tuple[list[TensorSpec], Iterator[tuple[TensorSpec, torch.Tensor]]]:
-        """The policy's weights under Hugging Face names, to be consumed before the next step."""
-        return hf_stream(self._models.policy_model)
+    def before_publish(self) -> None:
+        """The weights as they are now are about to sample: an old model that stands for the sampler takes them over."""
+        if self._old_policy == "model":
+            self._refresh_old()
+
+    def save_hf(self, path: Path) -> None:
+        """Writes the policy as a Hugging Face checkpoint to `path`."""
+        save_hf_checkpoint(self.models.policy_model, self.checkpoint, path)
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
-        """The rows of all replicas, replica by replica; waits for each of them to finish its share."""
+        """The rows of all ranks, in order of ranks; waits for each of them to finish its share."""
         gathered = self._parallel.gather_json([asdict(row) for row in rows])
         return [_row_from_json(row) for part in gathered for row in part]
 
-    def save_hf(self, path: Path) -> None:
-        """Writes the policy as a Hugging Face checkpoint to `path`; only the main rank does, the others return."""
-        if self._parallel.is_main:
-            save_hf_checkpoint(self._models.policy_model, self._checkpoint, path)
+    @property
+    def _reports(self) -> bool:
+        """Whether this rank speaks for its replica: it has log-probs, and no other rank has the same."""
+        return self._parallel.is_last_stage and self._parallel.tp_rank == 0
+
+    def _train(
+        self, a_pass: Pass, old_logprobs: list[torch.Tensor] | None, ref_logprobs: list[torch.Tensor] | None
+    ) -> None:
+        def loss_of(number: int, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> torch.Tensor:
+            return self._sums.add(
+                a_pass.micro_batches[number],
+                logprobs_N,
+                entropy_N,
+                old_logprobs[number] if old_logprobs else None,
+                ref_logprobs[number] if ref_logprobs else None,
+            )
+
+        a_pass.train(self.models.policy, loss_of)
+
+    def _refresh_old(self) -> None:
+        assert self.models.old is not None
+        self.models.old.copy_from(self.models.policy_model)
 
     def _check_vocabulary(self, group: Group) -> None:
         highest = max(max(response.token_ids, default=0) for response in group.responses)
         highest = max(highest, *group.prompt.token_ids)
-        if highest >= self._vocab_size:
+        if highest >= self._shape.vocab_size:
             raise ConfigError(
                 f"group {group.index} (prompt {group.prompt.prompt_id!r}) has token id {highest}, but the model's "
-                f"vocabulary ends at {self._vocab_size - 1}: prompts and instances must use its tokenizer"
+                f"vocabulary ends at {self._shape.vocab_size - 1}: prompts and instances must use its tokenizer"
             )
 
 
-def _add(sums: dict[str, float], part: Mapping[str, float]) -> None:
-    for name, value in part.items():
-        sums[name] = sums.get(name, 0.0) + value
-
-
-def _max_logprob_gap(group: Group, logprobs_N: torch.Tensor) -> float:
-    """Largest |trainer - rollout| log-prob in nats; logprobs_N are the trainer's."""
-    rollout = [logprob for response in group.responses for logprob in response.logprobs]
-    assert len(rollout) == len(logprobs_N), f"group {group.index}: {len(rollout)} logprobs, {len(logprobs_N)} tokens"
-    return float((logprobs_N - torch.tensor(rollout, device=logprobs_N.device)).abs().max())
+def _logprobs_of(model: FrozenModel | None, passes: Sequence[Pass]) -> list[list[torch.Tensor]] | None:
+    """Log-probs of each pass's micro-batches under a frozen model."""
+    if model is None:
+        return None
+    with model.resident() as resident:
+        return [a_pass.logprobs(resident) for a_pass in passes]
 
 
 def _row_from_json(row: dict[str, Any]) -> GroupProof:

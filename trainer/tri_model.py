@@ -1,6 +1,7 @@
-"""The models of one run under one layout: the policy and, where the algorithm needs it, the frozen reference.
+"""Policy, old policy and reference of one run, under one layout on the same ranks (arXiv 2511.18871, section 4.1).
 
-The old policy is the policy itself: with one optimizer step per batch its log-probs are the policy's own, detached.
+The old policy is a model of its own only where it is not the policy itself: with one optimizer step per batch
+(`old_policy = "reuse"`) its log-probs are the policy's own, detached, and no forward pass is spent on it.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from async_rl.config import TrainerSection
+from trainer.frozen_model import FrozenModel
 from trainer.hf_config import ModelShape
 from trainer.hf_weights import load_hf_weights
 from trainer.model import SharedPromptGPT, build_model
@@ -18,10 +20,11 @@ from trainer.parallel import Parallel
 
 @dataclass(frozen=True, slots=True)
 class TriModel:
-    """`policy` sums gradients into Megatron's fp32 buffers; `reference` is None where nothing reads its log-probs."""
+    """`policy` sums gradients into Megatron's fp32 buffers; a frozen model is None where nothing reads its log-probs."""
 
     policy: DistributedDataParallel
-    reference: SharedPromptGPT | None
+    old: FrozenModel | None
+    reference: FrozenModel | None
 
     @property
     def policy_model(self) -> SharedPromptGPT:
@@ -35,20 +38,26 @@ def load_tri_model(
     dtype: torch.dtype,
     parallel: Parallel,
     section: TrainerSection,
+    *,
+    needs_old: bool,
     needs_reference: bool,
 ) -> TriModel:
-    """Loads policy and reference from the same checkpoint: training starts at the reference.
+    """Loads all models from the same checkpoint: training starts at the reference.
 
     Raises:
-        ConfigError: the checkpoint's weights do not fit its config.
+        ConfigError: the checkpoint's weights do not fit its config, or the layout does not fit the model.
     """
     policy = build_model(shape, dtype, parallel, section)
     load_hf_weights(policy, checkpoint)
-    reference = None
-    if needs_reference:
-        reference = build_model(shape, dtype, parallel, section).requires_grad_(False).eval()
-        reference.load_state_dict(policy.state_dict())
+
+    def frozen_copy() -> FrozenModel:
+        model = build_model(shape, dtype, parallel, section)
+        model.load_state_dict(policy.state_dict())
+        return FrozenModel(model, section.frozen_weights, parallel.device.DEVICE)
+
+    old = frozen_copy() if needs_old else None
+    reference = frozen_copy() if needs_reference else None
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed_optimizer
     )
-    return TriModel(DistributedDataParallel(policy.config, ddp_config, policy), reference)
+    return TriModel(DistributedDataParallel(policy.config, ddp_config, policy), old, reference)

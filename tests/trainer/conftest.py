@@ -10,7 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config import AlgorithmSection, ModelSection, OptimizerSection, RolloutSection, TrainerSection
+from async_rl.config import (
+    AlgorithmSection,
+    ModelSection,
+    OptimizerSection,
+    RolloutSection,
+    TrainerSection,
+    TrainSection,
+)
 from async_rl.types import Group, Prompt, Response, WeightSpan
 from trainer.devices import choose_device
 from trainer.hf_weights import weight_map
@@ -33,9 +40,7 @@ def parallel() -> Iterator[Parallel]:
 def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
     """`make_trainer(path, kl_coef=0.1, temperature=0.7)`; options go to the section that has them."""
 
-    def make(
-        path: Path, *, dtype: str = "float32", num_iterations: int = 10, **options: float | str
-    ) -> MegatronTrainer:
+    def make(path: Path, *, dtype: str = "float32", **options: float | str) -> MegatronTrainer:
         def section(kind: type) -> dict[str, float | str]:
             return {name: value for name, value in options.items() if name in kind.model_fields}
 
@@ -46,7 +51,7 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
             RolloutSection(**section(RolloutSection)),
             AlgorithmSection(**section(AlgorithmSection)),
             OptimizerSection(**{"learning_rate": 1e-2} | section(OptimizerSection)),
-            num_iterations,
+            TrainSection(**{"iterations": 10} | section(TrainSection)),
         )
 
     return make
@@ -81,15 +86,15 @@ def ragged_groups() -> list[Group]:
 class Expected:
     logprobs: list[list[tuple[float, ...]]]
     loss: float
+    entropy: float
     gradients: dict[str, torch.Tensor]
 
 
-def sample_logprobs(model: PreTrainedModel, group: Group, response: Response, temperature: float) -> torch.Tensor:
-    """Log-probs of one response, the prompt and the response run alone."""
+def sample_distributions(model: PreTrainedModel, group: Group, response: Response, temperature: float) -> torch.Tensor:
+    """Log-probs of the whole vocabulary at each token of a response, [R, V], prompt and response run alone."""
     tokens = torch.tensor([[*group.prompt.token_ids, *response.token_ids]])
     logits = model(tokens, use_cache=False).logits[0, len(group.prompt.token_ids) - 1 : -1] / temperature
-    chosen = tokens[0, len(group.prompt.token_ids) :, None]
-    return logits.gather(1, chosen)[:, 0] - logits.logsumexp(1)
+    return logits.log_softmax(1)
 
 
 def expected_advantages(group: Group) -> list[float]:
@@ -113,15 +118,20 @@ def grpo_in_transformers() -> Callable[..., Expected]:
         kl_coef: float = 0.0,
         normalize: str = "token",
     ) -> Expected:
-        policy = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
-        reference = AutoModelForCausalLM.from_pretrained(reference_path, dtype=torch.float64)
-        all_logprobs, loss, count = [], torch.zeros((), dtype=torch.float64), 0
+        # The faster ways to run experts know no float64.
+        settings = {"dtype": torch.float64, "experts_implementation": "eager"}
+        policy = AutoModelForCausalLM.from_pretrained(policy_path, **settings)
+        reference = AutoModelForCausalLM.from_pretrained(reference_path, **settings)
+        all_logprobs, loss, count, entropies = [], torch.zeros((), dtype=torch.float64), 0, []
         for group in groups:
             all_logprobs.append([])
             for response, advantage in zip(group.responses, expected_advantages(group), strict=True):
-                logprobs = sample_logprobs(policy, group, response, temperature)
+                chosen = torch.tensor(response.token_ids)[:, None]
+                distributions = sample_distributions(policy, group, response, temperature)
+                entropies += (-distributions.exp() * distributions).sum(1).tolist()
+                logprobs = distributions.gather(1, chosen)[:, 0]
                 with torch.no_grad():
-                    ref = sample_logprobs(reference, group, response, temperature)
+                    ref = sample_distributions(reference, group, response, temperature).gather(1, chosen)[:, 0]
                 kl = (ref - logprobs).exp() - (ref - logprobs) - 1
                 sample = (-advantage * (logprobs - logprobs.detach()).exp() + kl_coef * kl).sum()
                 loss = loss + (sample / len(response.token_ids) if normalize == "sequence" else sample)
@@ -129,7 +139,7 @@ def grpo_in_transformers() -> Callable[..., Expected]:
                 all_logprobs[-1].append(tuple(logprobs.tolist()))
         (loss / count).backward()
         gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
-        return Expected(all_logprobs, float(loss.detach() / count), gradients)
+        return Expected(all_logprobs, float(loss.detach() / count), sum(entropies) / len(entropies), gradients)
 
     return run
 
@@ -139,7 +149,7 @@ def hf_gradients() -> Callable[[MegatronTrainer], dict[str, torch.Tensor]]:
     """The summed gradients that a trainer holds, under Hugging Face names."""
 
     def read(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-        model = trainer._models.policy_model
+        model = trainer.models.policy_model
         parameters = dict(model.named_parameters())
         return {
             name: part.clone()

@@ -27,15 +27,15 @@ def copied(source: Path, target: Path, **changes: object) -> Path:
     return target
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip_keeps_every_bit(
     family: str, tied: bool, tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     source = tiny_model(family, tied=tied)
     trainer = make_trainer(source)
-    specs, stream = trainer.weights()
-    streamed = dict(stream)
+    specs = trainer.export.specs
+    streamed = dict(trainer.export.stream())
     original = load_file(source / WEIGHTS)
     assert [spec.name for spec in specs] == [spec.name for spec in streamed]
     assert {spec.name for spec in specs} == set(original)
@@ -68,11 +68,11 @@ def test_sharded_checkpoint_loads_and_saves(
 ) -> None:
     source = tiny_model("llama")
     trainer = make_trainer(source)
-    save_hf_checkpoint(trainer._models.policy_model, source, tmp_path / "shards", max_shard_bytes=20_000)
+    save_hf_checkpoint(trainer.models.policy_model, source, tmp_path / "shards", max_shard_bytes=20_000)
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     again = make_trainer(tmp_path / "shards")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "shards").state_dict()
-    for (spec, ours), (_, original) in zip(again.weights()[1], trainer.weights()[1], strict=True):
+    for (spec, ours), (_, original) in zip(again.export.stream(), trainer.export.stream(), strict=True):
         assert torch.equal(ours, original)
         assert torch.equal(theirs[spec.name], original)
 
@@ -96,7 +96,7 @@ def test_llama3_rope_scaling_equals_transformers(
     expected = grpo_in_transformers(source, source, ragged_groups)
     trainer = make_trainer(source)
     for group in ragged_groups:
-        trainer.accumulate(group)
+        trainer.accumulate([[group]])
     assert trainer.optimizer_step().grad_norm == pytest.approx(
         float(torch.cat([g.flatten() for g in expected.gradients.values()]).norm()), rel=1e-5
     )
@@ -111,6 +111,9 @@ def test_llama3_rope_scaling_equals_transformers(
         ("llama", {"attention_bias": True}, "attention_bias true"),
         ("llama", {"mlp_bias": True}, "mlp_bias true"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer type 'sliding_attention'"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2, expected 1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\], expected \[\]"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob true"),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'linear'"),
     ],
 )

@@ -21,7 +21,7 @@ def test_steps_equal_torch_adamw(
     trainer = make_trainer(
         tiny_model("qwen2"), learning_rate=1e-2, warmup_iterations=2, weight_decay=0.1, clip_grad_norm=0.05, beta1=0.8
     )
-    weights = {spec.name: tensor.clone().requires_grad_() for spec, tensor in trainer.weights()[1]}
+    weights = {spec.name: tensor.clone().requires_grad_() for spec, tensor in trainer.export.stream()}
     decayed = [w for w in weights.values() if w.dim() > 1]
     spared = [w for w in weights.values() if w.dim() == 1]
     adam = torch.optim.AdamW(
@@ -29,7 +29,7 @@ def test_steps_equal_torch_adamw(
     )
     for learning_rate in (0.5e-2, 1e-2, 1e-2):
         for group in ragged_groups:
-            trainer.accumulate(group)
+            trainer.accumulate([[group]])
         num_tokens = sum(group.num_response_tokens for group in ragged_groups)
         for name, gradient in hf_gradients(trainer).items():
             weights[name].grad = gradient / num_tokens
@@ -41,7 +41,7 @@ def test_steps_equal_torch_adamw(
         assert stats.learning_rate == learning_rate
         assert stats.grad_norm == pytest.approx(float(norm), rel=1e-6)
         assert stats.grad_norm > 0.05  # clipping was at work
-        for spec, tensor in trainer.weights()[1]:
+        for spec, tensor in trainer.export.stream():
             torch.testing.assert_close(tensor, weights[spec.name].detach(), rtol=2e-6, atol=2e-6)
 
 

@@ -1,7 +1,7 @@
 """The whole loop on the real trainer: what periodic training may change against synchronous training, and what not."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +11,23 @@ import torch
 
 from async_rl.config import TrainSection
 from async_rl.ledger import Ledger
-from async_rl.loop import train
+from async_rl.loop import Window, train
 from async_rl.metrics import Recorder
+from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, GroupProof, Publication, StepStats
 from trainer.trainer import MegatronTrainer
 
 NUM_ITERATIONS = 3
+
+
+class Arriving:
+    """Groups that finish one after the other."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = list(groups)
+
+    def ready(self, wait: bool) -> list[Group]:
+        return [self._groups.pop(0)] if self._groups and wait else []
 
 
 class ReplayedRollouts:
@@ -30,10 +41,10 @@ class ReplayedRollouts:
         return Batch(iteration, {group.index: group.prompt for group in self._groups})
 
     @contextmanager
-    def start(self, batch: Batch, version: str) -> Iterator[Iterable[Group]]:
+    def start(self, batch: Batch, version: str) -> Iterator[Arriving]:
         groups = [replace(group, iteration=batch.iteration) for group in self._groups]
         self._arrival.shuffle(groups)
-        yield groups
+        yield Arriving(groups)
 
 
 class UnpublishedTrainer:
@@ -48,8 +59,11 @@ class UnpublishedTrainer:
     def publish_weights(self) -> Publication:
         return Publication("v0", "", (), 0, 0.0)
 
-    def accumulate(self, group: Group) -> GroupProof:
-        return replace(self._megatron.accumulate(group), num_responses=1)
+    def windows(self, order: TrainingOrder) -> Iterator[Window]:
+        return self._megatron.windows(order)
+
+    def accumulate(self, window: Window) -> list[GroupProof]:
+        return [replace(row, num_responses=1) for row in self._megatron.accumulate(window)]
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
         return list(rows)
@@ -66,13 +80,13 @@ def trained(
 
     def run(mode: str, order: str, arrival: int) -> Mapping[str, torch.Tensor]:
         megatron = make_trainer(
-            tiny_model("qwen3", tied=True), kl_coef=0.1, learning_rate=1e-3, num_iterations=NUM_ITERATIONS
+            tiny_model("qwen3", tied=True), kl_coef=0.1, learning_rate=1e-3, iterations=NUM_ITERATIONS
         )
         rollouts = ReplayedRollouts(ragged_groups, random.Random(arrival))
         config = TrainSection.model_validate({"iterations": NUM_ITERATIONS, "mode": mode, "order": order})
         ledger = Ledger(None, responses_per_prompt=1, max_logprob_gap=float("inf"))
         train(config, UnpublishedTrainer(megatron), rollouts, rollouts, ledger, Recorder(None, NUM_ITERATIONS))
-        return {spec.name: tensor.clone() for spec, tensor in megatron.weights()[1]}
+        return {spec.name: tensor.clone() for spec, tensor in megatron.export.stream()}
 
     return run
 

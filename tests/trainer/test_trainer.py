@@ -54,13 +54,13 @@ def test_batch_equals_transformers_and_autograd_on_unshared_samples(
     trainer = make_trainer(start, **settings)
     # One step first: the policy then differs from the reference.
     for group in ragged_groups:
-        trainer.accumulate(group)
+        trainer.accumulate([[group]])
     trainer.optimizer_step()
     trainer.save_hf(tmp_path / "policy")
     expected = grpo_in_transformers(tmp_path / "policy", start, ragged_groups, **settings)
 
     groups = with_logprobs(ragged_groups, expected.logprobs)
-    gaps = [trainer.accumulate(group).max_logprob_gap for group in groups]
+    gaps = [trainer.accumulate([[group]])[0].max_logprob_gap for group in groups]
     gradients = hf_gradients(trainer)
     stats = trainer.optimizer_step()
 
@@ -77,7 +77,7 @@ def test_batch_equals_transformers_and_autograd_on_unshared_samples(
 
 def accumulated(trainer: MegatronTrainer, groups: list[Group], read: Gradients) -> dict[str, torch.Tensor]:
     for group in groups:
-        trainer.accumulate(group)
+        trainer.accumulate([[group]])
     gradients = read(trainer)
     trainer.discard()
     return gradients
@@ -102,10 +102,10 @@ def test_discarded_groups_leave_no_trace(
     for discarded in ([], ragged_groups[:2]):
         trainer = make_trainer(tiny_model("qwen3"))
         for group in discarded:
-            trainer.accumulate(group)
+            trainer.accumulate([[group]])
         trainer.discard()
         for group in ragged_groups:
-            trainer.accumulate(group)
+            trainer.accumulate([[group]])
         stats.append(trainer.optimizer_step())
     assert stats[0] == stats[1]
 
@@ -114,7 +114,7 @@ def test_ledger_row_names_versions_counts_and_the_gap(
     tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
 ) -> None:
     trainer = make_trainer(tiny_model("qwen3"))
-    row = trainer.accumulate(ragged_groups[0])
+    (row,) = trainer.accumulate([[ragged_groups[0]]])
     assert (row.index, row.prompt_id, row.versions) == (0, "p0", ("v0",))
     assert (row.num_responses, row.num_response_tokens) == (3, 15)
     assert row.max_logprob_gap > 0.1  # the made-up rollout log-probs are all -1
@@ -122,13 +122,22 @@ def test_ledger_row_names_versions_counts_and_the_gap(
 
 
 def test_metrics_are_means_over_response_tokens(
-    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
+    tiny_model: Callable[..., Path],
+    make_trainer: MakeTrainer,
+    ragged_groups: list[Group],
+    grpo_in_transformers: Callable[..., object],
 ) -> None:
-    trainer = make_trainer(tiny_model("qwen3"), kl_coef=0.1)
+    path = tiny_model("qwen3")
+    expected = grpo_in_transformers(path, path, ragged_groups)
+    trainer = make_trainer(path, kl_coef=0.1)
     for group in ragged_groups:
-        trainer.accumulate(group)
+        trainer.accumulate([[group]])
     # At the first step the policy is the reference and the sampler.
-    assert trainer.optimizer_step().metrics == {"clip_fraction": 0.0, "kl": pytest.approx(0.0, abs=1e-6)}
+    assert trainer.optimizer_step().metrics == {
+        "clip_fraction": 0.0,
+        "kl": pytest.approx(0.0, abs=1e-6),
+        "entropy": pytest.approx(expected.entropy, rel=1e-5),
+    }
 
 
 def test_bfloat16_trains_close_to_float32(
@@ -138,9 +147,9 @@ def test_bfloat16_trains_close_to_float32(
     for dtype in ("float32", "bfloat16"):
         trainer = make_trainer(tiny_model("qwen3"), dtype=dtype)
         for group in ragged_groups:
-            trainer.accumulate(group)
+            trainer.accumulate([[group]])
         stats[dtype] = trainer.optimizer_step()
-        assert {spec.dtype_name for spec in trainer.weights()[0]} == {dtype}
+        assert {spec.dtype_name for spec in trainer.export.specs} == {dtype}
     assert stats["bfloat16"].grad_norm == pytest.approx(stats["float32"].grad_norm, rel=0.05)
 
 
@@ -148,11 +157,11 @@ def test_reward_that_is_not_finite_takes_no_step(
     tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
 ) -> None:
     trainer = make_trainer(tiny_model("qwen3"))
-    before = [tensor.clone() for _, tensor in trainer.weights()[1]]
-    trainer.accumulate(replace(ragged_groups[0], rewards=(1.0, float("nan"), 0.0)))
+    before = [tensor.clone() for _, tensor in trainer.export.stream()]
+    trainer.accumulate([[replace(ragged_groups[0], rewards=(1.0, float("nan"), 0.0))]])
     with pytest.raises(NonFiniteGradient, match="step 0: the gradient norm is nan"):
         trainer.optimizer_step()
-    assert all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.weights()[1], strict=True))
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.export.stream(), strict=True))
 
 
 def test_token_outside_the_vocabulary_is_refused(
@@ -161,7 +170,7 @@ def test_token_outside_the_vocabulary_is_refused(
     trainer = make_trainer(tiny_model("qwen3"))
     group = replace(ragged_groups[0], prompt=replace(ragged_groups[0].prompt, token_ids=(1, 96)))
     with pytest.raises(ConfigError, match="token id 96, but the model's vocabulary ends at 95"):
-        trainer.accumulate(group)
+        trainer.accumulate([[group]])
 
 
 def test_missing_model_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from async_rl.errors import ConfigError
+from trainer.layer_ops import LayerOps
 from trainer.shared_prompt import Part
 
 DEVICE_NAMES = ("cpu", "cuda", "npu")
@@ -55,6 +56,8 @@ class Device(Protocol):
     """Where parameters and micro-batches of this rank live."""
     MODEL_OPTIONS: dict[str, Any]
     """TransformerConfig fields that this device asks for."""
+    LAYER_OPS: LayerOps
+    """Its kernels for the small operations of a layer."""
     ATTENTION: AttentionKernel
     """Its flash attention; used where `trainer.attention.checked_kernel` finds that it computes the right thing."""
 

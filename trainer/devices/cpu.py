@@ -2,21 +2,24 @@
 
 Megatron asks `torch.cuda` for its device and its random state in many places and offers no setting for another device.
 Its modules get a stand-in for the name `torch` that answers with the CPU where CUDA is asked for; torch itself stays as
-it is for everybody else, but for one method. All of it can go as soon as Megatron takes its device from its
+it is for everybody else, but for two methods of Tensor. All of it can go as soon as Megatron takes its device from its
 configuration; a newer megatron-core needs the list checked again.
 """
 
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
 
 from trainer.devices.cpu_attention import CPUAttention
+from trainer.layer_ops import LayerOps
 
 BACKEND = "gloo"
 DEVICE = torch.device("cpu")
@@ -27,6 +30,7 @@ MODEL_OPTIONS: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
 }
 
+LAYER_OPS = LayerOps()
 ATTENTION = CPUAttention()
 
 _MEGATRON_MODULES = (
@@ -62,6 +66,10 @@ def prepare() -> None:
         # The random states of dropout and of recomputation are kept per CUDA device.
         manual_seed=_manual_seed,
         get_rng_state=_get_rng_state,
+        # The dispatcher of tokens to experts copies its counts to the host on a stream of its own.
+        Stream=_Stream,
+        current_stream=_Stream,
+        stream=nullcontext,
     )
     # Gradient norm, loss scale and token counts are made with device="cuda".
     factories = {name: _made_on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "ones", "empty")}
@@ -69,12 +77,40 @@ def prepare() -> None:
     for name in _MEGATRON_MODULES:
         import_module(name)
     for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and vars(module).get("torch") is torch:
-            module.torch = stand_in
+        if name.startswith("megatron.core"):
+            if vars(module).get("torch") is torch:
+                module.torch = stand_in
+            _undo_compilation(module)
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
     megatron_random._get_cuda_rng_state = _get_rng_state
     megatron_random._set_cuda_rng_state = _set_rng_state
     # The mixed-precision optimizer sorts parameters by the names of their CUDA tensor types.
     torch.Tensor.type = _cuda_type_name(torch.Tensor.type)
+    # A tied embedding's copy on the last pipeline stage is moved to CUDA before the first stage fills it.
+    torch.Tensor.cuda = _stay
+
+
+class _Stream:
+    """What a CUDA stream or event is asked for where everything happens in order; all of them are one."""
+
+    def wait_stream(self, stream: "_Stream") -> None:
+        return None
+
+    def record_event(self) -> "_Stream":
+        return self
+
+    def synchronize(self) -> None:
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+
+def _undo_compilation(module: ModuleType) -> None:
+    """Small functions go through torch.compile where they are defined; here that would need a C++ compiler."""
+    for name, value in list(vars(module).items()):
+        if hasattr(value, "_torchdynamo_orig_callable"):
+            setattr(module, name, value._torchdynamo_orig_callable)
 
 
 def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -96,6 +132,15 @@ def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
         return answer.replace("torch.", "torch.cuda.", 1) if is_cpu_name else answer
 
     return type_
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """A count per expert, as the collectives take it: Megatron leaves tensors on a CPU as they are."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _stay(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _current_device() -> torch.device:

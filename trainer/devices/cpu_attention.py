@@ -1,34 +1,56 @@
-"""Flash attention over packed sequences on a CPU, by PyTorch's own CPU kernel.
+"""Flash attention over packed sequences on a CPU, by PyTorch's own CPU kernel, in as few calls of it as pay.
 
-Shape legend: M query rows, S key / value rows, H query heads, K key / value heads, D head dimension, L rows of one entry;
-1 is the kernel's batch dimension.
+The kernel takes a batch of sequences of one length. Long entries, and neighbours of equal length, are views of the rows.
+What remains, many short entries of different lengths, is gathered into batches of similar length, padded at the right.
+Padding is exact: a causal row never sees the keys behind it, and what a padded query row gives is not read; entries that
+see all their keys share a batch only where they have equally many, so that no key is padding. In backward a padded query
+row has an infinite log-sum-exp, so its probabilities, and all gradients that it gives, are 0.
+
+Shape legend: M query rows, S key / value rows, H query heads, K key / value heads, D head dimension, B entries of one
+kernel call, L rows of each.
 """
 
-from itertools import accumulate, pairwise
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 
 from trainer.shared_prompt import Part
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+MIN_VIEW_ROWS = 64
+"""Rows from which on a call of its own, about 40 us more, costs less than gathering and padding."""
+
+LENGTH_RATIO = 0.75
+LENGTH_SLACK = 2
+"""A batch takes an entry of at least ratio times its longest, less the slack: tiny entries cost alike at any length."""
+
+MAX_BATCH_ROWS = 512
+"""Rows of a gathered batch, which so stays in the processor's cache and in memory that the process already has."""
+
+PLANS_KEPT = 64
+"""Plans in memory; the layers of the few micro-batches in flight share theirs."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class CPUAttention:
-    """One kernel call per entry."""
+    """The kernel of `trainer.devices.AttentionKernel`; narrow inputs are computed in float32, several times faster."""
 
     def forward(
         self, query_MHD: torch.Tensor, key_SKD: torch.Tensor, value_SKD: torch.Tensor, part: Part, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out_MHD = torch.empty_like(query_MHD, memory_format=torch.contiguous_format)
-        lse_HM = query_MHD.new_empty(query_MHD.shape[1], query_MHD.shape[0])
-        for q, kv in _entries(part):
-            out, lse = _flash(
-                *_batched(query_MHD[q], key_SKD[kv], value_SKD[kv]), dropout_p=0.0, is_causal=part.causal, scale=scale
-            )
-            out_MHD[q] = out[0].transpose(0, 1)
-            lse_HM[:, q] = lse[0]
-        return out_MHD, lse_HM
+        query, key, value = _widened(query_MHD, key_SKD, value_SKD)
+        out_MHD = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse_MH = query.new_empty(query.shape[:2])
+        for q, kv in _plan(part):
+            out, lse = _flash(*_heads_first(q.take(query), kv.take(key), kv.take(value)), 0.0, part.causal, scale=scale)
+            q.put(out_MHD, out.transpose(1, 2))
+            q.put(lse_MH, lse.transpose(1, 2))
+        return out_MHD.to(query_MHD.dtype), lse_MH.T
 
     def backward(
         self,
@@ -41,24 +63,123 @@ class CPUAttention:
         part: Part,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query_MHD, key_SKD, value_SKD)]
-        for q, kv in _entries(part):
-            parts = _flash_backward(
-                *_batched(dout_MHD[q], query_MHD[q], key_SKD[kv], value_SKD[kv], out_MHD[q]),
-                lse_HM[None, :, q],
-                dropout_p=0.0,
-                is_causal=part.causal,
-                scale=scale,
-            )
-            for grad, rows, gradient in zip(grads, (q, kv, kv), parts, strict=True):
-                grad[rows] = gradient[0].transpose(0, 1)
-        return grads[0], grads[1], grads[2]
+        dout, query, key, value, out = _widened(dout_MHD, query_MHD, key_SKD, value_SKD, out_MHD)
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+        for q, kv in _plan(part):
+            tensors = _heads_first(q.take(dout), q.take(query), kv.take(key), kv.take(value), q.take(out))
+            lse = q.without_padding(q.take(lse_HM.T)).transpose(1, 2)
+            parts = _flash_backward(*tensors, lse, 0.0, part.causal, scale=scale)
+            for grad, place, gradient in zip(grads, (q, kv, kv), parts, strict=True):
+                place.put(grad, gradient.transpose(1, 2))
+        dquery, dkey, dvalue = (grad.to(query_MHD.dtype) for grad in grads)
+        return dquery, dkey, dvalue
 
 
-def _entries(part: Part) -> list[tuple[slice, slice]]:
-    q_ends, kv_ends = (pairwise(accumulate(lens, initial=0)) for lens in (part.q_lens, part.kv_lens))
-    return [(slice(*q), slice(*kv)) for q, kv in zip(q_ends, kv_ends, strict=True)]
+class _Entry(NamedTuple):
+    q_start: int
+    q_len: int
+    kv_start: int
+    kv_len: int
 
 
-def _batched(*tensors_LHD: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor.transpose(0, 1)[None] for tensor in tensors_LHD]
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The rows of `batch` entries of one length that follow each other."""
+
+    start: int
+    batch: int
+    length: int
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, ...] -> [B, L, ...], a view."""
+        return rows[self.start : self.start + self.batch * self.length].unflatten(0, (self.batch, self.length))
+
+    def put(self, rows: torch.Tensor, batched: torch.Tensor) -> None:
+        self.take(rows).copy_(batched)
+
+    def without_padding(self, lse_BLH: torch.Tensor) -> torch.Tensor:
+        return lse_BLH
+
+
+class _Gathered:
+    """The rows of entries anywhere, in the batch's order; shorter entries are padded with copies of their last row."""
+
+    def __init__(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
+        longest = max(lengths)
+        steps_1L, lengths_B1 = torch.arange(longest)[None], torch.tensor(lengths)[:, None]
+        rows_BL = torch.tensor(starts)[:, None] + torch.minimum(steps_1L, lengths_B1 - 1)
+        is_row_BL = steps_1L < lengths_B1
+        self._shape = rows_BL.shape
+        self._taken = rows_BL.flatten()
+        self._cells = is_row_BL.flatten().nonzero()[:, 0]
+        self._rows = self._taken[self._cells]
+        self._padding = (~is_row_BL).flatten().nonzero()[:, 0]
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, ...] -> [B, L, ...], a copy."""
+        return rows.index_select(0, self._taken).unflatten(0, self._shape)
+
+    def put(self, rows: torch.Tensor, batched: torch.Tensor) -> None:
+        """Copies the entries' rows back; padded ones are left out."""
+        flat = batched.flatten(0, 1)
+        rows.index_copy_(0, self._rows, flat.index_select(0, self._cells) if len(self._padding) else flat)
+
+    def without_padding(self, lse_BLH: torch.Tensor) -> torch.Tensor:
+        """`lse_BLH`, with infinity in padded rows: exp(score - lse) is 0 there."""
+        lse_BLH.flatten(0, 1).index_fill_(0, self._padding, torch.inf)
+        return lse_BLH
+
+
+_Place = _View | _Gathered
+
+
+@functools.lru_cache(maxsize=PLANS_KEPT)
+def _plan(part: Part) -> tuple[tuple[_Place, _Place], ...]:
+    """The kernel calls of a part: where the queries and the keys of each one lie."""
+    q_starts, kv_starts = (accumulate(lens, initial=0) for lens in (part.q_lens, part.kv_lens))
+    entries = map(_Entry, q_starts, part.q_lens, kv_starts, part.kv_lens)
+    calls: list[tuple[_Place, _Place]] = []
+    short: list[_Entry] = []
+    for _, same in groupby(entries, key=lambda entry: (entry.q_len, entry.kv_len)):
+        run = list(same)
+        if len(run) * run[0].q_len < MIN_VIEW_ROWS:
+            short += run
+        else:
+            calls.append(_views(run))
+    for batch in _similar(short, part.causal):
+        calls.append(_views(batch) if len(batch) == 1 else _gathered(batch))
+    return tuple(calls)
+
+
+def _similar(entries: Iterable[_Entry], causal: bool) -> Iterator[list[_Entry]]:
+    """Batches of entries of similar length; of equally many keys, too, where rows see all of them."""
+    batch: list[_Entry] = []
+    for entry in sorted(entries, key=lambda entry: (0 if causal else entry.kv_len, entry.q_len), reverse=True):
+        longest = batch[0] if batch else entry
+        is_full = (len(batch) + 1) * longest.q_len > MAX_BATCH_ROWS
+        is_similar = entry.q_len >= LENGTH_RATIO * longest.q_len - LENGTH_SLACK
+        if is_full or not is_similar or not (causal or entry.kv_len == longest.kv_len):
+            yield batch
+            batch = []
+        batch.append(entry)
+    if batch:
+        yield batch
+
+
+def _views(run: Sequence[_Entry]) -> tuple[_View, _View]:
+    first = run[0]
+    return _View(first.q_start, len(run), first.q_len), _View(first.kv_start, len(run), first.kv_len)
+
+
+def _gathered(batch: Sequence[_Entry]) -> tuple[_Gathered, _Gathered]:
+    q_starts, q_lens, kv_starts, kv_lens = zip(*batch, strict=True)
+    queries = _Gathered(q_starts, q_lens)
+    return queries, queries if (kv_starts, kv_lens) == (q_starts, q_lens) else _Gathered(kv_starts, kv_lens)
+
+
+def _widened(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+
+
+def _heads_first(*tensors_BLHD: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.transpose(1, 2) for tensor in tensors_BLHD]

@@ -1,0 +1,82 @@
+"""Which groups may be trained next: in order of completion, or by place in the batch, mini-batch after mini-batch.
+
+`mode = "synchronous"` waits for the whole batch first, the baseline to compare with. `order = "prompt"` trains groups by
+their place in the batch, holding back what finished early, so that sums are formed in the same order in every run.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from async_rl.config import TrainSection
+from async_rl.types import Batch, Group
+
+
+class FinishedGroups(Protocol):
+    def ready(self, wait: bool) -> list[Group]:
+        """The groups that finished since the last call, in that order.
+
+        With `wait` at least one, and none only when the batch is complete; without, whatever is there.
+        """
+        ...
+
+
+class TrainingOrder:
+    """Hands out the groups of one batch, or of a replica's share of it; used by the thread that trains."""
+
+    def __init__(self, finished: FinishedGroups, config: TrainSection, mini_batches: Sequence[Batch]) -> None:
+        self._finished = finished
+        self.by_place = config.order == "prompt"
+        self._synchronous = config.mode == "synchronous"
+        self._places = [sorted(mini_batch.prompts) for mini_batch in mini_batches]
+        self._due: list[int] = []
+        self._held: list[Group] = []
+        self._all_arrived = False
+
+    def begin_mini_batch(self) -> None:
+        """From now on `take` hands out the groups of the next mini-batch; those of later ones wait."""
+        self._due = self._places.pop(0)
+
+    def take(self, wait: bool) -> list[Group]:
+        """The groups that may be trained now.
+
+        With `wait` at least one, and none only when the mini-batch is over. It is over when all its places were handed
+        out, and the last one only when the whole batch has arrived: a group too many must not go unnoticed.
+        """
+        if not wait:
+            self._fetch(wait=False)
+        while True:
+            groups = self._pick()
+            if groups or not wait or self._all_arrived or (self._places and not self._due):
+                return groups
+            self._fetch(wait=True)
+
+    def _fetch(self, wait: bool) -> None:
+        if self._all_arrived:
+            return
+        arrived = self._finished.ready(wait)
+        self._held += arrived
+        self._all_arrived = wait and not arrived
+
+    def _pick(self) -> list[Group]:
+        if self._synchronous:
+            while not self._all_arrived:
+                self._fetch(wait=True)
+        later = {place for places in self._places for place in places}
+        groups = [group for group in self._held if group.index not in later]
+        if self.by_place:
+            groups = self._next_in_place(groups)
+        self._held = [group for group in self._held if group not in groups]
+        taken = {group.index for group in groups}
+        self._due = [place for place in self._due if place not in taken]
+        return groups
+
+    def _next_in_place(self, groups: Sequence[Group]) -> list[Group]:
+        by_index = {group.index: group for group in groups}
+        picked: list[Group] = []
+        for place in self._due:
+            if place not in by_index:
+                break
+            picked.append(by_index.pop(place))
+        # Whatever belongs to no place of the batch comes at the very end; the ledger will name it.
+        complete = self._all_arrived and len(picked) == len(self._due)
+        return [*picked, *(group for group in groups if complete and group not in picked)]

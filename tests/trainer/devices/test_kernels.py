@@ -1,0 +1,161 @@
+"""The kernels of CUDA and NPU, on operators that follow their documentation, against dense attention."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.devices.conftest import CPU, make_inputs
+from tests.trainer.devices.fake_flash import FakeFlash
+from tests.trainer.devices.fake_torch_npu import FakeTorchNPU
+from trainer.attention import checked_kernel, shared_prompt_attention
+from trainer.devices import AttentionKernel
+from trainer.devices.cpu_attention import CPUAttention
+from trainer.devices.cuda_attention import CUDAAttention
+from trainer.devices.npu_attention import NPUAttention
+from trainer.shared_prompt import Part, Segments
+
+HEADS = (6, 2)
+HEAD_DIM = 16
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def cuda_kernel(*dtypes: torch.dtype) -> CUDAAttention:
+    fake = FakeFlash(dtypes)
+    return CUDAAttention(fake.forward, fake.backward, dtypes)
+
+
+def npu_kernel(*dtypes: torch.dtype) -> NPUAttention:
+    return NPUAttention(FakeTorchNPU(dtypes), dtypes)  # type: ignore[arg-type]
+
+
+KERNELS = {"cpu": lambda *_: CPUAttention(), "cuda": cuda_kernel, "npu": npu_kernel}
+
+
+def results(inputs: Any, segments: Segments, kernel: AttentionKernel | None) -> list[torch.Tensor]:
+    """Output and gradients of query, key and value."""
+    *qkv, dout = inputs
+    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
+    out = shared_prompt_attention(*leaves, segments, HEAD_DIM**-0.5, kernel)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("device", KERNELS)
+def test_kernel_gives_output_and_gradients_of_dense_attention(
+    device: str, dtype: torch.dtype, segments: Segments
+) -> None:
+    if device == "cpu" and dtype == torch.float16:
+        pytest.skip("the CPU kernel takes float16 only on some processors")
+    inputs = make_inputs(segments, dtype, HEADS, HEAD_DIM)
+    expected = results([tensor.double() for tensor in inputs], segments, None)
+    for actual, wanted in zip(results(inputs, segments, KERNELS[device](dtype)), expected, strict=True):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), wanted, atol=TOLERANCES[dtype] * max(1, wanted.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("kernel", [cuda_kernel(torch.bfloat16), npu_kernel(torch.bfloat16)], ids=["cuda", "npu"])
+def test_cross_part_reaches_the_kernel_backward_with_merged_statistics(kernel: AttentionKernel) -> None:
+    # A response row as likely to look at its prompt as at itself: half of the probability lies in either part.
+    part = Part((1,), (1,), False, CPU)
+    one, two = torch.ones(1, 1, 16, dtype=torch.bfloat16), torch.full((1, 1, 16), 2.0, dtype=torch.bfloat16)
+    lse_of_both = torch.log(torch.full((1, 1), 2.0)) + 16.0
+    *_, dvalue = kernel.backward(one, one, one, two, two, lse_of_both, part, 1.0)
+    torch.testing.assert_close(dvalue, 0.5 * one)
+
+
+def test_npu_call_takes_at_most_1024_sequences() -> None:
+    lens = (1, 2, 1) * 350
+    fake = FakeTorchNPU((torch.float64,))
+    segments = Segments(Part(lens, lens, True, CPU), None)
+    inputs = make_inputs(segments, torch.float64, (2, 1), 16)
+    kernel = NPUAttention(fake, (torch.float64,))  # type: ignore[arg-type]
+    query, key, value, dout = inputs
+    out, lse = kernel.forward(query, key, value, segments.self_part, 0.25)
+    grads = kernel.backward(dout, query, key, value, out, lse, segments.self_part, 0.25)
+    assert [call["entries"] for call in fake.calls] == [1024, 26] * 2
+    expected_out, expected_lse = CPUAttention().forward(query, key, value, segments.self_part, 0.25)
+    expected = CPUAttention().backward(dout, query, key, value, expected_out, expected_lse, segments.self_part, 0.25)
+    torch.testing.assert_close([out, lse, *grads], [expected_out, expected_lse, *expected])
+
+
+def test_npu_self_part_is_causal_under_a_mask_and_cross_part_full_without() -> None:
+    fake = FakeTorchNPU((torch.float32,))
+    segments = Segments(Part((3, 2), (3, 2), True, CPU), Part((2,), (3,), False, CPU), cross_q_start=3)
+    results(make_inputs(segments, torch.float32, HEADS, HEAD_DIM), segments, NPUAttention(fake))  # type: ignore[arg-type]
+    modes = [(call["sparse_mode"], call["atten_mask"] is not None) for call in fake.calls]
+    assert modes == [(3, True), (0, False)] * 2
+
+
+@pytest.mark.parametrize("kernel", [CUDAAttention(), NPUAttention()], ids=["cuda", "npu"])
+def test_dtype_that_the_operator_lacks_is_refused_by_name(kernel: AttentionKernel) -> None:
+    tensor = torch.zeros(1, 1, 16, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"takes .*float16.*, not torch\.float64"):
+        kernel.forward(tensor, tensor, tensor, Part((1,), (1,), True, CPU), 1.0)
+
+
+def test_head_dimension_that_flash_attention_lacks_is_refused_by_name() -> None:
+    tensor = torch.zeros(1, 1, 12, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="multiples of 8 and at most 256, not 12"):
+        CUDAAttention().forward(tensor, tensor, tensor, Part((1,), (1,), True, CPU), 1.0)
+
+
+@dataclass(frozen=True)
+class OnCPU:
+    """As much of a device as the check on first use takes."""
+
+    ATTENTION: AttentionKernel
+    DEVICE: torch.device = CPU
+
+
+class OwnStatistics(CPUAttention):
+    """A wrong kernel: its backward uses the part's own log-sum-exps and not the merged ones that it is given."""
+
+    def backward(self, dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, part: Any, scale: Any) -> Any:
+        out, lse = super().forward(query, key, value, part, scale)
+        return super().backward(dout, query, key, value, out, lse, part, scale)
+
+
+class Mute(CPUAttention):
+    """A kernel that this machine cannot run."""
+
+    def forward(self, *_: Any) -> Any:
+        raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (OwnStatistics(), "its relative error is"),
+        (Mute(), "it failed: no kernel image"),
+        (CUDAAttention(), "it failed"),
+    ],
+)
+def test_wrong_kernel_is_replaced_by_the_reference_with_an_error(
+    kernel: AttentionKernel, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked_kernel.cache_clear()
+    with caplog.at_level(logging.ERROR):
+        assert checked_kernel(OnCPU(kernel), torch.float32, *HEADS, HEAD_DIM) is None
+    assert reason in caplog.text
+    assert "The dense reference stands in" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        (CPUAttention(), torch.float32),
+        (cuda_kernel(torch.bfloat16), torch.bfloat16),
+        (npu_kernel(torch.bfloat16), torch.bfloat16),
+        (npu_kernel(torch.float32), torch.float32),
+    ],
+    ids=["cpu", "cuda", "npu-bf16", "npu-fp32"],
+)
+def test_right_kernel_passes_the_check_on_first_use(
+    kernel: AttentionKernel, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked_kernel.cache_clear()
+    assert checked_kernel(OnCPU(kernel), dtype, *HEADS, HEAD_DIM) is kernel
+    assert not caplog.records

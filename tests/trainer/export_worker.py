@@ -1,0 +1,104 @@
+"""One rank of `test_weight_export.py`, started by torchrun: loads and streams models under several layouts in turn.
+
+Arguments: a JSON file with [{"checkpoint", "layout", "bucket_bytes", "port"}, ...], and an output directory. The main rank
+compares every stream with the checkpoint's file; every rank reports how much memory a stream took.
+"""
+
+import ctypes
+import json
+import os
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from async_rl.config import TrainerSection
+from trainer.devices import choose_device
+from trainer.hf_checkpoint import save_hf_checkpoint
+from trainer.hf_config import read_model_shape
+from trainer.hf_weights import load_hf_weights
+from trainer.model import build_model
+from trainer.parallel import init_parallel
+from trainer.weight_export import WeightExport
+
+ABANDONED_AFTER = 3
+
+
+def memory_bytes(field: str) -> int:
+    """A figure of this process from /proc: VmRSS now, VmHWM at its peak since `reset_peak`."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak() -> None:
+    # Freed memory that malloc keeps would hide what is allocated next.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def check_stream(export: WeightExport, original: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are wrong or missing, none if all is well."""
+    wrong = set(original)
+    for spec, tensor in export.stream():
+        if torch.equal(tensor, original[spec.name]) and spec.shape == tuple(original[spec.name].shape):
+            wrong.discard(spec.name)
+    return sorted(wrong)
+
+
+def abandon_stream(export: WeightExport) -> None:
+    with closing(export.stream()) as stream:
+        for _ in range(ABANDONED_AFTER):
+            next(stream)
+
+
+def peak_of_a_stream(export: WeightExport, is_main: bool) -> int:
+    """Bytes above what the process had before, at the peak of one stream that nobody keeps."""
+    reset_peak()
+    before = memory_bytes("VmRSS")
+    if is_main:
+        for _ in export.stream():
+            pass
+    else:
+        export.serve()
+    return memory_bytes("VmHWM") - before
+
+
+def run_case(case: dict[str, Any], out: Path) -> dict[str, Any]:
+    section = TrainerSection(**case["layout"])
+    parallel = init_parallel(choose_device("cpu"), 0, section)
+    checkpoint = Path(case["checkpoint"])
+    model = build_model(read_model_shape(checkpoint), torch.float32, parallel, section)
+    load_hf_weights(model, checkpoint)
+    export = WeightExport(model, case["bucket_bytes"])
+    report: dict[str, Any] = {"names": [spec.name for spec in export.specs]}
+    if parallel.is_main:
+        original = load_file(checkpoint / "model.safetensors")
+        abandon_stream(export)
+        report["wrong"] = check_stream(export, original)
+        del original
+    else:
+        export.serve()
+        export.serve()
+    save_hf_checkpoint(model, checkpoint, out)
+    report["num_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
+    report["peak_bytes"] = parallel.gather_json(peak_of_a_stream(export, parallel.is_main))
+    parallel.close()
+    return report
+
+
+def main(cases: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    reports = []
+    # Groups of one layout must not find what those of another left in torchrun's store: each case has its own.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    for number, case in enumerate(json.loads(cases.read_text())):
+        os.environ["MASTER_PORT"] = str(case["port"])
+        reports.append(run_case(case, out / str(number)))
+    (out / f"reports{os.environ['RANK']}.json").write_text(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

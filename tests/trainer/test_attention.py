@@ -1,0 +1,185 @@
+"""Shared-prompt attention on the CPU equals plain softmax attention of every sample computed unshared and alone.
+
+Shape legend: T rows, H query heads, K key / value heads, D head dimension, L rows of one sample.
+"""
+
+import os
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from benchmarks.memory import allocated
+from trainer.attention import shared_prompt_attention
+from trainer.devices import choose_device
+from trainer.shared_prompt import Part, Segments
+
+CPU = torch.device("cpu")
+LIMITS = {torch.float64: 2e-14, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Largest error allowed, relative to the largest value."""
+
+Lengths = Sequence[tuple[int, Sequence[int]]]
+"""(prompt rows, rows of each response) of each group; a group of which no response row is fed stands last."""
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
+    print(f"attention: TEST_SEED={seed}")
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+def ragged(rng: random.Random, num_groups: int, longest_prompt: int, longest_response: int) -> Lengths:
+    def length(longest: int) -> int:
+        return rng.randint(1, longest)
+
+    return [(length(longest_prompt), [length(longest_response) for _ in range(length(9))]) for _ in range(num_groups)]
+
+
+def make_lengths(name: str, rng: random.Random) -> Lengths:
+    return {
+        "ragged": lambda: ragged(rng, 3, 40, 30),
+        "one response": lambda: [(rng.randint(1, 9), [rng.randint(1, 9)])],
+        "one response of one row": lambda: [(1, [1])],
+        "responses of one row": lambda: [(rng.randint(2, 9), [1] * rng.randint(2, 9)), (3, [1])],
+        "prompts of one token": lambda: [(1, lens) for _, lens in ragged(rng, 4, 1, 12)],
+        "no response row fed": lambda: [(rng.randint(1, 9), []), (rng.randint(1, 9), [])],
+        "a group without fed rows": lambda: [*ragged(rng, 2, 9, 9), (rng.randint(1, 9), [])],
+        "many tiny responses": lambda: [(9, [rng.randint(2, 11) for _ in range(8)]) for _ in range(40)],
+        "tiny responses of ragged prompts": lambda: ragged(rng, 40, 12, 12),
+        "long equal responses": lambda: [(150, [70] * 4), (150, [70] * 4)],
+        "long and tiny": lambda: [(90, [80, 3, 100, 1, 7]), (5, [2, 130])],
+    }[name]()
+
+
+NAMES = (
+    *("ragged", "one response", "one response of one row", "responses of one row", "prompts of one token"),
+    *("no response row fed", "a group without fed rows", "many tiny responses", "tiny responses of ragged prompts"),
+    *("long equal responses", "long and tiny"),
+)
+
+
+def make_segments(lengths: Lengths, padding: int = 0) -> Segments:
+    """All prompts, then all responses, then padding rows that nothing else sees."""
+    prompts, groups = [prompt for prompt, _ in lengths], [lens for _, lens in lengths]
+    lens = (*prompts, *(n for group in groups for n in group), *((padding,) if padding else ()))
+    attended = [(prompt, sum(group)) for prompt, group in lengths if group]
+    cross = Part(tuple(n for _, n in attended), tuple(n for n, _ in attended), False, CPU) if attended else None
+    return Segments(Part(lens, lens, True, CPU), cross, cross_q_start=sum(prompts))
+
+
+def samples_of(lengths: Lengths, padding: int) -> list[tuple[list[int], int]]:
+    """(rows of one sample, how many of its last ones are its own): every prompt, every response with its prompt."""
+    samples, prompt_start, start = [], 0, sum(prompt for prompt, _ in lengths)
+    for prompt, responses in lengths:
+        prompt_rows = list(range(prompt_start, prompt_start + prompt))
+        samples.append((prompt_rows, prompt))
+        for length in responses:
+            samples.append((prompt_rows + list(range(start, start + length)), length))
+            start += length
+        prompt_start += prompt
+    return [*samples, (list(range(start, start + padding)), padding)] if padding else samples
+
+
+def plain_attention(
+    query_LHD: torch.Tensor, key_LKD: torch.Tensor, value_LKD: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention of one sample."""
+    per_key_head = query_LHD.shape[1] // key_LKD.shape[1]
+    key_LHD, value_LHD = (x.repeat_interleave(per_key_head, 1) for x in (key_LKD, value_LKD))
+    scores_HLL = torch.einsum("ihd,jhd->hij", query_LHD, key_LHD) * scale
+    hidden_LL = torch.ones(scores_HLL.shape[1:], dtype=torch.bool).triu(1)
+    return torch.einsum("hij,jhd->ihd", scores_HLL.masked_fill(hidden_LL, -torch.inf).softmax(-1), value_LHD)
+
+
+def unshared_attention(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    samples: Sequence[tuple[list[int], int]],
+    scale: float,
+) -> torch.Tensor:
+    out_THD = torch.zeros_like(query_THD)
+    for rows, num_own in samples:
+        own_out = plain_attention(query_THD[rows], key_TKD[rows], value_TKD[rows], scale)[-num_own:]
+        out_THD = out_THD.index_copy(0, torch.tensor(rows[-num_own:]), own_out)
+    return out_THD
+
+
+def largest_error(lengths: Lengths, dtype: torch.dtype, heads: tuple[int, int, int], padding: int = 0) -> float:
+    """Of output and gradients, relative to the largest value of each; the reference is in float64."""
+    segments = make_segments(lengths, padding)
+    num_heads, num_kv_heads, head_dim = heads
+    shapes = [(segments.num_rows, n, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+    inputs = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+    scale = head_dim**-0.5
+
+    *qkv, dout = (x.requires_grad_() for x in inputs)
+    out = shared_prompt_attention(*qkv, segments, scale, choose_device("cpu").ATTENTION)
+    actual = [out, *torch.autograd.grad(out, qkv, dout.detach())]
+
+    *qkv, dout = (x.detach().double().requires_grad_() for x in inputs)
+    out = unshared_attention(*qkv, samples_of(lengths, padding), scale)
+    expected = [out, *torch.autograd.grad(out, qkv, dout.detach())]
+    assert all(x.dtype == dtype for x in actual)
+    return max(
+        float((a - e).detach().abs().max() / e.detach().abs().max()) for a, e in zip(actual, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_unshared_attention_of_every_sample(name: str, dtype: torch.dtype, rng: random.Random) -> None:
+    lengths = make_lengths(name, rng)
+    assert largest_error(lengths, dtype, rng.choice([(4, 4, 16), (4, 2, 32), (6, 1, 8)])) <= LIMITS[dtype], lengths
+
+
+@pytest.mark.parametrize("padding", [1, 7, 80])
+def test_padding_rows_change_nothing(padding: int, rng: random.Random) -> None:
+    lengths = ragged(rng, 3, 30, 30)
+    assert largest_error(lengths, torch.float64, (4, 2, 16), padding) <= LIMITS[torch.float64], lengths
+
+
+def test_layout_mask_is_what_the_kernel_computes(rng: random.Random) -> None:
+    segments = make_segments(ragged(rng, 4, 12, 12), padding=3)
+    query, key, value = (torch.randn(segments.num_rows, n, 8, dtype=torch.float64) for n in (4, 2, 2))
+    outs = [shared_prompt_attention(query, key, value, segments, 0.3, k) for k in (None, choose_device("cpu").ATTENTION)]
+    torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
+
+
+def test_query_key_and_value_may_be_views_of_one_tensor(rng: random.Random) -> None:
+    segments = make_segments(ragged(rng, 3, 20, 20))
+    fused = torch.randn(segments.num_rows, 8, 16, dtype=torch.float64, requires_grad=True)
+    results = []
+    for parts in (fused.split([4, 2, 2], 1), [x.contiguous() for x in fused.split([4, 2, 2], 1)]):
+        out = shared_prompt_attention(*parts, segments, 0.25, choose_device("cpu").ATTENTION)
+        results.append((out, *torch.autograd.grad(out.square().sum(), fused)))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def memory_of(num_responses: int, rows: int) -> tuple[int, int, int]:
+    """(peak bytes, bytes of the largest tensor, rows) of attention, forward and backward."""
+    segments = make_segments([(64, [rows] * num_responses)])
+    qkv = [torch.randn(segments.num_rows, n, 16, requires_grad=True) for n in (2, 1, 1)]
+    dout = torch.randn(segments.num_rows, 2, 16)
+
+    def run() -> None:
+        out = shared_prompt_attention(*qkv, segments, 0.25, choose_device("cpu").ATTENTION)
+        torch.autograd.grad(out, qkv, dout)
+
+    run()
+    used = allocated(run)
+    return used.peak_bytes, used.largest_bytes, segments.num_rows
+
+
+@pytest.mark.parametrize("more", [(2, 1), (1, 2)])
+def test_memory_is_linear_in_rows_and_has_no_square_tensor(more: tuple[int, int]) -> None:
+    num_responses, rows = 32, 48
+    peak, largest, num_rows = memory_of(num_responses, rows)
+    doubled, _, _ = memory_of(num_responses * more[0], rows * more[1])
+    assert 0 < doubled <= 2 * peak
+    # One byte per pair of rows is what the mask alone would take.
+    assert largest < num_rows**2

@@ -1,0 +1,116 @@
+"""Megatron-core on Ascend NPUs, through torch_npu and MindSpeed.
+
+Neither is imported before `prepare`, which has to run before anything imports Megatron: MindSpeed replaces names in
+Megatron's modules as they are loaded, and sends what they ask of `torch.cuda` to the NPU (branch core_r0.16.0 of
+Ascend/MindSpeed, mindspeed/megatron_adaptor.py).
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from async_rl.errors import ConfigError
+from trainer.devices.npu_attention import NPUAttention
+from trainer.devices.npu_ops import NPUOps
+from trainer.layer_ops import LayerOps
+
+BACKEND = "hccl"
+_LOCAL_RANK = dist.get_node_local_rank(fallback_rank=0)
+
+MODEL_OPTIONS: dict[str, Any] = {
+    # Both are CUDA kernels. Given here although they are Megatron's defaults: MindSpeed fills in what nobody gives.
+    "bias_activation_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+
+ATTENTION = NPUAttention()
+
+_OPS = NPUOps()
+LAYER_OPS = LayerOps(rms_norm=_OPS.rms_norm, rotary=_OPS.rotary, swiglu=_OPS.swiglu)
+
+MEGATRON_SERIES = "0.16"
+"""The megatron-core that MindSpeed's branch core_r0.16.0 replaces names in."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DEVICE":
+        # torch knows the device type by this name only after torch_npu was imported.
+        return torch.device("npu", _LOCAL_RANK)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def prepare() -> None:
+    """Loads torch_npu and MindSpeed and makes this rank's NPU the current device; later calls do nothing.
+
+    Raises:
+        ConfigError: a package is missing or of another version than the others need, or there is no NPU for this rank.
+    """
+    require_versions()
+    loaded = sorted(name for name in sys.modules if name.split(".")[0] == "megatron")
+    assert not loaded, f"{loaded[0]} was imported before the NPU was prepared: choose the device before that import"
+    torch_npu = _import("torch_npu", "load CANN's set_env.sh first, so that its libraries are found")
+    num_devices = torch_npu.npu.device_count()
+    if num_devices <= _LOCAL_RANK:
+        raise ConfigError(
+            f"trainer.device is 'npu' and this is local rank {_LOCAL_RANK}, but torch_npu sees {num_devices} NPU(s): "
+            "check `npu-smi info`, ASCEND_RT_VISIBLE_DEVICES and the number of ranks on this host"
+        )
+    torch_npu.npu.set_device(_LOCAL_RANK)
+    with bare_arguments():
+        _import("mindspeed.megatron_adaptor", "install branch core_r0.16.0 of Ascend/MindSpeed from its source")
+
+
+def require_versions() -> None:
+    """Checks the versions of what is installed without importing it.
+
+    Raises:
+        ConfigError: torch and torch_npu are not a pair, or megatron-core is not the one that MindSpeed is for.
+    """
+    torch_npu = _installed("torch-npu")
+    torch_version = torch.__version__.split("+")[0]
+    if torch_npu.split(".post")[0] != torch_version:
+        raise ConfigError(
+            f"torch {torch_version} and torch_npu {torch_npu} are not a pair: install the torch_npu of the same version"
+        )
+    megatron = _installed("megatron-core")
+    if not megatron.startswith(f"{MEGATRON_SERIES}."):
+        raise ConfigError(
+            f"megatron-core is {megatron}, but MindSpeed's branch core_r0.16.0 is for {MEGATRON_SERIES}: install "
+            "megatron-core 0.16.1"
+        )
+
+
+@contextmanager
+def bare_arguments() -> Iterator[None]:
+    """Hides the command line: MindSpeed parses it on import and would put our options into Megatron's config."""
+    arguments = sys.argv
+    sys.argv = arguments[:1]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        raise ConfigError(
+            f"trainer.device is 'npu' but {package} is not installed: see docs/devices.md for the versions that belong "
+            "together, or set trainer.device to 'cpu'"
+        ) from None
+
+
+def _import(module: str, remedy: str) -> Any:
+    try:
+        return import_module(module)
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"trainer.device is 'npu' but {module} cannot be imported ({error}): {remedy}") from error
