@@ -1,7 +1,7 @@
 """Algorithm 1 on scripted parts: what is called when, and what stops the step."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,8 +10,9 @@ import pytest
 from async_rl.config import TrainSection
 from async_rl.errors import OnPolicyViolation, RewardError
 from async_rl.ledger import Ledger
-from async_rl.loop import train, training_order
+from async_rl.loop import Window, train
 from async_rl.metrics import Recorder
+from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, GroupProof, Prompt, Publication, Response, StepStats, WeightSpan
 
 NUM_PROMPTS = 4
@@ -45,9 +46,14 @@ class ScriptedTrainer:
         self.calls.append(f"publish {number}")
         return Publication(f"v{number}", "f", ("http://a",), 8, 0.0)
 
-    def accumulate(self, group: Group) -> GroupProof:
-        self.calls.append(f"train {group.index}")
-        return GroupProof.of(group, max_logprob_gap=0.0)
+    def windows(self, order: TrainingOrder) -> Iterator[Window]:
+        while groups := order.take(wait=True):
+            yield from ([[group]] for group in groups)
+
+    def accumulate(self, window: Window) -> list[GroupProof]:
+        groups = [group for micro_batch in window for group in micro_batch]
+        self.calls += [f"train {group.index}" for group in groups]
+        return [GroupProof.of(group, max_logprob_gap=0.0) for group in groups]
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
         return list(rows)
@@ -62,8 +68,19 @@ class Prompts:
         return Batch(iteration, {i: Prompt(f"row-{i}", (3, 4), {}) for i in range(NUM_PROMPTS)})
 
 
+class OneByOne:
+    """Groups that finish one after the other."""
+
+    def __init__(self, groups: Iterator[Group]) -> None:
+        self.groups = groups
+
+    def ready(self, wait: bool) -> list[Group]:
+        group = next(self.groups, None) if wait else None
+        return [] if group is None else [group]
+
+
 class ScriptedRollouts:
-    """Yields groups in a given order; notes when each was handed over."""
+    """Finishes groups in a given order; notes when each was handed over."""
 
     def __init__(self, calls: list[str], order: Sequence[int], version: str | None = None) -> None:
         self.calls = calls
@@ -72,24 +89,30 @@ class ScriptedRollouts:
         self.closed = False
 
     @contextmanager
-    def start(self, batch: Batch, version: str) -> Iterator[Iterable[Group]]:
+    def start(self, batch: Batch, version: str) -> Iterator[OneByOne]:
         def groups() -> Iterator[Group]:
             for index in self.order:
                 self.calls.append(f"finish {index}")
                 yield make_group(index, self.version or version, batch.iteration)
 
         try:
-            yield groups()
+            yield OneByOne(groups())
         finally:
             self.closed = True
 
 
 def run(
-    tmp_path: Path, order: Sequence[int] = (2, 0, 3, 1), mode: str = "periodic", train_order: str = "completion"
+    tmp_path: Path,
+    order: Sequence[int] = (2, 0, 3, 1),
+    mode: str = "periodic",
+    train_order: str = "completion",
+    steps_per_batch: int = 1,
 ) -> list[str]:
     trainer = ScriptedTrainer()
     train(
-        TrainSection.model_validate({"iterations": 1, "mode": mode, "order": train_order}),
+        TrainSection.model_validate(
+            {"iterations": 1, "mode": mode, "order": train_order, "steps_per_batch": steps_per_batch}
+        ),
         trainer,
         Prompts(),
         ScriptedRollouts(trainer.calls, order),
@@ -123,9 +146,39 @@ def test_prompt_order_trains_each_group_as_soon_as_its_turn_comes(tmp_path: Path
 
 
 def test_prompt_order_keeps_groups_that_belong_to_no_place(tmp_path: Path) -> None:
-    groups = [make_group(index, "v0") for index in (9, 1, 0, 3, 2)]
-    trained = training_order(groups, TrainSection(iterations=1, order="prompt"), Prompts().batch(0))
-    assert [group.index for group in trained] == [0, 1, 2, 3, 9]
+    groups = OneByOne(make_group(index, "v0") for index in (9, 1, 0, 3, 2))
+    order = TrainingOrder(groups, TrainSection(iterations=1, order="prompt"), [Prompts().batch(0)])
+    order.begin_mini_batch()
+    trained: list[int] = []
+    while ready := order.take(wait=True):
+        trained += [group.index for group in ready]
+    assert trained == [0, 1, 2, 3, 9]
+
+
+def test_every_step_trains_the_prompts_of_its_mini_batch_whatever_finishes_first(tmp_path: Path) -> None:
+    calls = run(tmp_path, order=(3, 1, 2, 0), steps_per_batch=2)
+    assert calls[1:] == [
+        *("finish 3", "finish 1", "train 1", "finish 2", "finish 0", "train 0", "step"),
+        *("train 3", "train 2", "step"),
+    ]
+    records = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [record["prompt_ids"] for record in records] == [["row-0", "row-1"], ["row-2", "row-3"]]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["num_groups"] == NUM_PROMPTS
+
+
+def test_each_complete_iteration_is_announced(tmp_path: Path) -> None:
+    trainer, seen = ScriptedTrainer(), []
+    train(
+        TrainSection(iterations=3),
+        trainer,
+        Prompts(),
+        ScriptedRollouts(trainer.calls, (0, 1, 2, 3)),
+        Ledger(None, 2, 1.0),
+        Recorder(None, 3),
+        first_iteration=1,
+        after_iteration=lambda iteration: seen.append((iteration, trainer.calls.count("step"))),
+    )
+    assert seen == [(1, 1), (2, 2)]
 
 
 def test_weights_move_once_per_iteration(tmp_path: Path) -> None:
@@ -157,13 +210,13 @@ def test_a_failing_producer_ends_the_run_and_is_closed(tmp_path: Path) -> None:
 
     class Failing(ScriptedRollouts):
         @contextmanager
-        def start(self, batch: Batch, version: str) -> Iterator[Iterable[Group]]:
+        def start(self, batch: Batch, version: str) -> Iterator[OneByOne]:
             def groups() -> Iterator[Group]:
                 yield make_group(0, version)
                 raise RewardError("reward 'math' raised on prompt 'row-1'")
 
             try:
-                yield groups()
+                yield OneByOne(groups())
             finally:
                 self.closed = True
 

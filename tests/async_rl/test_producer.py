@@ -13,9 +13,9 @@ from async_rl.config import PoolSection, RewardSection, RolloutSection
 from async_rl.errors import InstanceRefused, NoInstanceLeft, RewardError
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool import InferencePool
-from async_rl.producer import Producer, group_seed
+from async_rl.producer import Producer, RolloutRun, group_seed
 from async_rl.rewards import make_reward
-from async_rl.types import Batch, Prompt
+from async_rl.types import Batch, Group, Prompt
 
 REWARD = """
 import time
@@ -63,12 +63,20 @@ def batch(size: int, *, iteration: int = 0, faults: dict[int, str] | None = None
     return Batch(iteration, {i: Prompt(f"row{i}", (3, 4, 5 + i), row) for i, row in enumerate(rows)})
 
 
+def drain(run: RolloutRun) -> list[Group]:
+    """All groups of a batch, as they finish."""
+    groups: list[Group] = []
+    while ready := run.ready(wait=True):
+        groups += ready
+    return groups
+
+
 def test_every_prompt_of_the_batch_becomes_one_scored_group(instances, make_producer, tokenizer) -> None:
     (instance,) = instances({"delay_s": 0.01})
     producer = make_producer(instance)
     begun = time.monotonic()
     with producer.start(batch(6), "v1") as run:
-        groups = list(run)
+        groups = drain(run)
     assert sorted(group.index for group in groups) == list(range(6))
     for group in groups:
         assert group.prompt.prompt_id == f"row{group.index}" and group.iteration == 0
@@ -87,7 +95,7 @@ def test_start_returns_at_once_and_the_batch_is_generated_beside_the_consumer(in
         assert time.monotonic() - begun < 0.2
         time.sleep(0.8)
         slept = time.monotonic()
-        assert len(list(run)) == 4
+        assert len(drain(run)) == 4
         assert time.monotonic() - slept < 0.1
 
 
@@ -96,7 +104,7 @@ def test_same_run_seed_draws_the_same_samples_and_each_group_has_its_own(instanc
 
     def samples(iteration: int, **options: Any) -> list[tuple[int, ...]]:
         with make_producer(instance, **options).start(batch(3, iteration=iteration), "v1") as run:
-            groups = sorted(run, key=lambda group: group.index)
+            groups = sorted(drain(run), key=lambda group: group.index)
         return [response.token_ids for group in groups for response in group.responses]
 
     assert samples(0) == samples(0)
@@ -113,7 +121,7 @@ def test_group_seeds_leave_room_for_their_children() -> None:
 def test_instance_that_dies_amid_the_batch_costs_no_group(instances, make_producer) -> None:
     two = instances({"delay_s": 0.05}, {"delay_s": 0.05, "die_at": 3})
     with make_producer(*two).start(batch(12), "v1") as run:
-        groups = list(run)
+        groups = drain(run)
     assert sorted(group.index for group in groups) == list(range(12))
     assert sum(group.attempts for group in groups) > 12
     assert {response.instance for group in groups for response in group.responses} <= {i.url for i in two}
@@ -123,14 +131,14 @@ def test_all_instances_dead_ends_the_batch_in_a_named_error(instances, make_prod
     producer = make_producer(*instances({"die_at": 2}, {"die_at": 2}))
     begun = time.monotonic()
     with pytest.raises(NoInstanceLeft), producer.start(batch(8), "v1") as run:
-        list(run)
+        drain(run)
     assert time.monotonic() - begun < 5
 
 
 def test_stale_instance_alone_ends_the_batch(instances, make_producer) -> None:
     producer = make_producer(*instances({"stale": "v0"}))
     with pytest.raises(NoInstanceLeft, match="sampled from weight version 'v0'"), producer.start(batch(2), "v1") as run:
-        list(run)
+        drain(run)
 
 
 @pytest.mark.parametrize(
@@ -143,12 +151,12 @@ def test_failing_reward_cancels_the_siblings_and_surfaces_at_once(
     producer = make_producer(instance)
     begun = time.monotonic()
     with pytest.raises(RewardError, match=message) as caught, producer.start(batch(3, faults={2: fault}), "v1") as run:
-        list(run)
+        drain(run)
     assert time.monotonic() - begun < 5
     assert "roll_out" in "".join(traceback.format_tb(caught.value.__traceback__))
     instance.rescript(slow_token=None)
     with producer.start(batch(3), "v1") as run:
-        assert len(list(run)) == 3
+        assert len(drain(run)) == 3
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -171,5 +179,5 @@ def test_refusal_of_a_request_names_the_prompt(instances, make_producer) -> None
     producer = make_producer(instance)
     instance.rescript(max_model_len=10)
     with pytest.raises(InstanceRefused, match="longer than the model") as caught, producer.start(batch(1), "v1") as run:
-        list(run)
+        drain(run)
     assert caught.value.__notes__ == ["asked for prompt row0, place 0 of iteration 0"]

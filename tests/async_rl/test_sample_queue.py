@@ -19,14 +19,23 @@ def test_queue_ends_after_exactly_its_groups_in_order_of_arrival() -> None:
     queue = SampleQueue(3, "v1")
     for index in (2, 0, 1):
         queue.put(group(index))
-    assert [g.index for g in queue] == [2, 0, 1]
+    assert [g.index for g in queue.ready(wait=True)] == [2, 0, 1]
+    assert queue.ready(wait=True) == []
+
+
+def test_consumer_that_does_not_wait_gets_what_is_there() -> None:
+    queue = SampleQueue(2, "v1")
+    assert queue.ready(wait=False) == []
+    queue.put(group(1))
+    assert [g.index for g in queue.ready(wait=False)] == [1]
+    assert queue.ready(wait=False) == []
 
 
 def test_consumer_waits_for_the_next_group() -> None:
     queue = SampleQueue(1, "v1")
     begun = time.monotonic()
     threading.Timer(0.1, queue.put, [group(0)]).start()
-    assert len(list(queue)) == 1
+    assert len(queue.ready(wait=True)) == 1
     assert 0.08 < time.monotonic() - begun < 2
 
 
@@ -39,7 +48,7 @@ def test_producers_error_surfaces_at_once_with_its_own_traceback() -> None:
         queue.fail(error)
     queue.fail(RuntimeError("a later one"))
     with pytest.raises(KeyError, match="deep down") as caught:
-        next(iter(queue))
+        queue.ready(wait=True)
     assert "test_producers_error" in "".join(traceback.format_tb(caught.value.__traceback__))
 
 
@@ -48,18 +57,17 @@ def test_failure_wakes_a_waiting_consumer() -> None:
     started = time.monotonic()
     threading.Timer(0.05, queue.fail, [RuntimeError("no more")]).start()
     with pytest.raises(RuntimeError, match="no more"):
-        list(queue)
+        queue.ready(wait=True)
     assert time.monotonic() - started < 2
 
 
 def test_close_wakes_a_waiting_consumer_and_lets_later_groups_go() -> None:
     queue = SampleQueue(2, "v1")
     queue.put(group(0))
-    groups = iter(queue)
-    next(groups)
+    queue.ready(wait=True)
     threading.Timer(0.05, queue.close).start()
     with pytest.raises(RuntimeError, match="closed after 1 of 2 groups"):
-        next(groups)
+        queue.ready(wait=True)
     queue.put(group(1))
 
 

@@ -28,6 +28,9 @@ from trainer.parallel import init_parallel
 from trainer.trainer import MegatronTrainer
 
 
+LEARNING_RATE = 1e-3
+
+
 @dataclass(frozen=True)
 class Job:
     """Batches to train under a layout, and what to call the results."""
@@ -79,7 +82,7 @@ def make_trainer(job: Job, parallel: Any, section: TrainerSection) -> MegatronTr
         RolloutSection(),
         AlgorithmSection(**{"kl_coef": 0.1, **job.algorithm}),
         # Adam divides a gradient by its own size: without a larger eps, rounding decides where it is nearly zero.
-        OptimizerSection(learning_rate=1e-3, eps=1e-3),
+        OptimizerSection(learning_rate=LEARNING_RATE, eps=1e-3),
         TrainSection(iterations=10, **job.train),
     )
 

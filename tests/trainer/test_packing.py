@@ -1,0 +1,86 @@
+"""Groups into micro-batches and windows: nothing is lost, nothing waits that need not, and bounds hold."""
+
+import random
+
+import pytest
+
+from async_rl.config import TrainSection
+from async_rl.training_order import TrainingOrder
+from async_rl.types import Batch, Group, Prompt, Response
+from trainer.packing import pack, pack_windows
+from trainer.shared_prompt import num_rows, split_group
+
+
+def make_group(index: int, prompt_len: int, response_lens: tuple[int, ...]) -> Group:
+    responses = tuple(Response((5,) * n, (-1.0,) * n, "", "stop", (), "i") for n in response_lens)
+    return Group(0, index, Prompt(f"p{index}", (3,) * prompt_len, {}), responses, (0.0,) * len(responses), "v", 0, 1)
+
+
+class Scripted:
+    """Groups that arrive in given bursts, one burst per question."""
+
+    def __init__(self, *bursts: list[Group]) -> None:
+        self.bursts = list(bursts)
+
+    def ready(self, wait: bool) -> list[Group]:
+        while wait and self.bursts and not self.bursts[0]:
+            self.bursts.pop(0)
+        return self.bursts.pop(0) if self.bursts else []
+
+
+def order_of(source: Scripted, order: str, size: int) -> TrainingOrder:
+    batch = Batch(0, {i: Prompt(f"p{i}", (3,), {}) for i in range(size)})
+    training = TrainingOrder(source, TrainSection(iterations=1, order=order), [batch])
+    training.begin_mini_batch()
+    return training
+
+
+def indexes(window: list[list[Group]]) -> list[list[int]]:
+    return [[group.index for group in micro_batch] for micro_batch in window]
+
+
+def test_micro_batches_hold_whole_groups_up_to_the_bound() -> None:
+    groups = [make_group(i, 4, lens) for i, lens in enumerate([(3, 3), (5,), (9, 9), (2,), (2,)])]
+    assert [num_rows(group) for group in groups] == [8, 8, 20, 5, 5]
+    assert indexes(pack(groups, 16)) == [[0, 1], [2], [3, 4]]
+
+
+@pytest.mark.parametrize("whole_backlog", [False, True])
+@pytest.mark.parametrize("order", ["completion", "prompt"])
+def test_windows_hold_every_group_once_whatever_arrives_when(order: str, whole_backlog: bool) -> None:
+    rng = random.Random()
+    for _ in range(50):
+        groups = [make_group(i, rng.randint(1, 9), (rng.randint(1, 9), rng.randint(1, 9))) for i in range(12)]
+        shuffled = rng.sample(groups, len(groups))
+        cuts = sorted(rng.randrange(13) for _ in range(5))
+        bursts = [shuffled[a:b] for a, b in zip([0, *cuts], [*cuts, 12], strict=True)]
+        windows = list(pack_windows(order_of(Scripted(*bursts), order, 12), 30, whole_backlog))
+        trained = [index for window in windows for micro_batch in indexes(window) for index in micro_batch]
+        assert sorted(trained) == list(range(12))
+        if order == "prompt":
+            assert trained == list(range(12))
+            assert [m for w in windows for m in indexes(w)] == indexes(pack(groups, 30))
+        for micro_batch in (micro_batch for window in windows for micro_batch in window):
+            assert sum(map(num_rows, micro_batch)) <= 30
+        assert whole_backlog or all(len(window) == 1 for window in windows)
+
+
+def test_in_order_of_completion_the_first_group_does_not_wait_for_company() -> None:
+    source = Scripted([make_group(1, 4, (3,))], [], [make_group(0, 4, (3,))])
+    windows = pack_windows(order_of(source, "completion", 2), 100, whole_backlog=False)
+    assert indexes(next(windows)) == [[1]]
+    assert indexes(next(windows)) == [[0]]
+
+
+def test_a_pipeline_gets_the_whole_backlog_in_one_window() -> None:
+    source = Scripted([make_group(i, 4, (3,)) for i in range(4)])
+    (window,) = pack_windows(order_of(source, "completion", 4), 12, whole_backlog=True)
+    assert indexes(window) == [[0, 1], [2, 3]]
+
+
+def test_long_group_is_split_between_responses_and_every_part_holds_at_least_one() -> None:
+    group = make_group(0, 10, (4, 8, 30, 2, 1, 1))
+    parts = split_group(group, 22)
+    assert [(part.start, part.stop) for part in parts] == [(0, 2), (2, 3), (3, 6)]
+    assert [part.num_rows for part in parts] == [20, 39, 11]
+    assert [(p.start, p.stop) for p in split_group(group, 1)] == [(i, i + 1) for i in range(4)] + [(4, 5), (5, 6)]
