@@ -40,8 +40,8 @@ class Plan:
 
 
 def num_ports(config: Config) -> int:
-    """How many free ports `plan` needs: one per instance and one for the trainer's own rendezvous."""
-    return config.inference.num_instances + 1
+    """How many free ports `plan` needs: one per instance."""
+    return config.inference.num_instances
 
 
 def plan(
@@ -65,12 +65,11 @@ def plan(
             f"{config.inference.num_instances}: remove the key, or start the trainer alone with torchrun -m trainer"
         )
     if len(ports) != num_ports(config):
-        raise ConfigError(f"{len(ports)} ports were given, expected {num_ports(config)}: one per instance and one more")
-    *instance_ports, master_port = ports
+        raise ConfigError(f"{len(ports)} ports were given, expected {num_ports(config)}: one per instance")
     instance_cores, trainer_cores = split_cores(cores, config.inference.num_instances)
-    instances = tuple(_instance(config, i, port, instance_cores[i : i + 1]) for i, port in enumerate(instance_ports))
-    urls = tuple(f"http://{HOST}:{port}" for port in instance_ports)
-    trainer = _trainer(config_path, config, overrides, urls, master_port, trainer_cores)
+    instances = tuple(_instance(config, i, port, instance_cores[i : i + 1]) for i, port in enumerate(ports))
+    urls = tuple(f"http://{HOST}:{port}" for port in ports)
+    trainer = _trainer(config_path, config, overrides, urls, trainer_cores)
     return Plan(instances, trainer, urls)
 
 
@@ -112,13 +111,12 @@ def _trainer(
     config: Config,
     overrides: Sequence[str],
     urls: Sequence[str],
-    master_port: int,
     cores: tuple[int, ...],
 ) -> Process:
     argv = [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc-per-node", str(config.trainer.num_local_ranks)),
-        *("--master-addr", HOST, "--master-port", str(master_port)),
+        # Finds the port of its rendezvous itself, and so cannot lose it to another process in between.
+        *("--standalone", "--local-addr", HOST, "--nproc-per-node", str(config.trainer.num_local_ranks)),
         *("-m", "trainer", str(config_path), *overrides),
         *("--pool.instances", json.dumps(list(urls))),
     ]

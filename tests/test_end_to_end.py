@@ -157,6 +157,24 @@ def test_two_replicas_and_two_instances_share_each_batch(run: Run) -> None:
     assert_proven(run, 3)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--trainer.tensor_parallel", "2", "--trainer.sequence_parallel", "true", "--algorithm.kl_coef", "0.05"),
+        ("--trainer.pipeline_parallel", "2", "--train.steps_per_batch", "2", "--algorithm.old_policy", "model"),
+    ],
+)
+def test_the_whole_loop_runs_on_a_divided_model(run: Run, layout: tuple[str, ...]) -> None:
+    run.start(*layout, "--inference.num_instances", "2", "--trainer.micro_batch_tokens", "100")
+    assert run.finish() == 0, run.everything_said()
+    steps = 2 if "--train.steps_per_batch" in layout else 1
+    proofs = run.lines("ledger.jsonl")
+    assert [proof["iteration"] for proof in proofs] == [i for i in range(3) for _ in range(steps)]
+    assert all(proof["on_policy"] and proof["num_groups"] == 6 // steps for proof in proofs)
+    assert all(record["max_logprob_gap"] < 1e-3 for record in run.lines("metrics.jsonl"))
+    assert AutoModelForCausalLM.from_pretrained(run.dir / "model") is not None
+
+
 def test_synchronous_mode_and_prompt_order_run_too(run: Run) -> None:
     run.start("--train.mode", "synchronous", "--train.order", "prompt", "--algorithm.kl_coef", "0.05")
     assert run.finish() == 0, run.everything_said()

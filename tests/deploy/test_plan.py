@@ -27,7 +27,7 @@ def option(argv: tuple[str, ...], name: str) -> str:
 
 
 def test_an_instance_is_started_with_the_configs_values() -> None:
-    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1, 2, 3], ports=[8001, 8002, 9000])
+    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1, 2, 3], ports=[8001, 8002])
     argv = made.instances[1].argv
     assert argv[1:3] == ("-m", "inference_service")
     expected = {
@@ -48,10 +48,10 @@ def test_an_instance_is_started_with_the_configs_values() -> None:
 
 def test_the_trainer_runs_under_torchrun_with_overrides_and_the_instances() -> None:
     overrides = ["--train.iterations", "5"]
-    made = plan(Path("c.toml"), make_config(), overrides, cores=[], ports=[8001, 8002, 9000])
+    made = plan(Path("c.toml"), make_config(), overrides, cores=[], ports=[8001, 8002])
     argv = made.trainer.argv
     assert argv[1:3] == ("-m", "torch.distributed.run")
-    assert (option(argv, "--nproc-per-node"), option(argv, "--master-port")) == ("2", "9000")
+    assert "--standalone" in argv and option(argv, "--nproc-per-node") == "2"
     assert argv[-7:] == (
         *("-m", "trainer", "c.toml", "--train.iterations", "5", "--pool.instances"),
         '["http://127.0.0.1:8001", "http://127.0.0.1:8002"]',
@@ -59,7 +59,7 @@ def test_the_trainer_runs_under_torchrun_with_overrides_and_the_instances() -> N
 
 
 def test_every_process_has_one_thread_and_a_log_of_its_own() -> None:
-    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1], ports=[8001, 8002, 9000])
+    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1], ports=[8001, 8002])
     processes = [*made.instances, made.trainer]
     assert all(process.env["OMP_NUM_THREADS"] == "1" for process in processes)
     assert [str(process.log_file) for process in processes] == [
@@ -84,13 +84,13 @@ def test_instances_take_the_first_cores_and_the_trainer_the_others(
 
 
 def test_processes_are_kept_on_their_cores() -> None:
-    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1, 2], ports=[8001, 8002, 9000])
+    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1, 2], ports=[8001, 8002])
     assert [process.cores for process in made.instances] == [(0,), (1,)]
     assert made.trainer.cores == (2,)
 
 
 def test_without_cores_nothing_is_pinned() -> None:
-    made = plan(Path("c.toml"), make_config(), [], cores=[], ports=[8001, 8002, 9000])
+    made = plan(Path("c.toml"), make_config(), [], cores=[], ports=[8001, 8002])
     assert [process.cores for process in (*made.instances, made.trainer)] == [(), (), ()]
 
 
@@ -100,7 +100,7 @@ def test_instances_that_run_elsewhere_are_refused() -> None:
         plan(Path("c.toml"), config, [], cores=[], ports=[1, 2, 3])
 
 
-def test_a_port_for_each_instance_and_the_trainer_is_needed() -> None:
-    assert num_ports(make_config()) == 3
-    with pytest.raises(ConfigError, match="2 ports were given, expected 3"):
-        plan(Path("c.toml"), make_config(), [], cores=[], ports=[1, 2])
+def test_a_port_for_each_instance_is_needed() -> None:
+    assert num_ports(make_config()) == 2
+    with pytest.raises(ConfigError, match="1 ports were given, expected 2"):
+        plan(Path("c.toml"), make_config(), [], cores=[], ports=[1])
