@@ -7,13 +7,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test check format bench-overlap clean
+.PHONY: quickstart test test-gpu check format bench-overlap bench-gpu clean
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -26,6 +29,9 @@ format: $(READY)
 
 bench-overlap: $(READY)
 	$(BIN)/python -m benchmarks.overlap --json $(ARGS)
+
+bench-gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu --json $(ARGS)
 
 # torch first and pinned, so that no other package pulls another build of it.
 $(READY): pyproject.toml constraints.txt

@@ -8,6 +8,7 @@ from async_rl import __version__
 PROGRAMS = {
     "quickstart": ("deploy.quickstart", "a small model learns on this machine, both pools included"),
     "run": ("deploy.local", "start instances and trainer of a config on this machine: async-rl run CONFIG"),
+    "export": ("trainer.export", "write a run's checkpoint for inference: async-rl export RUN --to DIR"),
     "serve": ("inference_service", "start one inference instance: async-rl serve --model PATH"),
 }
 

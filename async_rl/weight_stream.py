@@ -1,18 +1,21 @@
 """The one weight transport, both ends of it: a group of one sender and all receivers, buckets, and the fingerprint.
 
 The trainer's first rank is rank 0 and the only source; every worker of every inference instance is one more rank.
-Tensors travel in a given order, packed into buckets of bytes, by `torch.distributed` broadcast (gloo, nccl or hccl).
-Before each update every receiver announces through the group's store that it accepted the list of tensors; the sender
-broadcasts only then, so a refused list never leaves it stuck in a collective.
+Tensors travel in a given order by `torch.distributed` broadcast (gloo, nccl or hccl): large ones alone, out of and into
+their own memory, small ones packed into buckets. One message is hashed while another travels. Before each update every
+receiver announces through the group's store that it accepted the list of tensors; the sender broadcasts only then, so a
+refused list never leaves it stuck in a collective.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,14 @@ import xxhash
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported only where torch has distributed
 
 from async_rl.errors import ConfigError, PublishError
+
+T = TypeVar("T")
+
+ALONE_BYTES = 2**20
+"""A tensor of this size is worth a message of its own: copying it into a bucket costs more than the message."""
+
+NUM_IN_FLIGHT = 2
+"""Messages that travel at once, so that the next one is under way while one is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +71,43 @@ class Fingerprint:
         return self._fold.hexdigest()
 
 
-def buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
-    """Cuts the stream into consecutive runs of at most `bucket_bytes`; a larger tensor is a bucket of its own.
+def buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
+    """Cuts the stream into consecutive runs of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+    return _cut(specs, lambda spec: spec.num_bytes, bucket_bytes, alone_bytes=None)
 
-    Both ends derive the same cuts from the same specs and size.
-    """
-    bucket: list[TensorSpec] = []
+
+def _messages(items: Iterable[T], spec_of: Callable[[T], TensorSpec], bucket_bytes: int) -> Iterator[list[T]]:
+    """What travels in one broadcast each; both ends derive the same cuts from the same specs and size."""
+    return _cut(items, lambda item: spec_of(item).num_bytes, bucket_bytes, ALONE_BYTES)
+
+
+def _cut(
+    items: Iterable[T], num_bytes_of: Callable[[T], int], bucket_bytes: int, alone_bytes: int | None
+) -> Iterator[list[T]]:
+    bucket: list[T] = []
     size = 0
-    for spec in specs:
-        if bucket and size + spec.num_bytes > bucket_bytes:
+    for item in items:
+        num_bytes = num_bytes_of(item)
+        alone = alone_bytes is not None and num_bytes >= alone_bytes
+        if bucket and (alone or size + num_bytes > bucket_bytes):
             yield bucket
             bucket, size = [], 0
-        bucket.append(spec)
-        size += spec.num_bytes
+        if alone:
+            yield [item]
+            continue
+        bucket.append(item)
+        size += num_bytes
     if bucket:
         yield bucket
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A broadcast under way: the bytes that travel, uint8 [num_bytes], and the tensors in them."""
+
+    work: Any
+    data: torch.Tensor
+    specs: list[TensorSpec]
 
 
 class WeightGroup:
@@ -134,34 +167,74 @@ class WeightGroup:
         ]
 
     def send(self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], bucket_bytes: int) -> str:
-        """Broadcasts all tensors of the stream, in order, and returns the fingerprint of what was sent."""
+        """Broadcasts all tensors of the stream, in order, and returns the fingerprint of what was sent.
+
+        A tensor must keep its values until the end of the call. The stream is closed if it could not be sent to its
+        end, since others may take part in it.
+        """
         fingerprint = Fingerprint()
-        bucket: list[torch.Tensor] = []
-        size = 0
-        for spec, tensor in stream:
-            data = tensor.detach().to(self._device).contiguous().view(-1).view(torch.uint8)
-            fingerprint.add(spec, data)
-            if bucket and size + data.numel() > bucket_bytes:
-                self._broadcast(torch.cat(bucket))
-                bucket, size = [], 0
-            bucket.append(data)
-            size += data.numel()
-        if bucket:
-            self._broadcast(torch.cat(bucket))
+        in_flight: deque[_Message] = deque()
+        try:
+            for items in _messages(stream, lambda item: item[0], bucket_bytes):
+                parts = [
+                    tensor.detach().to(self._device).contiguous().view(-1).view(torch.uint8) for _, tensor in items
+                ]
+                data = parts[0] if len(parts) == 1 else torch.cat(parts)
+                in_flight.append(self._start(data, [spec for spec, _ in items]))
+                for (spec, _), part in zip(items, parts, strict=True):
+                    fingerprint.add(spec, part)
+                while len(in_flight) >= NUM_IN_FLIGHT:
+                    self._wait(in_flight.popleft())
+            while in_flight:
+                self._wait(in_flight.popleft())
+        finally:
+            _let_end(in_flight)
+            if isinstance(stream, Generator):
+                stream.close()
         return fingerprint.hexdigest()
 
-    def receive(self, specs: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Yields (spec, tensor) in stream order; a tensor is a view into its bucket, valid until the next step."""
-        for bucket in buckets(specs, bucket_bytes):
-            data = torch.empty(sum(spec.num_bytes for spec in bucket), dtype=torch.uint8, device=self._device)
-            self._broadcast(data)
-            start = 0
-            for spec in bucket:
-                raw = data[start : start + spec.num_bytes]
-                start += spec.num_bytes
-                # A tensor may start at any byte of the bucket; a typed view needs its own alignment.
-                aligned = raw if raw.storage_offset() % spec.dtype.itemsize == 0 else raw.clone()
-                yield spec, aligned.view(spec.dtype).view(spec.shape)
+    def receive(
+        self, specs: Sequence[TensorSpec], bucket_bytes: int, into: Mapping[str, torch.Tensor] | None = None
+    ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Yields (spec, tensor) in stream order.
+
+        A tensor that `into` has a contiguous place for (of the spec's dtype and shape, on the group's device) has been
+        put there, and is that place; any other is a view of its message, valid until the next step. Places are written
+        from the start of the first step on, before their tensors are yielded.
+        """
+        places = into or {}
+        in_flight: deque[_Message] = deque()
+        try:
+            for message in _messages(specs, lambda spec: spec, bucket_bytes):
+                in_flight.append(self._start(self._room_for(message, places), message))
+                if len(in_flight) > NUM_IN_FLIGHT:
+                    yield from self._arrived(in_flight.popleft(), places)
+            while in_flight:
+                yield from self._arrived(in_flight.popleft(), places)
+        finally:
+            _let_end(in_flight)
+
+    def _room_for(self, message: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        place = places.get(message[0].name) if len(message) == 1 else None
+        if place is not None and place.is_contiguous():
+            return place.view(-1).view(torch.uint8)
+        return torch.empty(sum(spec.num_bytes for spec in message), dtype=torch.uint8, device=self._device)
+
+    def _arrived(
+        self, message: _Message, places: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """The tensors of a message, each in its place, once it is here."""
+        self._wait(message)
+        for spec, raw in zip(
+            message.specs, message.data.split([spec.num_bytes for spec in message.specs]), strict=True
+        ):
+            # A tensor may start at any byte of the message; a typed view needs its own alignment.
+            aligned = raw if raw.storage_offset() % spec.dtype.itemsize == 0 else raw.clone()
+            tensor = aligned.view(spec.dtype).view(spec.shape)
+            place = places.get(spec.name)
+            if place is not None and place.data_ptr() != tensor.data_ptr():
+                tensor = place.copy_(tensor)
+            yield spec, tensor
 
     def close(self) -> None:
         """Drops the connections, which ends the wait of any other member; a second call does nothing."""
@@ -170,18 +243,31 @@ class WeightGroup:
             # gloo closes its sockets only with the object itself.
             self._group = None
 
-    def _broadcast(self, data: torch.Tensor) -> None:
+    def _start(self, data: torch.Tensor, specs: list[TensorSpec]) -> _Message:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
+        try:
+            return _Message(self._group.broadcast([data], options), data, specs)
+        except RuntimeError as error:
+            raise PublishError(f"the weight broadcast broke: {error}") from error
+
+    def _wait(self, message: _Message) -> None:
         started = time.monotonic()
         try:
-            self._group.broadcast([data], options).wait()
+            message.work.wait()
         except RuntimeError as error:
             waited = time.monotonic() - started
             raise PublishError(
                 f"the weight broadcast broke after {waited:.1f} s (timeout {self._timeout_s:g} s): {error}"
             ) from error
+
+
+def _let_end(messages: Iterable[_Message]) -> None:
+    """Waits for what an error left under way: until then it holds connections, and writes where it was told to."""
+    for message in messages:
+        with suppress(RuntimeError):
+            message.work.wait()
 
 
 def _make_group(store: TCPStore, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:

@@ -15,7 +15,6 @@ import torch
 
 from async_rl.errors import AsyncRLError
 from async_rl.protocol import InitInfo, UpdateInfo
-from async_rl.weight_stream import TensorSpec
 from inference_service.engine import EngineFault
 from inference_service.weight_transfer.receiver import WeightReceiver, check_update, model_specs
 
@@ -27,10 +26,10 @@ class Phase(enum.Enum):
 
 
 class WeightUpdate:
-    """Moves received tensors into the model's parameters and knows whether the weights are whole."""
+    """Receives tensors straight into the model's parameters and knows whether the weights are whole."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._parameters = dict(model.named_parameters())
+        self._places = {name: parameter.detach() for name, parameter in model.named_parameters()}
         self._specs = model_specs(model)
         self._receiver = WeightReceiver()
         self._received: set[str] = set()
@@ -79,8 +78,9 @@ class WeightUpdate:
         if self._phase is not Phase.UPDATING:
             raise EngineFault("no weight update is going on: call /start_weight_update first")
         specs = check_update(update, self._specs)
+        self._touched = True
         try:
-            self._receiver.receive(specs, self._load)
+            self._receiver.receive(specs, self._places)
         except (AsyncRLError, RuntimeError) as error:
             self._break(f"a weight stream broke: {error}")
             raise EngineFault(f"a weight stream broke, the instance is out of service: {error}") from error
@@ -104,11 +104,6 @@ class WeightUpdate:
             raise EngineFault(f"the weight update is not complete, the instance is out of service: {reason}")
         self._phase = Phase.SERVING
         self._fault = None
-
-    def _load(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
-        self._touched = True
-        with torch.no_grad():
-            self._parameters[spec.name].copy_(tensor)
 
     def _break(self, reason: str) -> None:
         self._phase = Phase.BROKEN

@@ -39,10 +39,13 @@ def run(config: Config, token: str | None) -> None:
     # After the config was found good, so that a typo does not wait for torch and Megatron to load.
     from async_rl.loop import train
     from trainer.devices import choose_device
+
+    device = choose_device(config.trainer.device)
+    # On an NPU, MindSpeed has to be loaded before Megatron is.
     from trainer.parallel import init_parallel
     from trainer.session import open_session
 
-    parallel = init_parallel(choose_device(config.trainer.device), config.run.seed, config.trainer)
+    parallel = init_parallel(device, config.run.seed, config.trainer)
     try:
         with open_session(config, parallel, token) as session:
             train(config.train, session.replica, session.prompts, session.rollouts, session.ledger, session.recorder)

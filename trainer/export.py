@@ -79,7 +79,7 @@ def require_empty(target: Path) -> None:
 
 
 def export(checkpoint: Path, target: Path, parallel: Parallel) -> None:
-    """Writes the policy of `checkpoint` to `target`; config, tokenizer and the like are those of the run's `model.path`.
+    """Writes the policy of `checkpoint` to `target`; config, tokenizer and so on are those of the run's `model.path`.
 
     Raises:
         ConfigError: the checkpoint is damaged, or the run's model is no longer there.

@@ -26,6 +26,10 @@ class FrozenModel:
             self._on_host = {name: self._host_copy(p.data) for name, p in model.named_parameters()}
             self._let_go()
 
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The model's parameters; empty tensors where their weights are on the host."""
+        return self._model.parameters()
+
     def copy_from(self, source: SharedPromptGPT) -> None:
         """Takes over the weights of `source`, a model of the same shape and layout."""
         weights = dict(source.named_parameters())

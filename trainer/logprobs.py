@@ -27,8 +27,8 @@ def response_logprobs(
     """(log softmax(logits / temperature) of each label at its row, with gradient; entropy there, without): [N] each.
 
     float32, or float64 where the hidden rows are; the products with the weights are in the weights' dtype. One row may
-    serve several labels (a prompt's last row serves the first token of every response), so the softmax is taken once per
-    row. The gradient of the hidden rows is the part that this rank's vocabulary gives; the caller sums the ranks'.
+    serve several labels (a prompt's last row serves the first token of every response), so the softmax is taken once
+    per row. The gradient of the hidden rows is the part that this rank's vocabulary gives; the caller sums the ranks'.
     """
     return _ResponseLogprobs.apply(hidden_RH, weight_VH, label_rows_N, labels_N, temperature)
 
@@ -50,8 +50,8 @@ class _ResponseLogprobs(torch.autograd.Function):
         lses, entropies = [], []
         for rows in _chunks(hidden_RH, weight_VH):
             logits_CV = _logits(hidden_RH[rows], weight_VH, temperature)
-            *place, is_here_N = _places(label_rows_N, own_labels_N, rows, logits_CV)
-            label_logits_N += logits_CV[tuple(place)] * is_here_N
+            place, is_here_N = _places(label_rows_N, own_labels_N, rows, logits_CV)
+            label_logits_N += logits_CV[place] * is_here_N
             lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
             logprobs_CV = logits_CV.sub_(lse_C1)
             lses.append(lse_C1[:, 0])
@@ -72,9 +72,9 @@ class _ResponseLogprobs(torch.autograd.Function):
         dweight_VH = torch.zeros_like(weight_VH, dtype=_wide(weight_VH.dtype))
         for rows in _chunks(hidden_RH, weight_VH):
             logits_CV = _logits(hidden_RH[rows], weight_VH, ctx.temperature)
-            *place, is_here_N = _places(label_rows_N, own_labels_N, rows, logits_CV)
+            place, is_here_N = _places(label_rows_N, own_labels_N, rows, logits_CV)
             dlogits_CV = logits_CV.sub_(lse_R[rows, None]).exp_().mul_(-sums_R[rows, None])
-            dlogits_CV.index_put_(tuple(place), dlogprobs_N * is_here_N, accumulate=True)
+            dlogits_CV.index_put_(place, dlogprobs_N * is_here_N, accumulate=True)
             dscores_CV = dlogits_CV.div_(ctx.temperature).to(weight_VH.dtype)
             torch.mm(dscores_CV, weight_VH, out=dhidden_RH[rows])
             if dweight_VH.dtype == dscores_CV.dtype:
@@ -102,7 +102,7 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float
 
 def _places(
     label_rows_N: torch.Tensor, own_labels_N: torch.Tensor, rows: slice, logits_CV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """(row, column) of every label in a chunk's logits, and whether it is there; one that is not gets some other place.
 
     Choosing the labels that are there would wait for the device.
@@ -110,7 +110,7 @@ def _places(
     num_rows, num_columns = logits_CV.shape
     row_N, column_N = label_rows_N - rows.start, own_labels_N
     is_here_N = (row_N >= 0) & (row_N < num_rows) & (column_N >= 0) & (column_N < num_columns)
-    return row_N.clamp(0, num_rows - 1), column_N.clamp(0, num_columns - 1), is_here_N
+    return (row_N.clamp(0, num_rows - 1), column_N.clamp(0, num_columns - 1)), is_here_N
 
 
 def _over_ranks(

@@ -3,7 +3,7 @@
 All calls block; the engine runs them in a thread of its own. Every wait ends within the group's `timeout_s`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -96,8 +96,8 @@ class WeightReceiver:
         self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
         self._info = info
 
-    def receive(self, specs: Sequence[TensorSpec], load: Callable[[TensorSpec, torch.Tensor], None]) -> None:
-        """Tells the sender that this stream is welcome, and hands every tensor to `load` as it arrives.
+    def receive(self, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor]) -> None:
+        """Tells the sender that this stream is welcome, and puts every tensor into its place in `into`.
 
         Raises:
             PublishError: no group was joined, or it broke; it is left then, and must be joined anew.
@@ -107,8 +107,7 @@ class WeightReceiver:
         fingerprint = Fingerprint()
         try:
             self._group.announce(self._info.rank_offset)
-            for spec, tensor in self._group.receive(specs, self._info.bucket_bytes):
-                load(spec, tensor)
+            for spec, tensor in self._group.receive(specs, self._info.bucket_bytes, into):
                 fingerprint.add(spec, tensor.view(-1).view(torch.uint8))
         except Exception:
             # Whatever went wrong, the two ends no longer agree where in the stream they are.

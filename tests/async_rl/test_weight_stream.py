@@ -88,7 +88,7 @@ def test_two_receivers_get_every_byte_and_the_same_fingerprint(bucket_bytes: int
 
 
 def test_a_receiver_that_dies_ends_the_broadcast_in_a_named_error() -> None:
-    workers = Workers(1, 1 << 20, timeout_s=3.0)
+    workers = Workers(1, 1 << 20)
     workers.tell("die")
     workers.processes[0].join()
     workers.group.next_update()

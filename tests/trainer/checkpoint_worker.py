@@ -1,12 +1,18 @@
 """Training ranks of `test_checkpoint.py`, also used by it in its own process: runs that save and resume.
 
-Arguments: a JSON file, `[{"layout": TrainerSection, "runs": [Run]}]`; everything in it runs in this order.
+Arguments: a JSON file, `{"layouts": [[TrainerSection, [Run]]], "kill": seconds}`. Under torchrun there is one layout, and
+this is one of its ranks. Otherwise two ranks are started for each layout, one layout after the other; or with "kill" one
+rank, which is killed again and again, so many seconds at most after it has saved.
 """
 
 import json
 import os
 import pickle
+import random
+import signal
+import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +22,7 @@ import torch
 from async_rl.config import Config, TrainerSection, parse_config
 from async_rl.types import Group
 from trainer.checkpoint import Checkpoints
+from trainer.checkpoint_files import newest_checkpoint
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
 from trainer.trainer import MegatronTrainer
@@ -34,6 +41,9 @@ SETTINGS = {
     },
     "train": {"iterations": 6},
 }
+
+NUM_KILLS = 5
+TIMEOUT_S = 120
 
 
 def run_config(path: str, **sections: dict[str, Any]) -> Config:
@@ -107,14 +117,62 @@ def train_elementwise(trainer: MegatronTrainer, iteration: int) -> None:
 
 
 def main(file: str) -> None:
+    work = json.loads(Path(file).read_text())
+    for layout, runs in work["layouts"]:
+        if "RANK" in os.environ:
+            run_all(runs, layout)
+        elif "kill" in work:
+            for _ in range(NUM_KILLS):
+                run_and_kill(runs[0], layout, random.uniform(0, work["kill"]))
+        else:
+            run_on_two_ranks(runs, layout)
+
+
+def run_all(runs: list[dict[str, Any]], layout: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    for number, work in enumerate(json.loads(Path(file).read_text())):
-        # Names of its own in torchrun's store for the process groups of each layout.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        parallel = init_parallel(choose_device("cpu"), 3, TrainerSection(**work["layout"]))
-        for run in work["runs"]:
-            Run(**run)(parallel)
-        parallel.close()
+    parallel = init_parallel(choose_device("cpu"), 3, TrainerSection(**layout))
+    for run in runs:
+        Run(**run)(parallel)
+    parallel.close()
+
+
+def fork(runs: list[dict[str, Any]], layout: dict[str, Any], **environment: str) -> int:
+    """A process that does `run_all`; cheaper than a new program, and safe while this one has only imported."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(TIMEOUT_S)
+        os.environ.update(environment)
+        run_all(runs, layout)
+        os._exit(0)
+    return child
+
+
+def run_on_two_ranks(runs: list[dict[str, Any]], layout: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    # What torchrun says to its ranks.
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+    children = {fork(runs, layout, RANK=str(rank), **common) for rank in range(2)}
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            raise RuntimeError(f"a rank of the layout {layout} ended with status {status}")
+
+
+def run_and_kill(run: dict[str, Any], layout: dict[str, Any], after_s: float) -> None:
+    """A run that goes on from its newest checkpoint, and is killed after it has saved another."""
+    directory = Path(run["directory"])
+    newest = newest_checkpoint(directory)
+    child = fork([run | {"load": newest and str(newest)}], layout)
+    while newest_checkpoint(directory) == newest:
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the run ended"
+        time.sleep(0.001)
+    time.sleep(after_s)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One rank of `test_weight_export.py`, started by torchrun: loads and streams models under several layouts in turn.
 
-Arguments: a JSON file with [{"checkpoint", "layout", "bucket_bytes", "port"}, ...], and an output directory. The main rank
-compares every stream with the checkpoint's file; every rank reports how much memory a stream took.
+Arguments: a JSON file with [{"checkpoint", "layout", "bucket_bytes", "port"}, ...], and an output directory. The main
+rank compares every stream with the checkpoint's file; every rank reports how much memory a stream took.
 """
 
 import ctypes

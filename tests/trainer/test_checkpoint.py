@@ -5,10 +5,8 @@ import math
 import os
 import pickle
 import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +18,7 @@ from torch.distributed import checkpoint as dcp
 
 from async_rl.errors import ConfigError
 from async_rl.types import Group
-from tests.trainer.checkpoint_worker import Run, make_trainer, run_config, train_elementwise
+from tests.trainer.checkpoint_worker import TIMEOUT_S, Run, make_trainer, run_config, train_elementwise
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint_files import checkpoint_path, newest_checkpoint, whole_checkpoints
 from trainer.checkpoint_tensors import boxes
@@ -34,18 +32,17 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def start_ranks(num_ranks: int, work: list[dict[str, Any]], tmp_path: Path) -> subprocess.Popen[bytes]:
+def start(tmp_path: Path, *layouts: tuple[dict[str, Any], list[Run]], torchrun: bool = False, **work: Any) -> None:
+    """Runs the worker, see there; with `torchrun` as two ranks of it."""
     file = tmp_path / "work.json"
-    file.write_text(json.dumps(work, default=asdict))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return subprocess.Popen(
-        [sys.executable, *(torchrun if num_ranks > 1 else []), str(WORKER), str(file)],
+    file.write_text(json.dumps({"layouts": [(layout, list(map(asdict, runs))) for layout, runs in layouts], **work}))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    subprocess.run(
+        [sys.executable, *launcher, WORKER, file],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])},
+        timeout=TIMEOUT_S,
+        check=True,
     )
-
-
-def run_ranks(num_ranks: int, work: list[dict[str, Any]], tmp_path: Path) -> None:
-    assert start_ranks(num_ranks, work, tmp_path).wait(timeout=120) == 0
 
 
 def whole_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -72,8 +69,8 @@ def saved(tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path) -
     return model, directory
 
 
-def load(path: Path, model: Path, parallel: Parallel, **sections: dict[str, Any]) -> None:
-    config = run_config(str(model), **sections)
+def load(path: Path, model_path: Path, parallel: Parallel, **sections: dict[str, Any]) -> None:
+    config = run_config(str(model_path), **sections)
     trainer = make_trainer(config, parallel)
     checkpoints = Checkpoints(path.parent, 2, parallel, config)
     checkpoints.load(path, trainer.models.policy, trainer.optimizer, trainer.models.old)
@@ -81,7 +78,7 @@ def load(path: Path, model: Path, parallel: Parallel, **sections: dict[str, Any]
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_training_goes_on_bit_for_bit_in_a_new_process(
+def test_training_goes_on_bit_for_bit_in_new_ranks(
     tiny_model: Callable[..., Path], parallel: Parallel, ragged_groups: list[Group], tmp_path: Path, num_ranks: int
 ) -> None:
     model, batches = str(tiny_model("qwen2", tied=True)), str(tmp_path / "batches")
@@ -95,9 +92,9 @@ def test_training_goes_on_bit_for_bit_in_a_new_process(
     interrupted = Run(model, str(tmp_path / "b"), 3, (3,), sections, str(tmp_path / "a/iteration-000001"), batches)
     if num_ranks == 1:
         uninterrupted(parallel)
-        run_ranks(1, [{"layout": {}, "runs": [interrupted]}], tmp_path)
+        start(tmp_path, ({}, [interrupted]), kill=None)
     else:
-        run_ranks(2, [{"layout": {}, "runs": [uninterrupted, interrupted]}], tmp_path)
+        start(tmp_path, ({}, [uninterrupted]), ({}, [interrupted]))
     assert_same(tmp_path / "b/iteration-000003", tmp_path / "a/iteration-000003")
 
 
@@ -107,7 +104,7 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
 ) -> None:
     """One step each: 1 rank, tensor parallel, pipeline, replicas that share the optimizer, replicas, 1 rank again."""
     stages = ["1", "tensor", "pipeline", "shared", "replicas", "1 again"]
-    # With one kind of model each: tied and untied embeddings, with and without biases and query norms, experts.
+    # Tied embeddings and query norms in one, an output layer and biases in the other.
     models = {"float32": tiny_model("qwen3", tied=True), "bfloat16": tiny_model("qwen2")}
 
     def stage(number: int, **options: Any) -> list[Run]:
@@ -126,12 +123,12 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
 
     for run in stage(0):
         run(parallel)
-    work = [
-        {"layout": {"tensor_parallel": 2, "sequence_parallel": True}, "runs": stage(1)},
-        {"layout": {"pipeline_parallel": 2}, "runs": stage(2)},
-        {"layout": {}, "runs": [*stage(3, distributed_optimizer=True), *stage(4)]},
-    ]
-    run_ranks(2, work, tmp_path)
+    start(
+        tmp_path,
+        ({"tensor_parallel": 2, "sequence_parallel": True}, stage(1)),
+        ({"pipeline_parallel": 2}, stage(2)),
+        ({}, [*stage(3, distributed_optimizer=True), *stage(4)]),
+    )
     for run in stage(5):
         run(parallel)
     for dtype, model in models.items():
@@ -148,8 +145,9 @@ def test_experts_move_between_expert_parallel_ranks_and_one(
 ) -> None:
     model = str(tiny_model("qwen3_moe"))
     Run(model, str(tmp_path / "1"), 3, (1, 2, 3), {})(parallel)
-    spread = Run(model, str(tmp_path / "2"), 2, (2,), {}, str(tmp_path / "1/iteration-000001"))
-    run_ranks(2, [{"layout": {"expert_parallel": 2}, "runs": [spread]}], tmp_path)
+    sections = {"trainer": {"distributed_optimizer": True}}
+    spread = Run(model, str(tmp_path / "2"), 2, (2,), sections, str(tmp_path / "1/iteration-000001"))
+    start(tmp_path, ({"expert_parallel": 2}, [spread]), torchrun=True)
     assert_same(tmp_path / "2/iteration-000002", tmp_path / "1/iteration-000002")
     Run(model, str(tmp_path / "3"), 3, (3,), {}, str(tmp_path / "2/iteration-000002"))(parallel)
     assert_same(tmp_path / "3/iteration-000003", tmp_path / "1/iteration-000003")
@@ -286,18 +284,9 @@ def test_whenever_a_run_is_killed_its_newest_checkpoint_loads(
     tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
     model, directory = tiny_model("qwen3", hidden_size=128, intermediate_size=512), tmp_path / "checkpoints"
-    rng, newest = random.Random(), None
-    for _ in range(3):
-        steps = int(newest.name.removeprefix("iteration-")) if newest else 0
-        run = Run(str(model), str(directory), steps + 1000, tuple(range(steps + 1001)), {}, newest and str(newest))
-        process = start_ranks(1, [{"layout": {}, "runs": [run]}], tmp_path)
-        deadline = time.monotonic() + 60
-        while newest_checkpoint(directory) == newest:
-            assert process.poll() is None and time.monotonic() < deadline, "the run saves nothing"
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        newest = newest_checkpoint(directory)
-        for path in whole_checkpoints(directory):
-            load(path, model, parallel)
+    # It saves all the time, and each time goes on from where the last kill left it.
+    run = Run(str(model), str(directory), 10**6, tuple(range(1000)), {})
+    start(tmp_path, ({}, [run]), kill=0.3)
+    assert len(whole_checkpoints(directory)) > 1
+    for path in whole_checkpoints(directory):
+        load(path, model, parallel)

@@ -140,7 +140,7 @@ def test_frozen_weights_on_the_host_leave_the_device_between_uses(
     reference: FrozenModel = trainer.models.reference
 
     def num_elements() -> int:
-        return sum(parameter.numel() for parameter in reference._model.parameters())
+        return sum(parameter.numel() for parameter in reference.parameters())
 
     policy = {name: p.detach().clone() for name, p in trainer.models.policy_model.named_parameters()}
     assert num_elements() == 0

@@ -1,66 +1,158 @@
-"""The layout `p r1 r2 ... rG`: rows, positions, labels and who sees whom."""
+"""The layout `p1 p2 ... | r11 ... r1G r21 ...`: rows, positions, labels and who sees whom."""
 
+import os
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from async_rl.types import Group, Prompt, Response
-from trainer.shared_prompt import make_micro_batch
+from trainer.shared_prompt import (
+    GroupSlice,
+    MicroBatch,
+    make_micro_batch,
+    make_micro_group,
+    make_prompt_rows,
+    num_rows,
+    split_group,
+)
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def group() -> Group:
-    responses = tuple(
-        Response(tokens, (0.0,) * len(tokens), "", "stop", (), "i") for tokens in ((20, 21, 22), (30,), (40, 41))
-    )
-    return Group(0, 4, Prompt("p", (10, 11), {}), responses, (0.0, 1.0, 0.0), "v", 0.0, 1.0)
+def rng() -> random.Random:
+    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
+    print(f"layout: TEST_SEED={seed}")
+    return random.Random(seed)
 
 
-def test_prompt_is_fed_once_and_last_tokens_not_at_all(group: Group) -> None:
-    batch = make_micro_batch(group, CPU)
-    assert batch.tokens_T.tolist() == [10, 11, 20, 21, 40]
-    assert batch.positions_T.tolist() == [0, 1, 2, 3, 2]
-    assert batch.lengths_G.tolist() == [3, 1, 2]
+def make_group(index: int, prompt: tuple[int, ...], responses: Sequence[tuple[int, ...]]) -> Group:
+    answers = tuple(Response(tokens, (0.0,) * len(tokens), "", "stop", (), "i") for tokens in responses)
+    return Group(0, index, Prompt(f"p{index}", prompt, {}), answers, (0.0,) * len(answers), "v", 0.0, 1.0)
 
 
-def test_every_response_token_is_a_label_of_the_row_before_it(group: Group) -> None:
-    batch = make_micro_batch(group, CPU)
-    assert batch.labels_N.tolist() == [20, 21, 22, 30, 40, 41]
-    rows = (batch.label_rows_N + batch.first_label_row).tolist()
-    assert [batch.tokens_T[row].item() for row in rows] == [11, 20, 21, 11, 11, 40]
+def random_group(index: int, rng: random.Random) -> Group:
+    def tokens(longest: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(1, 10**6) for _ in range(rng.randint(1, longest)))
+
+    # Every third has responses of one token only, and so no fed response row.
+    longest = 1 if index % 3 == 2 else 9
+    return make_group(index, tokens(9), [tokens(longest) for _ in range(rng.randint(1, 6))])
 
 
-def test_response_sees_its_prompt_and_itself_only(group: Group) -> None:
-    assert make_micro_batch(group, CPU).segments.dense_mask_TT.int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 0],
-        [1, 1, 0, 0, 1],
+def two_groups() -> list[GroupSlice]:
+    groups = [make_group(4, (10, 11), [(20, 21, 22), (30,), (40, 41)]), make_group(7, (12,), [(50, 51)])]
+    return [GroupSlice.whole(group) for group in groups]
+
+
+def micro_batch_texts(batch: MicroBatch) -> list[tuple[int, ...]]:
+    """What each label's row sees, in order of positions, checked to be 0, 1, 2, ..."""
+    texts = []
+    for row in batch.labels.logit_rows_R[batch.labels.label_rows_N]:
+        seen = batch.rows.segments.dense_mask_TS[row].nonzero()[:, 0]
+        assert batch.rows.positions_T[seen].tolist() == list(range(len(seen)))
+        texts.append(tuple(batch.rows.tokens_T[seen].tolist()))
+    return texts
+
+
+def texts_before_tokens(slices: Sequence[GroupSlice]) -> list[tuple[int, ...]]:
+    """The text before each response token."""
+    return [part.prompt + tokens[:i] for part in slices for tokens in part.responses for i in range(len(tokens))]
+
+
+def test_prompts_come_first_and_once_and_last_tokens_are_not_fed() -> None:
+    batch = make_micro_batch(two_groups(), CPU)
+    assert batch.rows.tokens_T.tolist() == [10, 11, 12, 20, 21, 40, 50]
+    assert batch.rows.positions_T.tolist() == [0, 1, 0, 2, 3, 2, 1]
+    assert batch.labels.lengths_G.tolist() == [3, 1, 2, 2]
+
+
+def test_every_response_token_is_a_label_of_the_row_before_it() -> None:
+    batch = make_micro_batch(two_groups(), CPU)
+    assert batch.labels.labels_N.tolist() == [20, 21, 22, 30, 40, 41, 50, 51]
+    rows = batch.labels.logit_rows_R[batch.labels.label_rows_N]
+    assert batch.rows.tokens_T[rows].tolist() == [11, 20, 21, 11, 11, 40, 12, 50]
+
+
+def test_each_row_has_its_logits_once() -> None:
+    rows = make_micro_batch(two_groups(), CPU).labels.logit_rows_R.tolist()
+    assert sorted(rows) == [1, 2, 3, 4, 5, 6]
+
+
+def test_response_sees_its_prompt_and_itself_only() -> None:
+    assert make_micro_batch(two_groups(), CPU).rows.segments.dense_mask_TS.int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 1, 0, 0],
+        [1, 1, 0, 0, 0, 1, 0],
+        [0, 0, 1, 0, 0, 0, 1],
     ]
 
 
-def test_group_with_an_empty_response_is_our_own_mistake(group: Group) -> None:
+def test_padding_sees_itself_only_and_nothing_sees_it() -> None:
+    rows = make_micro_batch(two_groups(), CPU, multiple_of=5).rows
+    mask = rows.segments.dense_mask_TS
+    assert len(rows.tokens_T) == rows.segments.num_rows == 10
+    assert mask[7:].int().tolist() == [[0] * 7 + row for row in ([1, 0, 0], [1, 1, 0], [1, 1, 1])]
+    assert not mask[:7, 7:].any()
+
+
+def test_random_groups_keep_every_token_in_its_place(rng: random.Random) -> None:
+    for _ in range(20):
+        slices = [GroupSlice.whole(random_group(i, rng)) for i in range(rng.randint(1, 5))]
+        multiple_of = rng.randint(1, 4)
+        batch = make_micro_batch(slices, CPU, multiple_of)
+        assert micro_batch_texts(batch) == texts_before_tokens(slices)
+        assert len(batch.rows.tokens_T) % multiple_of == 0
+        num_fed = sum(num_rows(part.group) for part in slices)
+        assert num_fed <= len(batch.rows.tokens_T) < num_fed + multiple_of
+
+
+def test_no_attention_entry_is_empty(rng: random.Random) -> None:
+    for _ in range(20):
+        slices = [GroupSlice.whole(random_group(rng.randrange(3), rng)) for _ in range(rng.randint(1, 4))]
+        segments = make_micro_batch(slices, CPU, rng.randint(1, 4)).rows.segments
+        for part in filter(None, (segments.self_part, segments.cross_part)):
+            assert all(part.q_lens) and all(part.kv_lens)
+
+
+def test_micro_batch_without_groups_has_a_row_and_no_labels() -> None:
+    batch = make_micro_batch([], CPU, multiple_of=2)
+    assert (len(batch.rows.tokens_T), len(batch.labels.labels_N)) == (2, 0)
+
+
+def test_split_holds_every_response_once_within_the_bound(rng: random.Random) -> None:
+    for _ in range(20):
+        group = random_group(0, rng)
+        most = rng.randint(1, 40)
+        slices = split_group(group, most)
+        assert [response for part in slices for response in part.responses] == [r.token_ids for r in group.responses]
+        assert all(part.num_rows <= most or part.stop - part.start == 1 for part in slices)
+
+
+def test_micro_group_continues_the_prompt_of_the_first_stage(rng: random.Random) -> None:
+    for _ in range(20):
+        group, multiple_of = random_group(rng.randrange(3), rng), rng.randint(1, 4)
+        prompt = make_prompt_rows(group, CPU, multiple_of)
+        num_prompt = len(group.prompt.token_ids)
+        assert prompt.tokens_T.tolist()[:num_prompt] == list(group.prompt.token_ids)
+        for part in split_group(group, rng.randint(1, 20)):
+            batch = make_micro_group(part, CPU, multiple_of)
+            # Keys are those of both stages; the prompt's last row stands before the micro-group's rows.
+            tokens_S = torch.cat([prompt.tokens_T, batch.rows.tokens_T])
+            seen_S = [torch.arange(len(tokens_S)) < num_prompt, *batch.rows.segments.dense_mask_TS]
+            logit_rows = batch.labels.logit_rows_R[batch.labels.label_rows_N]
+            texts = [tuple(tokens_S[seen_S[row]].tolist()) for row in logit_rows]
+            assert texts == texts_before_tokens([part])
+
+
+def test_group_with_an_empty_response_is_our_own_mistake() -> None:
+    group = make_group(4, (10,), [(20,)])
     empty = replace(group.responses[0], token_ids=())
     with pytest.raises(AssertionError, match="group 4 has a response without tokens"):
-        make_micro_batch(replace(group, responses=(*group.responses, empty)), CPU)
-
-
-def test_random_groups_keep_every_token_in_its_place() -> None:
-    rng = random.Random(0)
-    for _ in range(20):
-        prompt = tuple(rng.randrange(1000) for _ in range(rng.randint(1, 9)))
-        tokens = [tuple(rng.randrange(1000) for _ in range(rng.randint(1, 9))) for _ in range(rng.randint(1, 6))]
-        responses = tuple(Response(t, (0.0,) * len(t), "", "stop", (), "i") for t in tokens)
-        group = Group(0, 0, Prompt("p", prompt, {}), responses, (0.0,) * len(tokens), "v", 0.0, 1.0)
-        batch = make_micro_batch(group, CPU)
-        # What a label's row sees, in row order, is exactly the text before that label.
-        before = [prompt + t[:i] for t in tokens for i in range(len(t))]
-        for row, text in zip((batch.label_rows_N + batch.first_label_row).tolist(), before, strict=True):
-            seen = batch.segments.dense_mask_TT[row].nonzero()[:, 0]
-            assert tuple(batch.tokens_T[seen].tolist()) == text
-            assert batch.positions_T[seen].tolist() == list(range(len(text)))
+        make_micro_batch([GroupSlice.whole(replace(group, responses=(*group.responses, empty)))], CPU)

@@ -1,10 +1,10 @@
 """Flash attention over packed sequences on a CPU, by PyTorch's own CPU kernel, in as few calls of it as pay.
 
-The kernel takes a batch of sequences of one length. Long entries, and neighbours of equal length, are views of the rows.
-What remains, many short entries of different lengths, is gathered into batches of similar length, padded at the right.
-Padding is exact: a causal row never sees the keys behind it, and what a padded query row gives is not read; entries that
-see all their keys share a batch only where they have equally many, so that no key is padding. In backward a padded query
-row has an infinite log-sum-exp, so its probabilities, and all gradients that it gives, are 0.
+The kernel takes a batch of sequences of one length. Long entries, and neighbours of equal length, are views of the
+rows. What remains, many short entries of different lengths, is gathered into batches of similar length, padded at the
+right. Padding is exact: a causal row never sees the keys behind it, and what a padded query row gives is not read;
+entries that see all their keys share a batch only where they have equally many, so that no key is padding. In backward
+a padded query row has an infinite log-sum-exp, so its probabilities, and all gradients that it gives, are 0.
 
 Shape legend: M query rows, S key / value rows, H query heads, K key / value heads, D head dimension, B entries of one
 kernel call, L rows of each.
@@ -76,6 +76,8 @@ class CPUAttention:
 
 
 class _Entry(NamedTuple):
+    """Where one entry's queries and keys lie among the rows."""
+
     q_start: int
     q_len: int
     kv_start: int
@@ -98,6 +100,7 @@ class _View:
         self.take(rows).copy_(batched)
 
     def without_padding(self, lse_BLH: torch.Tensor) -> torch.Tensor:
+        """`lse_BLH`; nothing is padded here."""
         return lse_BLH
 
 

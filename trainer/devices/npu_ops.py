@@ -29,13 +29,15 @@ class NPUOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
         # Positional: the documentation and the library name the first argument differently.
-        y, _ = self._ops.npu_rms_norm(x, weight, eps)
+        y: torch.Tensor = self._ops.npu_rms_norm(x, weight, eps)[0]
         return y
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(first half) * second half: [..., 2F] -> [..., F]."""
-        return self._ops.npu_swiglu(x.contiguous(), dim=-1)
+        y: torch.Tensor = self._ops.npu_swiglu(x.contiguous(), dim=-1)
+        return y
 
     def rotary(self, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
         """x cos + rotate_half(x) sin, in x's dtype."""
-        return self._ops.npu_rotary_mul(x_THD, cos_T1D, sin_T1D, rotary_mode=ROTARY_MODE)
+        y_THD: torch.Tensor = self._ops.npu_rotary_mul(x_THD, cos_T1D, sin_T1D, rotary_mode=ROTARY_MODE)
+        return y_THD

@@ -19,7 +19,8 @@ SHAPES = (
 )
 
 
-def _segments(rng: random.Random, shape: str, device: torch.device) -> Segments:
+def make_segments(rng: random.Random, shape: str, device: torch.device) -> Segments:
+    """Random lengths of one of `SHAPES`."""
     if shape == "micro-group":
         # Second stage of a long group: keys of the prompt, and of two rows of padding, stand before the own ones.
         num_prompt, lens = rng.randint(1, 9), tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 4)))
@@ -47,7 +48,7 @@ def rng() -> random.Random:
 @pytest.fixture(params=SHAPES)
 def segments(request: pytest.FixtureRequest, rng: random.Random) -> Segments:
     """Random lengths, of every shape that a micro-batch can have."""
-    return _segments(rng, request.param, CPU)
+    return make_segments(rng, request.param, CPU)
 
 
 def make_inputs(

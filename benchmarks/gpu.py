@@ -1,0 +1,229 @@
+"""What the trainer does on one GPU: shared against unshared prompts, a whole step, and a publish.
+
+    python -m benchmarks.gpu --json [--device cpu --size tiny]
+
+A Qwen3-shaped model with random bf16 weights, as the trainer builds it, and micro-batches of random tokens, one group
+of at least 8k rows each. The last line is one JSON object:
+
+- `cases`: forward and backward of one group, `shared_s` with its prompt once and `unshared_s` with every sample having
+  a prompt of its own, in micro-batches of no more rows; medians, with the rows and the peak bytes of either. `speedup`
+  is their ratio, `token_ratio` = G (P + R) / (P + G R) what it would be if cost followed rows, `mfu` of `shared_s`;
+- `step`: `step_s`, the seconds of a whole training step (micro-batches, gradient scaling, clipping, Adam), tokens per
+  second, and model FLOPs utilisation;
+- `publish`: the weights sent to a second process of this machine, or why that was left out.
+
+MFU counts the matrix products of forward and backward over the time, against the peak of `PEAK_FLOPS`; null where
+the device is not in that table. `kernel` says what computed attention: null is the dense reference.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+from async_rl.config import OptimizerSection, TrainerSection, TrainSection
+from async_rl.errors import ConfigError
+from async_rl.types import Group, Prompt, Response
+from benchmarks.gpu_model import PEAK_FLOPS, SIZES, device_name, model_flops
+from benchmarks.gpu_publish import measure_publish
+from trainer.attention import checked_kernel
+from trainer.devices import choose_device
+from trainer.hf_config import ModelShape
+from trainer.model import build_model
+from trainer.optimizer import PolicyOptimizer
+from trainer.parallel import Parallel, init_parallel
+from trainer.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
+from trainer.weight_export import WeightExport
+
+DTYPE = torch.bfloat16
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One group: tokens of the prompt and of each response, and how many responses."""
+
+    prompt: int
+    response: int
+    num_responses: int
+
+    @property
+    def token_ratio(self) -> float:
+        unshared = self.num_responses * (self.prompt + self.response)
+        return unshared / (self.prompt + self.num_responses * self.response)
+
+
+CASES = {
+    "tiny": (Case(12, 6, 4),),
+    "0.6b": (Case(1024, 512, 16), Case(4096, 320, 16), Case(256, 1024, 8)),
+}
+MICRO_BATCHES_PER_STEP = 4
+
+
+def make_group(case: Case, vocab_size: int) -> Group:
+    """A group of random tokens."""
+
+    def tokens(number: int) -> tuple[int, ...]:
+        return tuple(torch.randint(vocab_size, (number,)).tolist())
+
+    responses = tuple(
+        Response(tokens(case.response), (0.0,) * case.response, "", "stop", (), "") for _ in range(case.num_responses)
+    )
+    rewards = (0.0,) * case.num_responses
+    return Group(0, 0, Prompt("p", tokens(case.prompt), {}), responses, rewards, "", 0.0, 0.0)
+
+
+def make_micro_batches(group: Group, device: torch.device, shared: bool) -> list[MicroBatch]:
+    """The group as one micro-batch, or as samples with a prompt each in micro-batches of no more rows."""
+    whole = GroupSlice.whole(group)
+    if shared:
+        return [make_micro_batch([whole], device)]
+    samples = [GroupSlice(group, i, i + 1) for i in range(len(group.responses))]
+    chunk = max(1, whole.num_rows // samples[0].num_rows)
+    return [make_micro_batch(samples[i : i + chunk], device) for i in range(0, len(samples), chunk)]
+
+
+class Bench:
+    """A policy with its gradient buffers and optimizer on one device, and a clock that waits for it."""
+
+    def __init__(self, shape: ModelShape, parallel: Parallel, repeats: int) -> None:
+        self.shape = shape
+        self.device = parallel.device.DEVICE
+        self._repeats = repeats
+        section = TrainerSection()
+        model = build_model(shape, DTYPE, parallel, section)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Norms have one dimension.
+                _ = parameter.fill_(1) if parameter.dim() == 1 else parameter.normal_(std=INIT_STD)
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        self.policy = DistributedDataParallel(model.config, ddp_config, model)
+        self._optimizer = PolicyOptimizer(OptimizerSection(), TrainSection(iterations=1), self.policy, False)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
+        for micro_batch in micro_batches:
+            logprobs_N, _ = self.policy(micro_batch, 1.0)
+            (-logprobs_N.sum()).backward()
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self.forward_backward(micro_batches)
+        finalize_model_grads([self.policy])
+        self.policy.scale_gradients(1.0 / sum(len(batch.labels.labels_N) for batch in micro_batches))
+        self._optimizer.step()
+        self.policy.zero_grad_buffer()
+
+    def seconds(self, function: Callable[[], None]) -> float:
+        """Median of the repeats, after one run that is not counted: it compiles, allocates and connects."""
+        times = []
+        for _ in range(self._repeats + 1):
+            self._wait()
+            started = time.perf_counter()
+            function()
+            self._wait()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
+
+    def peak_bytes(self, function: Callable[[], None]) -> int | None:
+        """Most bytes of tensors at once while `function` runs, weights and gradients included; None on a CPU."""
+        if self.device.type != "cuda":
+            function()
+            return None
+        torch.cuda.reset_peak_memory_stats(self.device)
+        function()
+        self._wait()
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def mfu(self, micro_batches: Sequence[MicroBatch], seconds: float) -> float | None:
+        peak = PEAK_FLOPS.get(device_name(self.device))
+        return None if peak is None else round(model_flops(self.shape, micro_batches) / seconds / peak, 4)
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def measure_case(bench: Bench, case: Case) -> dict[str, Any]:
+    group = make_group(case, bench.shape.vocab_size)
+    result: dict[str, Any] = {"prompt": case.prompt, "response": case.response, "responses": case.num_responses}
+    for name, shared in (("shared", True), ("unshared", False)):
+        micro_batches = make_micro_batches(group, bench.device, shared)
+        run = partial(bench.forward_backward, micro_batches)
+        seconds = bench.seconds(run)
+        result[f"{name}_s"] = round(seconds, 5)
+        result[f"{name}_rows"] = sum(batch.rows.segments.num_rows for batch in micro_batches)
+        result[f"{name}_peak_bytes"] = bench.peak_bytes(run)
+        if shared:
+            result["mfu"] = bench.mfu(micro_batches, seconds)
+    bench.policy.zero_grad_buffer()
+    result["speedup"] = round(result["unshared_s"] / result["shared_s"], 3)
+    result["token_ratio"] = round(case.token_ratio, 3)
+    return result
+
+
+def measure_step(bench: Bench, case: Case) -> dict[str, Any]:
+    groups = [make_group(case, bench.shape.vocab_size) for _ in range(MICRO_BATCHES_PER_STEP)]
+    micro_batches = [batch for group in groups for batch in make_micro_batches(group, bench.device, shared=True)]
+    seconds = bench.seconds(lambda: bench.step(micro_batches))
+    rows = sum(batch.rows.segments.num_rows for batch in micro_batches)
+    return {
+        "step_s": round(seconds, 5),
+        "micro_batches": len(micro_batches),
+        "rows": rows,
+        "rows_per_s": round(rows / seconds, 1),
+        "response_tokens_per_s": round(sum(len(batch.labels.labels_N) for batch in micro_batches) / seconds, 1),
+        "mfu": bench.mfu(micro_batches, seconds),
+    }
+
+
+def measure(parallel: Parallel, size: str, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
+    shape, device = SIZES[size], parallel.device
+    bench = Bench(shape, parallel, repeats)
+    kernel = checked_kernel(device, DTYPE, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    result: dict[str, Any] = {
+        "device": device_name(device.DEVICE),
+        "torch": torch.__version__,
+        "size": size,
+        "parameters": sum(parameter.numel() for parameter in bench.policy.parameters()),
+        "kernel": kernel and type(kernel).__name__,
+        "cases": [],
+    }
+    for case in CASES[size]:
+        result["cases"].append(measure_case(bench, case))
+        say(f"case: {result['cases'][-1]}")
+    result["step"] = measure_step(bench, CASES[size][0])
+    say(f"step: {result['step']}")
+    export = WeightExport(bench.policy.module)
+    result["publish"] = measure_publish(export.specs, export.stream, device.BACKEND, repeats)
+    say(f"publish: {result['publish']}")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="The trainer on one GPU.")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
+    parser.add_argument("--size", choices=list(SIZES), default="0.6b", help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=5, help="counted runs of everything (default: %(default)s)")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    say: Callable[[str], None] = (lambda line: None) if options.json else print
+    try:
+        device = choose_device(options.device)
+    except ConfigError as error:
+        parser.error(str(error))
+    parallel = init_parallel(device, 0, TrainerSection())
+    try:
+        print(json.dumps(measure(parallel, options.size, options.repeats, say)))
+    finally:
+        parallel.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The models of the GPU benchmark, what a micro-batch of them costs, and what devices can do."""
+
+from collections.abc import Sequence
+
+import torch
+
+from trainer.hf_config import ModelShape
+from trainer.shared_prompt import MicroBatch
+
+SIZES = {
+    "tiny": ModelShape(
+        family="qwen3",
+        num_layers=2,
+        hidden_size=64,
+        ffn_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=512,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_factor=None,
+        tied=True,
+    ),
+    # Qwen3-0.6B's config.json.
+    "0.6b": ModelShape(
+        family="qwen3",
+        num_layers=28,
+        hidden_size=1024,
+        ffn_size=3072,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_factor=None,
+        tied=True,
+    ),
+}
+
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+}
+"""bf16 FLOP/s without sparsity, from NVIDIA's data sheets, under the names that torch gives the devices."""
+
+PASSES = 3
+"""Forward, and a backward that computes two products for each of its own."""
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def model_flops(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> float:
+    """Floating-point operations of the matrix products in forward and backward, recomputation left out.
+
+    Two per multiply-add. Rows go through the projections, rows with logits through the output layer, and each pair of a
+    query and a key that it sees through two products of the head dimension.
+    """
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    per_row = 2 * shape.hidden_size * (2 * q_size + 2 * kv_size + 3 * shape.ffn_size)
+    total = 0.0
+    for micro_batch in micro_batches:
+        rows = micro_batch.rows.segments.num_rows
+        total += shape.num_layers * (rows * per_row + 4 * q_size * num_pairs(micro_batch))
+        total += len(micro_batch.labels.logit_rows_R) * 2 * shape.hidden_size * shape.vocab_size
+    return PASSES * total
+
+
+def num_pairs(micro_batch: MicroBatch) -> int:
+    """Pairs of a query and a key that it sees."""
+    segments = micro_batch.rows.segments
+    pairs = sum(length * (length + 1) // 2 for length in segments.self_part.q_lens)
+    if segments.cross_part is not None:
+        lens = zip(segments.cross_part.q_lens, segments.cross_part.kv_lens, strict=True)
+        pairs += sum(q * kv for q, kv in lens)
+    return pairs

@@ -1,0 +1,210 @@
+"""What holding a prompt once buys: forward and backward of one group, shared and unshared, on one thread of the CPU.
+
+    python -m benchmarks.shared_prompt --json [--repeats N]
+
+A small Qwen3-shaped Megatron stack in float32, as the trainer builds it, with log-probs of the response tokens only.
+Three ways to compute the same gradients, run in turn on the same tokens:
+
+- shared: the trainer's micro-batch, the prompt once, then all responses;
+- packed: the same code on the same layout without sharing, every sample a group of its own with one response;
+- padded: a batch of equal length under one causal mask per sample. Samples are as long as each other here, so nothing
+  is wasted on padding, and attention is the one call that PyTorch's own causal attention makes.
+
+The unshared ways take the group in chunks of as many samples as fit into UNSHARED_ROWS rows, at least one, whose
+gradients add up. That is what suits them best: smaller activations stay nearer to the processor.
+
+Times are the process's own processor seconds, which other work on the machine hardly disturbs.
+
+The last line is one JSON object: `speedup` is the median time of the faster unshared way over that of the shared one;
+`token_ratio` = G (P + R) / (P + G R) is what it would be if cost were proportional to tokens. Peak bytes are those of
+the tensors that a run makes, gradients of the weights excepted: of the whole group where it is shared, of one chunk of
+the faster unshared way.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import torch
+
+from async_rl.config import TrainerSection
+from async_rl.types import Group, Prompt, Response
+from benchmarks.memory import allocated
+from trainer.devices import choose_device
+from trainer.hf_config import ModelShape
+from trainer.model import SharedPromptGPT, build_model
+from trainer.parallel import Parallel, init_parallel
+from trainer.shared_prompt import GroupSlice, Labels, MicroBatch, Part, Rows, Segments, make_micro_batch
+
+CASES = ((64, 256, 8), (512, 128, 8), (1024, 128, 16), (2048, 256, 8), (256, 1024, 8))
+"""(prompt tokens, response tokens, responses)."""
+
+UNSHARED_ROWS = 1280
+"""From one sample to the whole group, times differ by less than 12%; they are lowest at about this many rows."""
+
+SHAPE = ModelShape(
+    family="qwen3",
+    num_layers=2,
+    hidden_size=512,
+    ffn_size=1408,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=1000,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_factor=None,
+    tied=False,
+)
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    prompt: int
+    response: int
+    group: int
+
+    @property
+    def token_ratio(self) -> float:
+        return self.group * (self.prompt + self.response) / (self.prompt + self.group * self.response)
+
+
+def make_group(case: Case, vocab_size: int) -> Group:
+    """A group of random tokens."""
+    tokens = torch.randint(vocab_size, (case.prompt + case.group * case.response,)).tolist()
+    prompt, rest = tokens[: case.prompt], tokens[case.prompt :]
+    responses = tuple(
+        Response(tuple(rest[i : i + case.response]), (0.0,) * case.response, "", "stop", (), "")
+        for i in range(0, len(rest), case.response)
+    )
+    return Group(0, 0, Prompt("p", tuple(prompt), {}), responses, (0.0,) * case.group, "", 0.0, 0.0)
+
+
+def shared(group: Group) -> list[MicroBatch]:
+    return [make_micro_batch([GroupSlice.whole(group)], CPU)]
+
+
+def packed(group: Group, chunk: int) -> list[MicroBatch]:
+    """Every sample with a prompt of its own, `chunk` samples in a micro-batch."""
+    samples = [GroupSlice(group, i, i + 1) for i in range(len(group.responses))]
+    return [make_micro_batch(samples[i : i + chunk], CPU) for i in range(0, len(samples), chunk)]
+
+
+def padded(group: Group, chunk: int) -> list[MicroBatch]:
+    """Batches of `chunk` samples, each under its causal mask; all are of one length."""
+    samples = [(*group.prompt.token_ids, *response.token_ids) for response in group.responses]
+    return [_padded_batch(samples[i : i + chunk], len(group.prompt.token_ids)) for i in range(0, len(samples), chunk)]
+
+
+def _padded_batch(samples: Sequence[tuple[int, ...]], num_prompt: int) -> MicroBatch:
+    tokens_BS = torch.tensor(samples)
+    num_samples, length = tokens_BS.shape[0], tokens_BS.shape[1] - 1
+    positions_BS = torch.arange(length).expand(num_samples, length)
+    lens = (length,) * num_samples
+    rows_BS = torch.arange(num_samples * length).view(num_samples, length)
+    labels_BR = tokens_BS[:, num_prompt:]
+    return MicroBatch(
+        (),
+        Rows(tokens_BS[:, :-1].flatten(), positions_BS.flatten(), Segments(Part(lens, lens, True, CPU), None)),
+        Labels(
+            rows_BS[:, num_prompt - 1 :].flatten(),
+            torch.arange(labels_BR.numel()),
+            labels_BR.flatten(),
+            torch.full((num_samples,), labels_BR.shape[1]),
+        ),
+    )
+
+
+def run(model: SharedPromptGPT, micro_batches: Sequence[MicroBatch], weights_GR: torch.Tensor) -> None:
+    """Adds the gradients of sum(weights * log-probs) over the micro-batches; the samples stand in one order in all."""
+    weights = weights_GR.flatten().split([len(batch.labels.labels_N) for batch in micro_batches])
+    for batch, weights_N in zip(micro_batches, weights, strict=True):
+        logprobs_N, _ = model(batch, 1.0)
+        (logprobs_N * weights_N).sum().backward()
+
+
+def make_model(shape: ModelShape, parallel: Parallel) -> SharedPromptGPT:
+    """A model with random weights."""
+    model = build_model(shape, torch.float32, parallel, TrainerSection())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms have one dimension.
+            if parameter.dim() == 1:
+                parameter.fill_(1)
+            else:
+                parameter.normal_(std=0.02)
+    return model
+
+
+def measure(model: SharedPromptGPT, case: Case, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Times the three ways in turn; which one comes first moves on with every repeat."""
+    group = make_group(case, model.shape.vocab_size)
+    weights_GR = torch.randn(case.group, case.response)
+    chunk = min(case.group, max(1, UNSHARED_ROWS // (case.prompt + case.response - 1)))
+    ways = {"shared": shared(group), "packed": packed(group, chunk), "padded": padded(group, chunk)}
+    peaks = {name: _peak_bytes(model, batches, weights_GR) for name, batches in ways.items()}
+    medians = _median_seconds(model, ways, weights_GR, repeats)
+    unshared = min("packed", "padded", key=medians.__getitem__)
+    result = {
+        "prompt": case.prompt,
+        "response": case.response,
+        "group": case.group,
+        "token_ratio": round(case.token_ratio, 3),
+        "speedup": round(medians[unshared] / medians["shared"], 3),
+        **{f"{name}_s": round(value, 4) for name, value in medians.items()},
+        "unshared": unshared,
+        "unshared_chunk": chunk,
+        "peak_bytes_shared": peaks["shared"],
+        "peak_bytes_unshared": peaks[unshared],
+    }
+    say(f"{result}")
+    return result
+
+
+def _median_seconds(
+    model: SharedPromptGPT, ways: Mapping[str, Sequence[MicroBatch]], weights_GR: torch.Tensor, repeats: int
+) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for i in range(repeats):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            started = time.process_time()
+            run(model, ways[name], weights_GR)
+            seconds[name].append(time.process_time() - started)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _peak_bytes(model: SharedPromptGPT, batches: Sequence[MicroBatch], weights_GR: torch.Tensor) -> int:
+    """Of the first of `batches`, which are alike; also warms the code up, and makes the gradient tensors before."""
+    first, weights = batches[:1], weights_GR.flatten()[: len(batches[0].labels.labels_N)]
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return allocated(lambda: run(model, first, weights)).peak_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.shared_prompt", description="Shared against unshared.")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of every way (default: %(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = make_model(SHAPE, init_parallel(choose_device("cpu"), 0, TrainerSection()))
+    say: Callable[[str], None] = (lambda line: None) if options.json else print
+    print(json.dumps({"cases": [measure(model, Case(*case), options.repeats, say) for case in CASES]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""What a publish costs beside the bare broadcast of the same bytes, in turn, on real parts over loopback.
+
+    python -m benchmarks.weight_sync --json [--repeats N]
+
+The Publisher moves a random Qwen3 of about 500 MB in bfloat16 to one and then to two instances of the embedded engine;
+beside them as many processes that do nothing else take the same bytes in the same buckets from a gloo broadcast, out of
+and into buffers that are never copied. The last line is one JSON object; a `_2` stands for two instances:
+
+- `publish_s`: median seconds of a publish, from pause to the version read back;
+- `bare_s`: median seconds of the bare broadcast, until every receiver has said that it has all;
+- `gb_per_s`: bytes of the model / `publish_s`, to each instance;
+- `ratio`: median over repeats of bare / publish; 1 would mean that a publish costs nothing but its broadcast.
+"""
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from async_rl.config import PoolSection, PublishSection
+from async_rl.event_loop import EventLoopThread
+from async_rl.pool import InferencePool
+from async_rl.publish import Publisher
+from async_rl.weight_stream import TensorSpec, WeightGroup
+
+MODEL_SIZE = {
+    "vocab_size": 32_768,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+TIMEOUT_S = 60.0
+NUM_INSTANCES = (1, 2)
+
+Say = Callable[[str], None]
+Stream = list[tuple[TensorSpec, torch.Tensor]]
+
+
+def make_model(path: Path) -> Stream:
+    """Saves a random Qwen3 of about 500 MB; its weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(max_position_embeddings=512, tie_word_embeddings=True, **MODEL_SIZE)
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.generation_config = GenerationConfig(eos_token_id=0)
+    model.save_pretrained(path)
+    return [
+        (TensorSpec(name, "bfloat16", tuple(parameter.shape)), parameter.detach())
+        for name, parameter in model.named_parameters()
+    ]
+
+
+@contextmanager
+def instance(model: Path) -> Iterator[str]:
+    """An inference instance; yields its URL when it is ready."""
+    arguments = ["--model", str(model), "--port", "0", "--dtype", "bfloat16", "--max-model-len", "128"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "inference_service", *arguments, "--max-concurrency", "4"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        yield next(line.split("ready at ")[1].strip() for line in process.stderr if "ready at " in line)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_bytes: int) -> None:
+    """A process that takes broadcasts of `num_bytes` bytes into one buffer, and says so, until the sender is gone."""
+    torch.set_num_threads(1)
+    group = WeightGroup(WeightGroup.join_store("127.0.0.1", port, TIMEOUT_S), rank, world_size, "gloo", TIMEOUT_S)
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    while True:
+        try:
+            broadcast(group, buffer, bucket_bytes)
+        except RuntimeError:
+            return
+
+
+def broadcast(group: WeightGroup, buffer: torch.Tensor, bucket_bytes: int) -> None:
+    """Bucket by bucket from rank 0, then waits for every rank."""
+    gloo: Any = group._group
+    for bucket in buffer.split(bucket_bytes):
+        gloo.broadcast([bucket], dist.BroadcastOptions()).wait()
+    gloo.barrier(dist.BarrierOptions()).wait()
+
+
+class BareBroadcast:
+    """The sender and its receivers, in processes of their own."""
+
+    def __init__(self, num_receivers: int, num_bytes: int, bucket_bytes: int) -> None:
+        world_size = num_receivers + 1
+        self._store = WeightGroup.host_store("127.0.0.1", world_size, TIMEOUT_S)
+        spawn = multiprocessing.get_context("spawn")
+        arguments = (world_size, num_bytes, bucket_bytes)
+        self._processes = [
+            spawn.Process(target=receive_bare, args=(self._store.port, rank, *arguments), daemon=True)
+            for rank in range(1, world_size)
+        ]
+        for process in self._processes:
+            process.start()
+        self._group = WeightGroup(self._store, 0, world_size, "gloo", TIMEOUT_S)
+        self._buffer = torch.ones(num_bytes, dtype=torch.uint8)
+        self._bucket_bytes = bucket_bytes
+
+    def seconds(self) -> float:
+        started = time.monotonic()
+        broadcast(self._group, self._buffer, self._bucket_bytes)
+        return time.monotonic() - started
+
+    def close(self) -> None:
+        self._group.close()
+        for process in self._processes:
+            process.join()
+
+
+def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict[str, float]:
+    """Publishes to the instances at `urls` and broadcasts to as many bare processes, in turn."""
+    specs = [spec for spec, _ in stream]
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    config = PublishSection(timeout_s=TIMEOUT_S)
+    publishes, bares = [], []
+    with ExitStack() as closing:
+        loop = EventLoopThread()
+        closing.callback(loop.close)
+        pool = InferencePool(PoolSection(instances=tuple(urls)))
+        closing.callback(lambda: loop.run(pool.close()))
+        loop.run(pool.wait_until_ready())
+        publisher = Publisher(pool, loop, config)
+        closing.callback(publisher.close)
+        bare = BareBroadcast(len(urls), num_bytes, config.bucket_bytes)
+        closing.callback(bare.close)
+        # The first of each also forms its group and touches its memory for the first time.
+        for number in range(-1, repeats):
+            publication = publisher.publish(f"{len(urls)}-{number}", specs, lambda: iter(stream))
+            assert len(publication.instances) == len(urls)
+            bare_s = bare.seconds()
+            say(f"{len(urls)} x {num_bytes / 1e6:.0f} MB: publish {publication.seconds:.3f} s, bare {bare_s:.3f} s")
+            if number >= 0:
+                publishes.append(publication.seconds)
+                bares.append(bare_s)
+    publish_s = statistics.median(publishes)
+    return {
+        "publish_s": publish_s,
+        "bare_s": statistics.median(bares),
+        "gb_per_s": num_bytes / publish_s / 1e9,
+        "ratio": statistics.median(b / p for b, p in zip(bares, publishes, strict=True)),
+    }
+
+
+def run(repeats: int, say: Say) -> dict[str, float]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as instances:
+        path = Path(name)
+        stream = make_model(path)
+        urls = [instances.enter_context(instance(path)) for _ in range(max(NUM_INSTANCES))]
+        answer: dict[str, float] = {}
+        for number in NUM_INSTANCES:
+            suffix = "" if number == 1 else f"_{number}"
+            figures = measure(urls[:number], stream, repeats, say)
+            answer |= {f"{key}{suffix}": round(value, 4) for key, value in figures.items()}
+        return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description="A publish, and its floor.")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
+    parser.add_argument("--repeats", type=int, default=7, help="publishes counted, each way (default: %(default)s)")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    say: Say = (lambda line: None) if options.json else print
+    print(json.dumps(run(options.repeats, say)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""One training step of a small model, the same on every device; as a program it takes DEVICE and prints figures."""
+
+import json
+import random
+import sys
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+from async_rl.config import OptimizerSection, TrainerSection, TrainSection
+from async_rl.types import Group, Prompt, Response
+from trainer.devices import choose_device
+from trainer.hf_config import ModelShape
+from trainer.model import build_model
+from trainer.optimizer import PolicyOptimizer
+from trainer.parallel import Parallel, init_parallel
+from trainer.shared_prompt import GroupSlice, make_micro_batch
+
+SHAPE = ModelShape(
+    family="qwen3",
+    num_layers=2,
+    hidden_size=64,
+    ffn_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=128,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_factor=None,
+    tied=True,
+)
+
+
+def train_step(parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
+    """Log-probs before the step and after it, and the gradient's norm; weights and tokens are always the same ones."""
+    model = build_model(SHAPE, dtype, parallel, TrainerSection())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.1 * noise + (1 if "norm" in name else 0))
+    policy = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    section = OptimizerSection(learning_rate=1e-2, clip_grad_norm=1e9)
+    optimizer = PolicyOptimizer(section, TrainSection(iterations=1), policy, False)
+    slices = [GroupSlice.whole(group) for group in _groups()]
+    micro_batch = make_micro_batch(slices, parallel.device.DEVICE)
+    before, _ = policy(micro_batch, 0.8)
+    # Some responses should become likelier and some less likely.
+    signs_N = torch.arange(len(before), device=before.device).remainder(3).sub(1).to(before.dtype)
+    (before * signs_N).sum().backward()
+    finalize_model_grads([policy])
+    policy.scale_gradients(1.0 / len(before))
+    grad_norm, _ = optimizer.step()
+    with torch.no_grad():
+        after, _ = model(micro_batch, 0.8)
+    return {"before": before.tolist(), "after": after.tolist(), "grad_norm": grad_norm}
+
+
+def _groups() -> list[Group]:
+    rng = random.Random(0)
+
+    def tokens(number: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(SHAPE.vocab_size) for _ in range(number))
+
+    groups = []
+    for index, (prompt, lens) in enumerate(((9, (5, 1, 12)), (1, (3, 4)), (30, (7, 2)))):
+        responses = tuple(Response(tokens(n), (0.0,) * n, "", "stop", (), "") for n in lens)
+        groups.append(Group(0, index, Prompt("p", tokens(prompt), {}), responses, (0.0,) * len(lens), "", 0.0, 0.0))
+    return groups
+
+
+if __name__ == "__main__":
+    parallel = init_parallel(choose_device(sys.argv[1]), 0, TrainerSection())
+    print(json.dumps(train_step(parallel, torch.bfloat16)))
+    parallel.close()

@@ -1,0 +1,39 @@
+"""One rank of `test_logprobs.py`, started by torchrun: its share of the vocabulary, and what it computes from it.
+
+Arguments: file of the inputs, output directory.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+from async_rl.config import TrainerSection
+from trainer import logprobs
+from trainer.devices import choose_device
+from trainer.parallel import init_parallel
+
+
+def main(inputs_file: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection(tensor_parallel=2))
+    inputs = torch.load(inputs_file)
+    logprobs.CHUNK_BYTES = inputs["chunk_bytes"]
+    hidden_RH = inputs["hidden_RH"].requires_grad_()
+    weight_VH = inputs["weight_VH"].chunk(2)[parallel.tp_rank].clone().requires_grad_()
+    logprobs_N, entropy_N = logprobs.response_logprobs(
+        copy_to_tensor_model_parallel_region(hidden_RH),
+        weight_VH,
+        inputs["label_rows_N"],
+        inputs["labels_N"],
+        inputs["temperature"],
+    )
+    logprobs_N.backward(inputs["dlogprobs_N"])
+    results = (logprobs_N.detach(), entropy_N, hidden_RH.grad, weight_VH.grad)
+    torch.save(results, out / f"rank{parallel.tp_rank}.pt")
+    parallel.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

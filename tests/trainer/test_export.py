@@ -1,0 +1,102 @@
+"""`async-rl export`: the policy of a checkpoint as transformers loads it."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from async_rl.errors import ConfigError
+from async_rl.types import Group
+from tests.trainer.checkpoint_worker import Run
+from trainer.checkpoint_files import checkpoint_path
+from trainer.export import choose_checkpoint, export, require_empty
+from trainer.parallel import Parallel
+from trainer.passes import make_passes
+from trainer.trainer import MegatronTrainer
+
+
+@pytest.fixture
+def make_run(tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path) -> Callable[..., MegatronTrainer]:
+    """Trains two steps in the run directory `tmp_path / "run"`, with a checkpoint after each."""
+
+    def make(family: str = "qwen3", **sections: dict[str, Any]) -> MegatronTrainer:
+        directory = str(tmp_path / "run" / "checkpoints")
+        return Run(str(tiny_model(family)), directory, 2, (1, 2), sections)(parallel)
+
+    return make
+
+
+def test_transformers_gives_the_log_probs_of_the_policy(
+    make_run: Callable[..., MegatronTrainer],
+    tiny_model: Callable[..., Path],
+    parallel: Parallel,
+    ragged_groups: list[Group],
+    tmp_path: Path,
+) -> None:
+    trainer = make_run()
+    export(checkpoint_path(tmp_path / "run/checkpoints", 2), tmp_path / "out", parallel)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    group = ragged_groups[0]
+    with torch.no_grad():
+        (ours_N,) = make_passes([[group]], parallel, 1.0, 8192)[0].logprobs(trainer.models.policy_model)
+        theirs = []
+        for response in group.responses:
+            tokens = torch.tensor([[*group.prompt.token_ids, *response.token_ids]])
+            logprobs = model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+            theirs.append(logprobs[len(group.prompt.token_ids) - 1 :])
+    torch.testing.assert_close(ours_N, torch.cat(theirs), rtol=1e-4, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("ab") == AutoTokenizer.from_pretrained(
+        tiny_model("qwen3")
+    ).encode("ab")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 1
+
+
+def test_a_bfloat16_policy_is_written_as_it_was_trained(
+    make_run: Callable[..., MegatronTrainer], parallel: Parallel, tmp_path: Path
+) -> None:
+    trainer = make_run("qwen2", model={"dtype": "bfloat16"})
+    export(checkpoint_path(tmp_path / "run/checkpoints", 2), tmp_path / "out", parallel)
+    written = load_file(tmp_path / "out/model.safetensors")
+    for spec, tensor in trainer.export.stream():
+        assert torch.equal(written[spec.name], tensor), spec.name
+
+
+@pytest.mark.distributed
+def test_the_command_exports_the_newest_checkpoint_or_the_one_asked_for(
+    make_run: Callable[..., MegatronTrainer], parallel: Parallel, tmp_path: Path
+) -> None:
+    make_run()
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "trainer.export", run_dir, "--to", tmp_path / "out"]
+    subprocess.run(command, check=True)
+    export(choose_checkpoint(run_dir, 2), tmp_path / "second", parallel)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "second/model.safetensors").read_bytes()
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "is not an empty directory: name a new one" in again.stderr
+    assert choose_checkpoint(run_dir, None) == checkpoint_path(run_dir / "checkpoints", 2)
+    assert choose_checkpoint(run_dir, 1) == checkpoint_path(run_dir / "checkpoints", 1)
+    with pytest.raises(ConfigError, match="no checkpoint iteration-000007: there are iteration-000001, iteration-00"):
+        choose_checkpoint(run_dir, 7)
+
+
+def test_what_cannot_be_exported_is_named(
+    make_run: Callable[..., MegatronTrainer], parallel: Parallel, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"has no checkpoint: expected the run\.dir of a run that saves them"):
+        choose_checkpoint(tmp_path, None)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file' exists and is not an empty directory"):
+        require_empty(tmp_path / "file")
+    make_run()
+    damaged = choose_checkpoint(tmp_path / "run", 2)
+    (damaged / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"__0_0\.distcp has 0 bytes.*the one before it is iteration-000001"):
+        export(damaged, tmp_path / "out", parallel)
+    assert not (tmp_path / "out").exists()
