@@ -1,7 +1,7 @@
 """Which groups may be trained next: in order of completion, or by place in the batch, mini-batch after mini-batch.
 
-`mode = "synchronous"` waits for the whole batch first, the baseline to compare with. `order = "prompt"` trains groups by
-their place in the batch, holding back what finished early, so that sums are formed in the same order in every run.
+`mode = "synchronous"` waits for the whole batch first, the baseline to compare with. `order = "prompt"` trains groups
+by their place in the batch, holding back what finished early, so that sums are formed in the same order in every run.
 """
 
 from collections.abc import Sequence

@@ -30,7 +30,7 @@ ALONE_BYTES = 2**20
 """A tensor of this size is worth a message of its own: copying it into a bucket costs more than the message."""
 
 NUM_IN_FLIGHT = 2
-"""Messages that travel at once, so that the next one is under way while one is waited for."""
+"""Messages that travel at once; gloo works on as many, so a peer that is silent costs one timeout, not one for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,17 +200,23 @@ class WeightGroup:
 
         A tensor that `into` has a contiguous place for (of the spec's dtype and shape, on the group's device) has been
         put there, and is that place; any other is a view of its message, valid until the next step. Places are written
-        from the start of the first step on, before their tensors are yielded.
+        before their tensors are yielded, from the first step on.
         """
         places = into or {}
         in_flight: deque[_Message] = deque()
         try:
             for message in _messages(specs, lambda spec: spec, bucket_bytes):
+                arrived = None
+                if len(in_flight) == NUM_IN_FLIGHT:
+                    arrived = in_flight.popleft()
+                    self._wait(arrived)
                 in_flight.append(self._start(self._room_for(message, places), message))
-                if len(in_flight) > NUM_IN_FLIGHT:
-                    yield from self._arrived(in_flight.popleft(), places)
+                if arrived is not None:
+                    yield from _put_in_place(arrived, places)
             while in_flight:
-                yield from self._arrived(in_flight.popleft(), places)
+                arrived = in_flight.popleft()
+                self._wait(arrived)
+                yield from _put_in_place(arrived, places)
         finally:
             _let_end(in_flight)
 
@@ -219,22 +225,6 @@ class WeightGroup:
         if place is not None and place.is_contiguous():
             return place.view(-1).view(torch.uint8)
         return torch.empty(sum(spec.num_bytes for spec in message), dtype=torch.uint8, device=self._device)
-
-    def _arrived(
-        self, message: _Message, places: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """The tensors of a message, each in its place, once it is here."""
-        self._wait(message)
-        for spec, raw in zip(
-            message.specs, message.data.split([spec.num_bytes for spec in message.specs]), strict=True
-        ):
-            # A tensor may start at any byte of the message; a typed view needs its own alignment.
-            aligned = raw if raw.storage_offset() % spec.dtype.itemsize == 0 else raw.clone()
-            tensor = aligned.view(spec.dtype).view(spec.shape)
-            place = places.get(spec.name)
-            if place is not None and place.data_ptr() != tensor.data_ptr():
-                tensor = place.copy_(tensor)
-            yield spec, tensor
 
     def close(self) -> None:
         """Drops the connections, which ends the wait of any other member; a second call does nothing."""
@@ -261,6 +251,21 @@ class WeightGroup:
             raise PublishError(
                 f"the weight broadcast broke after {waited:.1f} s (timeout {self._timeout_s:g} s): {error}"
             ) from error
+
+
+def _put_in_place(message: _Message, places: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """The tensors of a message that has arrived, each in its place if it has one."""
+    start = 0
+    for spec in message.specs:
+        raw = message.data[start : start + spec.num_bytes]
+        start += spec.num_bytes
+        # A tensor may start at any byte of the message; a typed view needs its own alignment.
+        aligned = raw if raw.storage_offset() % spec.dtype.itemsize == 0 else raw.clone()
+        tensor = aligned.view(spec.dtype).view(spec.shape)
+        place = places.get(spec.name)
+        if place is not None and place.data_ptr() != tensor.data_ptr():
+            tensor = place.copy_(tensor)
+        yield spec, tensor
 
 
 def _let_end(messages: Iterable[_Message]) -> None:

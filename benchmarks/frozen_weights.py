@@ -5,8 +5,8 @@
 A random Qwen3-shaped policy with a reference accumulates the same window with `trainer.frozen_weights` "device" and
 "host", in turn. Device memory is, on a GPU, what its allocator had at most; on a CPU, which has no memory of another
 kind, the weights and gradient buffers that are resident between windows plus the peak of what a window allocates, with
-the copies on the host left out. The last line is one JSON object: peak bytes and median seconds of both, and the bytes of
-the reference's weights.
+the copies on the host left out. The last line is one JSON object: peak bytes and median seconds of both, and the bytes
+of the reference's weights.
 """
 
 import argparse

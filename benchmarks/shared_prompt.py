@@ -5,7 +5,8 @@
 A small Qwen3-shaped Megatron stack in float32, as the trainer builds it, with log-probs of the response tokens only.
 Three ways to compute the same gradients, run in turn on the same tokens:
 
-- shared: the trainer's micro-batch, the prompt once, then all responses;
+- shared: as the trainer runs it, one micro-batch with the prompt once, then all responses; beyond SHARED_ROWS rows, in
+  two stages, the prompt once and then micro-groups;
 - packed: the same code on the same layout without sharing, every sample a group of its own with one response;
 - padded: a batch of equal length under one causal mask per sample. Samples are as long as each other here, so nothing
   is wasted on padding, and attention is the one call that PyTorch's own causal attention makes.
@@ -22,18 +23,21 @@ the faster unshared way.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 
 from async_rl.config import TrainerSection
 from async_rl.types import Group, Prompt, Response
@@ -42,10 +46,14 @@ from trainer.devices import choose_device
 from trainer.hf_config import ModelShape
 from trainer.model import SharedPromptGPT, build_model
 from trainer.parallel import Parallel, init_parallel
-from trainer.shared_prompt import GroupSlice, Labels, MicroBatch, Part, Rows, Segments, make_micro_batch
+from trainer.passes import TwoStagePass
+from trainer.shared_prompt import GroupSlice, Labels, MicroBatch, Part, Rows, Segments, make_micro_batch, num_rows
 
 CASES = ((64, 256, 8), (512, 128, 8), (1024, 128, 16), (2048, 256, 8), (256, 1024, 8))
 """(prompt tokens, response tokens, responses)."""
+
+SHARED_ROWS = 4096
+"""What `trainer.micro_batch_tokens` would be."""
 
 UNSHARED_ROWS = 1280
 """From one sample to the whole group, times differ by less than 12%; they are lowest at about this many rows."""
@@ -90,8 +98,19 @@ def make_group(case: Case, vocab_size: int) -> Group:
     return Group(0, 0, Prompt("p", tuple(prompt), {}), responses, (0.0,) * case.group, "", 0.0, 0.0)
 
 
-def shared(group: Group) -> list[MicroBatch]:
-    return [make_micro_batch([GroupSlice.whole(group)], CPU)]
+def shared(model: SharedPromptGPT, group: Group, weights_GR: torch.Tensor, max_rows: int) -> None:
+    """Adds the gradients of a group, in two stages if it has more than `max_rows` rows."""
+    if num_rows(group) <= max_rows:
+        run(model, [make_micro_batch([GroupSlice.whole(group)], CPU)], weights_GR)
+        return
+    stages = TwoStagePass(group, model.parallel, 1.0, max_rows)
+    weights = weights_GR.flatten().split([len(batch.labels.labels_N) for batch in stages.micro_batches])
+    # Of Megatron's DDP it needs but the model inside.
+    wrapped = SimpleNamespace(module=model)
+    stages.train(
+        cast(DistributedDataParallel, wrapped),
+        lambda number, logprobs_N, entropy_N: (logprobs_N * weights[number]).sum(),
+    )
 
 
 def packed(group: Group, chunk: int) -> list[MicroBatch]:
@@ -126,8 +145,9 @@ def _padded_batch(samples: Sequence[tuple[int, ...]], num_prompt: int) -> MicroB
 
 
 def run(model: SharedPromptGPT, micro_batches: Sequence[MicroBatch], weights_GR: torch.Tensor) -> None:
-    """Adds the gradients of sum(weights * log-probs) over the micro-batches; the samples stand in one order in all."""
-    weights = weights_GR.flatten().split([len(batch.labels.labels_N) for batch in micro_batches])
+    """Adds the gradients of sum(weights * log-probs) over the micro-batches, which hold the first samples in order."""
+    counts = [len(batch.labels.labels_N) for batch in micro_batches]
+    weights = weights_GR.flatten()[: sum(counts)].split(counts)
     for batch, weights_N in zip(micro_batches, weights, strict=True):
         logprobs_N, _ = model(batch, 1.0)
         (logprobs_N * weights_N).sum().backward()
@@ -151,9 +171,13 @@ def measure(model: SharedPromptGPT, case: Case, repeats: int, say: Callable[[str
     group = make_group(case, model.shape.vocab_size)
     weights_GR = torch.randn(case.group, case.response)
     chunk = min(case.group, max(1, UNSHARED_ROWS // (case.prompt + case.response - 1)))
-    ways = {"shared": shared(group), "packed": packed(group, chunk), "padded": padded(group, chunk)}
-    peaks = {name: _peak_bytes(model, batches, weights_GR) for name, batches in ways.items()}
-    medians = _median_seconds(model, ways, weights_GR, repeats)
+    batches = {"packed": packed(group, chunk), "padded": padded(group, chunk)}
+    ways: dict[str, Callable[[], None]] = {"shared": lambda: shared(model, group, weights_GR, SHARED_ROWS)}
+    ways |= {name: functools.partial(run, model, batches[name], weights_GR) for name in batches}
+    # Chunks are alike, so one says how much memory each takes.
+    peaks = {name: _peak_bytes(model, functools.partial(run, model, batches[name][:1], weights_GR)) for name in batches}
+    peaks["shared"] = _peak_bytes(model, ways["shared"])
+    medians = _median_seconds(ways, repeats)
     unshared = min("packed", "padded", key=medians.__getitem__)
     result = {
         "prompt": case.prompt,
@@ -171,27 +195,24 @@ def measure(model: SharedPromptGPT, case: Case, repeats: int, say: Callable[[str
     return result
 
 
-def _median_seconds(
-    model: SharedPromptGPT, ways: Mapping[str, Sequence[MicroBatch]], weights_GR: torch.Tensor, repeats: int
-) -> dict[str, float]:
+def _median_seconds(ways: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for i in range(repeats):
         first = i % len(names)
         for name in names[first:] + names[:first]:
             started = time.process_time()
-            run(model, ways[name], weights_GR)
+            ways[name]()
             seconds[name].append(time.process_time() - started)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def _peak_bytes(model: SharedPromptGPT, batches: Sequence[MicroBatch], weights_GR: torch.Tensor) -> int:
-    """Of the first of `batches`, which are alike; also warms the code up, and makes the gradient tensors before."""
-    first, weights = batches[:1], weights_GR.flatten()[: len(batches[0].labels.labels_N)]
+def _peak_bytes(model: SharedPromptGPT, way: Callable[[], None]) -> int:
+    """Of one run; also warms the code up. Gradients of the weights are made before."""
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    return allocated(lambda: run(model, first, weights)).peak_bytes
+    return allocated(way).peak_bytes
 
 
 def main() -> None:

@@ -45,8 +45,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 def _bind(options: Options) -> socket.socket:
     """Takes the port at once, so that two instances cannot both believe they have it; listens only when ready."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # asyncio sends small answers at once only where the protocol is named; otherwise each waits 40 ms for its first half
-    # to be acknowledged.
+    # asyncio sends the parts of an answer at once only where the protocol is named; otherwise each answer waits 40 ms
+    # for its first part to be acknowledged.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,117 +1,16 @@
 """The whole system on real parts: instances and trainer as processes, a few iterations, and what may go wrong."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from local_run import Run, gone
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.distributed
-
-REWARD = '''
-def vowels(prompt, responses, row):
-    """Share of vowels: something a few steps can raise."""
-    return [sum(c in "aeiou" for c in r.text) / max(len(r.text), 1) for r in responses]
-
-
-def slow(prompt, responses, row):
-    import time
-
-    time.sleep(0.15)
-    return vowels(prompt, responses, row)
-
-
-def broken(prompt, responses, row):
-    raise KeyError("no such column")
-'''
-
-CONFIG = """
-[run]
-dir = "{run_dir}"
-seed = 5
-[model]
-path = "{model}"
-[prompts]
-source = "{data}"
-prompts_per_batch = 6
-max_prompt_tokens = 64
-chat_template = false
-[rollout]
-responses_per_prompt = 4
-max_response_tokens = 24
-[reward]
-name = "python:{reward}:vowels"
-timeout_s = 20
-[pool]
-timeout_s = 20
-[publish]
-timeout_s = 20
-[optimizer]
-learning_rate = 1e-3
-[train]
-iterations = 3
-max_logprob_gap = 1e-3
-"""
-
-
-class Run:
-    """One local run of a config; `start` returns at once."""
-
-    def __init__(self, tmp_path: Path, model: Path) -> None:
-        self.dir = tmp_path / "run"
-        data = tmp_path / "rows.jsonl"
-        data.write_text("".join(json.dumps({"prompt": f"Word {i}: "}) + "\n" for i in range(40)))
-        reward = tmp_path / "reward.py"
-        reward.write_text(REWARD)
-        self.reward = reward
-        self.config = tmp_path / "run.toml"
-        self.config.write_text(CONFIG.format(run_dir=self.dir, model=model, data=data, reward=reward))
-        self.output = tmp_path / "output.txt"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self, *overrides: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "deploy.local", str(self.config), *overrides],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-
-    def finish(self, timeout_s: float = 120) -> int:
-        assert self.process is not None
-        return self.process.wait(timeout_s)
-
-    def descendants(self) -> list[psutil.Process]:
-        assert self.process is not None
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def instances(self) -> list[psutil.Process]:
-        return [p for p in self.descendants() if "inference_service" in p.cmdline()]
-
-    def lines(self, name: str) -> list[dict[str, object]]:
-        path = self.dir / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def wait_for_iterations(self, number: int, timeout_s: float = 90) -> None:
-        deadline = time.monotonic() + timeout_s
-        while len(self.lines("metrics.jsonl")) < number:
-            assert self.process is not None and self.process.poll() is None, self.everything_said()
-            assert time.monotonic() < deadline, self.everything_said()
-            time.sleep(0.05)
-
-    def everything_said(self) -> str:
-        logs = sorted(self.dir.glob("logs/*.log"))
-        return "\n".join([self.output.read_text(), *(f"--- {log.name}\n{log.read_text()}" for log in logs)])
 
 
 @pytest.fixture
@@ -121,11 +20,6 @@ def run(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Run]:
     if run.process is not None and run.process.poll() is None:
         run.process.terminate()
         run.process.wait(30)
-
-
-def gone(processes: list[psutil.Process], timeout_s: float = 10) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    return all(p.status() == psutil.STATUS_ZOMBIE for p in alive)
 
 
 def assert_proven(run: Run, iterations: int, groups: int = 6) -> None:

@@ -48,7 +48,16 @@ def run(config: Config, token: str | None) -> None:
     parallel = init_parallel(device, config.run.seed, config.trainer)
     try:
         with open_session(config, parallel, token) as session:
-            train(config.train, session.replica, session.prompts, session.rollouts, session.ledger, session.recorder)
+            train(
+                config.train,
+                session.replica,
+                session.prompts,
+                session.rollouts,
+                session.ledger,
+                session.recorder,
+                session.progress.first_iteration,
+                session.progress.after_iteration,
+            )
             session.megatron.save_hf(config.run.dir / "model")
     finally:
         parallel.close()

@@ -4,13 +4,11 @@ Shape legend: G responses and N response tokens of one micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from async_rl.algorithms import Algorithm
-from async_rl.config import AlgorithmSection
-from async_rl.types import Group, GroupProof, StepStats
+from async_rl.types import Group, GroupProof
 from trainer.shared_prompt import MicroBatch
 
 

@@ -9,7 +9,7 @@ tensors are copied to host memory, and a thread writes them while training goes 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,6 @@ class Checkpoints:
         policy: DistributedDataParallel,
         optimizer: PolicyOptimizer,
         old: FrozenModel | None,
-        state: Mapping[str, Any],
     ) -> None:
         """Copies everything to host memory and begins to write it; returns before it is written.
 
@@ -77,7 +76,6 @@ class Checkpoints:
         Args:
             iteration: the one that is trained next.
             old: the old policy, where its weights outlive an iteration.
-            state: what else the caller needs to go on, the same on all ranks; as JSON.
 
         Raises:
             Exception: what made the save before it fail.
@@ -91,7 +89,6 @@ class Checkpoints:
             "iteration": iteration,
             "num_steps": optimizer.num_steps,
             "config": self._config.model_dump(mode="json"),
-            "state": dict(state),
             "layout": _layout(self._parallel),
         }
         self._writing = self._thread.submit(self._write, iteration, tensors, content, random_state(self._parallel))
@@ -128,8 +125,8 @@ class Checkpoints:
         policy: DistributedDataParallel,
         optimizer: PolicyOptimizer,
         old: FrozenModel | None,
-    ) -> tuple[int, dict[str, Any]]:
-        """Fills models and optimizer from a checkpoint; returns (iteration to train next, the `state` of its save).
+    ) -> int:
+        """Fills models and optimizer from a checkpoint; returns the iteration to train next.
 
         All ranks call it, under whatever layout. Random states are restored where the layout is the one that saved.
 
@@ -148,7 +145,7 @@ class Checkpoints:
         optimizer.resume(content["num_steps"])
         if content["layout"] == _layout(self._parallel):
             set_random_state(self._parallel, _read_rank_file(path, self._parallel.rank)["random_state"])
-        return content["iteration"], content["state"]
+        return int(content["iteration"])
 
     def _fill(self, path: Path, tensors: Sequence[ShardedTensor]) -> None:
         fill(path, tensors, self._parallel, self._group)

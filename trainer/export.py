@@ -8,19 +8,9 @@ import logging
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from async_rl.config import TrainerSection, parse_config
+from async_rl.config import TrainerSection
 from async_rl.errors import ConfigError
-from trainer.checkpoint import fill, read_checked
 from trainer.checkpoint_files import checkpoint_path, checkpoints_dir, newest_checkpoint, whole_checkpoints
-from trainer.checkpoint_tensors import POLICY, model_tensors
-from trainer.devices import choose_device
-from trainer.hf_checkpoint import save_hf_checkpoint
-from trainer.hf_config import find_checkpoint, read_model_shape
-from trainer.model import build_model
-from trainer.parallel import Parallel, init_parallel
 
 log = logging.getLogger("export")
 
@@ -35,16 +25,26 @@ def main(arguments: list[str]) -> int:
     try:
         checkpoint = choose_checkpoint(options.run, options.iteration)
         require_empty(options.to)
-        parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
-        try:
-            export(checkpoint, options.to, parallel)
-        finally:
-            parallel.close()
+        run(checkpoint, options.to)
     except ConfigError as error:
         log.error("ConfigError: %s", error)
         return 2
     log.info("wrote the policy of %s to %s", checkpoint, options.to)
     return 0
+
+
+def run(checkpoint: Path, target: Path) -> None:
+    """Writes the policy, in a process group of this process alone."""
+    # After the arguments were found good, so that a typo does not wait for torch and Megatron to load.
+    from trainer.devices import choose_device
+    from trainer.parallel import init_parallel
+    from trainer.policy_export import export_policy
+
+    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
+    try:
+        export_policy(checkpoint, target, parallel)
+    finally:
+        parallel.close()
 
 
 def choose_checkpoint(run_dir: Path, iteration: int | None) -> Path:
@@ -76,20 +76,6 @@ def require_empty(target: Path) -> None:
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"--to {str(target)!r} exists and is not an empty directory: name a new one")
-
-
-def export(checkpoint: Path, target: Path, parallel: Parallel) -> None:
-    """Writes the policy of `checkpoint` to `target`; config, tokenizer and so on are those of the run's `model.path`.
-
-    Raises:
-        ConfigError: the checkpoint is damaged, or the run's model is no longer there.
-    """
-    content = read_checked(checkpoint, parallel)
-    config = parse_config(content["config"], source=f"the config in checkpoint {str(checkpoint)!r}")
-    source = find_checkpoint(config.model.path)
-    model = build_model(read_model_shape(source), getattr(torch, config.model.dtype), parallel, TrainerSection())
-    fill(checkpoint, model_tensors(model, POLICY), parallel, dist.group.WORLD)
-    save_hf_checkpoint(model, source, target)
 
 
 if __name__ == "__main__":

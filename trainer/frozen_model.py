@@ -1,7 +1,7 @@
 """A model without gradients, whose weights wait on the device or on the host until they are used.
 
-On the host they are in pinned memory where there is an accelerator; they are copied in on a stream of their own ahead of
-use, and the device's copy is let go right after, as MindSpeed RL does with its update weights (arXiv 2507.19017).
+On the host they are in pinned memory where there is an accelerator; they are copied in on a stream of their own ahead
+of use, and the device's copy is let go right after, as MindSpeed RL does with its update weights (arXiv 2507.19017).
 """
 
 from collections.abc import Iterator

@@ -37,8 +37,9 @@ def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
         if adam is None:  # A rank without parameters of this kind.
             continue
         part.init_state_fn(adam, part.config)
-        for state in adam.state.values():
-            state.setdefault("step", torch.tensor(0.0))
+        if isinstance(adam, torch.optim.AdamW):
+            for state in adam.state.values():
+                state.setdefault("step", torch.tensor(0.0))
         for parameter, start, master in _masters(part):
             moments = {name: adam.state[master][name].view(-1) for name in MOMENTS}
             yield ParameterState(
@@ -51,9 +52,13 @@ def set_num_steps(optimizer: MegatronOptimizer, num_steps: int) -> None:
     for part in _parts(optimizer):
         if part.optimizer is None:
             continue
-        assert isinstance(part.optimizer, torch.optim.AdamW), f"unknown Adam {type(part.optimizer)}"
-        for state in part.optimizer.state.values():
-            state["step"] = torch.tensor(float(num_steps))
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(float(num_steps))
+        else:
+            # The fused Adams of Apex, Transformer Engine and MindSpeed count per group.
+            for group in part.optimizer.param_groups:
+                group["step"] = num_steps
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -1,8 +1,8 @@
 """Forward and backward passes of a model over the micro-batches of a window.
 
 `PackedPass` runs whole micro-batches through Megatron's schedule (1F1B under pipeline parallelism, one after the other
-without); `TwoStagePass` runs one group that is too long for a micro-batch. Both give, per micro-batch or micro-group, the
-log-probs of its response tokens on the last pipeline stage.
+without); `TwoStagePass` runs one group that is too long for a micro-batch. Both give, per micro-batch or micro-group,
+the log-probs of its response tokens on the last pipeline stage.
 
 Shape legend: N response tokens of one micro-batch.
 """
@@ -47,10 +47,10 @@ class Pass(Protocol):
 
 
 def make_passes(window: Window, parallel: Parallel, temperature: float, max_tokens: int) -> list[Pass]:
-    """What it takes to run a window, whose micro-batches have at most `max_tokens` rows but for groups that are longer.
+    """What it takes to run a window, whose micro-batches have at most `max_tokens` rows but for longer groups.
 
-    Under pipeline parallelism, and where experts span replicas, such a group is split in micro-groups that each hold the
-    prompt: all ranks then run the same passes. Otherwise it runs in two stages, with its prompt computed once.
+    Under pipeline parallelism, and where experts span replicas, such a group is split in micro-groups that each hold
+    the prompt: all ranks then run the same passes. Otherwise it runs in two stages, with its prompt computed once.
     """
     uniform = parallel.pp_size > 1 or parallel.experts_span_replicas
     if uniform:

@@ -2,8 +2,8 @@
 
 Stage one runs the prompt once; every attention layer leaves its keys and values here. Stage two runs the responses in
 micro-groups against them; each one's backward adds to the gradients of what is kept. At last the prompt's own backward
-picks these up at the place where keys and values were made. That is the chain rule of the whole group, in linear memory,
-with the prompt computed once.
+picks these up at the place where keys and values were made. That is the chain rule of the whole group, with the prompt
+computed once.
 
 Shape legend: P prompt rows, S key / value rows, K key / value heads, D head dimension, H hidden size.
 """

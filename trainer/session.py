@@ -1,8 +1,9 @@
 """Builds the objects of one training rank from a config and runs the loop on them.
 
-The leader of every replica has its own pool client, rewards and producer; only the main rank publishes and writes files.
+Each replica's leader has its own pool client, rewards and producer; only the main rank publishes and writes records.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rl.config import Config, RolloutSection
+from async_rl.config import Config, RolloutSection, RunSection
 from async_rl.errors import ConfigError
 from async_rl.event_loop import EventLoopThread
 from async_rl.ledger import Ledger
@@ -20,12 +21,18 @@ from async_rl.pool import InferencePool
 from async_rl.producer import Producer
 from async_rl.prompts import PromptSource
 from async_rl.publish import Publisher
+from async_rl.records import RECORDS, cut_run_records
 from async_rl.rewards import make_reward
 from async_rl.types import Prompt
+from trainer.checkpoint import Checkpoints
+from trainer.checkpoint_files import checkpoints_dir, newest_checkpoint
 from trainer.hf_config import find_checkpoint
 from trainer.parallel import Parallel
+from trainer.progress import Progress
 from trainer.replica import NoRollouts, Replica
 from trainer.trainer import MegatronTrainer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,7 @@ class Session:
     rollouts: Rollouts
     ledger: Ledger
     recorder: Recorder
+    progress: Progress
 
 
 @contextmanager
@@ -64,6 +72,9 @@ def open_session(
         megatron = MegatronTrainer(
             parallel, config.trainer, config.model, config.rollout, config.algorithm, config.optimizer, config.train
         )
+        checkpoints = Checkpoints(checkpoints_dir(config.run.dir), config.checkpoint.keep, parallel, config)
+        closing.callback(checkpoints.close)
+        progress = Progress(checkpoints, megatron, config.run, config.train, config.checkpoint)
         rollouts: Rollouts = NoRollouts()
         pool = publisher = run_dir = None
         if parallel.is_leader:
@@ -78,8 +89,8 @@ def open_session(
         if parallel.is_main:
             publisher = Publisher(pool, loop, config.publish, parallel.device.BACKEND)
             closing.callback(publisher.close)
-            run_dir = _claim(config.run.dir)
-        recorder = Recorder(run_dir, config.train.iterations)
+            run_dir = _claim(config.run, progress.first_iteration)
+        recorder = Recorder(run_dir, config.train.iterations, progress.first_iteration)
         closing.callback(recorder.close)
         yield Session(
             megatron,
@@ -90,15 +101,22 @@ def open_session(
                 run_dir and run_dir / "ledger.jsonl", config.rollout.responses_per_prompt, config.train.max_logprob_gap
             ),
             recorder,
+            progress,
         )
 
 
-def _claim(run_dir: Path) -> Path:
-    """Makes the directory of a run, and refuses one with the records of another."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if (run_dir / "metrics.jsonl").exists() or (run_dir / "ledger.jsonl").exists():
-        raise ConfigError(f"run.dir {str(run_dir)!r} holds the records of another run: name a new one, or remove it")
-    return run_dir
+def _claim(run: RunSection, first_iteration: int) -> Path:
+    """Makes the directory of a run; refuses one with records of another, unless the run goes on with them."""
+    run.dir.mkdir(parents=True, exist_ok=True)
+    if run.resume:
+        num_cut = cut_run_records(run.dir, first_iteration)
+        log.info("resuming at iteration %d; %d records of later ones were removed", first_iteration, num_cut)
+    elif newest_checkpoint(checkpoints_dir(run.dir)) or any((run.dir / name).exists() for name in RECORDS):
+        raise ConfigError(
+            f"run.dir {str(run.dir)!r} holds the records of another run: name a new one, remove it, or set "
+            "run.resume = true to go on with it"
+        )
+    return run.dir
 
 
 def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:

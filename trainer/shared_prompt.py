@@ -1,10 +1,11 @@
 """Lays groups out as micro-batches that hold every prompt once: `p1 p2 ... | r11 ... r1G r21 ...`.
 
-All prompts of a micro-batch come first, then all responses, group by group in the same order. So the rows that attend to
-a prompt lie together, as the prompts do, and no kernel has to gather them. Positions of every response restart after its
-prompt. A response's last token is a label only: nothing follows it, so it is not fed.
+All prompts of a micro-batch come first, then all responses, group by group in the same order. So the rows that attend
+to a prompt lie together, as the prompts do, and no kernel has to gather them. Positions of every response restart after
+its prompt. A response's last token is a label only: nothing follows it, so it is not fed.
 
-Shape legend: T fed rows, S key / value rows, P prompt tokens, G responses, N response tokens (labels), R rows with logits.
+Shape legend: T fed rows, S key / value rows, P prompt tokens, G responses, N response tokens (labels), R rows with
+logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,10 +47,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Segments:
-    """Who attends to whom: every segment causally to itself, and the rows of a group's responses to their whole prompt.
+    """Who attends to whom: every segment causally to itself, and the rows of a group's responses to their prompt.
 
-    Self part: all T rows, against the key rows from `self_kv_start` on. Cross part: the rows from `cross_q_start` on, as
-    many as it has, against the key rows from 0 on; None where no response row is fed.
+    Self part: all T rows, against the key rows from `self_kv_start` on. Cross part: the rows from `cross_q_start` on,
+    as many as it has, against the key rows from 0 on; None where no response row is fed.
     """
 
     self_part: Part
@@ -146,7 +147,7 @@ def num_rows(group: Group) -> int:
 
 
 def split_group(group: Group, max_tokens: int) -> list[GroupSlice]:
-    """Micro-groups of at most `max_tokens` rows each, the prompt's included, or of one response where that is longer."""
+    """Micro-groups of at most `max_tokens` rows, the prompt's included, or of one response where that is longer."""
     slices: list[GroupSlice] = []
     start, size = 0, len(group.prompt.token_ids)
     for i, response in enumerate(group.responses):

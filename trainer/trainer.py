@@ -1,7 +1,7 @@
 """The policy in training on Megatron-core: windows of groups in, optimizer steps out.
 
-Gradients are sums over the groups in the order in which they come, divided once by the count of all that was accumulated
-(invariant I4).
+Gradients are sums over the groups in the order in which they come, divided once by the count of all that was
+accumulated (invariant I4).
 """
 
 from collections import Counter
@@ -145,6 +145,11 @@ class MegatronTrainer:
         """The rows of all ranks, in order of ranks; waits for each of them to finish its share."""
         gathered = self._parallel.gather_json([asdict(row) for row in rows])
         return [_row_from_json(row) for part in gathered for row in part]
+
+    @property
+    def lagged_old(self) -> FrozenModel | None:
+        """The old policy where it does not follow from the policy, and so belongs into a checkpoint."""
+        return self.models.old if self._old_policy == "lagged" else None
 
     @property
     def _reports(self) -> bool:

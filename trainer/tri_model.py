@@ -20,7 +20,7 @@ from trainer.parallel import Parallel
 
 @dataclass(frozen=True, slots=True)
 class TriModel:
-    """`policy` sums gradients into Megatron's fp32 buffers; a frozen model is None where nothing reads its log-probs."""
+    """`policy` sums gradients into Megatron's fp32 buffers; a model whose log-probs nothing reads is None."""
 
     policy: DistributedDataParallel
     old: FrozenModel | None

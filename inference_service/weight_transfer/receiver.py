@@ -108,7 +108,7 @@ class WeightReceiver:
         try:
             self._group.announce(self._info.rank_offset)
             for spec, tensor in self._group.receive(specs, self._info.bucket_bytes, into):
-                fingerprint.add(spec, tensor.view(-1).view(torch.uint8))
+                fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
         except Exception:
             # Whatever went wrong, the two ends no longer agree where in the stream they are.
             self.leave()

@@ -4,6 +4,7 @@ import multiprocessing
 import sys
 import time
 import types
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from async_rl.errors import ConfigError, PublishError
-from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup, _make_group, buckets
+from async_rl.weight_stream import ALONE_BYTES, Fingerprint, TensorSpec, WeightGroup, _make_group, buckets
 
 pytestmark = pytest.mark.distributed
 SPAWN = multiprocessing.get_context("spawn")
@@ -27,6 +28,9 @@ def make_tensors() -> list[tuple[TensorSpec, torch.Tensor]]:
         "d": torch.randn(11, 2, dtype=torch.float64),
         "e": torch.randn(64, 64),
         "f": torch.tensor(2.5),
+        # Large enough to travel alone.
+        "g": torch.randn(ALONE_BYTES // 4 + 1),
+        "h": torch.randn(3),
     }
     return [
         (TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), tensor)
@@ -35,7 +39,10 @@ def make_tensors() -> list[tuple[TensorSpec, torch.Tensor]]:
 
 
 def receive(port: int, rank: int, world_size: int, bucket_bytes: int, timeout_s: float, pipe: Connection) -> None:
-    """A worker: receives one update and answers whether every byte is right, and its fingerprint."""
+    """A worker: receives one update and answers whether every byte is right, and its fingerprint.
+
+    An even rank receives into places of its own, for all but one tensor, of which one is not contiguous.
+    """
     store = WeightGroup.join_store("127.0.0.1", port, timeout_s)
     group = WeightGroup(store, rank, world_size, "gloo", timeout_s)
     command = pipe.recv()
@@ -43,11 +50,15 @@ def receive(port: int, rank: int, world_size: int, bucket_bytes: int, timeout_s:
         return
     expected = {spec.name: tensor for spec, tensor in make_tensors()}
     group.announce(rank)
+    places = {name: torch.zeros_like(tensor) for name, tensor in expected.items() if name != "e"}
+    places["d"] = places["d"].t().contiguous().t()
+    into = places if rank % 2 == 0 else {}
     fingerprint = Fingerprint()
     equal = True
-    for spec, tensor in group.receive([spec for spec, _ in make_tensors()], bucket_bytes):
+    for spec, tensor in group.receive([spec for spec, _ in make_tensors()], bucket_bytes, into):
         fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
         equal &= torch.equal(tensor, expected[spec.name])
+        equal &= spec.name not in into or torch.equal(into[spec.name], expected[spec.name])
     pipe.send((equal, fingerprint.hexdigest()))
     group.close()
 
@@ -85,6 +96,26 @@ def test_two_receivers_get_every_byte_and_the_same_fingerprint(bucket_bytes: int
     sent = workers.group.send(make_tensors(), bucket_bytes)
     assert [pipe.recv() for pipe in workers.pipes] == [(True, sent), (True, sent)]
     workers.group.close()
+
+
+def test_a_stream_that_cannot_be_sent_to_its_end_is_closed() -> None:
+    workers = Workers(1, 1 << 20)
+    workers.tell("die")
+    workers.processes[0].join()
+    workers.group.next_update()
+    ends = []
+
+    def stream() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        try:
+            while True:
+                yield from make_tensors()
+        finally:
+            ends.append("closed")
+
+    with pytest.raises(PublishError, match="weight broadcast broke") as caught:
+        workers.group.send(stream(), 1)
+    # The traceback still holds the frames, so nothing but `send` itself has closed it.
+    assert caught.tb is not None and ends == ["closed"]
 
 
 def test_a_receiver_that_dies_ends_the_broadcast_in_a_named_error() -> None:

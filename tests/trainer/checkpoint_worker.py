@@ -1,8 +1,8 @@
 """Training ranks of `test_checkpoint.py`, also used by it in its own process: runs that save and resume.
 
-Arguments: a JSON file, `{"layouts": [[TrainerSection, [Run]]], "kill": seconds}`. Under torchrun there is one layout, and
-this is one of its ranks. Otherwise two ranks are started for each layout, one layout after the other; or with "kill" one
-rank, which is killed again and again, so many seconds at most after it has saved.
+Arguments: a JSON file, `{"layouts": [[TrainerSection, [Run]]], "num_ranks": 2, "kill": seconds}`. Under torchrun this
+is one rank, and there is one layout. Otherwise ranks are started for each layout, one layout after the other. With
+"kill" it is one rank, which is killed again and again, so many seconds at most after it has saved.
 """
 
 import json
@@ -75,8 +75,7 @@ class Run:
         checkpoints = Checkpoints(Path(self.directory), 9, parallel, config)
         models, first = trainer.models, 0
         if self.load is not None:
-            first, state = checkpoints.load(Path(self.load), models.policy, trainer.optimizer, models.old)
-            assert state == {"saved_at": first}
+            first = checkpoints.load(Path(self.load), models.policy, trainer.optimizer, models.old)
         batches = self.batches and pickle.loads(Path(self.batches).read_bytes())
         for iteration in range(first, self.until):
             if batches:
@@ -84,8 +83,7 @@ class Run:
             else:
                 train_elementwise(trainer, iteration)
             if iteration + 1 in self.save_at:
-                state = {"saved_at": iteration + 1}
-                checkpoints.save(iteration + 1, models.policy, trainer.optimizer, models.old, state)
+                checkpoints.save(iteration + 1, models.policy, trainer.optimizer, models.old)
         checkpoints.close()
         return trainer
 
@@ -125,7 +123,7 @@ def main(file: str) -> None:
             for _ in range(NUM_KILLS):
                 run_and_kill(runs[0], layout, random.uniform(0, work["kill"]))
         else:
-            run_on_two_ranks(runs, layout)
+            run_on_ranks(work["num_ranks"], runs, layout)
 
 
 def run_all(runs: list[dict[str, Any]], layout: dict[str, Any]) -> None:
@@ -147,12 +145,17 @@ def fork(runs: list[dict[str, Any]], layout: dict[str, Any], **environment: str)
     return child
 
 
-def run_on_two_ranks(runs: list[dict[str, Any]], layout: dict[str, Any]) -> None:
+def run_on_ranks(num_ranks: int, runs: list[dict[str, Any]], layout: dict[str, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     # What torchrun says to its ranks.
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
-    children = {fork(runs, layout, RANK=str(rank), **common) for rank in range(2)}
+    common = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+    children = {fork(runs, layout, RANK=str(rank), **common) for rank in range(num_ranks)}
     while children:
         child, status = os.wait()
         children.remove(child)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from grpo_reference import expected_advantages, sample_distributions
+from transformers import AutoModelForCausalLM
 
 from async_rl.config import (
     AlgorithmSection,
@@ -88,21 +89,6 @@ class Expected:
     loss: float
     entropy: float
     gradients: dict[str, torch.Tensor]
-
-
-def sample_distributions(model: PreTrainedModel, group: Group, response: Response, temperature: float) -> torch.Tensor:
-    """Log-probs of the whole vocabulary at each token of a response, [R, V], prompt and response run alone."""
-    tokens = torch.tensor([[*group.prompt.token_ids, *response.token_ids]])
-    logits = model(tokens, use_cache=False).logits[0, len(group.prompt.token_ids) - 1 : -1] / temperature
-    return logits.log_softmax(1)
-
-
-def expected_advantages(group: Group) -> list[float]:
-    mean = sum(group.rewards) / len(group.rewards)
-    if len(group.rewards) == 1:
-        return [0.0]
-    std = (sum((r - mean) ** 2 for r in group.rewards) / (len(group.rewards) - 1)) ** 0.5
-    return [(r - mean) / (std + 1e-6) for r in group.rewards]
 
 
 @pytest.fixture(scope="session")

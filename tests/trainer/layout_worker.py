@@ -27,7 +27,6 @@ from trainer.devices import choose_device
 from trainer.parallel import init_parallel
 from trainer.trainer import MegatronTrainer
 
-
 LEARNING_RATE = 1e-3
 
 

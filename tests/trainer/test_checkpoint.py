@@ -32,10 +32,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def start(tmp_path: Path, *layouts: tuple[dict[str, Any], list[Run]], torchrun: bool = False, **work: Any) -> None:
+def start(
+    tmp_path: Path, *layouts: tuple[dict[str, Any], list[Run]], num_ranks: int = 2, torchrun: bool = False, **work: Any
+) -> None:
     """Runs the worker, see there; with `torchrun` as two ranks of it."""
+    work |= {"num_ranks": num_ranks, "layouts": [(layout, list(map(asdict, runs))) for layout, runs in layouts]}
     file = tmp_path / "work.json"
-    file.write_text(json.dumps({"layouts": [(layout, list(map(asdict, runs))) for layout, runs in layouts], **work}))
+    file.write_text(json.dumps(work))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
     subprocess.run(
         [sys.executable, *launcher, WORKER, file],
@@ -78,8 +81,8 @@ def load(path: Path, model_path: Path, parallel: Parallel, **sections: dict[str,
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_training_goes_on_bit_for_bit_in_new_ranks(
-    tiny_model: Callable[..., Path], parallel: Parallel, ragged_groups: list[Group], tmp_path: Path, num_ranks: int
+def test_training_goes_on_bit_for_bit_in_a_new_process(
+    tiny_model: Callable[..., Path], ragged_groups: list[Group], tmp_path: Path, num_ranks: int
 ) -> None:
     model, batches = str(tiny_model("qwen2", tied=True)), str(tmp_path / "batches")
     Path(batches).write_bytes(pickle.dumps([ragged_groups[:3], ragged_groups[3:], ragged_groups[1:5]]))
@@ -90,11 +93,7 @@ def test_training_goes_on_bit_for_bit_in_new_ranks(
     }
     uninterrupted = Run(model, str(tmp_path / "a"), 3, (1, 3), sections, batches=batches)
     interrupted = Run(model, str(tmp_path / "b"), 3, (3,), sections, str(tmp_path / "a/iteration-000001"), batches)
-    if num_ranks == 1:
-        uninterrupted(parallel)
-        start(tmp_path, ({}, [interrupted]), kill=None)
-    else:
-        start(tmp_path, ({}, [uninterrupted]), ({}, [interrupted]))
+    start(tmp_path, ({}, [uninterrupted]), ({}, [interrupted]), num_ranks=num_ranks)
     assert_same(tmp_path / "b/iteration-000003", tmp_path / "a/iteration-000003")
 
 
@@ -180,7 +179,7 @@ def test_the_newest_are_kept_and_what_a_killed_save_left_is_removed(
     checkpoints = Checkpoints(directory, 2, parallel, config)
     for iteration in (1, 2, 3):
         train_elementwise(trainer, iteration)
-        checkpoints.save(iteration, trainer.models.policy, trainer.optimizer, trainer.models.old, {})
+        checkpoints.save(iteration, trainer.models.policy, trainer.optimizer, trainer.models.old)
     checkpoints.close()
     assert {path.name for path in directory.iterdir()} == {"iteration-000002", "iteration-000003", "notes"}
     assert newest_checkpoint(directory) == checkpoint_path(directory, 3)
@@ -193,7 +192,7 @@ def test_a_save_holds_the_weights_of_its_moment_while_training_goes_on(
     trainer = make_trainer(config, parallel)
     checkpoints = Checkpoints(tmp_path, 2, parallel, config)
     before = trainer.models.policy_model.embedding.word_embeddings.weight.detach().clone()
-    checkpoints.save(0, trainer.models.policy, trainer.optimizer, trainer.models.old, {})
+    checkpoints.save(0, trainer.models.policy, trainer.optimizer, trainer.models.old)
     train_elementwise(trainer, 0)
     checkpoints.close()
     saved = whole_tensors(checkpoint_path(tmp_path, 0))["policy.embedding.word_embeddings.weight"]
@@ -208,7 +207,7 @@ def test_a_failed_save_is_raised_by_the_next_call(
     trainer = make_trainer(config, parallel)
     (tmp_path / "file").write_text("in the way")
     checkpoints = Checkpoints(tmp_path / "file", 2, parallel, config)
-    checkpoints.save(1, trainer.models.policy, trainer.optimizer, trainer.models.old, {})
+    checkpoints.save(1, trainer.models.policy, trainer.optimizer, trainer.models.old)
     with pytest.raises(OSError, match="file"):
         checkpoints.wait()
     checkpoints.require_no_failure()

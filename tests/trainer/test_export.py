@@ -15,9 +15,10 @@ from async_rl.errors import ConfigError
 from async_rl.types import Group
 from tests.trainer.checkpoint_worker import Run
 from trainer.checkpoint_files import checkpoint_path
-from trainer.export import choose_checkpoint, export, require_empty
+from trainer.export import choose_checkpoint, require_empty
 from trainer.parallel import Parallel
 from trainer.passes import make_passes
+from trainer.policy_export import export_policy
 from trainer.trainer import MegatronTrainer
 
 
@@ -40,7 +41,7 @@ def test_transformers_gives_the_log_probs_of_the_policy(
     tmp_path: Path,
 ) -> None:
     trainer = make_run()
-    export(checkpoint_path(tmp_path / "run/checkpoints", 2), tmp_path / "out", parallel)
+    export_policy(checkpoint_path(tmp_path / "run/checkpoints", 2), tmp_path / "out", parallel)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     group = ragged_groups[0]
     with torch.no_grad():
@@ -61,7 +62,7 @@ def test_a_bfloat16_policy_is_written_as_it_was_trained(
     make_run: Callable[..., MegatronTrainer], parallel: Parallel, tmp_path: Path
 ) -> None:
     trainer = make_run("qwen2", model={"dtype": "bfloat16"})
-    export(checkpoint_path(tmp_path / "run/checkpoints", 2), tmp_path / "out", parallel)
+    export_policy(checkpoint_path(tmp_path / "run/checkpoints", 2), tmp_path / "out", parallel)
     written = load_file(tmp_path / "out/model.safetensors")
     for spec, tensor in trainer.export.stream():
         assert torch.equal(written[spec.name], tensor), spec.name
@@ -75,7 +76,7 @@ def test_the_command_exports_the_newest_checkpoint_or_the_one_asked_for(
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "trainer.export", run_dir, "--to", tmp_path / "out"]
     subprocess.run(command, check=True)
-    export(choose_checkpoint(run_dir, 2), tmp_path / "second", parallel)
+    export_policy(choose_checkpoint(run_dir, 2), tmp_path / "second", parallel)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "second/model.safetensors").read_bytes()
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 2
@@ -98,5 +99,5 @@ def test_what_cannot_be_exported_is_named(
     damaged = choose_checkpoint(tmp_path / "run", 2)
     (damaged / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"__0_0\.distcp has 0 bytes.*the one before it is iteration-000001"):
-        export(damaged, tmp_path / "out", parallel)
+        export_policy(damaged, tmp_path / "out", parallel)
     assert not (tmp_path / "out").exists()

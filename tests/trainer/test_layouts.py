@@ -11,18 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import layout_worker
 import pytest
 import torch
+from layout_worker import Job
 from safetensors.torch import load_file
 
 from async_rl.config import TrainerSection
 from async_rl.types import Group
 from trainer.parallel import Parallel
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import layout_worker
-from layout_worker import Job
+from trainer.passes import make_passes
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 MICRO_BATCH_TOKENS = 24
@@ -66,7 +64,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_alone(job: Job, parallel: Parallel, tmp_path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def run_alone(job: Job, parallel: Parallel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What one process makes of a job: its report and the weights after it."""
     trainer = layout_worker.make_trainer(job, parallel, TrainerSection(micro_batch_tokens=10_000))
     report = layout_worker.run(job, trainer, replica=0, num_replicas=1)
@@ -87,8 +85,6 @@ def run_distributed(jobs: Sequence[Job], num_ranks: int, tmp_path: Path) -> dict
 def with_logprobs(groups: Sequence[Group], parallel: Parallel, checkpoint: str) -> list[Group]:
     """The groups as if sampled from the checkpoint: with the log-probs that a single process gives them."""
     trainer = layout_worker.make_trainer(Job("", checkpoint, [], 0, {}), parallel, TrainerSection())
-    from trainer.passes import make_passes
-
     (a_pass,) = make_passes([groups], parallel, 1.0, 10_000)
     with torch.no_grad():
         (logprobs,) = a_pass.logprobs(trainer.models.policy_model)
@@ -140,7 +136,9 @@ def test_every_layout_trains_what_one_process_trains(
         )
         for name, (model, layout) in LAYOUTS[num_ranks].items()
     ]
-    expected = {model: run_alone(Job("", path, [sampled[model]] * 2, 0, {}), parallel, tmp_path) for model, path in checkpoints.items()}
+    expected = {
+        model: run_alone(Job("", path, [sampled[model]] * 2, 0, {}), parallel) for model, path in checkpoints.items()
+    }
     reports = run_distributed(jobs, num_ranks, tmp_path)
     for name, (model, _) in LAYOUTS[num_ranks].items():
         assert_same(name, reports[name], expected[model], load_file(tmp_path / name / "model.safetensors"))

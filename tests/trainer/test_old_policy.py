@@ -1,25 +1,21 @@
-"""Old policies of their own: ratio and clip against an independent implementation in float64, and where weights wait."""
+"""Old policies of their own: ratio and clip against an implementation in float64, and where weights wait."""
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import layout_worker
 import pytest
 import torch
+from grpo_reference import expected_advantages, sample_distributions
+from layout_worker import Job
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config import TrainerSection
 from async_rl.types import Batch, Group
 from trainer.frozen_model import FrozenModel
 from trainer.parallel import Parallel
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import layout_worker
-from conftest import expected_advantages, sample_distributions
-from layout_worker import Job
 
 CLIP_LOW, CLIP_HIGH = 0.02, 0.05
 """Narrow, so that a step of Adam takes many ratios beyond it."""
@@ -37,7 +33,7 @@ def logprobs_of(model: PreTrainedModel, group: Group) -> list[torch.Tensor]:
 def reference_steps(
     path: Path, batches: Sequence[Sequence[Group]], steps_per_batch: int, lagged: bool
 ) -> Iterator[tuple[float, float, float]]:
-    """(loss, gradient norm, clip fraction) of every step of clipped GRPO on unshared samples, then AdamW, in float64."""
+    """(loss, gradient norm, clip fraction) of every step: clipped GRPO on unshared samples, AdamW, in float64."""
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     old = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), LEARNING_RATE, (0.9, 0.95), 1e-3, weight_decay=0.0)

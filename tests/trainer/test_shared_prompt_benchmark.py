@@ -1,6 +1,6 @@
 """The benchmark's three ways compute the same, its memory is linear, and it runs on a small case."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +10,6 @@ from benchmarks.memory import Allocated, allocated
 from benchmarks.shared_prompt import SHAPE, Case, make_group, make_model, measure, packed, padded, run, shared
 from trainer.model import SharedPromptGPT
 from trainer.parallel import Parallel
-from trainer.shared_prompt import MicroBatch
 
 SMALL = replace(SHAPE, hidden_size=32, ffn_size=48, num_heads=4, head_dim=8, vocab_size=64)
 
@@ -20,23 +19,24 @@ def model(parallel: Parallel) -> SharedPromptGPT:
     return make_model(SMALL, parallel)
 
 
-def gradients(
-    model: SharedPromptGPT, batches: Sequence[MicroBatch], weights_GR: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def gradients(model: SharedPromptGPT, way: Callable[[], None]) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    run(model, batches, weights_GR)
+    way()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 def test_shared_packed_and_padded_have_the_same_gradients(model: SharedPromptGPT, chunk: int) -> None:
-    group = make_group(Case(9, 6, 5), SMALL.vocab_size)
-    weights_GR = torch.randn(5, 6)
-    expected = gradients(model, shared(group), weights_GR)
+    group, weights_GR = make_group(Case(9, 6, 5), SMALL.vocab_size), torch.randn(5, 6)
+    expected = gradients(model, lambda: shared(model, group, weights_GR, 100))
     assert all(grad.any() for grad in expected.values())
-    for way in (packed, padded):
-        actual = gradients(model, way(group, chunk), weights_GR)
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    ways = [
+        lambda: shared(model, group, weights_GR, 9 + 5 * chunk),
+        lambda: run(model, packed(group, chunk), weights_GR),
+        lambda: run(model, padded(group, chunk), weights_GR),
+    ]
+    for way in ways:
+        torch.testing.assert_close(gradients(model, way), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_small_case_reports_speed_and_memory(model: SharedPromptGPT) -> None:
@@ -52,9 +52,13 @@ def test_small_case_reports_speed_and_memory(model: SharedPromptGPT) -> None:
 
 
 def memory_of(model: SharedPromptGPT, case: Case) -> Allocated:
-    batches, weights_GR = shared(make_group(case, SMALL.vocab_size)), torch.randn(case.group, case.response)
-    run(model, batches, weights_GR)
-    return allocated(lambda: run(model, batches, weights_GR))
+    group, weights_GR = make_group(case, SMALL.vocab_size), torch.randn(case.group, case.response)
+
+    def once() -> None:
+        shared(model, group, weights_GR, 10**6)
+
+    once()
+    return allocated(once)
 
 
 def test_memory_of_a_model_is_linear_in_rows_and_has_no_square_tensor(model: SharedPromptGPT) -> None:

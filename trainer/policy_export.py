@@ -1,0 +1,30 @@
+"""The policy of a checkpoint as a Hugging Face checkpoint; `trainer.export` calls it."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from async_rl.config import TrainerSection, parse_config
+from trainer.checkpoint import fill, read_checked
+from trainer.checkpoint_tensors import POLICY, model_tensors
+from trainer.hf_checkpoint import save_hf_checkpoint
+from trainer.hf_config import find_checkpoint, read_model_shape
+from trainer.model import build_model
+from trainer.parallel import Parallel
+
+
+def export_policy(checkpoint: Path, target: Path, parallel: Parallel) -> None:
+    """Writes the policy to `target` in the run's `model.dtype`; all but the weights is that of the run's `model.path`.
+
+    `parallel` is one process; the checkpoint may come from any layout.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or the run's model is no longer there.
+    """
+    content = read_checked(checkpoint, parallel)
+    config = parse_config(content["config"], source=f"the config in checkpoint {str(checkpoint)!r}")
+    source = find_checkpoint(config.model.path)
+    model = build_model(read_model_shape(source), getattr(torch, config.model.dtype), parallel, TrainerSection())
+    fill(checkpoint, model_tensors(model, POLICY), parallel, dist.group.WORLD)
+    save_hf_checkpoint(model, source, target)
