@@ -140,7 +140,7 @@ def _seconds(trainer: MegatronTrainer, window: Sequence[Sequence[Group]], repeat
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.frozen_weights")
-    parser.add_argument("--json", action="store_true", help="accepted for likeness with the others: it prints nothing else")
+    parser.add_argument("--json", action="store_true", help="as the other benchmarks have it; nothing else is printed")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or npu (default: %(default)s)")

@@ -1,6 +1,7 @@
 """How a run looks while it goes on: tails `metrics.jsonl` into a live view, or plain lines where no one watches."""
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,12 +31,20 @@ class JsonlTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = path.stat().st_size if path.exists() else 0
+        self._inode = path.stat().st_ino if path.exists() else None
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Records completed since the last call; half a line stays for the next one."""
+        """Records completed since the last call; half a line stays for the next one.
+
+        A file that was replaced, as that of a run that resumes, is read from its beginning.
+        """
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if self._inode not in (None, inode):
+                self._offset = 0
+            self._inode = inode
             file.seek(self._offset)
             *lines, _unfinished = file.read().split(b"\n")
         self._offset += sum(len(line) + 1 for line in lines)
@@ -108,7 +117,8 @@ class LiveView:
         self._live.__exit__(kind, error, trace)
 
     def show(self, record: Record) -> None:
-        self._records.append(record)
+        # A run that resumed trains some iterations again.
+        self._records = [*(r for r in self._records if r["iteration"] < record["iteration"]), record]
         self._live.refresh()
 
     def note(self, text: str) -> None:

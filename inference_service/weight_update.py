@@ -16,7 +16,7 @@ import torch
 from async_rl.errors import AsyncRLError
 from async_rl.protocol import InitInfo, UpdateInfo
 from inference_service.engine import EngineFault
-from inference_service.weight_transfer.receiver import WeightReceiver, check_update, model_specs
+from inference_service.weight_transfer.receiver import WeightReceiver, check_update, model_places, specs_of
 
 
 class Phase(enum.Enum):
@@ -29,8 +29,8 @@ class WeightUpdate:
     """Receives tensors straight into the model's parameters and knows whether the weights are whole."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._places = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        self._specs = model_specs(model)
+        self._places = model_places(model)
+        self._specs = specs_of(self._places)
         self._receiver = WeightReceiver()
         self._received: set[str] = set()
         self._touched = False

@@ -13,11 +13,34 @@ from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup
 from inference_service.engine import RequestRefused
 
 
-def model_specs(model: torch.nn.Module) -> dict[str, TensorSpec]:
-    """The tensors a full update consists of, by Hugging Face name; a tied weight stands under its first name only."""
+def model_places(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors a full update consists of, by Hugging Face checkpoint name: the model's own memory.
+
+    A tied weight stands under its first name only. Transformers keeps all experts of a layer in one tensor, while
+    checkpoints name each expert's matrices: these are views of it.
+    """
+    places: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        layer, is_gate_up, _ = name.partition(".experts.gate_up_proj")
+        if is_gate_up:
+            for i, gate_up in enumerate(weight):
+                gate, up = gate_up.chunk(2)
+                places[f"{layer}.experts.{i}.gate_proj.weight"] = gate
+                places[f"{layer}.experts.{i}.up_proj.weight"] = up
+        elif name.endswith(".experts.down_proj"):
+            base = name.removesuffix("down_proj")
+            places |= {f"{base}{i}.down_proj.weight": down for i, down in enumerate(weight)}
+        else:
+            places[name] = weight
+    return places
+
+
+def specs_of(places: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    """Name, dtype and shape of each place."""
     return {
-        name: TensorSpec(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
+        name: TensorSpec(name, str(place.dtype).removeprefix("torch."), tuple(place.shape))
+        for name, place in places.items()
     }
 
 

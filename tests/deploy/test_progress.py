@@ -30,6 +30,20 @@ def test_a_tail_leaves_out_what_was_there_before(tmp_path: Path) -> None:
     assert JsonlTail(path).read_new() == []
 
 
+def test_tail_reads_a_replaced_file_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 0}\n{"iteration": 1}\n')
+    tail = JsonlTail(path)
+    cut = tmp_path / "cut"
+    cut.write_text('{"iteration": 0}\n')
+    cut.replace(path)
+    assert tail.read_new() == [{"iteration": 0}]
+    with path.open("a") as file:
+        file.write('{"iteration": 1}\n')
+    assert tail.read_new() == [{"iteration": 1}]
+
+
+
 def test_the_view_is_plain_where_no_one_watches() -> None:
     assert isinstance(make_run_view(Console(file=io.StringIO()), 3), PlainView)
     assert isinstance(make_run_view(Console(file=io.StringIO(), force_terminal=True), 3), LiveView)
