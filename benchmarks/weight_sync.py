@@ -2,7 +2,7 @@
 
     python -m benchmarks.weight_sync --json [--repeats N]
 
-The Publisher moves a random Qwen3 of about 500 MB in bfloat16 to one and then to two instances of the embedded engine;
+The Publisher moves a random Qwen3 of about 940 MB, in the proportions of Qwen3-1.7B in bfloat16 to one and then to two instances of the embedded engine;
 beside them as many processes that do nothing else take the same bytes in the same buckets from a gloo broadcast, out of
 and into buffers that are never copied. The last line is one JSON object; a `_2` stands for two instances:
 
@@ -41,9 +41,9 @@ from async_rl.weight_stream import TensorSpec, WeightGroup
 
 MODEL_SIZE = {
     "vocab_size": 32_768,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 14,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 8,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -56,7 +56,7 @@ Stream = list[tuple[TensorSpec, torch.Tensor]]
 
 
 def make_model(path: Path) -> Stream:
-    """Saves a random Qwen3 of about 500 MB; its weights."""
+    """Saves a random Qwen3 of about 940 MB, in the proportions of Qwen3-1.7B; its weights."""
     torch.manual_seed(0)
     config = Qwen3Config(max_position_embeddings=512, tie_word_embeddings=True, **MODEL_SIZE)
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)
