@@ -7,7 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-gpu check format bench-overlap bench-gpu clean
+.PHONY: quickstart test test-gpu check format clean
+.PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-gpu
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -29,6 +30,15 @@ format: $(READY)
 
 bench-overlap: $(READY)
 	$(BIN)/python -m benchmarks.overlap --json $(ARGS)
+
+bench-shared-prompt: $(READY)
+	$(BIN)/python -m benchmarks.shared_prompt --json $(ARGS)
+
+bench-weight-sync: $(READY)
+	$(BIN)/python -m benchmarks.weight_sync --json $(ARGS)
+
+bench-frozen-weights: $(READY)
+	$(BIN)/python -m benchmarks.frozen_weights --json $(ARGS)
 
 bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu --json $(ARGS)

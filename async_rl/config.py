@@ -127,12 +127,11 @@ class TrainerSection(Section):
         "none", description="activations computed again in backward: none, feed-forward parts, or whole layers"
     )
     micro_batch_tokens: int = Field(
-        8192, ge=1, description="rows of one micro-batch at most; a longer group is split in micro-groups"
+        4096, ge=1, description="rows of one micro-batch at most; a longer group is split in micro-groups"
     )
     frozen_weights: Literal["device", "host"] = Field(
         "device", description="where old and reference weights wait until they are used"
     )
-
 
     @property
     def ranks_per_replica(self) -> int:

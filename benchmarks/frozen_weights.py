@@ -105,7 +105,7 @@ def peak_bytes(trainer: MegatronTrainer, window: Sequence[Sequence[Group]], devi
         trainer.accumulate(window)
         return torch.accelerator.max_memory_allocated(device)
     models = trainer.models
-    resident = [p for p in models.policy.parameters()] + list(models.reference.parameters())
+    resident = [*models.policy.parameters(), *models.reference.parameters()]
     gradients = [p.main_grad for p in models.policy.parameters()]
     return sum(t.nbytes for t in [*resident, *gradients]) + allocated(lambda: trainer.accumulate(window)).peak_bytes
 

@@ -1,25 +1,22 @@
 """What holding a prompt once buys: forward and backward of one group, shared and unshared, on one thread of the CPU.
 
-    python -m benchmarks.shared_prompt --json [--repeats N]
+    python -m benchmarks.shared_prompt --json [--repeats N] [--case P R G]
 
 A small Qwen3-shaped Megatron stack in float32, as the trainer builds it, with log-probs of the response tokens only.
-Three ways to compute the same gradients, run in turn on the same tokens:
+Four ways to compute the same gradients, run in turn on the same tokens, in processor seconds:
 
 - shared: as the trainer runs it, one micro-batch with the prompt once, then all responses; beyond SHARED_ROWS rows, in
-  two stages, the prompt once and then micro-groups;
+  two stages;
 - packed: the same code on the same layout without sharing, every sample a group of its own with one response;
 - padded: a batch of equal length under one causal mask per sample. Samples are as long as each other here, so nothing
-  is wasted on padding, and attention is the one call that PyTorch's own causal attention makes.
+  is wasted on padding, and attention is the one call that PyTorch's own causal attention makes;
+- chunked: packed, in chunks of as many samples as fit into CHUNKED_ROWS rows, at least one, whose gradients add up. On
+  a CPU that is what suits unshared samples best: smaller activations stay nearer to the processor.
 
-The unshared ways take the group in chunks of as many samples as fit into UNSHARED_ROWS rows, at least one, whose
-gradients add up. That is what suits them best: smaller activations stay nearer to the processor.
-
-Times are the process's own processor seconds, which other work on the machine hardly disturbs.
-
-The last line is one JSON object: `speedup` is the median time of the faster unshared way over that of the shared one;
-`token_ratio` = G (P + R) / (P + G R) is what it would be if cost were proportional to tokens. Peak bytes are those of
-the tensors that a run makes, gradients of the weights excepted: of the whole group where it is shared, of one chunk of
-the faster unshared way.
+The last line is one JSON object: `speedup` is the median time of the faster of packed and padded over that of shared,
+`speedup_chunked` that of chunked; `token_ratio` = G (P + R) / (P + G R) is what they would be if cost were proportional
+to tokens. Attention is not: responses attend to their prompt either way. Peak bytes are those of the tensors that a run
+makes, gradients of the weights excepted.
 """
 
 import argparse
@@ -55,8 +52,8 @@ CASES = ((64, 256, 8), (512, 128, 8), (1024, 128, 16), (2048, 256, 8), (256, 102
 SHARED_ROWS = 4096
 """What `trainer.micro_batch_tokens` would be."""
 
-UNSHARED_ROWS = 1280
-"""From one sample to the whole group, times differ by less than 12%; they are lowest at about this many rows."""
+CHUNKED_ROWS = 1280
+"""Among the fastest sizes; from one sample to a third of the group, times differ little."""
 
 SHAPE = ModelShape(
     family="qwen3",
@@ -167,16 +164,18 @@ def make_model(shape: ModelShape, parallel: Parallel) -> SharedPromptGPT:
 
 
 def measure(model: SharedPromptGPT, case: Case, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Times the three ways in turn; which one comes first moves on with every repeat."""
+    """Times the four ways in turn; which one comes first moves on with every repeat."""
     group = make_group(case, model.shape.vocab_size)
     weights_GR = torch.randn(case.group, case.response)
-    chunk = min(case.group, max(1, UNSHARED_ROWS // (case.prompt + case.response - 1)))
-    batches = {"packed": packed(group, chunk), "padded": padded(group, chunk)}
+    chunk = min(case.group, max(1, CHUNKED_ROWS // (case.prompt + case.response - 1)))
+    batches = {
+        "packed": packed(group, case.group),
+        "padded": padded(group, case.group),
+        "chunked": packed(group, chunk),
+    }
     ways: dict[str, Callable[[], None]] = {"shared": lambda: shared(model, group, weights_GR, SHARED_ROWS)}
-    ways |= {name: functools.partial(run, model, batches[name], weights_GR) for name in batches}
-    # Chunks are alike, so one says how much memory each takes.
-    peaks = {name: _peak_bytes(model, functools.partial(run, model, batches[name][:1], weights_GR)) for name in batches}
-    peaks["shared"] = _peak_bytes(model, ways["shared"])
+    ways |= {name: functools.partial(run, model, batch, weights_GR) for name, batch in batches.items()}
+    peaks = {name: _peak_bytes(model, way) for name, way in ways.items()}
     medians = _median_seconds(ways, repeats)
     unshared = min("packed", "padded", key=medians.__getitem__)
     result = {
@@ -185,11 +184,11 @@ def measure(model: SharedPromptGPT, case: Case, repeats: int, say: Callable[[str
         "group": case.group,
         "token_ratio": round(case.token_ratio, 3),
         "speedup": round(medians[unshared] / medians["shared"], 3),
+        "speedup_chunked": round(medians["chunked"] / medians["shared"], 3),
         **{f"{name}_s": round(value, 4) for name, value in medians.items()},
-        "unshared": unshared,
-        "unshared_chunk": chunk,
         "peak_bytes_shared": peaks["shared"],
         "peak_bytes_unshared": peaks[unshared],
+        "peak_bytes_chunked": peaks["chunked"],
     }
     say(f"{result}")
     return result
@@ -219,12 +218,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shared_prompt", description="Shared against unshared.")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     parser.add_argument("--repeats", type=int, default=3, help="runs of every way (default: %(default)s)")
+    parser.add_argument("--case", nargs=3, type=int, metavar=("P", "R", "G"), help="only this case")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = make_model(SHAPE, init_parallel(choose_device("cpu"), 0, TrainerSection()))
     say: Callable[[str], None] = (lambda line: None) if options.json else print
-    print(json.dumps({"cases": [measure(model, Case(*case), options.repeats, say) for case in CASES]}))
+    cases = [options.case] if options.case else CASES
+    print(json.dumps({"cases": [measure(model, Case(*case), options.repeats, say) for case in cases]}))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python -m benchmarks.weight_sync --json [--repeats N]
 
-The Publisher moves a random Qwen3 of about 940 MB, in the proportions of Qwen3-1.7B in bfloat16 to one and then to two instances of the embedded engine;
-beside them as many processes that do nothing else take the same bytes in the same buckets from a gloo broadcast, out of
-and into buffers that are never copied. The last line is one JSON object; a `_2` stands for two instances:
+The Publisher moves a random Qwen3 of 940 MB, in bfloat16 and the proportions of Qwen3-1.7B, to one and then to two
+instances of the embedded engine; beside them as many processes that do nothing else take the same bytes in the same
+buckets from a gloo broadcast, out of and into buffers that are never copied. The last line is one JSON object; a `_2`
+stands for two instances:
 
 - `publish_s`: median seconds of a publish, from pause to the version read back;
 - `bare_s`: median seconds of the bare broadcast, until every receiver has said that it has all;
@@ -56,7 +57,7 @@ Stream = list[tuple[TensorSpec, torch.Tensor]]
 
 
 def make_model(path: Path) -> Stream:
-    """Saves a random Qwen3 of about 940 MB, in the proportions of Qwen3-1.7B; its weights."""
+    """Saves a random Qwen3 of about 940 MB in the proportions of Qwen3-1.7B; its weights."""
     torch.manual_seed(0)
     config = Qwen3Config(max_position_embeddings=512, tie_word_embeddings=True, **MODEL_SIZE)
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)

@@ -71,7 +71,11 @@ def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> N
             os.killpg(script.pid, signal.SIGTERM)
     assert script.stdout is not None
     assert code == 0, script.stdout.read()
-    assert len((workplace / "runs" / "mine" / "ledger.jsonl").read_text().splitlines()) == 2
+    run_dir = workplace / re.search(r"runs/\w+", block + "runs/mine")[0]
+    iterations = 4 if "--run.resume" in block else 2
+    assert len((run_dir / "ledger.jsonl").read_text().splitlines()) == iterations
+    if "async-rl export" in block:
+        assert AutoModelForCausalLM.from_pretrained(workplace / "exported").config.model_type == "qwen3"
 
 
 def make(target: str, arguments: str) -> str:
@@ -118,8 +122,26 @@ def test_make_bench_overlap_ends_with_its_figures() -> None:
     assert figures["speedup"] > 1
 
 
+SMALL_BENCHMARKS = {
+    "bench-shared-prompt": ("--repeats 1 --case 40 8 4", {"cases"}),
+    "bench-weight-sync": ("--repeats 1", {"publish_s", "bare_s", "gb_per_s", "ratio"}),
+    "bench-frozen-weights": ("--repeats 1 --size tiny", {"peak_bytes_device", "peak_bytes_host"}),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("target", SMALL_BENCHMARKS)
+def test_make_runs_each_benchmark_to_its_figures(target: str) -> None:
+    arguments, expected = SMALL_BENCHMARKS[target]
+    assert expected <= set(json.loads(make(target, arguments).splitlines()[-1]))
+
+
+def test_make_test_gpu_runs_where_there_is_none() -> None:
+    assert "failed" not in make("test-gpu", "")
+
+
 def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
-    run_by_tests = {"quickstart", "bench-overlap"}
+    run_by_tests = {"quickstart", "bench-overlap", "bench-gpu", "test-gpu", *SMALL_BENCHMARKS}
     run_by_ci = set(re.findall(r"^make ([a-z-]+)$", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE))
     shell = blocks("sh")
     assert {block.split()[0] for block in shell} <= {"async-rl", "make"}

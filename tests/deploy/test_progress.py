@@ -43,7 +43,6 @@ def test_tail_reads_a_replaced_file_from_its_beginning(tmp_path: Path) -> None:
     assert tail.read_new() == [{"iteration": 1}]
 
 
-
 def test_the_view_is_plain_where_no_one_watches() -> None:
     assert isinstance(make_run_view(Console(file=io.StringIO()), 3), PlainView)
     assert isinstance(make_run_view(Console(file=io.StringIO(), force_terminal=True), 3), LiveView)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,11 +17,10 @@ CPU = torch.device("cpu")
 
 @pytest.mark.distributed
 def test_benchmark_ends_with_its_figures() -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--json", "--device", "cpu", "--size", "tiny", "--repeats", "1"]
+    command = ["make", "bench-gpu", "ARGS=--device cpu --size tiny --repeats 1"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert answer.returncode == 0, answer.stderr
-    (line,) = answer.stdout.splitlines()
-    figures = json.loads(line)
+    figures = json.loads(answer.stdout.splitlines()[-1])
     (case,) = figures["cases"]
     assert figures["kernel"] == "CPUAttention"
     assert case["shared_rows"] == 12 + 4 * 5
