@@ -69,6 +69,14 @@ def test_the_whole_loop_runs_on_a_divided_model(run: Run, layout: tuple[str, ...
     assert AutoModelForCausalLM.from_pretrained(run.dir / "model") is not None
 
 
+def test_experts_on_two_ranks_are_published_and_proven(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    run = Run(tmp_path, tiny_model("qwen3_moe"))
+    run.start("--trainer.expert_parallel", "2", "--trainer.num_processes", "2")
+    assert run.finish() == 0, run.everything_said()
+    assert_proven(run, 3)
+    assert AutoModelForCausalLM.from_pretrained(run.dir / "model").config.model_type == "qwen3_moe"
+
+
 def test_synchronous_mode_and_prompt_order_run_too(run: Run) -> None:
     run.start("--train.mode", "synchronous", "--train.order", "prompt", "--algorithm.kl_coef", "0.05")
     assert run.finish() == 0, run.everything_said()
