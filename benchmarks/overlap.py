@@ -131,6 +131,7 @@ def make_config(directory: Path, url: str, pairs: int) -> Config:
             },
             "reward": {"name": f"python:{reward}:length_of_text"},
             "pool": {"instances": [url]},
+            "algorithm": {"kl_coef": 0.05},
             "optimizer": {"learning_rate": 1e-6},
             "train": {"iterations": pairs, "max_logprob_gap": 1e-2},
         },
