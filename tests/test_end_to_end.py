@@ -122,8 +122,10 @@ def test_ctrl_c_leaves_no_process_behind(run: Run, when: str) -> None:
     assert gone(family), [p.cmdline() for p in family if p.is_running()]
 
 
-def test_a_reward_that_raises_ends_the_run_and_names_prompt_and_reward(run: Run) -> None:
-    run.start("--reward.name", f"python:{run.reward}:broken")
+@pytest.mark.parametrize("tensor_parallel", ["1", "2"])
+def test_a_reward_that_raises_ends_the_run_and_names_prompt_and_reward(run: Run, tensor_parallel: str) -> None:
+    """On two ranks the one without rollouts learns of it, too, and does not wait for ever."""
+    run.start("--reward.name", f"python:{run.reward}:broken", "--trainer.tensor_parallel", tensor_parallel)
     assert run.finish() != 0
     said = run.output.read_text()
     assert "RewardError" in said and "broken" in said and "no such column" in said, run.everything_said()

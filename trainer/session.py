@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -66,7 +65,10 @@ def open_session(
         NoInstanceLeft: no instance became healthy within `pool.timeout_s`.
     """
     config.require_prompts_for(parallel.num_ranks)
+    if parallel.is_main:
+        _claim(config.run)
     with ExitStack() as closing:
+        reward = make_reward(config.reward)
         tokenizer = _load_tokenizer(config)
         prompts = PromptSource.load(config.prompts, tokenizer, config.run.seed)
         megatron = MegatronTrainer(
@@ -84,12 +86,14 @@ def open_session(
             closing.callback(lambda: loop.run(pool.close()))
             loop.run(pool.wait_until_ready())
             require_fit(config.rollout, prompts.longest, pool.max_model_len)
-            rollouts = Producer(pool, make_reward(config.reward), loop, tokenizer, config.rollout, config.run.seed)
+            rollouts = Producer(pool, reward, loop, tokenizer, config.rollout, config.run.seed)
             closing.callback(rollouts.close)
         if parallel.is_main:
             publisher = Publisher(pool, loop, config.publish, parallel.device.BACKEND)
             closing.callback(publisher.close)
-            run_dir = _claim(config.run, progress.first_iteration)
+            run_dir = config.run.dir
+            num_cut = cut_run_records(run_dir, progress.first_iteration)
+            log.info("starting at iteration %d, %d later records removed", progress.first_iteration, num_cut)
         recorder = Recorder(run_dir, config.train.iterations, progress.first_iteration)
         closing.callback(recorder.close)
         yield Session(
@@ -105,18 +109,16 @@ def open_session(
         )
 
 
-def _claim(run: RunSection, first_iteration: int) -> Path:
+def _claim(run: RunSection) -> None:
     """Makes the directory of a run; refuses one with records of another, unless the run goes on with them."""
     run.dir.mkdir(parents=True, exist_ok=True)
     if run.resume:
-        num_cut = cut_run_records(run.dir, first_iteration)
-        log.info("resuming at iteration %d; %d records of later ones were removed", first_iteration, num_cut)
-    elif newest_checkpoint(checkpoints_dir(run.dir)) or any((run.dir / name).exists() for name in RECORDS):
+        return
+    if newest_checkpoint(checkpoints_dir(run.dir)) or any((run.dir / name).exists() for name in RECORDS):
         raise ConfigError(
             f"run.dir {str(run.dir)!r} holds the records of another run: name a new one, remove it, or set "
             "run.resume = true to go on with it"
         )
-    return run.dir
 
 
 def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:

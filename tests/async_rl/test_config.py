@@ -87,6 +87,19 @@ def test_a_batch_smaller_than_the_replicas_is_refused(config_file: Path) -> None
         load_config(config_file, ["--trainer.num_processes", "5"])
 
 
+def test_ranks_that_form_no_replicas_are_refused(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"3 training ranks .* 2 x 1 = 2 ranks: start a multiple"):
+        load_config(config_file, ["--trainer.num_processes", "3", "--trainer.tensor_parallel", "2"])
+    with pytest.raises(ConfigError, match=r"expert_parallel = 2 does not divide the 1 ranks of a pipeline stage"):
+        load_config(config_file, ["--trainer.expert_parallel", "2"])
+    assert load_config(config_file, ["--trainer.pipeline_parallel", "2"]).trainer.num_local_ranks == 2
+
+
+def test_several_steps_per_batch_need_an_old_model(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"steps_per_batch is 2 with algorithm\.old_policy = 'lagged'"):
+        load_config(config_file, ["--train.steps_per_batch", "2", "--algorithm.old_policy", "lagged"])
+
+
 def test_the_configuration_guide_names_every_key_with_its_default_and_meaning() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     for section, field in Config.model_fields.items():

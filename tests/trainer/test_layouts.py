@@ -47,6 +47,10 @@ LAYOUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "PP2 EP2": ("moe", {"pipeline_parallel": 2, "expert_parallel": 2}),
     },
 }
+HALF_LAYOUTS = {
+    2: {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"},
+    4: {"pipeline_parallel": 2, "tensor_parallel": 2, "distributed_optimizer": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +145,12 @@ def test_every_layout_trains_what_one_process_trains(
         model: run_alone(Job("", path, [sampled[model], sampled[model][1:]], 0, {}), parallel)
         for model, path in checkpoints.items()
     }
-    reports = run_distributed(jobs, num_ranks, tmp_path)
+    bfloat16 = Job(
+        "bfloat16", checkpoints["tied"], [sampled["tied"]], free_port(), HALF_LAYOUTS[num_ranks], dtype="bfloat16"
+    )
+    reports = run_distributed([*jobs, bfloat16], num_ranks, tmp_path)
     for name, (model, _) in LAYOUTS[num_ranks].items():
         assert_same(name, reports[name], expected[model], load_file(tmp_path / name / "model.safetensors"))
+    # Weights and activations in bfloat16, gradients summed in float32.
+    norm, expected_norm = (report["steps"][0]["grad_norm"] for report in (reports["bfloat16"], expected["tied"][0]))
+    assert norm == pytest.approx(expected_norm, rel=0.05)
