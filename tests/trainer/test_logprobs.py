@@ -86,7 +86,7 @@ def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor], limit
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 10**6])
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 def test_equal_plain_log_softmax_in_any_chunks(
     dtype: torch.dtype, limit: float, chunk_rows: int, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,5 +167,5 @@ def test_two_ranks_with_half_of_the_vocabulary_each_equal_one(rng: random.Random
     )
     ranks = [torch.load(tmp_path / f"rank{i}.pt") for i in range(2)]
     for results in ranks:
-        assert_close([*results[:3]], expected[:3], 1e-12)
-    assert_close([torch.cat([results[3] for results in ranks])], expected[3:], 1e-12)
+        assert_close([*results[:3]], expected[:3], 1e-11)
+    assert_close([torch.cat([results[3] for results in ranks])], expected[3:], 1e-11)

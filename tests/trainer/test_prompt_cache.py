@@ -128,8 +128,8 @@ def test_two_stages_equal_unshared_samples(recompute: bool, multiple_of: int, rn
 
         expected = torch.cat([stack.sample_logprobs(group.prompt.token_ids, r.token_ids) for r in group.responses])
         (expected * weights).sum().backward()
-        torch.testing.assert_close(torch.cat(logprobs), expected.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(staged, gradients(stack), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(torch.cat(logprobs), expected.detach(), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(staged, gradients(stack), rtol=1e-9, atol=1e-10)
 
 
 def test_one_micro_batch_of_several_groups_equals_unshared_samples(rng: random.Random) -> None:
@@ -145,8 +145,8 @@ def test_one_micro_batch_of_several_groups_equals_unshared_samples(rng: random.R
     samples = [(group.prompt.token_ids, r.token_ids) for group in groups for r in group.responses]
     expected = torch.cat([stack.sample_logprobs(*sample) for sample in samples])
     (expected * weights).sum().backward()
-    torch.testing.assert_close(logprobs, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(shared, gradients(stack), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(shared, gradients(stack), rtol=1e-9, atol=1e-10)
 
 
 def test_log_probs_alone_need_no_gradients(rng: random.Random) -> None:
@@ -154,4 +154,4 @@ def test_log_probs_alone_need_no_gradients(rng: random.Random) -> None:
     with torch.no_grad():
         logprobs = torch.cat(list(in_two_stages(stack, group, 20, 1, PromptCache())))
         expected = torch.cat([stack.sample_logprobs(group.prompt.token_ids, r.token_ids) for r in group.responses])
-    torch.testing.assert_close(logprobs, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-11, atol=1e-11)
