@@ -83,6 +83,15 @@ def ragged_groups() -> list[Group]:
     return [*groups, replace(make_group(len(groups), 5, (3, 4), rng), rewards=(1.0, 1.0))]
 
 
+@pytest.fixture
+def rng() -> random.Random:
+    """Fresh in every test, torch's generator too; TEST_SEED repeats one."""
+    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
+    print(f"TEST_SEED={seed}")
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
 @dataclass(frozen=True)
 class Expected:
     logprobs: list[list[tuple[float, ...]]]

@@ -3,7 +3,6 @@
 Shape legend: T rows, H query heads, K key / value heads, D head dimension, L rows of one sample.
 """
 
-import os
 import random
 from collections.abc import Sequence
 
@@ -22,14 +21,6 @@ LIMITS = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 8e-2}
 
 Lengths = Sequence[tuple[int, Sequence[int]]]
 """(prompt rows, rows of each response) of each group; a group of which no response row is fed stands last."""
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"attention: TEST_SEED={seed}")
-    torch.manual_seed(seed)
-    return random.Random(seed)
 
 
 def ragged(rng: random.Random, num_groups: int, longest_prompt: int, longest_response: int) -> Lengths:

@@ -21,14 +21,6 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 WORKER = Path(__file__).with_name("logprobs_worker.py")
 
 
-@pytest.fixture
-def rng() -> random.Random:
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"log-probs: TEST_SEED={seed}")
-    torch.manual_seed(seed)
-    return random.Random(seed)
-
-
 @dataclass(frozen=True)
 class Inputs:
     hidden_RH: torch.Tensor

@@ -3,7 +3,6 @@
 Shape legend: T rows, H hidden size, V vocabulary, L tokens of one sample.
 """
 
-import os
 import random
 from collections.abc import Callable, Iterator
 
@@ -20,14 +19,6 @@ from trainer.shared_prompt import GroupSlice, Rows, make_micro_batch, make_micro
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, HIDDEN, HEADS, HEAD_DIM, LAYERS = 50, 24, (4, 2, 2), 8, 3
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"prompt cache: TEST_SEED={seed}")
-    torch.manual_seed(seed)
-    return random.Random(seed)
 
 
 class Stack:

@@ -1,6 +1,5 @@
 """The layout `p1 p2 ... | r11 ... r1G r21 ...`: rows, positions, labels and who sees whom."""
 
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,13 +19,6 @@ from trainer.shared_prompt import (
 )
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"layout: TEST_SEED={seed}")
-    return random.Random(seed)
 
 
 def make_group(index: int, prompt: tuple[int, ...], responses: Sequence[tuple[int, ...]]) -> Group:
