@@ -65,7 +65,7 @@ class TrainingOrder:
         groups = [group for group in self._held if group.index not in later]
         if self.by_place:
             groups = self._next_in_place(groups)
-        self._held = [group for group in self._held if group not in groups]
+        self._held = _without(self._held, groups)
         taken = {group.index for group in groups}
         self._due = [place for place in self._due if place not in taken]
         return groups
@@ -79,4 +79,10 @@ class TrainingOrder:
             picked.append(by_index.pop(place))
         # Whatever belongs to no place of the batch comes at the very end; the ledger will name it.
         complete = self._all_arrived and len(picked) == len(self._due)
-        return [*picked, *(group for group in groups if complete and group not in picked)]
+        return [*picked, *_without(groups, picked)] if complete else picked
+
+
+def _without(groups: Sequence[Group], picked: Sequence[Group]) -> list[Group]:
+    """By identity: to compare groups is to compare their tokens, and a group that came twice must stay two."""
+    taken = {id(group) for group in picked}
+    return [group for group in groups if id(group) not in taken]
