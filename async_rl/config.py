@@ -53,15 +53,47 @@ class RewardSection(Section):
 
 
 class PoolSection(Section):
-    instances: tuple[str, ...] = Field((), description="base URLs of the inference instances")
+    instances: tuple[str, ...] = Field((), description="base URLs of inference instances that are there from the start")
+    dns: str | None = Field(None, description="HOST:PORT; every address of HOST is an instance, as they come and go")
+    fleet_host: str = Field("127.0.0.1", description="where the fleet endpoint listens")
+    fleet_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one (see run.dir/fleet.json)")
+    join: Literal["now", "publish"] = Field(
+        "publish", description="a new instance serves from the next publish on, or at once, from the weight snapshot"
+    )
     timeout_s: float = Field(120.0, gt=0, description="how long the run waits for an instance before it fails")
-    request_timeout_s: float = Field(600.0, gt=0, description="one generate request, from sending to the last byte")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="one generate request; what is unfinished then goes on at another instance"
+    )
+    heartbeat_timeout_s: float = Field(15.0, gt=0, description="an instance that is silent for so long counts as dead")
+    max_outstanding_tokens: int | None = Field(
+        None, ge=1, description="expected tokens under way at one instance at most; further groups wait for their turn"
+    )
+    split_tail: bool = Field(False, description="share a group among idle instances when no other group waits")
 
 
 class PublishSection(Section):
     timeout_s: float = Field(60.0, gt=0, description="every step of a publish: rendezvous, control call, bucket")
     bucket_bytes: int = Field(64 * 2**20, ge=1, description="how many bytes one broadcast carries at most")
     master_address: str = Field("127.0.0.1", description="this trainer's address as the instances reach it")
+    transport: Literal["broadcast", "snapshot"] = Field(
+        "broadcast", description="a torch.distributed broadcast, or a file that the instances read"
+    )
+    snapshot_dir: Path | None = Field(
+        None, description="where weights are written as safetensors, in shared memory or on a shared file system"
+    )
+    probe_tokens: int = Field(
+        8, ge=0, description="greedy tokens after which a vLLM instance is compared with the trainer; 0 compares none"
+    )
+    max_probe_gap: float = Field(0.5, gt=0, description="largest difference of their log-probs, in nats")
+
+    @model_validator(mode="after")
+    def _snapshots_have_a_place(self) -> "PublishSection":
+        if self.transport == "snapshot" and self.snapshot_dir is None:
+            raise ValueError(
+                "publish.transport is 'snapshot', but publish.snapshot_dir is not set: name a directory that trainer "
+                "and instances share, such as one under /dev/shm"
+            )
+        return self
 
 
 class AlgorithmSection(Section):
@@ -171,9 +203,28 @@ class CheckpointSection(Section):
 class InferenceSection(Section):
     """Instances that `deploy` starts; a run against instances started elsewhere only sets `pool.instances`."""
 
-    engine: Literal["transformers"] = Field("transformers", description="the embedded engine")
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="the embedded engine, or vLLM's server")
+    python: str | None = Field(None, description="the interpreter that has the engine; by default the launcher's own")
     num_instances: int = Field(1, ge=1, description="processes to start")
+    tensor_parallel: int = Field(1, ge=1, description="workers of one instance; vllm only")
     max_concurrency: int = Field(64, ge=1, description="responses generated at once")
+    engine_options: tuple[str, ...] = Field((), description="further arguments of vLLM's own server")
+
+
+class EvaluationSet(Section):
+    """`[[evaluation.sets]]`: prompts are rendered as those of the `prompts` section, and scored by the run's reward."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="as its figures are called")
+    source: str = Field(description="a .jsonl or .parquet file, or reasoning-gym:TASK")
+    num_samples: int = Field(1, ge=1, le=1024, description="k: responses per prompt, for pass@1 and pass@k")
+    max_prompts: int | None = Field(None, ge=1, description="take the first so many rows only")
+    temperature: float = Field(1.0, ge=0.0, description="of sampling; 0 takes the most likely tokens")
+
+
+class EvaluationSection(Section):
+    sets: tuple[EvaluationSet, ...] = Field((), description="what is evaluated while the pool is idle")
+    every: int = Field(10, ge=1, description="iterations from one evaluation to the next")
+    max_delay_s: float = Field(2.0, ge=0.0, description="how long a publish waits at most for what is under way")
 
 
 class Config(Section):
@@ -190,6 +241,16 @@ class Config(Section):
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     inference: InferenceSection = Field(default_factory=InferenceSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    @model_validator(mode="after")
+    def _joining_at_once_has_a_snapshot(self) -> "Config":
+        if self.pool.join == "now" and self.publish.snapshot_dir is None:
+            raise ValueError(
+                "pool.join is 'now', but publish.snapshot_dir is not set: an instance that joins in the middle of a "
+                "batch reads the weights from there; name a directory that trainer and instances share"
+            )
+        return self
 
     @model_validator(mode="after")
     def _several_steps_have_an_old_model(self) -> "Config":

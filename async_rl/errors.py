@@ -8,6 +8,7 @@ AsyncRLError
 │   ├── InstanceUnreachable         no connection, or it broke, or timed out
 │   ├── InstanceRefused             it answered with an error status
 │   └── StaleWeights                it answered with tokens of another weight version
+├── UnknownInstance                 the fleet has no instance of that name
 ├── NoInstanceLeft                  every instance is out of service, for longer than pool.timeout_s
 ├── PublishError                    weights could not be moved to any instance
 ├── RewardError                     a reward raised, hung or returned something else than one float per response
@@ -50,6 +51,10 @@ class InstanceRefused(InstanceError):
 
 class StaleWeights(InstanceError):
     """The instance answered with tokens sampled from another weight version than the one asked for."""
+
+
+class UnknownInstance(AsyncRLError):
+    """The fleet has no instance of that name or URL."""
 
 
 class NoInstanceLeft(AsyncRLError):

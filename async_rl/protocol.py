@@ -29,6 +29,23 @@ COLLECTIVE_RPC = "/collective_rpc"
 FINGERPRINT_METHOD = "weight_fingerprint"
 """Worker method behind `/collective_rpc` that answers with the fingerprint of the last received weight stream."""
 
+NOTE_VERSION_METHOD = "note_weight_version"
+"""Worker method of servers that keep no weight version themselves (vLLM 0.23): keeps the one given as only argument."""
+
+NOTED_VERSION_METHOD = "noted_weight_version"
+"""Worker method that answers with the version noted last; "default" in a fresh worker."""
+
+FLEET = "/fleet"
+FLEET_REGISTER = "/fleet/register"
+FLEET_ADD = "/fleet/add"
+FLEET_DRAIN = "/fleet/drain"
+FLEET_REMOVE = "/fleet/remove"
+FLEET_SYNC = "/fleet/sync"
+"""The trainer's own routes, see `async_rl.fleet`: GET /fleet lists the instances, the others change the fleet."""
+
+OWNED_BY_EMBEDDED = "async-rl"
+"""`owned_by` of the embedded engine's model card; vLLM's is "vllm"."""
+
 PROTOCOL_VERSION = "0.32.0"
 """The dialect the embedded engine speaks; its `/version` answers so, and a client chooses its dialect by it."""
 
@@ -45,6 +62,7 @@ class SamplingParams(Body):
     """How to sample; the fields, names and defaults of vLLM. Child j of `n` uses `seed + j`.
 
     `logprobs`: None for none, 0 for the sampled token's own, k for the top k as well. `top_k` 0 or -1 means off.
+    `stream_interval`: a streaming answer has a chunk for every so many tokens of a response.
     """
 
     n: int = Field(1, ge=1, le=1024)
@@ -59,6 +77,7 @@ class SamplingParams(Body):
     stop_token_ids: list[int] = Field(default_factory=list)
     ignore_eos: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
+    stream_interval: int | None = Field(None, ge=1)
 
 
 class GenerateRequest(Body):
@@ -68,7 +87,7 @@ class GenerateRequest(Body):
     sampling_params: SamplingParams
     model: str | None = None
     request_id: str | None = None
-    stream: Literal[False] | None = False
+    stream: bool | None = False
 
 
 class TokenLogprob(Body):
@@ -100,6 +119,18 @@ class GenerateChoice(Body):
     token_ids: list[int] | None = None
     logprobs: ChoiceLogprobs | None = None
     weight_versions: list[VersionSpan] | None = None
+
+
+class GenerateChunk(Body):
+    """One `data:` event of a streaming answer, which ends with `data: [DONE]`.
+
+    `token_ids` and `logprobs` of a choice are what is new; `finish_reason` is null until its last chunk.
+    `weight_versions` covers the whole output of the choice so far. vLLM sends it with the last chunk only, the embedded
+    engine with every chunk, so that a client notices a chunk that was lost or came twice.
+    """
+
+    request_id: str
+    choices: list[GenerateChoice]
 
 
 class Usage(Body):
@@ -138,7 +169,8 @@ class InitRequest(Body):
 class UpdateInfo(Body):
     """The tensors that follow on the weight group, in this order; three lists of equal length.
 
-    `names` are Hugging Face checkpoint names, `dtype_names` torch attribute names such as "float32".
+    `names` are Hugging Face checkpoint names, `dtype_names` torch attribute names such as "float32". With `snapshot`,
+    the path of a safetensors file, they are read from there, in the same order, and no weight group is needed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -146,6 +178,7 @@ class UpdateInfo(Body):
     names: list[str] = Field(min_length=1)
     dtype_names: list[str]
     shapes: list[list[int]]
+    snapshot: str | None = None
 
 
 class UpdateRequest(Body):
@@ -166,6 +199,7 @@ class AbortRequest(Body):
 
 class RpcRequest(Body):
     method: str
+    args: list[str] = Field(default_factory=list)
     timeout: float | None = None
 
 
@@ -173,6 +207,76 @@ class RpcResponse(Body):
     """One result per worker of the instance."""
 
     results: list[Any]
+
+
+InstanceState = Literal["joining", "ready", "draining", "stale", "dead"]
+"""joining: known, without weights of this run yet; ready: serves the version in training; draining: finishes what it
+has, takes nothing new; stale: answers, but holds other weights until the next publish; dead: does not answer."""
+
+
+class InstanceInfo(Body):
+    """What the fleet knows of one instance. `reason` says why it is not ready."""
+
+    name: str
+    url: str
+    state: InstanceState
+    reason: str | None = None
+    version: str | None = None
+    outstanding_tokens: int = 0
+    num_requests: int = 0
+    tokens_per_s: float = 0.0
+    num_tokens: int = 0
+    num_failures: int = 0
+
+
+class FleetInfo(Body):
+    """GET /fleet."""
+
+    version: str | None = None
+    instances: list[InstanceInfo]
+    desired_instances: int | None = None
+
+
+class FleetBody(Body):
+    """Bodies that change the fleet: a misspelt key must not pass for a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RegisterRequest(FleetBody):
+    """POST /fleet/register, again and again: the instance at `url` is there. `boot_id` is new with each start of it."""
+
+    url: str = Field(pattern=r"^https?://[^\s/]+$", max_length=2048)
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    boot_id: str = Field(pattern=r"^[A-Za-z0-9-]{1,64}$")
+
+
+class RegisterResponse(Body):
+    """`leave`: the instance was drained or removed, and may end. `interval_s`: when to register again."""
+
+    state: InstanceState | None
+    leave: bool
+    interval_s: float
+
+
+class AddRequest(FleetBody):
+    """POST /fleet/add: an instance that does not register itself; its name is its host and port unless given."""
+
+    url: str = Field(pattern=r"^https?://[^\s/]+$", max_length=2048)
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+
+
+class NameRequest(FleetBody):
+    """POST /fleet/drain and /fleet/remove: by name, or by URL."""
+
+    name: str = Field(min_length=1, max_length=2048)
+
+
+class SyncRequest(FleetBody):
+    """POST /fleet/sync: what another leader of the same run has under way at each instance, by URL, in tokens."""
+
+    leader: int = Field(ge=1)
+    outstanding_tokens: dict[str, Annotated[int, Field(ge=0)]]
 
 
 class ErrorInfo(Body):

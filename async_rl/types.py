@@ -44,7 +44,9 @@ class Response:
     """One sampled continuation of a prompt.
 
     `logprobs[i]` is the natural log-probability with which the instance sampled `token_ids[i]`, after temperature.
-    A stop token is part of `token_ids`. `finish_reason` is "stop" or "length".
+    A stop token is part of `token_ids`. `finish_reason` is "stop" or "length". `instance` is the URL of the instance
+    that finished it. `num_continued` counts how often another request took it on from its prefix, `num_resampled` how
+    often it was begun again under the same seed because a server that cannot stream was lost with it.
     """
 
     token_ids: tuple[int, ...]
@@ -53,6 +55,8 @@ class Response:
     finish_reason: str
     weight_spans: tuple[WeightSpan, ...]
     instance: str
+    num_continued: int = 0
+    num_resampled: int = 0
 
     @property
     def weight_versions(self) -> frozenset[WeightVersion]:
@@ -114,7 +118,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What one publish did: the version, the fingerprint both sides agree on, and the instances that serve it."""
+    """What one publish did: the version, the fingerprint both sides agree on, and the URLs that serve it."""
 
     version: WeightVersion
     fingerprint: str
@@ -140,6 +144,8 @@ class GroupProof:
     rewards: tuple[float, ...]
     attempts: int
     max_logprob_gap: float
+    num_continued: int = 0
+    num_resampled: int = 0
 
     @classmethod
     def of(cls, group: Group, max_logprob_gap: float) -> "GroupProof":
@@ -154,6 +160,8 @@ class GroupProof:
             rewards=group.rewards,
             attempts=group.attempts,
             max_logprob_gap=max_logprob_gap,
+            num_continued=sum(response.num_continued for response in group.responses),
+            num_resampled=sum(response.num_resampled for response in group.responses),
         )
 
 

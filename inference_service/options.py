@@ -12,18 +12,28 @@ from inference_service.engine import LogprobsMode
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`max_model_len` None means the model's own; `served_model_name` None means `model`."""
+    """`max_model_len` None means the model's own; `served_model_name` None means `model`.
 
-    engine: Literal["transformers"]
+    `register` is the URL of a trainer's fleet endpoint, `advertise` the URL under which the trainer reaches this
+    instance (None: its own host and port), `name` what the fleet calls it (None: host and port). `engine_options` go to
+    vLLM's server as they are.
+    """
+
+    engine: Literal["transformers", "vllm"]
     model: str
     host: str
     port: int
-    device: str
+    device: Literal["cpu", "cuda", "npu"]
+    tensor_parallel: int
     dtype: Literal["float32", "bfloat16"]
     max_concurrency: int
     max_model_len: int | None
     logprobs_mode: LogprobsMode
     served_model_name: str | None
+    register: str | None
+    advertise: str | None
+    name: str | None
+    engine_options: tuple[str, ...]
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
@@ -31,11 +41,14 @@ def parse_options(arguments: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(
         prog="python -m inference_service", description="Serve a model over vLLM's RL HTTP protocol."
     )
-    parser.add_argument("--engine", choices=["transformers"], default="transformers")
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint: a directory or a hub name")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0 picks a free one (default: %(default)s)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu", help="npu needs --engine vllm")
+    parser.add_argument(
+        "--tp", dest="tensor_parallel", type=_positive, default=1, help="workers of one instance; vllm only"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
         "--max-concurrency", type=_positive, default=64, help="responses generated at once (default: %(default)s)"
@@ -50,7 +63,27 @@ def parse_options(arguments: Sequence[str]) -> Options:
         help="log-probs of the raw model, or after temperature and truncation (default: %(default)s)",
     )
     parser.add_argument("--served-model-name", default=None, help="the name clients use (default: --model)")
-    return Options(**vars(parser.parse_args(arguments)))
+    parser.add_argument("--register", metavar="URL", default=None, help="join the fleet of the trainer at this URL")
+    parser.add_argument("--advertise", metavar="URL", default=None, help="its own URL as the trainer reaches it")
+    parser.add_argument("--name", default=None, help="what the fleet calls this instance (default: host and port)")
+    parser.add_argument("engine_options", nargs="*", help="after --: further arguments of vLLM's server")
+    parsed = vars(parser.parse_args(arguments))
+    options = Options(**parsed | {"engine_options": tuple(parsed["engine_options"])})
+    _require_possible(options, parser)
+    return options
+
+
+def _require_possible(options: Options, parser: argparse.ArgumentParser) -> None:
+    """Ends the program where options contradict each other."""
+    if options.engine == "transformers":
+        if options.tensor_parallel > 1:
+            parser.error(f"--tp {options.tensor_parallel} needs --engine vllm: the transformers engine has one worker")
+        if options.device == "npu":
+            parser.error("--device npu needs --engine vllm (with vllm-ascend)")
+        if options.engine_options:
+            parser.error(f"arguments after -- are for --engine vllm: {' '.join(options.engine_options)}")
+    if options.register is None and (options.advertise or options.name):
+        parser.error("--advertise and --name are for an instance that joins a fleet: give --register URL too")
 
 
 def require_checkpoint(model: str) -> None:

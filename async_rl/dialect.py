@@ -1,0 +1,49 @@
+"""What differs between the servers that speak the protocol, chosen by what they say of themselves.
+
+`GET /version` tells vLLM's releases apart; the embedded engine answers with the release whose dialect it speaks, and is
+known by the owner of its model card.
+"""
+
+import re
+from dataclasses import dataclass
+
+from async_rl import protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How to speak to one server.
+
+    `has_generate`: serves /inference/v1/generate with all n choices and their weight versions; otherwise completions.
+    `keeps_version`: has the /weight_info route; otherwise its workers note the version for us.
+    `noise_by_position`: the noise of a token is a function of (seed, place in prompt plus response), so a response
+    continued under the same seed gets the very tokens it would have got. Elsewhere a continuation needs a seed of its
+    own, because the first one's noise has shaped the prefix already.
+    `holds_what_it_received`: its fingerprint is taken over the memory it computes with. Elsewhere a loader stands
+    between, and only log-probs show what it made of the tensors.
+    """
+
+    name: str
+    has_generate: bool
+    keeps_version: bool
+    noise_by_position: bool
+    holds_what_it_received: bool
+
+
+EMBEDDED = Dialect("embedded", True, True, True, True)
+VLLM = Dialect("vllm", True, True, False, False)
+"""vLLM from the release on that keeps weight versions."""
+VLLM_WITHOUT_VERSIONS = Dialect("vllm without weight versions", False, False, False, False)
+"""vLLM 0.23, the one vllm-ascend 0.23 builds on."""
+
+FIRST_WITH_VERSIONS = (0, 32)
+"""The oldest release in which weight versions were seen; releases between 0.23 and it were not looked at."""
+
+
+def dialect_of(version: str, owned_by: str | None) -> Dialect:
+    """The dialect of a server with this `/version` and owner of the first model card; unknown versions count as new."""
+    if owned_by == protocol.OWNED_BY_EMBEDDED:
+        return EMBEDDED
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    old = numbers is not None and (int(numbers[1]), int(numbers[2])) < FIRST_WITH_VERSIONS
+    return VLLM_WITHOUT_VERSIONS if old else VLLM
