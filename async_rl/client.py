@@ -4,18 +4,24 @@ Every method runs on one event loop, and ends within its timeout in a result or 
 `InstanceError` that names the instance. No method retries: that is the pool's and the publisher's business.
 """
 
+import asyncio
 import logging
-from collections.abc import Sequence, Set
-from typing import NoReturn, TypeVar
+import resource
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn, NotRequired, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from async_rl import protocol
-from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, StaleWeights
+from async_rl.answer_stream import Answer, event_payloads
+from async_rl.dialect import VLLM, Dialect, dialect_of
+from async_rl.errors import InstanceError, InstanceRefused, InstanceTooSlow, InstanceUnreachable, StaleWeights
+from async_rl.fleet.drafts import Draft, request_of
 from async_rl.protocol import SamplingParams
-from async_rl.types import UNPROVEN, Response, WeightSpan, WeightVersion
+from async_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -25,59 +31,25 @@ CONTROL_TIMEOUT_S = 10.0
 KEEPALIVE_S = 2.0
 """Idle connections are dropped before the server drops them (uvicorn: 5 s): a POST must not meet a closing socket."""
 
-MAX_CONNECTIONS = 512
-"""Requests beyond it wait for a free connection: one process may commonly open only 1024 files."""
+OTHER_FILES = 256
+"""Open files left to the rest of the process; each connection takes one. Requests beyond wait for a free connection."""
+
+STREAM_INTERVAL = 8
+"""Tokens of one response in a chunk: of a lost instance's work, fewer than so many per response are lost with it."""
 
 MAX_ERROR_CHARS = 500
 
 Body = TypeVar("Body")
 
 
-# The fields that this side reads of the large answers, as plain dicts: a third of the time that models take.
-class _Token(TypedDict):
-    logprob: float
-
-
-class _Content(TypedDict):
-    content: list[_Token] | None
-
-
-class _Span(TypedDict):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(TypedDict):
-    index: int
-    finish_reason: str | None
-    token_ids: list[int] | None
-    logprobs: _Content | None
-    weight_versions: list[_Span] | None
-
-
-class _Generated(TypedDict):
-    choices: list[_Choice]
-
-
-class _CompletionLogprobs(TypedDict):
-    token_logprobs: list[float]
-
-
-class _CompletionChoice(TypedDict):
-    index: int
-    finish_reason: str | None
-    token_ids: list[int] | None
-    logprobs: _CompletionLogprobs | None
-
-
-class _Completed(TypedDict):
-    choices: list[_CompletionChoice]
-
-
 class _Model(TypedDict):
     id: str
     max_model_len: int
+    owned_by: NotRequired[str | None]
+
+
+class _Version(TypedDict):
+    version: str
 
 
 class _Models(TypedDict):
@@ -92,8 +64,7 @@ class _WorldSize(TypedDict):
     world_size: int
 
 
-_GENERATED = TypeAdapter(_Generated)
-_COMPLETED = TypeAdapter(_Completed)
+_VERSION = TypeAdapter(_Version)
 _MODELS = TypeAdapter(_Models)
 _WEIGHT_INFO = TypeAdapter(_WeightInfo)
 _WORLD_SIZE = TypeAdapter(_WorldSize)
@@ -110,7 +81,7 @@ class Connections:
 
     def session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEPALIVE_S)
+            connector = aiohttp.TCPConnector(limit=_most_connections(), keepalive_timeout=KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self._session
 
@@ -124,38 +95,96 @@ class InstanceClient:
 
     def __init__(self, connections: Connections, url: str, request_timeout_s: float) -> None:
         self.url = url.rstrip("/")
+        self.dialect: Dialect = VLLM
+        """What `learn_dialect` found; before that, that of a server about which nothing is known."""
+        self.streams = True
+        """Whether it answers generate requests token by token, as far as seen."""
         self._connections = connections
-        # A request may wait long for a free connection behind others; its own time counts from sending.
-        self._generate_timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=request_timeout_s
-        )
-        self._has_generate = True
+        self._request_timeout_s = request_timeout_s
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str, version: WeightVersion
-    ) -> list[Response]:
-        """Samples `sampling.n` responses, all of weight version `version`, in child order; their `text` is empty.
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str,
+        version: WeightVersion,
+        drafts: Sequence[Draft],
+    ) -> None:
+        """Brings the drafts to their ends, all of weight version `version`; what arrives stays, also if it fails.
 
         Uses the generate route, whose answer proves the version of each token. Where the server lacks it, completions
         with token ids, and the version is read before and after.
 
+        Args:
+            drafts: of one prompt; see `request_of`.
+
         Raises:
             InstanceUnreachable, InstanceRefused: see errors.py.
-            StaleWeights: some token was sampled from other weights.
+            InstanceTooSlow: it did not finish in time, but it did make tokens.
+            StaleWeights: some token was sampled from other weights; it is not in the drafts.
             InstanceError: the answer is incomplete or malformed, or the request was aborted.
         """
-        if self._has_generate:
-            request = protocol.GenerateRequest(
-                token_ids=list(prompt_token_ids), sampling_params=sampling, request_id=request_id
-            )
+        answer = Answer(self.url, drafts, version, says_versions=self.dialect.has_generate)
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                await self._ask(prompt_token_ids, sampling, request_id, version, drafts, answer)
+        except TimeoutError as error:
+            slow = f"instance {self.url} did not finish a request within {self._request_timeout_s:g} s"
+            if answer.num_tokens:
+                raise InstanceTooSlow(f"{slow}; {answer.num_tokens} tokens came") from error
+            raise InstanceUnreachable(f"{slow}, and not one token came") from error
+        except StaleWeights:
+            answer.take_back_unproven()
+            raise
+        finally:
+            answer.vouch()
+
+    async def _ask(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str,
+        version: WeightVersion,
+        drafts: Sequence[Draft],
+        answer: Answer,
+    ) -> None:
+        prompt, params = request_of(
+            prompt_token_ids, sampling, drafts, noise_by_position=self.dialect.noise_by_position
+        )
+        if self.dialect.has_generate:
             try:
-                answer = await self._post(protocol.GENERATE, request, self._generate_timeout)
-            except _RouteMissing:
-                self._has_generate = False
-                logger.info("%s has no %s; using %s", self.url, protocol.GENERATE, protocol.COMPLETIONS)
-            else:
-                return self._responses(self._parse(_GENERATED, answer, protocol.GENERATE)["choices"], sampling, version)
-        return await self._complete(prompt_token_ids, sampling, request_id, version)
+                await self._read(protocol.GENERATE, _generate_request(prompt, params, request_id), answer)
+            except _RouteMissing as error:
+                logger.info("%s; using %s", error, protocol.COMPLETIONS)
+                self.dialect = replace(self.dialect, has_generate=False)
+        if not self.dialect.has_generate:
+            answer.says_versions = False
+            await self._require_version(version)
+            await self._read(protocol.COMPLETIONS, _completion_request(prompt, params, request_id), answer)
+            await self._require_version(version)
+        answer.require_complete()
+
+    async def _read(self, path: str, body: BaseModel, answer: Answer) -> None:
+        """POSTs a request and feeds `answer` with what comes, in events or at once."""
+        try:
+            session = self._connections.session()
+            data = body.model_dump_json(exclude_none=True).encode()
+            async with session.post(self.url + path, data=data, timeout=_UNBOUNDED) as response:
+                if response.status != 200:
+                    self._refuse("POST", path, response.status, await response.read())
+                self.streams = response.content_type == "text/event-stream"
+                if self.streams:
+                    async for payload in event_payloads(response.content):
+                        answer.feed(payload)
+                else:
+                    answer.feed(await response.read())
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable("POST", path, error) from error
+
+    async def learn_dialect(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Asks the server what it is; again after it may have been replaced by another one."""
+        version = self._parse(_VERSION, await self._get(protocol.VERSION, timeout_s), protocol.VERSION)["version"]
+        self.dialect = dialect_of(version, (await self._model(timeout_s)).get("owned_by"))
 
     async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Returns if the instance is healthy; InstanceRefused with status 503 if it runs but cannot serve."""
@@ -163,12 +192,19 @@ class InstanceClient:
 
     async def max_model_len(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """Prompt plus response tokens that the served model takes at most."""
+        return (await self._model(timeout_s))["max_model_len"]
+
+    async def _model(self, timeout_s: float) -> _Model:
         models = self._parse(_MODELS, await self._get(protocol.MODELS, timeout_s), protocol.MODELS)["data"]
         if not models:
             raise InstanceError(f"instance {self.url} serves no model: its {protocol.MODELS} is empty")
-        return models[0]["max_model_len"]
+        return models[0]
 
     async def weight_version(self, timeout_s: float = CONTROL_TIMEOUT_S) -> WeightVersion:
+        """What it was last given, as it says itself; after a start that is no version of ours."""
+        if not self.dialect.keeps_version:
+            noted = set(await self._call_workers(protocol.NOTED_VERSION_METHOD, [], timeout_s))
+            return ", ".join(sorted(noted))
         answer = await self._get(protocol.WEIGHT_INFO, timeout_s)
         return self._parse(_WEIGHT_INFO, answer, protocol.WEIGHT_INFO)["weight_version"]
 
@@ -196,76 +232,29 @@ class InstanceClient:
         await self._post(protocol.UPDATE_WEIGHTS, protocol.UpdateRequest(update_info=info), _UNBOUNDED)
 
     async def finish_weight_update(self, version: WeightVersion, timeout_s: float) -> None:
+        if not self.dialect.keeps_version:
+            await self._post(protocol.FINISH_WEIGHT_UPDATE, None, _total(timeout_s))
+            await self._call_workers(protocol.NOTE_VERSION_METHOD, [version], timeout_s)
+            return
         body = protocol.FinishUpdateRequest(weight_version=version)
         await self._post(protocol.FINISH_WEIGHT_UPDATE, body, _total(timeout_s))
 
     async def weight_fingerprints(self, timeout_s: float) -> list[str]:
         """What each worker of the instance received last; see `async_rl.weight_stream.Fingerprint`."""
-        body = protocol.RpcRequest(method=protocol.FINGERPRINT_METHOD, timeout=timeout_s)
+        return await self._call_workers(protocol.FINGERPRINT_METHOD, [], timeout_s)
+
+    async def _call_workers(self, method: str, args: list[str], timeout_s: float) -> list[str]:
+        """One answer per worker of the instance."""
+        body = protocol.RpcRequest(method=method, args=args, timeout=timeout_s)
         answer = await self._post(protocol.COLLECTIVE_RPC, body, _total(timeout_s))
         return [str(result) for result in self._parse(_RPC, answer, protocol.COLLECTIVE_RPC).results]
 
-    async def _complete(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str, version: WeightVersion
-    ) -> list[Response]:
-        await self._require_version(version)
-        request = _CompletionRequest(prompt=list(prompt_token_ids), request_id=request_id, **sampling.model_dump())
-        answer = await self._post(protocol.COMPLETIONS, request, self._generate_timeout)
-        await self._require_version(version)
-        choices: list[_Choice] = [
-            {
-                "index": choice["index"],
-                "finish_reason": choice["finish_reason"],
-                "token_ids": choice["token_ids"],
-                "logprobs": choice["logprobs"]
-                and {"content": [{"logprob": logprob} for logprob in choice["logprobs"]["token_logprobs"]]},
-                "weight_versions": [{"version": version, "start": 0, "end": len(choice["token_ids"] or ())}],
-            }
-            for choice in self._parse(_COMPLETED, answer, protocol.COMPLETIONS)["choices"]
-        ]
-        return self._responses(choices, sampling, version)
-
     async def _require_version(self, version: WeightVersion) -> None:
         if (actual := await self.weight_version()) != version:
-            self._stale({actual}, version)
-
-    def _responses(self, choices: list[_Choice], sampling: SamplingParams, version: WeightVersion) -> list[Response]:
-        choices.sort(key=lambda choice: choice["index"])
-        if [choice["index"] for choice in choices] != list(range(sampling.n)):
-            raise InstanceError(
-                f"instance {self.url} answered {len(choices)} choices with indexes {[c['index'] for c in choices]}, "
-                f"expected {sampling.n}"
+            raise StaleWeights(
+                f"instance {self.url} holds weight version {actual!r}, asked for {version!r}: "
+                "it needs the weights of the next publish"
             )
-        return [self._response(choice, version) for choice in choices]
-
-    def _response(self, choice: _Choice, version: WeightVersion) -> Response:
-        where = f"instance {self.url}, choice {choice['index']}"
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise InstanceError(
-                f"{where}: finish_reason is {choice['finish_reason']!r}, expected 'stop' or 'length': no whole sample"
-            )
-        token_ids = tuple(choice["token_ids"] or ())
-        logprobs = tuple(token["logprob"] for token in (choice["logprobs"] or {"content": None})["content"] or ())
-        if not token_ids or len(token_ids) != len(logprobs):
-            raise InstanceError(
-                f"{where}: {len(token_ids)} tokens with {len(logprobs)} log-probs, expected one for each"
-            )
-        spans = tuple(WeightSpan(**span) for span in choice["weight_versions"] or ())
-        response = Response(token_ids, logprobs, "", choice["finish_reason"] or "", spans, self.url)
-        if UNPROVEN in response.weight_versions:
-            raise InstanceError(
-                f"{where}: weight_versions {spans} do not cover its {len(token_ids)} tokens: the server must be one "
-                "that reports them"
-            )
-        if others := response.weight_versions - {version}:
-            self._stale(others, version)
-        return response
-
-    def _stale(self, actual: Set[str], expected: WeightVersion) -> NoReturn:
-        raise StaleWeights(
-            f"instance {self.url} sampled from weight version {', '.join(sorted(actual))!r}, asked for {expected!r}: "
-            "it needs the weights of the next publish"
-        )
 
     async def _get(self, path: str, timeout_s: float) -> bytes:
         return await self._call("GET", path, None, _total(timeout_s))
@@ -279,17 +268,23 @@ class InstanceClient:
             async with session.request(method, self.url + path, data=body, timeout=timeout) as response:
                 answer = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            why = str(error) or type(error).__name__
-            raise InstanceUnreachable(f"instance {self.url} did not answer {method} {path}: {why}") from error
-        if response.status == 200:
-            return answer
+            raise self._unreachable(method, path, error) from error
+        if response.status != 200:
+            self._refuse(method, path, response.status, answer)
+        return answer
+
+    def _unreachable(self, method: str, path: str, error: Exception) -> InstanceUnreachable:
+        why = str(error) or type(error).__name__
+        return InstanceUnreachable(f"instance {self.url} did not answer {method} {path}: {why}")
+
+    def _refuse(self, method: str, path: str, status: int, answer: bytes) -> NoReturn:
         reason = _reason(answer)
         # 403: the route is switched off. 404 without an error body: there is no such route (an unknown model has one).
-        missing = response.status == 403 or (response.status == 404 and reason is None)
+        missing = status == 403 or (status == 404 and reason is None)
         raise (_RouteMissing if missing else InstanceRefused)(
-            f"instance {self.url} refused {method} {path} with {response.status}: "
+            f"instance {self.url} refused {method} {path} with {status}: "
             + (reason or answer[:MAX_ERROR_CHARS].decode(errors="replace") or "(empty body)"),
-            response.status,
+            status,
         )
 
     def _parse(self, adapter: TypeAdapter[Body], answer: bytes, path: str) -> Body:
@@ -311,6 +306,24 @@ class _CompletionRequest(SamplingParams):
     prompt: list[int]
     request_id: str
     return_token_ids: bool = True
+    stream: bool = True
+
+
+def _generate_request(prompt: list[int], params: SamplingParams, request_id: str) -> protocol.GenerateRequest:
+    params = params.model_copy(update={"stream_interval": STREAM_INTERVAL})
+    return protocol.GenerateRequest(token_ids=prompt, sampling_params=params, request_id=request_id, stream=True)
+
+
+def _completion_request(prompt: list[int], params: SamplingParams, request_id: str) -> _CompletionRequest:
+    return _CompletionRequest(prompt=prompt, request_id=request_id, **params.model_dump())
+
+
+def _most_connections() -> int:
+    """As many as the process may open files, which this raises as far as the system lets it, less some for others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return max(1, hard - OTHER_FILES) if hard != resource.RLIM_INFINITY else 0
 
 
 def _reason(answer: bytes) -> str | None:

@@ -6,6 +6,7 @@ AsyncRLError
 ├── NonFiniteGradient               the batch's gradient is infinite or not a number: no optimizer step is taken
 ├── InstanceError                   one inference instance failed a call
 │   ├── InstanceUnreachable         no connection, or it broke, or timed out
+│   ├── InstanceTooSlow             it did not finish a request in time, but it makes tokens
 │   ├── InstanceRefused             it answered with an error status
 │   └── StaleWeights                it answered with tokens of another weight version
 ├── UnknownInstance                 the fleet has no instance of that name
@@ -39,6 +40,10 @@ class InstanceError(AsyncRLError):
 
 class InstanceUnreachable(InstanceError):
     """No connection to the instance, or the connection broke, or the call took longer than its timeout."""
+
+
+class InstanceTooSlow(InstanceError):
+    """The instance did not finish a request within its timeout, though tokens came: a straggler."""
 
 
 class InstanceRefused(InstanceError):

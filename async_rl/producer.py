@@ -13,6 +13,7 @@ from types import TracebackType
 from async_rl.config import RolloutSection
 from async_rl.errors import InstanceRefused
 from async_rl.event_loop import EventLoopThread
+from async_rl.fleet.expected_length import ExpectedLength
 from async_rl.pool import InferencePool
 from async_rl.prompts import Tokenizer
 from async_rl.protocol import SamplingParams
@@ -47,6 +48,7 @@ class Producer:
         self._tokenizer = tokenizer
         self._rollout = rollout
         self._seed = seed
+        self._expected_length = ExpectedLength(rollout.max_response_tokens)
         loop.run(reward.start())
 
     def start(self, batch: Batch, version: WeightVersion) -> "RolloutRun":
@@ -70,11 +72,12 @@ class Producer:
         )
         try:
             sampled, attempts = await self._pool.generate_group(
-                prompt.token_ids, sampling, f"{version}-{index}", version
+                prompt.token_ids, sampling, f"{version}-{index}", version, self._expected_length.of(prompt.prompt_id)
             )
         except InstanceRefused as error:
             error.add_note(f"asked for prompt {prompt.prompt_id}, place {index} of iteration {iteration}")
             raise
+        self._expected_length.note(prompt.prompt_id, sampled)
         texts = self._tokenizer.batch_decode([list(r.token_ids) for r in sampled], skip_special_tokens=True)
         responses: tuple[Response, ...] = tuple(replace(r, text=t) for r, t in zip(sampled, texts, strict=True))
         rewards = await self._reward.score(prompt, responses)

@@ -23,7 +23,9 @@ class Member:
     last_seen_s: float = 0.0
     """`time.monotonic()` of its last sign of life: an answer or a registration."""
     num_returns: int = 0
-    """How often it came back since the last publish without a new one."""
+    """How often it came back since the last publish, still holding its weights."""
+    is_barred: bool = False
+    """Whether it is out until the next publish whatever it says, because of what it answered."""
     failed_publishes: int = 0
     """Publishes in a row that it failed."""
     outstanding_tokens: int = 0

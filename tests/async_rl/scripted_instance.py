@@ -6,7 +6,12 @@ engine's.
 
 Script: version; max_model_len; delay_s before answering; slow_token: prompts with it get no answer; die_at, hang_at,
 refuse_at, abort_at: the generate request (counted from 0) that meets that fate; serve_generate = false: only
-completions; stale: the version it answers with; token; health: status of /health; short: answers one log-prob too few.
+completions; stale: the version it answers with; token; health: status of /health; short: answers one log-prob too few;
+server, owner: of /version and the model card.
+
+Streaming, with stream = true: token_s after each token; stop_after: tokens of every response after which the process
+ends (fate "die"), or says no more ("hang"), or is out of step ("skip", "repeat": a chunk is left out, or sent twice);
+versions_at_end: weight versions with the last chunk only, as vLLM.
 """
 
 import asyncio
@@ -18,7 +23,21 @@ from typing import Any
 
 from aiohttp import web
 
-DEFAULTS = {"version": "v1", "max_model_len": 64, "delay_s": 0.0, "serve_generate": True, "health": 200}
+DEFAULTS = {
+    "version": "v1",
+    "max_model_len": 64,
+    "delay_s": 0.0,
+    "serve_generate": True,
+    "health": 200,
+    "server": "0.32.0",
+    "owner": "async-rl",
+    "stream": False,
+    "token_s": 0.0,
+}
+
+
+END = 2
+"""The token that ends a response."""
 
 
 class Instance:
@@ -33,6 +52,7 @@ class Instance:
             web.post("/script", self.rescript),
             web.get("/seen", self.seen),
             web.get("/health", self.health),
+            web.get("/version", self.server_version),
             web.get("/v1/models", self.models),
             web.get("/weight_info", self.weight_info),
             web.post("/inference/v1/generate", self.generate),
@@ -63,8 +83,12 @@ class Instance:
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=self.script["health"])
 
+    async def server_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.script["server"]})
+
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny", "max_model_len": self.script["max_model_len"]}]})
+        card = {"id": "tiny", "max_model_len": self.script["max_model_len"], "owned_by": self.script["owner"]}
+        return web.json_response({"data": [card]})
 
     async def weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.script["version"]})
@@ -77,9 +101,13 @@ class Instance:
         if len(body["token_ids"]) + sampling["max_tokens"] > self.script["max_model_len"]:
             return refusal(400, "prompt and max_tokens are longer than the model")
         number = await self.suffer(body)
+        if self.script["stream"] and body.get("stream"):
+            return await self.stream(request, body)
         choices = []
         for j in range(sampling["n"]):
-            token_ids, logprobs = sample(sampling["seed"] + j, sampling["max_tokens"])
+            token_ids, logprobs = sample(sampling["seed"] + j, len(body["token_ids"]), sampling["max_tokens"])
+            if number == self.script.get("abort_at"):
+                token_ids, logprobs = token_ids[:1], logprobs[:1]
             version = self.script.get("stale", self.script["version"])
             half = len(token_ids) // 2
             spans = [{"version": self.script["version"], "start": 0, "end": half}] if half else []
@@ -96,12 +124,51 @@ class Instance:
             choices[-1]["logprobs"]["content"].pop()
         return web.json_response({"request_id": body["request_id"], "choices": choices})
 
+    async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """All children side by side, a token of each at a time."""
+        sampling = body["sampling_params"]
+        seeds = [sampling["seed"] + j for j in range(sampling["n"])]
+        samples = [sample(seed, len(body["token_ids"]), sampling["max_tokens"]) for seed in seeds]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for k in range(max(len(token_ids) for token_ids, _ in samples)):
+            fate = self.script.get("fate") if k == self.script.get("stop_after") else None
+            if fate == "die":
+                os._exit(1)
+            if fate == "hang":
+                await asyncio.sleep(3600)
+            if fate == "skip":
+                continue
+            for j, (token_ids, logprobs) in enumerate(samples):
+                if k < len(token_ids):
+                    event = self.event(body, j, k, token_ids, logprobs)
+                    for _ in range(2 if fate == "repeat" else 1):
+                        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            await asyncio.sleep(self.script["token_s"])
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def event(
+        self, body: dict[str, Any], j: int, k: int, token_ids: list[int], logprobs: list[float]
+    ) -> dict[str, Any]:
+        is_last = k == len(token_ids) - 1
+        version = self.script.get("stale", self.script["version"])
+        spans = [{"version": version, "start": 0, "end": k + 1}]
+        choice = {
+            "index": j,
+            "finish_reason": ("stop" if token_ids[k] == END else "length") if is_last else None,
+            "token_ids": [token_ids[k]],
+            "logprobs": {"content": [{"token_id": token_ids[k], "logprob": logprobs[k]}]},
+            "weight_versions": spans if is_last or not self.script.get("versions_at_end") else None,
+        }
+        return {"request_id": body["request_id"], "choices": [choice]}
+
     async def complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         await self.suffer(body)
         choices = []
         for j in range(body["n"]):
-            token_ids, logprobs = sample(body["seed"] + j, body["max_tokens"])
+            token_ids, logprobs = sample(body["seed"] + j, len(body["prompt"]), body["max_tokens"])
             answer = {"index": j, "finish_reason": "stop", "logprobs": {"token_logprobs": logprobs}}
             choices.append(answer | {"token_ids": token_ids, "text": ""})
         return web.json_response({"choices": choices})
@@ -121,11 +188,15 @@ class Instance:
         return number
 
 
-def sample(seed: int, max_tokens: int) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs as a function of the seed."""
-    rng = random.Random(seed)
-    length = rng.randint(1, max_tokens)
-    return [rng.randrange(3, 60) for _ in range(length)], [-rng.random() for _ in range(length)]
+def sample(seed: int, start: int, max_tokens: int) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs after `start` tokens of context, each a function of the seed and its place."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    while len(token_ids) < max_tokens and END not in token_ids:
+        rng = random.Random(f"{seed}/{start + len(token_ids)}")
+        token_ids.append(rng.randrange(3, 60) if rng.random() < 0.8 else END)
+        logprobs.append(-rng.random())
+    return token_ids, logprobs
 
 
 def refusal(status: int, message: str) -> web.Response:

@@ -1,12 +1,15 @@
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from async_rl.client import Connections, InstanceClient
-from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, StaleWeights
+from async_rl.client import STREAM_INTERVAL, Connections, InstanceClient
+from async_rl.dialect import EMBEDDED, VLLM, VLLM_WITHOUT_VERSIONS
+from async_rl.errors import InstanceError, InstanceRefused, InstanceTooSlow, InstanceUnreachable, StaleWeights
 from async_rl.event_loop import EventLoopThread
+from async_rl.fleet.drafts import Draft
 from async_rl.protocol import SamplingParams
+from async_rl.types import Response
 
 Connect = Callable[..., InstanceClient]
 SAMPLING = SamplingParams(n=3, max_tokens=8, seed=1024, logprobs=0)
@@ -25,8 +28,14 @@ def connect(loop: EventLoopThread) -> Iterator[Connect]:
         loop.run(connections.close())
 
 
-def generate(client: InstanceClient, sampling: SamplingParams = SAMPLING) -> Awaitable:
-    return client.generate((3, 4, 5), sampling, "v1-0", "v1")
+def new_drafts(sampling: SamplingParams = SAMPLING) -> list[Draft]:
+    return [Draft(sampling.seed + j) for j in range(sampling.n)]
+
+
+async def generate(client: InstanceClient, sampling: SamplingParams = SAMPLING) -> list[Response]:
+    drafts = new_drafts(sampling)
+    await client.generate((3, 4, 5), sampling, "v1-0", "v1", drafts)
+    return [draft.response() for draft in drafts]
 
 
 def test_generate_returns_n_responses_with_a_logprob_and_a_version_for_every_token(
@@ -38,10 +47,11 @@ def test_generate_returns_n_responses_with_a_logprob_and_a_version_for_every_tok
     for response in responses:
         assert len(response.token_ids) == len(response.logprobs) >= 1
         assert response.weight_spans[-1].end == len(response.token_ids)
-        assert (response.instance, response.finish_reason) == (instance.url, "stop")
+        assert response.instance == instance.url and response.finish_reason in ("stop", "length")
     (request,) = instance.seen()["requests"]
     assert (request["token_ids"], request["request_id"]) == ([3, 4, 5], "v1-0")
-    assert request["sampling_params"] == SAMPLING.model_dump()
+    sent = SAMPLING.model_copy(update={"stream_interval": STREAM_INTERVAL})
+    assert request["stream"] is True and request["sampling_params"] == sent.model_dump(exclude_none=True)
     assert responses == loop.run(generate(connect(instance.url)))
 
 
@@ -61,7 +71,7 @@ def test_completions_serve_where_generate_is_missing(instances, connect: Connect
 
 def test_tokens_of_another_version_are_stale(instances, connect: Connect, loop: EventLoopThread) -> None:
     (instance,) = instances({"stale": "v0"})
-    with pytest.raises(StaleWeights, match=f"{instance.url} sampled from weight version 'v0.*asked for 'v1'"):
+    with pytest.raises(StaleWeights, match=f"{instance.url}.* sampled from weight version 'v0.*asked for 'v1'"):
         loop.run(generate(connect(instance.url)))
 
 
@@ -91,7 +101,7 @@ def test_refusal_carries_status_and_the_servers_words(instances, connect: Connec
 
 def test_silence_and_a_closed_port_are_unreachable(instances, connect: Connect, loop: EventLoopThread) -> None:
     (instance,) = instances({"hang_at": 0})
-    with pytest.raises(InstanceUnreachable, match="did not answer POST /inference/v1/generate"):
+    with pytest.raises(InstanceUnreachable, match=r"did not finish a request within 0\.2 s, and not one token came"):
         loop.run(generate(connect(instance.url, request_timeout_s=0.2)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -112,3 +122,92 @@ def test_body_of_another_protocol_is_an_error_that_names_the_route(
     (instance,) = instances({"max_model_len": "long"})
     with pytest.raises(InstanceError, match="answered /v1/models with a body of another protocol"):
         loop.run(connect(instance.url).max_model_len())
+
+
+def test_a_streamed_answer_is_the_same_as_one_at_once(instances, connect: Connect, loop: EventLoopThread) -> None:
+    streaming, at_once, at_end = instances({"stream": True}, {}, {"stream": True, "versions_at_end": True})
+    expected = [(r.token_ids, r.logprobs, r.finish_reason) for r in loop.run(generate(connect(at_once.url)))]
+    for instance in (streaming, at_end):
+        client = connect(instance.url)
+        responses = loop.run(generate(client))
+        assert client.streams
+        assert [(r.token_ids, r.logprobs, r.finish_reason.replace("length", "stop")) for r in responses] == [
+            (t, p, f.replace("length", "stop")) for t, p, f in expected
+        ]
+        assert {r.weight_versions for r in responses} == {frozenset({"v1"})}
+
+
+@pytest.mark.parametrize("owner", ["async-rl", "vllm"])
+def test_a_prefix_survives_the_instance_and_is_continued(
+    instances, connect: Connect, loop: EventLoopThread, owner: str
+) -> None:
+    dying, whole = instances(
+        {"stream": True, "stop_after": 2, "fate": "die", "owner": owner, "versions_at_end": owner == "vllm"},
+        {"stream": True, "owner": owner},
+    )
+    expected = loop.run(generate(connect(whole.url)))
+    drafts = new_drafts()
+    clients = [connect(dying.url), connect(whole.url)]
+    for client in clients:
+        loop.run(client.learn_dialect())
+    with pytest.raises(InstanceUnreachable):
+        loop.run(clients[0].generate((3, 4, 5), SAMPLING, "v1-0", "v1", drafts))
+    for draft, response in zip(drafts, expected, strict=True):
+        assert tuple(draft.token_ids) == response.token_ids[:2]
+        if draft.finish_reason is None:
+            loop.run(clients[1].generate((3, 4, 5), SAMPLING, "v1-0", "v1", [draft]))
+            request = whole.seen()["requests"][-1]
+            assert request["token_ids"] == [3, 4, 5, *response.token_ids[:2]]
+            assert request["sampling_params"]["max_tokens"] == SAMPLING.max_tokens - 2
+            same_seed = request["sampling_params"]["seed"] == draft.seed
+            assert same_seed == (owner == "async-rl"), "noise that shaped the prefix must not shape what follows it too"
+            assert same_seed == (draft.response().token_ids == response.token_ids)
+        assert draft.response().weight_versions == {"v1"}
+
+
+def test_a_chunk_that_comes_twice_counts_once(instances, connect: Connect, loop: EventLoopThread) -> None:
+    repeating, whole = instances({"stream": True, "stop_after": 1, "fate": "repeat"}, {"stream": True})
+    twice, once = (loop.run(generate(connect(instance.url))) for instance in (repeating, whole))
+    assert [r.token_ids for r in twice] == [r.token_ids for r in once]
+
+
+@pytest.mark.parametrize("versions_at_end", [False, True])
+def test_a_chunk_that_is_missing_is_an_error_and_nothing_after_it_counts(
+    instances, connect: Connect, loop: EventLoopThread, versions_at_end: bool
+) -> None:
+    (instance,) = instances({"stream": True, "stop_after": 1, "fate": "skip", "versions_at_end": versions_at_end})
+    drafts = new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
+    with pytest.raises(InstanceError, match="weight_versions cover"):
+        loop.run(connect(instance.url).generate((3, 4, 5), SAMPLING, "v1-0", "v1", drafts))
+    assert len(drafts[0].token_ids) == (0 if versions_at_end else 1)
+
+
+def test_stale_tokens_are_not_kept(instances, connect: Connect, loop: EventLoopThread) -> None:
+    for versions_at_end in (False, True):
+        (instance,) = instances({"stream": True, "stale": "v0", "versions_at_end": versions_at_end})
+        drafts = new_drafts()
+        with pytest.raises(StaleWeights):
+            loop.run(connect(instance.url).generate((3, 4, 5), SAMPLING, "v1-0", "v1", drafts))
+        assert all("v0" not in span.version for draft in drafts for span in draft.spans)
+        assert not any(draft.token_ids for draft in drafts)
+
+
+def test_a_straggler_is_told_from_one_that_is_silent(instances, connect: Connect, loop: EventLoopThread) -> None:
+    (instance,) = instances({"stream": True, "token_s": 0.1})
+    drafts = new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
+    with pytest.raises(InstanceTooSlow, match="[1-9] tokens came"):
+        loop.run(connect(instance.url, request_timeout_s=0.15).generate((3,), SAMPLING, "v1-0", "v1", drafts))
+    assert drafts[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("server", "owner", "dialect"),
+    [("0.32.0", "async-rl", EMBEDDED), ("0.32.0", "vllm", VLLM), ("0.23.0", "vllm", VLLM_WITHOUT_VERSIONS)],
+)
+def test_the_dialect_follows_from_what_a_server_says(
+    instances, connect: Connect, loop: EventLoopThread, server: str, owner: str, dialect: object
+) -> None:
+    (instance,) = instances({"server": server, "owner": owner})
+    client = connect(instance.url)
+    loop.run(client.learn_dialect())
+    assert client.dialect == dialect

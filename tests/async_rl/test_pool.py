@@ -1,5 +1,7 @@
 import asyncio
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,134 +9,347 @@ from typing import Any
 import pytest
 
 from async_rl.config import PoolSection
-from async_rl.errors import ConfigError, InstanceRefused, NoInstanceLeft
+from async_rl.errors import ConfigError, InstanceError, InstanceRefused, NoInstanceLeft, UnknownInstance
 from async_rl.event_loop import EventLoopThread
+from async_rl.fleet.member import Member
 from async_rl.pool import InferencePool
 from async_rl.protocol import SamplingParams
 from async_rl.types import Response
 
 SAMPLING = SamplingParams(n=2, max_tokens=8, seed=4096, logprobs=0)
+LONG = SamplingParams(n=4, max_tokens=40, seed=4096, logprobs=0)
 CLOSED = "http://127.0.0.1:9"
+DEADLINE_S = 20.0
+
+
+class Pools:
+    """Makes pools and drives them from the test's thread."""
+
+    def __init__(self, loop: EventLoopThread) -> None:
+        self.loop = loop
+        self.made: list[InferencePool] = []
+
+    def make(self, *instances: Any, version: str | None = "v1", **options: Any) -> InferencePool:
+        urls = tuple(instance if isinstance(instance, str) else instance.url for instance in instances)
+        settings = {"timeout_s": 1.0, "request_timeout_s": 5.0, "heartbeat_timeout_s": 1.5, "fleet_port": 1} | options
+        pool = InferencePool(PoolSection(instances=urls, **settings))
+        self.made.append(pool)
+        if version is not None:
+            self.loop.run(pool.wait_until_ready())
+            self.publish(pool, version, *urls)
+        return pool
+
+    def publish(self, pool: InferencePool, version: str, *urls: str) -> list[Member]:
+        members = self.loop.run(pool.begin_publish())
+        self.loop.run(pool.end_publish(version, urls))
+        return members
+
+    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        async def on_loop() -> Any:
+            return method(*arguments)
+
+        return self.loop.run(on_loop())
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, "it never came"
+            time.sleep(0.02)
 
 
 @pytest.fixture
-def make_pool(loop: EventLoopThread) -> Iterator[Callable[..., InferencePool]]:
-    pools: list[InferencePool] = []
-
-    def make(*instances: Any, version: str | None = "v1", **options: Any) -> InferencePool:
-        urls = tuple(instance if isinstance(instance, str) else instance.url for instance in instances)
-        pool = InferencePool(PoolSection(instances=urls, **({"timeout_s": 1.0, "request_timeout_s": 5.0} | options)))
-        pools.append(pool)
-        if version is not None:
-            pool.set_version(version, urls)
-        return pool
-
-    yield make
-    for pool in pools:
+def pools(loop: EventLoopThread) -> Iterator[Pools]:
+    pools = Pools(loop)
+    yield pools
+    for pool in pools.made:
         loop.run(pool.close())
 
 
-async def groups(pool: InferencePool, count: int, version: str = "v1") -> list[tuple[list[Response], int]]:
+async def groups(
+    pool: InferencePool, count: int, version: str = "v1", sampling: SamplingParams = SAMPLING
+) -> list[tuple[list[Response], int]]:
     sampled = (
-        pool.generate_group((3, 4), SAMPLING.model_copy(update={"seed": 4096 * i}), f"{version}-{i}", version)
+        pool.generate_group((3, 4), sampling.model_copy(update={"seed": 4096 * i}), f"{version}-{i}", version)
         for i in range(count)
     )
     return await asyncio.gather(*sampled)
 
 
-def reasons(pool: InferencePool) -> list[str | None]:
-    return [member.out_of_service for member in pool.members]
+def tokens(answers: list[tuple[list[Response], int]]) -> list[list[tuple[int, ...]]]:
+    return [[response.token_ids for response in group] for group, _ in answers]
 
 
-def test_groups_go_to_the_instance_with_the_fewest_outstanding_tokens(instances, make_pool, loop) -> None:
-    pool = make_pool(*(two := instances({"delay_s": 0.2}, {"delay_s": 0.2})))
-    loop.run(groups(pool, 6))
+def states(pool: InferencePool) -> list[str]:
+    return [member.state for member in pool.members]
+
+
+# Routing
+
+
+def test_groups_go_to_the_instance_with_the_fewest_outstanding_tokens(instances, pools: Pools) -> None:
+    pool = pools.make(*(two := instances({"delay_s": 0.2}, {"delay_s": 0.2})))
+    pools.loop.run(groups(pool, 6))
     assert [len(instance.seen()["requests"]) for instance in two] == [3, 3]
-    assert [member.outstanding_tokens for member in pool.members] == [0, 0]
+    assert pool.is_idle
 
 
-def test_another_instance_takes_over_from_one_that_dies_and_draws_the_same_samples(
-    instances, make_pool, loop, caplog: pytest.LogCaptureFixture
+def test_the_longest_expected_group_goes_first_and_an_instance_takes_no_more_than_its_share(
+    instances, pools: Pools
 ) -> None:
-    whole, dying = instances({"delay_s": 0.05}, {"delay_s": 0.05, "die_at": 2})
-    undisturbed = loop.run(groups(make_pool(whole), 8))
-    pool = make_pool(dying, whole)
+    (instance,) = instances({"delay_s": 0.05})
+    pool = pools.make(instance, max_outstanding_tokens=30)
+
+    async def of_lengths(*lengths: float) -> None:
+        await asyncio.gather(
+            *(
+                pool.generate_group((3, i), SAMPLING.model_copy(update={"n": 1}), f"v1-{i}", "v1", length)
+                for i, length in enumerate(lengths)
+            )
+        )
+
+    pools.loop.run(of_lengths(5, 28, 9, 28))
+    assert [request["token_ids"][1] for request in instance.seen()["requests"]] == [1, 3, 2, 0]
+
+
+def test_the_tail_of_a_batch_is_shared_among_idle_instances_and_draws_the_same_samples(instances, pools: Pools) -> None:
+    two = instances({}, {})
+    whole = pools.loop.run(groups(pools.make(two[0]), 1, sampling=LONG))
+    shared = pools.loop.run(groups(pools.make(*two, split_tail=True), 1, sampling=LONG))
+    assert tokens(shared) == tokens(whole)
+    assert [request["sampling_params"]["n"] for instance in two for request in instance.seen()["requests"]] == [4, 2, 2]
+
+
+# What becomes of a group when its instance fails
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_another_instance_takes_over_from_one_that_dies_and_draws_the_same_samples(
+    instances, pools: Pools, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    dying_at = {"die_at": 2} if not stream else {"stop_after": 5, "fate": "die"}
+    whole, dying = instances({"stream": stream, "delay_s": 0.05}, {"stream": stream, "delay_s": 0.05, **dying_at})
+    undisturbed = pools.loop.run(groups(pools.make(whole), 8, sampling=LONG))
+    pool = pools.make(dying, whole)
+    # As the first answer shows it.
+    pool.members[0].client.streams = stream
     with caplog.at_level(logging.WARNING):
-        disturbed = loop.run(groups(pool, 8))
-    assert [[r.token_ids for r in group] for group, _ in disturbed] == [
-        [r.token_ids for r in group] for group, _ in undisturbed
-    ]
-    assert sorted({attempts for _, attempts in disturbed}) == [1, 2]
-    assert reasons(pool)[1] is None and "did not answer" in reasons(pool)[0]
+        disturbed = pools.loop.run(groups(pool, 8, sampling=LONG))
+    assert tokens(disturbed) == tokens(undisturbed)
+    assert states(pool) == ["dead", "ready"]
     assert f"{dying.url} leaves service, 1 of 2 left" in caplog.text
+    responses = [response for group, _ in disturbed for response in group]
+    assert (sum(r.num_continued for r in responses) > 0) == stream
+    assert (sum(r.num_resampled for r in responses) > 0) != stream
+    assert sum(attempts > 1 for _, attempts in disturbed) > 0
+
+
+def test_what_was_finished_before_the_instance_died_is_not_asked_for_again(instances, pools: Pools) -> None:
+    dying, whole = instances({"stream": True, "stop_after": 5, "fate": "die"}, {"stream": True})
+    pool = pools.make(dying, whole)
+    ((responses, _),) = pools.loop.run(groups(pool, 1, sampling=LONG))
+    finished_first = [r for r in responses if len(r.token_ids) <= 5]
+    continued = [r for r in responses if len(r.token_ids) > 5]
+    assert finished_first and continued
+    assert {r.instance for r in finished_first} == {dying.url}
+    assert [r.num_continued for r in continued] == [1] * len(continued)
+    asked = whole.seen()["requests"]
+    assert [len(request["token_ids"]) for request in asked] == [2 + 5] * len(continued)
 
 
 @pytest.mark.parametrize("script", [{"stale": "v0"}, {"refuse_at": 0}, {"abort_at": 0}, {"hang_at": 0}])
 def test_instance_that_fails_a_request_leaves_service_and_the_group_goes_elsewhere(
-    instances, make_pool, loop, script: dict[str, Any]
+    instances, pools: Pools, script: dict[str, Any]
 ) -> None:
     bad, good = instances(script, {})
-    pool = make_pool(bad, good, request_timeout_s=0.5)
-    ((responses, attempts),) = loop.run(groups(pool, 1))
-    assert attempts == 2 and {r.instance for r in responses} == {good.url}
-    assert reasons(pool)[0] is not None and reasons(pool)[1] is None
-    assert bad.seen()["requests"][0] == good.seen()["requests"][0]
+    pool = pools.make(bad, good, request_timeout_s=0.5)
+    ((responses, attempts),) = pools.loop.run(groups(pool, 1))
+    assert attempts == 2 and good.url in {r.instance for r in responses}
+    assert tokens([(responses, 1)]) == tokens(pools.loop.run(groups(pools.make(good), 1)))
 
 
-def test_request_that_no_instance_can_serve_is_raised_at_once(instances, make_pool, loop) -> None:
-    pool = make_pool(*(two := instances({}, {})))
+def test_a_straggler_is_continued_elsewhere_and_stays_in_service(instances, pools: Pools) -> None:
+    slow, quick = instances({"stream": True, "token_s": 0.3}, {"stream": True})
+    pool = pools.make(slow, quick, request_timeout_s=1.0)
+    ((responses, attempts),) = pools.loop.run(groups(pool, 1, sampling=LONG))
+    assert attempts == 2 and max(r.num_continued for r in responses) == 1
+    assert states(pool) == ["ready", "ready"]
+    assert tokens([(responses, 1)]) == tokens(pools.loop.run(groups(pools.make(quick), 1, sampling=LONG)))
+
+
+def test_an_instance_that_stands_still_is_given_up_long_before_its_requests_time_out(instances, pools: Pools) -> None:
+    stopped, whole = instances({"stream": True, "token_s": 0.05}, {"stream": True})
+    pool = pools.make(stopped, whole, request_timeout_s=100.0)
+    running = pools.loop.submit(groups(pool, 2, sampling=LONG))
+    pools.wait_for(lambda: stopped.seen()["requests"] != [])
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    try:
+        assert tokens(running.result(DEADLINE_S)) == tokens(pools.loop.run(groups(pools.make(whole), 2, sampling=LONG)))
+        assert states(pool) == ["dead", "ready"]
+        assert "silent for" in (pool.members[0].reason or "")
+    finally:
+        os.kill(stopped.process.pid, signal.SIGCONT)
+    pools.wait_for(lambda: states(pool) == ["ready", "ready"])
+
+
+def test_request_that_no_instance_can_serve_is_raised_at_once(instances, pools: Pools) -> None:
+    pool = pools.make(*(two := instances({}, {})))
     sampling = SAMPLING.model_copy(update={"max_tokens": 1000})
     with pytest.raises(InstanceRefused, match="longer than the model"):
-        loop.run(pool.generate_group((3,), sampling, "v1-0", "v1"))
-    assert reasons(pool) == [None, None]
-    assert sorted(len(instance.seen()["calls"]) for instance in two) == [0, 1]
+        pools.loop.run(pool.generate_group((3,), sampling, "v1-0", "v1"))
+    assert states(pool) == ["ready", "ready"]
+    assert sum("/inference/v1/generate" in instance.seen()["calls"] for instance in two) == 1
 
 
-def test_all_dead_is_a_named_error_within_the_timeout(instances, make_pool, loop) -> None:
+# Nobody left
+
+
+def test_all_dead_is_a_named_error_within_the_timeout(instances, pools: Pools) -> None:
     two = instances({"die_at": 1}, {"stale": "v0"})
-    pool = make_pool(*two, timeout_s=1.0)
+    pool = pools.make(*two, timeout_s=1.0)
     begun = time.monotonic()
     with pytest.raises(NoInstanceLeft) as caught:
-        loop.run(groups(pool, 6))
-    assert time.monotonic() - begun < 3
-    assert f"{two[0].url}: instance {two[0].url} did not answer" in str(caught.value)
-    assert f"{two[1].url}: instance {two[1].url} sampled from weight version 'v0'" in str(caught.value)
-
-
-def test_unreachable_instance_returns_if_it_still_holds_the_weights(instances, make_pool, loop) -> None:
-    (instance,) = instances({"hang_at": 0})
-    pool = make_pool(instance, request_timeout_s=0.3)
-    ((_, attempts),) = loop.run(groups(pool, 1))
-    assert attempts == 2 and reasons(pool) == [None]
-    instance.rescript(hang_at=2)
-    with pytest.raises(NoInstanceLeft):
-        loop.run(groups(pool, 1))
-
-
-def test_unreachable_instance_that_lost_the_weights_does_not_return(instances, make_pool, loop) -> None:
-    (instance,) = instances({"hang_at": 0, "version": "default"})
-    pool = make_pool(instance, request_timeout_s=0.3, timeout_s=60)
-    begun = time.monotonic()
-    with pytest.raises(NoInstanceLeft, match="it came back with weight version 'default'"):
-        loop.run(groups(pool, 1))
+        pools.loop.run(groups(pool, 6))
     assert time.monotonic() - begun < 5
+    assert f"{two[0].url}: instance {two[0].url} did not answer" in str(caught.value)
+    assert f"{two[1].url}: instance {two[1].url}, choice 0 was sampled from weight version 'v0'" in str(caught.value)
 
 
-def test_set_version_puts_exactly_the_named_instances_in_service(instances, make_pool, loop) -> None:
-    first, second = instances({}, {"version": "v2"})
-    pool = make_pool(first, second)
-    pool.set_version("v2", [second.url])
-    assert "did not receive weight version 'v2'" in reasons(pool)[0] and reasons(pool)[1] is None
-    assert {r.instance for group, _ in loop.run(groups(pool, 3, "v2")) for r in group} == {second.url}
-    with pytest.raises(NoInstanceLeft, match="no instance serves weight version 'v1'"):
-        loop.run(groups(pool, 1, "v1"))
+def test_unreachable_instance_returns_if_it_still_holds_the_weights_but_not_for_ever(instances, pools: Pools) -> None:
+    (instance,) = instances({"hang_at": 0})
+    pool = pools.make(instance, request_timeout_s=0.3, timeout_s=20)
+    ((_, attempts),) = pools.loop.run(groups(pool, 1))
+    assert attempts == 2 and states(pool) == ["ready"]
+    for number in (2, 4):
+        instance.rescript(hang_at=number)
+        pools.loop.run(groups(pool, 1))
+    instance.rescript(hang_at=6)
+    begun = time.monotonic()
+    with pytest.raises(NoInstanceLeft):
+        pools.loop.run(groups(pool, 1))
+    assert time.monotonic() - begun < 10
 
 
-def test_wait_until_ready_waits_for_the_last_instance(instances, make_pool, loop, caplog) -> None:
-    first, second = instances({"max_model_len": 100}, {"health": 503, "max_model_len": 80})
-    pool = make_pool(first, second, version=None, timeout_s=30)
+def test_unreachable_instance_that_lost_the_weights_does_not_return(instances, pools: Pools) -> None:
+    (instance,) = instances({"hang_at": 0})
+    pool = pools.make(instance, request_timeout_s=0.3, timeout_s=2)
+    instance.rescript(version="default")
+    with pytest.raises(NoInstanceLeft, match="it holds weight version 'default'"):
+        pools.loop.run(groups(pool, 1))
+
+
+def test_a_group_waits_for_an_instance_that_joins(instances, pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
+    dying, late = instances({"die_at": 0}, {"version": "default"})
+    pool = pools.make(dying, timeout_s=20, join="now")
+
+    async def admit(member: Member) -> None:
+        late.rescript(version="v1")
+
+    pool.admit = admit
     with caplog.at_level(logging.INFO):
-        waiting = loop.submit(pool.wait_until_ready())
+        running = pools.loop.submit(groups(pool, 1))
+        pools.wait_for(lambda: "no instance is in service; waiting" in caplog.text)
+        pools.call(pool.register, late.url, "late", "boot-1")
+        ((responses, _),) = running.result(DEADLINE_S)
+    assert {r.instance for r in responses} == {late.url}
+
+
+# Who belongs to the pool
+
+
+def test_exactly_the_named_instances_serve_a_published_version(instances, pools: Pools) -> None:
+    first, second = instances({}, {})
+    pool = pools.make(first, second)
+    second.rescript(version="v2")
+    pools.publish(pool, "v2", second.url)
+    assert states(pool) == ["stale", "ready"] and "did not receive weight version 'v2'" in (
+        pool.members[0].reason or ""
+    )
+    assert {r.instance for group, _ in pools.loop.run(groups(pool, 3, "v2")) for r in group} == {second.url}
+
+
+def test_a_drained_instance_finishes_what_it_has_and_leaves(instances, pools: Pools) -> None:
+    leaving, staying = instances({"delay_s": 0.5}, {})
+    pool = pools.make(leaving, staying)
+    running = pools.loop.submit(groups(pool, 2))
+    pools.wait_for(lambda: leaving.seen()["requests"] != [])
+    pools.call(pool.drain, leaving.url)
+    assert states(pool) == ["draining", "ready"]
+    assert {r.instance for group, _ in running.result(DEADLINE_S) for r in group} == {leaving.url, staying.url}
+    pools.wait_for(lambda: len(pool.members) == 1)
+    assert {r.instance for group, _ in pools.loop.run(groups(pool, 3)) for r in group} == {staying.url}
+
+
+def test_a_removed_instance_leaves_at_once_and_its_groups_go_on_elsewhere(instances, pools: Pools) -> None:
+    leaving, staying = instances({"stream": True, "token_s": 0.2}, {"stream": True})
+    pool = pools.make(leaving, staying)
+    running = pools.loop.submit(groups(pool, 2, sampling=LONG))
+    pools.wait_for(lambda: leaving.seen()["requests"] != [])
+    pools.call(pool.remove, leaving.url)
+    assert tokens(running.result(DEADLINE_S)) == tokens(pools.loop.run(groups(pools.make(staying), 2, sampling=LONG)))
+    with pytest.raises(UnknownInstance, match="it has 127"):
+        pools.call(pool.find, leaving.url)
+
+
+def test_a_registered_instance_joins_with_the_next_publish_and_is_told_to_leave_once_drained(
+    instances, pools: Pools
+) -> None:
+    first, late = instances({}, {"version": "default"})
+    pool = pools.make(first)
+    member = pools.call(pool.register, late.url, "late", "boot-1")
+    pools.wait_for(lambda: "it needs the next publish" in (member.reason or ""))
+    assert member.state == "joining"
+    assert member in pools.publish(pool, "v2", first.url, late.url) and states(pool) == ["ready", "ready"]
+    assert pools.call(pool.register, late.url, "late", "boot-1") is member
+    pools.call(pool.drain, "late")
+    pools.wait_for(lambda: len(pool.members) == 1)
+    assert pools.call(pool.register, late.url, "late", "boot-1") is None
+    assert pools.call(pool.register, late.url, "late", "boot-2").state == "joining", "a new process may come"
+
+
+def test_an_instance_that_was_started_anew_has_no_weights(instances, pools: Pools) -> None:
+    one, two = instances({"delay_s": 30}, {"version": "default"})
+    pool = pools.make(version=None)
+    pools.call(pool.register, one.url, "a", "boot-1")
+    pools.loop.run(pool.wait_until_ready())
+    pools.publish(pool, "v1", one.url)
+    running = pools.loop.submit(groups(pool, 1))
+    pools.wait_for(lambda: one.seen()["requests"] != [])
+    member = pools.call(pool.register, two.url, "a", "boot-2")
+    assert [member] == list(pool.members) and member.state == "joining" and member.version is None
+    with pytest.raises(NoInstanceLeft):
+        running.result(DEADLINE_S)
+
+
+def test_a_refused_admission_is_not_tried_again_with_the_same_version(instances, pools: Pools) -> None:
+    first, late = instances({}, {"version": "default"})
+    pool = pools.make(first, join="now")
+    tried: list[str] = []
+
+    async def admit(member: Member) -> None:
+        tried.append(member.name)
+        raise InstanceError("no room")
+
+    pool.admit = admit
+    member = pools.call(pool.register, late.url, "late", "boot-1")
+    pools.wait_for(lambda: member.state == "stale")
+    assert tried == ["late"] and member.reason == "it could not join: no room"
+    assert states(pool)[0] == "ready"
+
+
+def test_an_instance_that_is_too_small_does_not_serve(instances, pools: Pools) -> None:
+    first, late = instances({"max_model_len": 64}, {"max_model_len": 10})
+    pool = pools.make(first)
+    pool.min_model_len = 20
+    member = pools.call(pool.register, late.url, "late", "boot-1")
+    pools.wait_for(lambda: "takes 10 tokens, this run needs 20" in (member.reason or ""))
+    assert member.state == "joining"
+
+
+def test_wait_until_ready_waits_for_the_last_instance(instances, pools: Pools, caplog) -> None:
+    first, second = instances({"max_model_len": 100}, {"health": 503, "max_model_len": 80})
+    pool = pools.make(first, second, version=None, timeout_s=30)
+    with caplog.at_level(logging.INFO):
+        waiting = pools.loop.submit(pool.wait_until_ready())
         time.sleep(0.3)
         assert not waiting.done()
         second.rescript(health=200)
@@ -142,18 +357,18 @@ def test_wait_until_ready_waits_for_the_last_instance(instances, make_pool, loop
     assert f"waiting for {second.url}" in caplog.text and pool.max_model_len == 80
 
 
-def test_wait_until_ready_goes_on_with_those_that_are(instances, make_pool, loop) -> None:
+def test_wait_until_ready_goes_on_with_those_that_are(instances, pools: Pools) -> None:
     (instance,) = instances({})
-    loop.run(make_pool(instance, CLOSED, version=None, timeout_s=0.2).wait_until_ready())
+    pools.loop.run(pools.make(instance, CLOSED, version=None, timeout_s=0.2).wait_until_ready())
     with pytest.raises(NoInstanceLeft, match=f"(?s)no instance became healthy within 0.2 s.*{CLOSED}"):
-        loop.run(make_pool(CLOSED, version=None, timeout_s=0.2).wait_until_ready())
+        pools.loop.run(pools.make(CLOSED, version=None, timeout_s=0.2).wait_until_ready())
 
 
 @pytest.mark.parametrize(
     ("urls", "message"),
     [
         ((), "pool.instances is empty"),
-        (("http://a:1", "http://a:1/"), "names an instance twice"),
+        (("http://a:1", "http://a:1/"), "has an instance at http://a:1 twice"),
         (("localhost:8000",), "'localhost:8000' is not a base URL"),
     ],
 )

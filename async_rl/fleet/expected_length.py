@@ -1,0 +1,30 @@
+"""How long the responses to a prompt are likely to be: from its own history, else from all responses so far."""
+
+from collections.abc import Sequence
+
+from async_rl.types import Response
+
+MEMORY = 0.5
+"""Weight of the newest group in a prompt's mean: the policy moves on, and old lengths fade."""
+
+MEMORY_OF_ALL = 0.05
+
+
+class ExpectedLength:
+    """Mean response lengths in tokens; `longest` is assumed until anything is known."""
+
+    def __init__(self, longest: int) -> None:
+        self._of_all = float(longest)
+        self._any = False
+        self._of_prompt: dict[str, float] = {}
+
+    def of(self, prompt_id: str) -> float:
+        return self._of_prompt.get(prompt_id, self._of_all)
+
+    def note(self, prompt_id: str, responses: Sequence[Response]) -> None:
+        """Takes in the lengths of a finished group."""
+        mean = sum(len(response.token_ids) for response in responses) / len(responses)
+        self._of_all += (MEMORY_OF_ALL if self._any else 1.0) * (mean - self._of_all)
+        self._any = True
+        known = self._of_prompt.get(prompt_id, mean)
+        self._of_prompt[prompt_id] = known + MEMORY * (mean - known)
