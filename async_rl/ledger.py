@@ -6,7 +6,8 @@ Before a step, `Ledger.require_on_policy` proves from the rows of all data-paral
 - I2 exact batch: every prompt of the batch contributed exactly its G responses, once;
 
 and that the trainer's own log-probs of the sampled tokens agree with the rollout's, which no false version claim
-survives. Each proof, or what broke it, is one line of `ledger.jsonl`.
+survives. Each proof, or what broke it, is one line of `ledger.jsonl`; its `samples` digest is equal in two runs that
+trained the same tokens.
 """
 
 import json
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_rl.errors import OnPolicyViolation
-from async_rl.types import Batch, GroupProof, Publication
+from async_rl.types import Batch, GroupProof, Publication, digest_of
 
 MAX_VIOLATIONS_SHOWN = 8
 
@@ -105,6 +106,9 @@ class Ledger:
             "num_groups": len(rows),
             "num_responses": sum(row.num_responses for row in rows),
             "num_response_tokens": sum(row.num_response_tokens for row in rows),
+            "num_continued": sum(row.num_continued for row in rows),
+            "num_resampled": sum(row.num_resampled for row in rows),
+            "samples": digest_of([row.samples for row in ordered]),
             "versions": sorted({version for row in rows for version in row.versions}),
             "max_logprob_gap": gap if math.isfinite(gap) else None,
             "prompt_ids": [row.prompt_id for row in ordered],

@@ -6,6 +6,7 @@ first failure of any of them cancels the others and is raised in the training lo
 
 import asyncio
 import hashlib
+import logging
 import time
 from dataclasses import replace
 from types import TracebackType
@@ -14,12 +15,15 @@ from async_rl.config import RolloutSection
 from async_rl.errors import InstanceRefused
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.expected_length import ExpectedLength
+from async_rl.idle_work import IdleWork
 from async_rl.pool import InferencePool
 from async_rl.prompts import Tokenizer
 from async_rl.protocol import SamplingParams
 from async_rl.rewards import Reward
 from async_rl.sample_queue import SampleQueue
 from async_rl.types import Batch, Group, Prompt, Response, WeightVersion
+
+logger = logging.getLogger(__name__)
 
 SEED_SPACING_BITS = 10
 """Response j of a group is sampled with the group's seed + j, and a request has at most 1024 responses."""
@@ -36,8 +40,9 @@ class Producer:
         tokenizer: Tokenizer,
         rollout: RolloutSection,
         seed: int,
+        idle_work: IdleWork | None = None,
     ) -> None:
-        """Starts the reward, and waits for it.
+        """Starts the reward, and waits for it. `idle_work` gets the pool when the rollouts of a batch are done.
 
         Raises:
             ConfigError: the reward cannot be loaded.
@@ -48,6 +53,7 @@ class Producer:
         self._tokenizer = tokenizer
         self._rollout = rollout
         self._seed = seed
+        self.idle_work = idle_work
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
         loop.run(reward.start())
 
@@ -125,6 +131,8 @@ class RolloutRun:
         return asyncio.create_task(self._run(), name=f"rollouts of iteration {self._batch.iteration}")
 
     async def _stop(self) -> None:
+        if self._producer.idle_work is not None:
+            await self._producer.idle_work.stop()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -132,6 +140,12 @@ class RolloutRun:
         async with asyncio.TaskGroup() as siblings:
             for index, prompt in self._batch.prompts.items():
                 siblings.create_task(self._produce(index, prompt))
+        if self._producer.idle_work is not None:
+            try:
+                await self._producer.idle_work.run(self._batch.iteration, self._version)
+            except Exception:
+                # Training does not depend on it; the boundary of a task nobody waits for.
+                logger.exception("the work of the idle pool failed in iteration %d", self._batch.iteration)
 
     async def _produce(self, index: int, prompt: Prompt) -> None:
         try:

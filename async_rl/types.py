@@ -4,6 +4,7 @@ All are frozen dataclasses without behaviour beyond small derived properties; th
 trainer process (producer thread -> queue -> training loop -> ledger).
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -132,7 +133,7 @@ class GroupProof:
     """One ledger row: what a trained group was made of and how far the trainer's log-probs were from the rollout's.
 
     `versions` are all weight versions its tokens were sampled from; `max_logprob_gap` is the largest
-    |trainer logprob - rollout logprob| over its response tokens, in nats.
+    |trainer logprob - rollout logprob| over its response tokens, in nats; `samples` digests its response tokens.
     """
 
     index: int
@@ -146,6 +147,7 @@ class GroupProof:
     max_logprob_gap: float
     num_continued: int = 0
     num_resampled: int = 0
+    samples: str = ""
 
     @classmethod
     def of(cls, group: Group, max_logprob_gap: float) -> "GroupProof":
@@ -162,7 +164,13 @@ class GroupProof:
             max_logprob_gap=max_logprob_gap,
             num_continued=sum(response.num_continued for response in group.responses),
             num_resampled=sum(response.num_resampled for response in group.responses),
+            samples=digest_of([response.token_ids for response in group.responses]),
         )
+
+
+def digest_of(parts: Sequence[Any]) -> str:
+    """A short digest of what is in the parts, and in which order."""
+    return hashlib.sha256(repr(tuple(parts)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict
         pool = InferencePool(PoolSection(instances=tuple(urls)))
         closing.callback(lambda: loop.run(pool.close()))
         loop.run(pool.wait_until_ready())
-        publisher = Publisher(pool, loop, config)
+        publisher = Publisher(pool, loop, config, wait_s=TIMEOUT_S)
         closing.callback(publisher.close)
         bare = BareBroadcast(len(urls), num_bytes, config.bucket_bytes)
         closing.callback(bare.close)

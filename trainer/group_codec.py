@@ -52,6 +52,7 @@ def _header(group: Group) -> dict[str, Any]:
                 "finish_reason": response.finish_reason,
                 "spans": [(span.version, span.start, span.end) for span in response.weight_spans],
                 "instance": response.instance,
+                "faults": (response.num_continued, response.num_resampled),
             }
             for response in group.responses
         ],
@@ -68,6 +69,7 @@ def _group(header: dict[str, Any], token: Iterator[int], logprob: Iterator[float
             response["finish_reason"],
             tuple(WeightSpan(*span) for span in response["spans"]),
             response["instance"],
+            *response["faults"],
         )
         for response in header["responses"]
     )

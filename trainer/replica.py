@@ -1,23 +1,22 @@
 """The loop's trainer on one rank: the Megatron trainer, and publishing from it to the inference pool."""
 
-import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-import torch
-
 from async_rl.loop import Window
-from async_rl.pool import InferencePool
 from async_rl.publish import Publisher
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, GroupProof, Publication, StepStats, WeightVersion
-from async_rl.weight_stream import TensorSpec
+from async_rl.weight_stream import Stream
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
 
 STREAM = "stream"
-"""What the main rank says to the others when the weights are to be streamed, once for each try of a publish."""
+SCORE = "score"
+PUBLISHED = "published"
+"""What the main rank says to the others while it publishes: take part in a stream of the weights, once for each try; in
+scoring the responses that follow; or go on with the publication that follows."""
 
 
 class Replica:
@@ -27,16 +26,21 @@ class Replica:
         self,
         megatron: MegatronTrainer,
         parallel: Parallel,
-        pool: InferencePool | None,
+        run_id: str,
+        put_in_service: Callable[[WeightVersion, Collection[str]], None] | None,
         publisher: Publisher | None,
     ) -> None:
-        """`pool` is given on leaders only, `publisher` on the main rank only."""
+        """Args:
+        run_id: the same on every rank, and unique, so that an instance left over from another run cannot pass for
+            this one's.
+        put_in_service: on leaders only: their pool's instances at these URLs serve a version.
+        publisher: on the main rank only, in whose pool it does that itself.
+        """
         self._megatron = megatron
         self._parallel = parallel
-        self._pool = pool
+        self._run_id = run_id
+        self._put_in_service = put_in_service
         self._publisher = publisher
-        # Unique per run, so that an instance left over from another run cannot pass for this one's.
-        self._run_id: str = parallel.broadcast_json(secrets.token_hex(4))
         self._num_publishes = 0
 
     @property
@@ -57,11 +61,10 @@ class Replica:
         self._num_publishes += 1
         self._megatron.before_publish()
         if self._publisher is not None:
-            publication = self._publish(self._publisher, version)
-        else:
-            publication = self._help_to_publish()
-            if self._pool is not None:
-                self._pool.set_version(version, publication.instances)
+            return self._publish(self._publisher, version)
+        publication = self._help_to_publish()
+        if self._put_in_service is not None:
+            self._put_in_service(version, publication.instances)
         return publication
 
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
@@ -77,21 +80,30 @@ class Replica:
         return self._megatron.optimizer_step()
 
     def _publish(self, publisher: Publisher, version: WeightVersion) -> Publication:
-        """The main rank's side: before every stream it tells the others to take part in one."""
+        """The main rank's side: it tells the others what to take part in."""
 
-        def make_stream() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-            self._parallel.broadcast_json(STREAM)
+        def make_stream() -> Stream:
+            self._parallel.broadcast_json([STREAM])
             return self._megatron.export.stream()
 
-        publication = publisher.publish(version, self._megatron.export.specs, make_stream)
-        self._parallel.broadcast_json(asdict(publication))
+        def score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+            self._parallel.broadcast_json([SCORE, prompt, responses])
+            return self._megatron.score(prompt, responses)
+
+        publication = publisher.publish(version, self._megatron.export.specs, make_stream, score)
+        self._parallel.broadcast_json([PUBLISHED, asdict(publication)])
         return publication
 
     def _help_to_publish(self) -> Publication:
         """The other ranks' side; a main rank that fails takes them with it, as it ends its connections."""
-        while (answer := self._parallel.broadcast_json(None)) == STREAM:
-            self._megatron.export.serve()
-        return Publication(**answer | {"instances": tuple(answer["instances"])})
+        while True:
+            match self._parallel.broadcast_json(None):
+                case [message] if message == STREAM:
+                    self._megatron.export.serve()
+                case [message, prompt, responses] if message == SCORE:
+                    self._megatron.score(prompt, responses)
+                case [_, publication]:
+                    return Publication(**publication | {"instances": tuple(publication["instances"])})
 
 
 class NoRollouts:

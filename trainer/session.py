@@ -4,28 +4,26 @@ Each replica's leader has its own pool client, rewards and producer; only the ma
 """
 
 import logging
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rl.config import Config, RolloutSection, RunSection
+from async_rl.config import Config, RunSection
 from async_rl.errors import ConfigError
-from async_rl.event_loop import EventLoopThread
 from async_rl.ledger import Ledger
 from async_rl.loop import Rollouts
 from async_rl.metrics import Recorder
 from async_rl.pool import InferencePool
-from async_rl.producer import Producer
 from async_rl.prompts import PromptSource
-from async_rl.publish import Publisher
 from async_rl.records import RECORDS, cut_run_records
 from async_rl.rewards import make_reward
-from async_rl.types import Prompt
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint_files import checkpoints_dir, newest_checkpoint
 from trainer.hf_config import find_checkpoint
+from trainer.inference_side import InferenceSide
 from trainer.parallel import Parallel
 from trainer.progress import Progress
 from trainer.replica import NoRollouts, Replica
@@ -77,32 +75,42 @@ def open_session(
         checkpoints = Checkpoints(checkpoints_dir(config.run.dir), config.checkpoint.keep, parallel, config)
         closing.callback(checkpoints.close)
         progress = Progress(checkpoints, megatron, config.run, config.train, config.checkpoint)
+        # Unique per run, so that an instance left over from another run cannot pass for this one's.
+        run_id: str = parallel.broadcast_json(secrets.token_hex(4))
         rollouts: Rollouts = NoRollouts()
-        pool = publisher = run_dir = None
-        if parallel.is_leader:
-            loop = EventLoopThread()
-            closing.callback(loop.close)
-            pool = make_pool(config.pool, token)
-            closing.callback(lambda: loop.run(pool.close()))
-            loop.run(pool.wait_until_ready())
-            require_fit(config.rollout, prompts.longest, pool.max_model_len)
-            rollouts = Producer(pool, reward, loop, tokenizer, config.rollout, config.run.seed)
-            closing.callback(rollouts.close)
+        side = None
         if parallel.is_main:
-            publisher = Publisher(pool, loop, config.publish, parallel.device.BACKEND)
-            closing.callback(publisher.close)
-            run_dir = config.run.dir
-            num_cut = cut_run_records(run_dir, progress.first_iteration)
+            num_cut = cut_run_records(config.run.dir, progress.first_iteration)
             log.info("starting at iteration %d, %d later records removed", progress.first_iteration, num_cut)
-        recorder = Recorder(run_dir, config.train.iterations, progress.first_iteration)
+        if parallel.is_leader:
+            side = InferenceSide(closing, config, parallel, token, make_pool)
+        fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
+        if side is not None:
+            side.wait_for_instances(fleet_url, prompts.longest)
+            evaluator = side.evaluator(tokenizer, reward, progress.first_iteration) if parallel.is_main else None
+            rollouts = side.producer(tokenizer, reward, evaluator)
+        recorder = Recorder(
+            config.run.dir if parallel.is_main else None,
+            config.train.iterations,
+            progress.first_iteration,
+            side.on_record if side else None,
+        )
         closing.callback(recorder.close)
         yield Session(
             megatron,
-            Replica(megatron, parallel, pool, publisher),
+            Replica(
+                megatron,
+                parallel,
+                run_id,
+                side.put_in_service if side else None,
+                side.publisher(run_id, prompts.longest) if side and parallel.is_main else None,
+            ),
             prompts,
             rollouts,
             Ledger(
-                run_dir and run_dir / "ledger.jsonl", config.rollout.responses_per_prompt, config.train.max_logprob_gap
+                config.run.dir / "ledger.jsonl" if parallel.is_main else None,
+                config.rollout.responses_per_prompt,
+                config.train.max_logprob_gap,
             ),
             recorder,
             progress,
@@ -127,19 +135,3 @@ def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {config.model.path!r} has no tokenizer that loads: {error}") from error
-
-
-def require_fit(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> None:
-    """Checks that every prompt and its longest response fit into the model of every instance.
-
-    Raises:
-        ConfigError: they do not; names the prompt and the lengths.
-    """
-    num_tokens = len(longest.token_ids) + rollout.max_response_tokens
-    if max_model_len is not None and num_tokens > max_model_len:
-        raise ConfigError(
-            f"prompt {longest.prompt_id} has {len(longest.token_ids)} tokens; with rollout.max_response_tokens = "
-            f"{rollout.max_response_tokens} that is {num_tokens}, but the instances' model takes {max_model_len}: "
-            f"lower prompts.max_prompt_tokens to {max(max_model_len - rollout.max_response_tokens, 0)} "
-            "or shorten the responses"
-        )

@@ -7,6 +7,7 @@ accumulated (invariant I4).
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from async_rl.config import (
 from async_rl.errors import ConfigError
 from async_rl.loop import Window
 from async_rl.training_order import TrainingOrder
-from async_rl.types import Group, GroupProof, StepStats
+from async_rl.types import UNPROVEN, Group, GroupProof, Prompt, Response, StepStats
 from trainer.batch_sums import BatchSums
 from trainer.frozen_model import FrozenModel
 from trainer.group_feed import GroupFeed
@@ -102,6 +103,24 @@ class MegatronTrainer:
         for i, a_pass in enumerate(passes):
             self._train(a_pass, old_logprobs and old_logprobs[i], ref_logprobs and ref_logprobs[i])
         return self._sums.take_rows(groups) if self._reports else []
+
+    def score(self, prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of each response's tokens under the policy as it is, after temperature, as rollouts report them.
+
+        All ranks call it with the same tokens, between two windows, and all get the answer.
+
+        Raises:
+            ConfigError: a token id lies outside the model's vocabulary.
+        """
+        group = _unscored_group(prompt_token_ids, responses)
+        self._check_vocabulary(group)
+        passes = make_passes([[group]], self._parallel, self._temperature, self._section.micro_batch_tokens)
+        with self.models.policy_to_score() as policy:
+            parts = [part for a_pass in passes for part in a_pass.logprobs(policy)]
+        logprobs_N = torch.cat(parts).tolist() if self._reports else []
+        # Every replica has scored them; the first that speaks is as good as any.
+        answer = iter(next(part for part in self._parallel.gather_json(logprobs_N) if part))
+        return [list(islice(answer, len(response))) for response in responses]
 
     def optimizer_step(self) -> StepStats:
         """Ends a mini-batch: one all-reduce of the gradient sums, one division, clip, step; waits for all replicas.
@@ -190,6 +209,13 @@ def _logprobs_of(model: FrozenModel | None, passes: Sequence[Pass]) -> list[list
         return None
     with model.resident() as resident:
         return [a_pass.logprobs(resident) for a_pass in passes]
+
+
+def _unscored_group(prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> Group:
+    """Tokens as a group, which is what passes are made of; nothing reads its other fields."""
+    prompt = Prompt("probe", tuple(prompt_token_ids), {})
+    rollouts = tuple(Response(tuple(tokens), (), "", "length", (), "") for tokens in responses)
+    return Group(0, 0, prompt, rollouts, (0.0,) * len(rollouts), UNPROVEN, 0.0, 0.0)
 
 
 def _row_from_json(row: dict[str, Any]) -> GroupProof:

@@ -4,6 +4,8 @@ The old policy is a model of its own only where it is not the policy itself: wit
 (`old_policy = "reuse"`) its log-probs are the policy's own, detached, and no forward pass is spent on it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,17 @@ class TriModel:
     def policy_model(self) -> SharedPromptGPT:
         """The policy without its gradient buffers."""
         return self.policy.module
+
+    @contextmanager
+    def policy_to_score(self) -> Iterator[SharedPromptGPT]:
+        """The policy as frozen models are, for the time inside: without gradients, nothing is computed again."""
+        model = self.policy_model
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield model
+        finally:
+            model.train()
 
 
 def load_tri_model(

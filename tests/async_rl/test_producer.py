@@ -1,3 +1,4 @@
+import asyncio
 import itertools
 import threading
 import time
@@ -182,3 +183,45 @@ def test_refusal_of_a_request_names_the_prompt(instances, make_producer) -> None
     with pytest.raises(InstanceRefused, match="longer than the model") as caught, producer.start(batch(1), "v1") as run:
         drain(run)
     assert caught.value.__notes__ == ["asked for prompt row0, place 0 of iteration 0"]
+
+
+class Idle:
+    """Notes what happens to it; works until it is stopped."""
+
+    def __init__(self, fault: str | None = None) -> None:
+        self.events: list[str] = []
+        self.fault = fault
+
+    async def run(self, iteration: int, version: str) -> None:
+        self.events.append(f"run {iteration} {version}")
+        if self.fault:
+            raise ValueError(self.fault)
+        await asyncio.sleep(3600)
+
+    async def stop(self) -> None:
+        self.events.append("stop")
+
+
+@pytest.mark.parametrize("fault", [None, "no such row"])
+def test_the_idle_pool_works_between_the_last_group_and_the_end_of_the_batch(
+    instances, make_producer, caplog: pytest.LogCaptureFixture, fault: str | None
+) -> None:
+    (instance,) = instances({})
+    idle = Idle(fault)
+    producer = make_producer(instance, idle_work=idle)
+    with producer.start(batch(3, iteration=7), "v1") as run:
+        assert len(drain(run)) == 3
+        deadline = time.monotonic() + 10
+        while not idle.events:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert idle.events == ["run 7 v1", "stop"]
+    assert ("the work of the idle pool failed in iteration 7" in caplog.text) == (fault is not None)
+
+
+def test_a_batch_that_is_left_early_stops_idle_work_that_never_began(instances, make_producer) -> None:
+    (instance,) = instances({"delay_s": 30})
+    idle = Idle()
+    with pytest.raises(ValueError), make_producer(instance, idle_work=idle).start(batch(2), "v1"):
+        raise ValueError
+    assert idle.events == ["stop"]
