@@ -1,14 +1,16 @@
 """One record per iteration -> `metrics.jsonl`, TensorBoard events and the log.
 
 All times are seconds. `wait_s` is what the trainer waited for rollouts, `train_s` what it spent on forward and
-backward passes; `timeline` and `samples` are those of the replica that writes the record, the rest is over the batch.
+backward passes; `timeline` and `samples`, and the rollouts' times, are those of the replica that writes the record, the
+rest is over the batch.
 """
 
 import json
 import logging
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from async_rl.fleet.advice import NUM_RECENT, IterationTimes, advise, desired_instances
 from async_rl.types import Group, GroupProof, Publication, StepStats
 
 log = logging.getLogger(__name__)
@@ -75,11 +78,20 @@ class Recorder:
         run_dir: directory for `metrics.jsonl` and `tensorboard/`, or None where another rank writes them.
         iterations: how many iterations the run has, for progress.
         first_iteration: where it goes on; earlier records stay.
+        on_record: is called with every record that is written.
     """
 
-    def __init__(self, run_dir: Path | None, iterations: int, first_iteration: int = 0) -> None:
+    def __init__(
+        self,
+        run_dir: Path | None,
+        iterations: int,
+        first_iteration: int = 0,
+        on_record: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
         self._path = run_dir / "metrics.jsonl" if run_dir else None
         self._iterations = iterations
+        self._on_record = on_record
+        self._recent: deque[IterationTimes] = deque(maxlen=NUM_RECENT)
         self._events = EventFileWriter(str(run_dir / "tensorboard")) if run_dir else None
         if self._events:
             # TensorBoard then forgets this iteration and later ones, which an interrupted run may have recorded.
@@ -94,9 +106,15 @@ class Recorder:
         if self._path is None:
             return
         line = self._summarize(record, publication)
+        times = IterationTimes.of(line)
+        self._recent.append(times)
+        line["idle_training"], line["idle_inference"] = times.idle_training, times.idle_inference
+        line["desired_instances"] = desired_instances(self._recent)
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._write_events(record.iteration, line)
+        if self._on_record is not None:
+            self._on_record(line)
         log.info(
             "iteration %d/%d: reward %.3f, accuracy %.3f, %.0f tokens/s, "
             "%.2f s (waited %.2f, trained %.2f, published %.2f)",
@@ -109,6 +127,9 @@ class Recorder:
         )
 
     def close(self) -> None:
+        """Says how well the pools were balanced, and ends the files."""
+        if self._recent:
+            log.info(advise(self._recent))
         if self._events:
             self._events.close()
 
@@ -146,6 +167,8 @@ class Recorder:
             "max_logprob_gap": max(row.max_logprob_gap for row in rows),
             "num_groups": len(rows),
             "retries": sum(row.attempts - 1 for row in rows),
+            "num_continued": sum(row.num_continued for row in rows),
+            "num_resampled": sum(row.num_resampled for row in rows),
             "num_instances": len(publication.instances),
             "timeline": record.timeline,
             "samples": record.samples,

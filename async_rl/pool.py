@@ -13,6 +13,8 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from urllib.parse import urlsplit
 
+from pydantic import TypeAdapter, ValidationError
+
 from async_rl.client import Connections, InstanceClient
 from async_rl.config import PoolSection
 from async_rl.errors import ConfigError, InstanceError, NoInstanceLeft, UnknownInstance
@@ -20,10 +22,12 @@ from async_rl.fleet.group_rollout import GroupRollout
 from async_rl.fleet.member import Member
 from async_rl.fleet.router import Router
 from async_rl.fleet.watch import LOG_INTERVAL_S, PROBE_TIMEOUT_S, Watch
-from async_rl.protocol import InstanceInfo, InstanceState, SamplingParams
+from async_rl.protocol import BaseUrl, InstanceInfo, InstanceState, SamplingParams
 from async_rl.types import Response, WeightVersion
 
 logger = logging.getLogger(__name__)
+
+_BASE_URL = TypeAdapter(BaseUrl)
 
 READY_INTERVAL_S = 0.5
 
@@ -99,10 +103,11 @@ class InferencePool:
             ConfigError: the URL is none, or it or the name is taken.
         """
         url = url.rstrip("/")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(f"{url!r} is not a base URL of an instance, expected http://host:port")
-        name = name or parts.netloc
+        try:
+            _BASE_URL.validate_python(url)
+        except ValidationError as error:
+            raise ConfigError(f"{url!r} is not a base URL of an instance, expected http://host:port") from error
+        name = name or urlsplit(url).netloc
         for other in self.members:
             if other.url == url:
                 raise ConfigError(f"the pool has an instance at {url} twice: as {other.name!r} already")
@@ -123,17 +128,21 @@ class InferencePool:
         Raises:
             ConfigError: its URL or name belongs to another instance.
         """
-        if name in self._left and self._left[name] == boot_id:
+        url = url.rstrip("/")
+        if name in self._left and self._left[name] in (None, boot_id):
+            # From now on the bar is this process's alone.
+            self._left[name] = boot_id
             return None
-        known = next((member for member in self.members if member.name == name), None)
+        known = next((member for member in self.members if member.name == name or member.url == url), None)
         if known is None:
             logger.info("%s joins the fleet, at %s", name, url)
             return self.add(url, name, boot_id)
-        if known.url != url.rstrip("/") or known.boot_id not in (None, boot_id):
+        if known.url != url or known.boot_id not in (None, boot_id):
             # A new process: its weights are gone, and so is all that it had begun.
             self._drop(known, f"it was started anew, at {url}")
             return self.add(url, name, boot_id)
-        known.boot_id = boot_id
+        # It may have been known by its address only.
+        known.name, known.boot_id = name, boot_id
         known.last_seen_s = time.monotonic()
         return known
 
@@ -164,7 +173,9 @@ class InferencePool:
         self._lose(member, reason)
 
     def _lose(self, member: Member, reason: str) -> None:
-        member.state, member.reason = "dead", reason
+        """What it had begun goes on elsewhere. One that drains stays so, and leaves the pool, having nothing any more."""
+        if member.state != "draining":
+            member.state, member.reason = "dead", reason
         for request in list(member.requests):
             request.cancel()
 
@@ -175,7 +186,7 @@ class InferencePool:
         was_in_service = member.state in ("ready", "draining")
         if state == "dead":
             self._lose(member, reason)
-        else:
+        elif member.state != "draining":
             member.state, member.reason, member.is_barred = state, reason, True
         if was_in_service:
             left = sum(other.state == "ready" for other in self.members)

@@ -5,8 +5,9 @@ with its RL routes on understands it too. Unknown fields in answers are ignored,
 """
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
@@ -50,6 +51,19 @@ PROTOCOL_VERSION = "0.32.0"
 """The dialect the embedded engine speaks; its `/version` answers so, and a client chooses its dialect by it."""
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+def _require_splittable(url: str) -> str:
+    """Raises ValueError for a port out of range and for brackets without an IPv6 address in them."""
+    _ = urlsplit(url).port
+    return url
+
+
+_HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*)"
+BaseUrl = Annotated[
+    str, Field(pattern=rf"^https?://{_HOST}(:[1-9]\d{{0,4}})?$", max_length=2048), AfterValidator(_require_splittable)
+]
+"""An instance's address as others reach it: http://host:port, and nothing after it."""
 
 
 class Body(BaseModel):
@@ -159,7 +173,7 @@ class InitInfo(Body):
     world_size: int = Field(ge=2)
     backend: Literal["gloo", "nccl", "hccl"] = "gloo"
     bucket_bytes: int = Field(ge=1)
-    timeout_s: float = Field(gt=0)
+    timeout_s: float = Field(gt=0, le=86_400)
 
 
 class InitRequest(Body):
@@ -246,7 +260,7 @@ class FleetBody(Body):
 class RegisterRequest(FleetBody):
     """POST /fleet/register, again and again: the instance at `url` is there. `boot_id` is new with each start of it."""
 
-    url: str = Field(pattern=r"^https?://[^\s/]+$", max_length=2048)
+    url: BaseUrl
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     boot_id: str = Field(pattern=r"^[A-Za-z0-9-]{1,64}$")
 
@@ -262,7 +276,7 @@ class RegisterResponse(Body):
 class AddRequest(FleetBody):
     """POST /fleet/add: an instance that does not register itself; its name is its host and port unless given."""
 
-    url: str = Field(pattern=r"^https?://[^\s/]+$", max_length=2048)
+    url: BaseUrl
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
 
 
@@ -276,7 +290,7 @@ class SyncRequest(FleetBody):
     """POST /fleet/sync: what another leader of the same run has under way at each instance, by URL, in tokens."""
 
     leader: int = Field(ge=1)
-    outstanding_tokens: dict[str, Annotated[int, Field(ge=0)]]
+    outstanding_tokens: dict[str, Annotated[int, Field(ge=0, le=2**53)]]
 
 
 class ErrorInfo(Body):

@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from async_rl.fleet.advice import IterationTimes, advise
 
 Record = Mapping[str, Any]
 """One line of `metrics.jsonl`; see `async_rl.metrics` for its keys."""
@@ -74,10 +77,11 @@ def make_run_view(console: Console, iterations: int) -> RunView:
 
 
 class PlainView:
-    """One line for the first iteration and every `PLAIN_EVERY`: for logs and pipes."""
+    """One line for the first iteration and every `PLAIN_EVERY`, and one of advice at the end: for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._recent: deque[Record] = deque(maxlen=NUM_RECENT)
 
     def __enter__(self) -> "PlainView":
         return self
@@ -85,9 +89,11 @@ class PlainView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        pass
+        if kind is None and self._recent:
+            self.note(balance(self._recent))
 
     def show(self, record: Record) -> None:
+        self._recent.append(record)
         done, total = record["iteration"] + 1, record["iterations"]
         if done == 1 or done % PLAIN_EVERY == 0 or done == total:
             self.note(f"iteration {done}/{total}  {describe(record)}")
@@ -97,7 +103,7 @@ class PlainView:
 
 
 class LiveView:
-    """A panel that is redrawn with every iteration; notes scroll by above it."""
+    """A panel that is redrawn with every iteration; notes scroll by above it, and advice ends it."""
 
     def __init__(self, console: Console, iterations: int) -> None:
         self._console = console
@@ -115,6 +121,8 @@ class LiveView:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.__exit__(kind, error, trace)
+        if kind is None and self._records:
+            self.note(balance(self._records[-NUM_RECENT:]))
 
     def show(self, record: Record) -> None:
         # A run that resumed trains some iterations again.
@@ -161,6 +169,11 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
     }
     shares = {name: seconds / total_s for name, seconds in spent_s.items()}
     return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
+
+
+def balance(recent: Iterable[Record]) -> str:
+    """How many instances would have balanced the pools, in a line."""
+    return advise([IterationTimes.of(record) for record in recent])
 
 
 def _figures(recent: list[Record]) -> Table:

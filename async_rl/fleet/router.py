@@ -122,7 +122,7 @@ class Router:
         serving = [member for member in self._members() if member.serves(waiting.version)]
         others = [member for member in serving if member is not waiting.avoid]
         candidates = [member for member in others or serving if self._has_room(member, waiting.cost)]
-        candidates.sort(key=lambda member: member.outstanding_tokens)
+        candidates.sort(key=lambda member: member.outstanding_tokens + member.outstanding_elsewhere)
         num_parts = 1
         if self._split_tail:
             num_idle = sum(member.outstanding_tokens == 0 for member in candidates)

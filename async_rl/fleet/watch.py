@@ -136,7 +136,8 @@ class Watch:
         await member.client.learn_dialect(self._probe_timeout_s)
         self._fleet.require_length(member, await member.client.max_model_len(self._probe_timeout_s))
         actual = await member.client.weight_version(self._probe_timeout_s)
-        if self._fleet.version != version or member.is_barred or member.state in ("ready", "draining"):
+        is_gone = member not in self._fleet.members
+        if is_gone or self._fleet.version != version or member.is_barred or member.state in ("ready", "draining"):
             return
         if actual == version and member.num_returns < MAX_RETURNS:
             member.num_returns += 1

@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+COMMANDS = ("quickstart", "run", "export", "serve", "fleet", "eval")
+
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -13,7 +15,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_every_command() -> None:
     answer = run("--help")
     assert answer.returncode == 0
-    assert all(command in answer.stdout for command in ("quickstart", "run", "export", "serve"))
+    assert all(command in answer.stdout for command in COMMANDS)
 
 
 def test_version_is_printed() -> None:
@@ -23,10 +25,10 @@ def test_version_is_printed() -> None:
 def test_an_unknown_command_is_named_with_what_was_expected() -> None:
     answer = run("qickstart")
     assert answer.returncode == 2
-    assert "unknown command 'qickstart': expected one of quickstart, run, export, serve" in answer.stderr
+    assert "unknown command 'qickstart': expected one of quickstart, run, export, serve, fleet, eval" in answer.stderr
 
 
-@pytest.mark.parametrize("command", ["quickstart", "run", "export", "serve"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_shows_its_own_help(command: str) -> None:
     answer = run(command, "--help")
     assert answer.returncode == 0, answer.stderr

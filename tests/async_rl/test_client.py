@@ -195,7 +195,7 @@ def test_stale_tokens_are_not_kept(instances, connect: Connect, loop: EventLoopT
 def test_a_straggler_is_told_from_one_that_is_silent(instances, connect: Connect, loop: EventLoopThread) -> None:
     (instance,) = instances({"stream": True, "token_s": 0.1})
     drafts = new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
-    with pytest.raises(InstanceTooSlow, match="[1-9] tokens came"):
+    with pytest.raises(InstanceTooSlow, match=r"[1-9] tokens came"):
         loop.run(connect(instance.url, request_timeout_s=0.15).generate((3,), SAMPLING, "v1-0", "v1", drafts))
     assert drafts[0].token_ids
 

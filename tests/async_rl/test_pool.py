@@ -279,6 +279,17 @@ def test_a_drained_instance_finishes_what_it_has_and_leaves(instances, pools: Po
     assert {r.instance for group, _ in pools.loop.run(groups(pool, 3)) for r in group} == {staying.url}
 
 
+def test_a_drained_instance_that_fails_leaves_and_does_not_come_back(instances, pools: Pools) -> None:
+    leaving, staying = instances({"stream": True, "token_s": 0.3}, {"stream": True})
+    pool = pools.make(leaving, staying)
+    running = pools.loop.submit(groups(pool, 2, sampling=LONG))
+    pools.wait_for(lambda: leaving.seen()["requests"] != [])
+    pools.call(pool.drain, leaving.url)
+    leaving.kill()
+    assert tokens(running.result(DEADLINE_S)) == tokens(pools.loop.run(groups(pools.make(staying), 2, sampling=LONG)))
+    pools.wait_for(lambda: [member.url for member in pool.members] == [staying.url])
+
+
 def test_a_removed_instance_leaves_at_once_and_its_groups_go_on_elsewhere(instances, pools: Pools) -> None:
     leaving, staying = instances({"stream": True, "token_s": 0.2}, {"stream": True})
     pool = pools.make(leaving, staying)
@@ -304,6 +315,24 @@ def test_a_registered_instance_joins_with_the_next_publish_and_is_told_to_leave_
     pools.wait_for(lambda: len(pool.members) == 1)
     assert pools.call(pool.register, late.url, "late", "boot-1") is None
     assert pools.call(pool.register, late.url, "late", "boot-2").state == "joining", "a new process may come"
+
+
+def test_a_listed_instance_may_register_too_and_gets_its_own_name(instances, pools: Pools) -> None:
+    (instance,) = instances({})
+    pool = pools.make(instance)
+    member = pools.call(pool.register, instance.url, "mine", "boot-1")
+    assert [member] == list(pool.members) and (member.name, member.state) == ("mine", "ready")
+    pools.call(pool.remove, "mine")
+    assert pools.call(pool.register, instance.url, "mine", "boot-1") is None
+
+
+def test_a_listed_instance_that_was_removed_is_told_to_leave_when_it_registers(instances, pools: Pools) -> None:
+    first, second = instances({}, {})
+    pool = pools.make(first, second)
+    name = pool.members[0].name
+    pools.call(pool.remove, first.url)
+    assert pools.call(pool.register, first.url, name, "boot-1") is None
+    assert pools.call(pool.register, first.url, name, "boot-2") is not None, "one that was started since may come"
 
 
 def test_an_instance_that_was_started_anew_has_no_weights(instances, pools: Pools) -> None:
@@ -370,6 +399,7 @@ def test_wait_until_ready_goes_on_with_those_that_are(instances, pools: Pools) -
         ((), "pool.instances is empty"),
         (("http://a:1", "http://a:1/"), "has an instance at http://a:1 twice"),
         (("localhost:8000",), "'localhost:8000' is not a base URL"),
+        (("http://[:]:1",), "is not a base URL"),
     ],
 )
 def test_instances_that_cannot_work_are_refused(urls: tuple[str, ...], message: str) -> None:

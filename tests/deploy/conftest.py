@@ -63,6 +63,7 @@ METRICS = {
     "seconds": 2.0,
     "wait_s": 0.4,
     "train_s": 1.2,
+    "rollout_s": 1.5,
     "publish_s": 0.1,
     "step_s": 0.1,
     "reward_mean": 0.5,
@@ -71,6 +72,8 @@ METRICS = {
     "prompt_tokens": 100,
     "response_tokens": 900,
     "tokens_per_s": 500.0,
+    "num_instances": 2,
+    "num_groups": 4,
 }
 
 TRAINER = (

@@ -1,3 +1,4 @@
+import contextlib
 import io
 import json
 from collections.abc import Callable
@@ -54,8 +55,20 @@ def test_the_plain_view_prints_the_first_every_tenth_and_the_last_iteration(reco
         for iteration in range(25):
             view.show(record(iteration, iterations=25))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    assert [line.split()[1] for line in lines[:-1]] == ["1/25", "10/25", "20/25", "25/25"]
     assert "waiting 20%  training 65%  publishing 5%  other 10%" in lines[0]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_both_views_end_with_advice_unless_the_run_failed(record: MakeRecord, terminal: bool) -> None:
+    for error in (None, RuntimeError("lost")):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
+        with contextlib.suppress(RuntimeError), make_run_view(console, 3) as view:
+            view.show(record(0))
+            if error:
+                raise error
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("3 instances would balance the pools, 2 took part" in shown) == (error is None)
 
 
 def test_the_live_view_shows_figures_and_time_to_go(record: MakeRecord) -> None:

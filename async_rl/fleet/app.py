@@ -1,0 +1,109 @@
+"""The routes of the fleet endpoint over a pool: who is there, and changes of it; for `async_rl.fleet.server`."""
+
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from async_rl import protocol
+from async_rl.errors import ConfigError, UnknownInstance
+from async_rl.fleet.leaders import LeaderReports
+from async_rl.fleet.metrics import FleetMetrics
+from async_rl.http_guard import BearerToken, BodyLimit, error_response, invalid_request
+from async_rl.pool import InferencePool
+from async_rl.protocol import (
+    AddRequest,
+    FleetInfo,
+    InstanceInfo,
+    NameRequest,
+    RegisterRequest,
+    RegisterResponse,
+    SyncRequest,
+)
+
+OPEN_PATHS = (protocol.HEALTH, protocol.METRICS)
+"""What monitors ask; it needs no token and changes nothing."""
+
+MAX_BODY_BYTES = 2**20
+"""Room for the report of a leader with thousands of instances."""
+
+MAX_HEARTBEAT_S = 5.0
+HEARTBEATS_PER_TIMEOUT = 3
+"""So many in a row must be lost until an instance counts as dead."""
+
+
+def make_app(
+    pool: InferencePool, reports: LeaderReports, metrics: FleetMetrics, heartbeat_timeout_s: float, token: str | None
+) -> FastAPI:
+    """The application; with a `token`, all routes but health and metrics ask for it."""
+    app = FastAPI(title="async-rl fleet", docs_url=None, redoc_url=None, redirect_slashes=False)
+    _add_reading_routes(app, pool, metrics)
+    _add_membership_routes(app, pool, min(MAX_HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT))
+
+    @app.post(protocol.FLEET_SYNC)
+    async def sync(body: SyncRequest) -> FleetInfo:
+        reports.note(body.leader, body.outstanding_tokens)
+        return _fleet_info(pool, metrics)
+
+    app.add_exception_handler(RequestValidationError, invalid_request)
+    app.add_exception_handler(ConfigError, _refused)
+    app.add_exception_handler(UnknownInstance, _unknown)
+    app.add_exception_handler(HTTPException, _as_fastapi_says)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    if token is not None:
+        app.add_middleware(BearerToken, token=token, open_paths=OPEN_PATHS)
+    return app
+
+
+def _add_reading_routes(app: FastAPI, pool: InferencePool, metrics: FleetMetrics) -> None:
+    @app.get(protocol.HEALTH)
+    async def health() -> Response:
+        return Response()
+
+    @app.get(protocol.METRICS)
+    async def prometheus() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get(protocol.FLEET)
+    async def fleet() -> FleetInfo:
+        return _fleet_info(pool, metrics)
+
+
+def _add_membership_routes(app: FastAPI, pool: InferencePool, interval_s: float) -> None:
+    @app.post(protocol.FLEET_REGISTER)
+    async def register(body: RegisterRequest) -> RegisterResponse:
+        member = pool.register(body.url, body.name, body.boot_id)
+        state = None if member is None else member.state
+        return RegisterResponse(state=state, leave=member is None, interval_s=interval_s)
+
+    @app.post(protocol.FLEET_ADD)
+    async def add(body: AddRequest) -> InstanceInfo:
+        return pool.add(body.url, body.name).info()
+
+    @app.post(protocol.FLEET_DRAIN)
+    async def drain(body: NameRequest) -> InstanceInfo:
+        return pool.drain(body.name).info()
+
+    @app.post(protocol.FLEET_REMOVE)
+    async def remove(body: NameRequest) -> InstanceInfo:
+        return pool.remove(body.name).info()
+
+
+def _fleet_info(pool: InferencePool, metrics: FleetMetrics) -> FleetInfo:
+    return FleetInfo(version=pool.version, instances=pool.infos(), desired_instances=metrics.desired_instances)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return error_response(str(error), HTTPStatus.BAD_REQUEST)
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    return error_response(str(error), HTTPStatus.NOT_FOUND, "name")
+
+
+async def _as_fastapi_says(request: Request, error: Exception) -> Response:
+    """Unknown routes, methods and bodies that are no JSON at all: FastAPI's status in the protocol's shape."""
+    assert isinstance(error, HTTPException)
+    return error_response(str(error.detail), HTTPStatus(error.status_code))

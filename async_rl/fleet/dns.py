@@ -1,0 +1,115 @@
+"""Membership by name service: every address of one host name is an instance, as in Kubernetes' headless services."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Collection
+
+from async_rl.errors import ConfigError
+from async_rl.fleet.periodic import Periodic
+from async_rl.pool import InferencePool
+
+logger = logging.getLogger(__name__)
+
+RESOLVE_INTERVAL_S = 5.0
+
+Resolve = Callable[[str, int], Awaitable[Collection[str]]]
+"""Host and port -> IP addresses; raises OSError where the lookup fails."""
+
+
+async def resolve_addresses(host: str, port: int) -> set[str]:
+    """The A and AAAA records of a host, as the system resolves it."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return {str(address[0]) for *_, address in found}
+
+
+class DnsMembership:
+    """Adds the instances behind a name to the pool as they appear, and drains those that vanish from it.
+
+    Instances that others added are left alone. One that was removed or drained by hand stays away for as long as the
+    name keeps its address. A lookup that fails or finds nothing changes nothing: more likely the name service is in
+    trouble than every instance gone at once, and instances that are gone are found out by their silence.
+
+    Args:
+        name: `pool.dns`, as HOST:PORT.
+        resolve: the lookup; a test may bring its own.
+        interval_s: from one lookup to the next.
+
+    Raises:
+        ConfigError: `name` is not HOST:PORT.
+    """
+
+    def __init__(
+        self,
+        pool: InferencePool,
+        name: str,
+        resolve: Resolve = resolve_addresses,
+        interval_s: float = RESOLVE_INTERVAL_S,
+    ) -> None:
+        self._pool = pool
+        self._host, self._port = _split(name)
+        self._resolve = resolve
+        self._listed: set[str] = set()
+        """URLs that were there at the last lookup and were added then or before."""
+        self._failed = False
+        self._periodic = Periodic(self.refresh, interval_s)
+
+    async def start(self) -> None:
+        """Looks the name up once, so that a run starts with what is there, and again every few seconds."""
+        await self.refresh()
+        await self._periodic.start()
+
+    async def stop(self) -> None:
+        await self._periodic.stop()
+
+    async def refresh(self) -> None:
+        """One lookup, and what follows from it."""
+        try:
+            addresses = await self._resolve(self._host, self._port)
+        except OSError as error:
+            self._warn_once(str(error))
+            return
+        if not addresses:
+            self._warn_once("it has no address")
+            return
+        self._failed = False
+        urls = {_url(address, self._port) for address in addresses}
+        for url in sorted(self._listed - urls):
+            self._leave(url)
+        for url in sorted(urls - self._listed):
+            self._join(url)
+
+    def _join(self, url: str) -> None:
+        member = next((member for member in self._pool.members if member.url == url), None)
+        if member is None:
+            try:
+                self._pool.add(url)
+            except ConfigError as error:
+                logger.warning("%s is not added: %s", url, error)
+            else:
+                logger.info("%s joins the pool: %s has its address", url, self._host)
+        # One that came back while it drains still has to leave first: it is added again at a later lookup.
+        if member is None or member.state != "draining":
+            self._listed.add(url)
+
+    def _leave(self, url: str) -> None:
+        self._listed.discard(url)
+        if any(member.url == url for member in self._pool.members):
+            logger.info("%s is drained: %s does not have its address any more", url, self._host)
+            self._pool.drain(url)
+
+    def _warn_once(self, why: str) -> None:
+        if not self._failed:
+            logger.warning("the lookup of %s (pool.dns) failed, the instances stay as they are: %s", self._host, why)
+        self._failed = True
+
+
+def _split(name: str) -> tuple[str, int]:
+    host, _, port = name.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"pool.dns is {name!r}: expected HOST:PORT, such as inference.default.svc:8000")
+    return host.strip("[]"), int(port)
+
+
+def _url(address: str, port: int) -> str:
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"

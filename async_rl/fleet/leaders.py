@@ -1,0 +1,43 @@
+"""What the run's other data-parallel leaders have under way at each instance, as they last reported it.
+
+For `async_rl.fleet.server`, on the producer's event loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from async_rl.fleet.member import Member
+
+REPORT_TIMEOUT_S = 5.0
+"""A leader that is silent for longer counts as idle: what it had begun must not hold a drained instance for ever."""
+
+
+class LeaderReports:
+    """Keeps `Member.outstanding_elsewhere` of all members at the sum of the leaders' last reports."""
+
+    def __init__(self, members: Callable[[], Sequence[Member]], timeout_s: float = REPORT_TIMEOUT_S) -> None:
+        self._members = members
+        self._timeout_s = timeout_s
+        self._reports: dict[int, Mapping[str, int]] = {}
+        self._expiries: dict[int, asyncio.TimerHandle] = {}
+
+    def note(self, leader: int, outstanding_tokens: Mapping[str, int]) -> None:
+        """Replaces what this leader said before; URLs that are no member's count for nothing."""
+        if leader in self._expiries:
+            self._expiries[leader].cancel()
+        self._reports[leader] = outstanding_tokens
+        self._expiries[leader] = asyncio.get_running_loop().call_later(self._timeout_s, self._forget, leader)
+        self._add_up()
+
+    def close(self) -> None:
+        """Stops waiting for further reports."""
+        for expiry in self._expiries.values():
+            expiry.cancel()
+
+    def _forget(self, leader: int) -> None:
+        del self._reports[leader], self._expiries[leader]
+        self._add_up()
+
+    def _add_up(self) -> None:
+        for member in self._members():
+            member.outstanding_elsewhere = sum(report.get(member.url, 0) for report in self._reports.values())

@@ -1,0 +1,106 @@
+"""Prometheus figures of the inference pool and of the balance of both pools; scraped at the fleet endpoint."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from async_rl.fleet.member import Member
+from async_rl.protocol import InstanceInfo, InstanceState
+
+RUN_GAUGES = {
+    "iteration": ("async_rl_iteration", "The last complete iteration, counted from 0."),
+    "idle_training": ("async_rl_idle_training", "Share of the last iteration in which the trainer waited."),
+    "idle_inference": ("async_rl_idle_inference", "Share of the last iteration without rollouts under way."),
+    "desired_instances": ("async_rl_desired_instances", "How many instances would balance training and inference."),
+    "num_continued": (
+        "async_rl_responses_continued",
+        "Responses of the last iteration that another instance took on from their prefix.",
+    ),
+    "num_resampled": (
+        "async_rl_responses_resampled",
+        "Responses of the last iteration that were begun again under the same seed.",
+    ),
+}
+"""Gauges by their key in the records of `metrics.jsonl`; they appear with the first record."""
+
+INSTANCE_GAUGES = {
+    "outstanding_tokens": (
+        "async_rl_instance_outstanding_tokens",
+        "Expected tokens of the requests under way, of all leaders.",
+    ),
+    "num_requests": ("async_rl_instance_requests_running", "Requests under way."),
+    "tokens_per_s": ("async_rl_instance_tokens_per_second", "Response tokens per second, recently."),
+}
+"""Gauges of each instance by the field of `InstanceInfo`."""
+
+LABELS = ("instance", "url")
+
+
+class FleetMetrics(Collector):
+    """Reads the members at every scrape; the loop's records come through `note`."""
+
+    def __init__(self, members: Callable[[], Sequence[Member]]) -> None:
+        self._members = members
+        self._record: Mapping[str, Any] = {}
+        self._num_publishes = 0
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Takes the record of one more iteration, which began with a publish; from any thread."""
+        self._num_publishes += 1
+        self._record = record
+
+    @property
+    def desired_instances(self) -> int | None:
+        """What would balance the pools; None before the first iteration is complete."""
+        return self._record.get("desired_instances")
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        infos = [member.info() for member in self._members()]
+        yield _states(infos)
+        yield from _gauges(infos)
+        yield from _counters(infos)
+        record = self._record
+        for key, (name, text) in RUN_GAUGES.items():
+            if key in record:
+                yield GaugeMetricFamily(name, text, value=record[key])
+        yield CounterMetricFamily(
+            "async_rl_weight_publishes", "Publishes whose iteration is complete.", value=self._num_publishes
+        )
+
+
+def _states(infos: Sequence[InstanceInfo]) -> Metric:
+    """One row for each state of each instance, so that a state can be counted: 1 where it holds."""
+    family = GaugeMetricFamily("async_rl_instance_state", "1 for the instance's state.", labels=[*LABELS, "state"])
+    for info in infos:
+        for state in get_args(InstanceState):
+            family.add_metric([info.name, info.url, state], float(info.state == state))
+    return family
+
+
+def _gauges(infos: Sequence[InstanceInfo]) -> Iterator[Metric]:
+    for key, (name, text) in INSTANCE_GAUGES.items():
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        for info in infos:
+            family.add_metric([info.name, info.url], getattr(info, key))
+        yield family
+
+
+def _counters(infos: Sequence[InstanceInfo]) -> Iterator[Metric]:
+    tokens = CounterMetricFamily("async_rl_instance_tokens", "Response tokens received.", labels=LABELS)
+    failures = CounterMetricFamily(
+        "async_rl_instance_failures", "Requests that it failed or did not finish.", labels=LABELS
+    )
+    for info in infos:
+        tokens.add_metric([info.name, info.url], info.num_tokens)
+        failures.add_metric([info.name, info.url], info.num_failures)
+    yield tokens
+    yield failures

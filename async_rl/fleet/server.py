@@ -1,0 +1,150 @@
+"""Serves the fleet endpoint from the producer's event loop, and leaves its address in the run's directory."""
+
+import asyncio
+import ipaddress
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from async_rl.config import PoolSection
+from async_rl.errors import ConfigError
+from async_rl.fleet.app import make_app
+from async_rl.fleet.endpoint import ADDRESS_FILE
+from async_rl.fleet.leaders import LeaderReports
+from async_rl.fleet.metrics import FleetMetrics
+from async_rl.pool import InferencePool
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+START_POLL_S = 0.01
+CLOSE_CONNECTIONS_S = 1
+"""How long a stopping server waits for answers that are under way."""
+
+
+class FleetServer:
+    """Start and stop of the endpoint; both run on the pool's event loop.
+
+    Args:
+        run_dir: where the address is written; None writes it nowhere.
+        address: under which other hosts reach this one, where `pool.fleet_host` stands for all its interfaces.
+    """
+
+    def __init__(
+        self,
+        pool: InferencePool,
+        config: PoolSection,
+        token: str | None = None,
+        run_dir: Path | None = None,
+        address: str = LOOPBACK,
+    ) -> None:
+        self.metrics = FleetMetrics(lambda: pool.members)
+        """What /metrics shows; its `note` takes the records of the run."""
+        self.url = ""
+        """Where it is reached; known once it is started."""
+        self._reports = LeaderReports(lambda: pool.members)
+        self._app = make_app(pool, self._reports, self.metrics, config.heartbeat_timeout_s, token)
+        self._config = config
+        self._has_token = token is not None
+        self._address_file = run_dir / ADDRESS_FILE if run_dir else None
+        self._address = address
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listens, and returns when requests are welcome.
+
+        Raises:
+            ConfigError: the address or the port cannot be had.
+        """
+        listener = _listen(self._config.fleet_host, self._config.fleet_port)
+        self.url = _url(listener, self._address)
+        if not _is_loopback(listener):
+            _warn(self.url, self._has_token)
+        config = uvicorn.Config(
+            self._app,
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            timeout_graceful_shutdown=CLOSE_CONNECTIONS_S,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve([listener]))
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(START_POLL_S)
+        assert self._server.started, "a server on an open socket starts"
+        if self._address_file is not None:
+            self._write(self._address_file)
+        logger.info("the fleet endpoint listens at %s", self.url)
+
+    async def stop(self) -> None:
+        """Ends the server and removes its address; does nothing where it was not started."""
+        self._reports.close()
+        if self._server is None or self._serving is None:
+            return
+        if self._address_file is not None:
+            self._address_file.unlink(missing_ok=True)
+        self._server.should_exit = True
+        await self._serving
+        self._server = self._serving = None
+
+    def _write(self, path: Path) -> None:
+        """At once, so that nobody reads half an address."""
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(json.dumps({"url": self.url}) + "\n")
+        partial.replace(path)
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the signals to the program it runs in."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"the fleet endpoint cannot listen at pool.fleet_host = {host!r}, pool.fleet_port = {port}: "
+            f"{error.strerror}; name an address of this host and a free port, or 0 for any free port"
+        ) from error
+    return listener
+
+
+def _url(listener: socket.socket, address: str) -> str:
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = address
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+
+
+def _warn(url: str, has_token: bool) -> None:
+    if has_token:
+        risk = "the token travels unencrypted: keep the network private"
+    else:
+        risk = (
+            "WITHOUT A TOKEN: whoever reaches it can send this run's prompts to an instance of their own and have "
+            "it train on the answers; set ASYNC_RL_TOKEN"
+        )
+    logger.warning("the fleet endpoint at %s is open to the network; %s", url, risk)

@@ -1,0 +1,119 @@
+import asyncio
+import logging
+
+import pytest
+
+from async_rl.fleet.follower import FleetFollower
+from async_rl.pool import InferencePool
+
+A, B, C = (f"http://10.0.0.{i}:8000" for i in (1, 2, 3))
+
+
+@pytest.fixture
+def make_follower(loop):
+    followers = []
+
+    def make(pool: InferencePool, url: str, leader: int = 1, token: str | None = None) -> FleetFollower:
+        followers.append(FleetFollower(pool, url, leader, token))
+        return followers[-1]
+
+    yield make
+    for follower in followers:
+        loop.run(follower.stop())
+
+
+def names(pool: InferencePool) -> list[tuple[str, str]]:
+    return [(member.name, member.url) for member in pool.members]
+
+
+def test_a_follower_takes_over_who_is_a_member(make_pool, serve, loop, make_follower) -> None:
+    main, other = make_pool(A, B), make_pool(A, C)
+    endpoint = serve(main)
+    endpoint.ask("/fleet/register", {"url": "http://[fd00::7]:8000", "name": "pod-7", "boot_id": "b"})
+    loop.run(make_follower(other, endpoint.url).sync())
+    assert (
+        names(other) == names(main) == [("10.0.0.1:8000", A), ("10.0.0.2:8000", B), ("pod-7", "http://[fd00::7]:8000")]
+    )
+
+
+def test_a_follower_replaces_an_instance_that_came_back_at_another_address(
+    make_pool, serve, loop, make_follower
+) -> None:
+    main, other = make_pool(A), make_pool(A)
+    endpoint = serve(main)
+    follower = make_follower(other, endpoint.url)
+    for url in (B, C):
+        endpoint.ask("/fleet/register", {"url": url, "name": "pod", "boot_id": url[-6:-5]})
+        loop.run(follower.sync())
+        assert names(other) == names(main) and other.find("pod").url == url
+
+
+def test_a_drained_instance_leaves_when_every_leader_is_done_with_it(make_pool, serve, loop, make_follower) -> None:
+    main, other = make_pool(A, B), make_pool(A, B)
+    endpoint = serve(main)
+    follower = make_follower(other, endpoint.url)
+    other.find(A).outstanding_tokens = 700
+    main.find(B).outstanding_tokens = 40
+    loop.run(follower.sync())
+    assert main.find(A).outstanding_elsewhere == 700 and other.find(A).outstanding_elsewhere == 0
+    assert main.find(B).outstanding_elsewhere == 0 and other.find(B).outstanding_elsewhere == 40
+    endpoint.ask("/fleet/drain", {"name": A})
+    loop.run(follower.sync())
+    assert other.find(A).state == "draining"
+    other.find(A).outstanding_tokens = 0
+    loop.run(follower.sync())
+    assert main.find(A).outstanding_elsewhere == 0
+    main.remove(A)
+    loop.run(follower.sync())
+    assert names(other) == names(main)
+
+
+def test_an_instance_that_a_follower_is_done_with_is_not_added_again(make_pool, serve, loop, make_follower) -> None:
+    main, other = make_pool(A, B), make_pool(A, B)
+    endpoint = serve(main)
+    follower = make_follower(other, endpoint.url)
+    endpoint.ask("/fleet/drain", {"name": A})
+    other.remove(A)
+    loop.run(follower.sync())
+    assert [url for _, url in names(other)] == [B]
+
+
+def test_a_follower_goes_on_with_those_it_knows_when_the_endpoint_is_gone(
+    make_pool, serve, loop, make_follower, caplog
+) -> None:
+    main, other = make_pool(A, B), make_pool(A)
+    endpoint = serve(main)
+    main.find(A).outstanding_tokens = 5
+    follower = make_follower(other, endpoint.url)
+    loop.run(follower.sync())
+    assert not other.is_idle
+    loop.run(endpoint.server.stop())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            loop.run(follower.sync())
+    assert [url for _, url in names(other)] == [A, B]
+    assert other.is_idle, "what others have under way is not known any more"
+    assert caplog.text.count("the fleet endpoint does not answer") == 1
+
+
+def test_a_follower_needs_the_runs_token(make_pool, serve, loop, make_follower, caplog) -> None:
+    main, other = make_pool(A, B), make_pool(A)
+    endpoint = serve(main, token="secret")
+    loop.run(make_follower(other, endpoint.url).sync())
+    assert len(other.members) == 1 and "401" in caplog.text
+    loop.run(make_follower(other, endpoint.url, token="secret").sync())
+    assert len(other.members) == 2
+
+
+def test_a_follower_reports_from_start_to_stop(make_pool, serve, loop, make_follower, eventually) -> None:
+    main, other = make_pool(A), make_pool(A)
+    follower = make_follower(other, serve(main).url)
+    loop.run(follower.start())
+    other.find(A).outstanding_tokens = 300
+    eventually(lambda: main.find(A).outstanding_elsewhere == 300)
+    main.add(B)
+    eventually(lambda: len(other.members) == 2)
+    loop.run(follower.stop())
+    main.add(C)
+    loop.run(asyncio.sleep(0.7))
+    assert len(other.members) == 2
