@@ -82,7 +82,7 @@ class PublishSection(Section):
         None, description="where weights are written as safetensors, in shared memory or on a shared file system"
     )
     probe_tokens: int = Field(
-        8, ge=0, description="greedy tokens after which a vLLM instance is compared with the trainer; 0 compares none"
+        8, ge=0, description="sampled tokens of a vLLM instance that the trainer compares after a publish; 0 for none"
     )
     max_probe_gap: float = Field(0.5, gt=0, description="largest difference of their log-probs, in nats")
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from async_rl.errors import InstanceError, InstanceUnreachable
 from async_rl.event_loop import EventLoopThread
-from async_rl.pool import Member
+from async_rl.fleet.member import Member
 
 T = TypeVar("T")
 

@@ -173,7 +173,7 @@ class InferencePool:
         self._lose(member, reason)
 
     def _lose(self, member: Member, reason: str) -> None:
-        """What it had begun goes on elsewhere. One that drains stays so, and leaves the pool, having nothing any more."""
+        """What it had begun goes on elsewhere. One that drains stays so and leaves the pool."""
         if member.state != "draining":
             member.state, member.reason = "dead", reason
         for request in list(member.requests):

@@ -64,16 +64,7 @@ class PromptSource:
         Raises:
             ConfigError: the source cannot be read or is malformed, or fewer prompts than one batch are left.
         """
-        rows = _load_rows(config, seed)
-        texts = _render(rows, config, tokenizer)
-        prompts = [
-            Prompt(str(number), tuple(token_ids), row)
-            for number, (token_ids, row) in enumerate(
-                # A chat template writes the special tokens itself.
-                zip(_tokenize(texts, tokenizer, add_special_tokens=not config.chat_template), rows, strict=True)
-            )
-        ]
-        return cls(_without_unusable(prompts, config), config.prompts_per_batch, seed)
+        return cls(load_prompts(config, tokenizer, seed), config.prompts_per_batch, seed)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -91,6 +82,23 @@ class PromptSource:
     def _at(self, place: int) -> Prompt:
         epoch, offset = divmod(place, len(self._prompts))
         return self._prompts[self._order(epoch)[offset]]
+
+
+def load_prompts(config: PromptsSection, tokenizer: Tokenizer, seed: int, max_rows: int | None = None) -> list[Prompt]:
+    """The first `max_rows` rows of the source, or all, rendered and tokenized.
+
+    Raises:
+        ConfigError: the source cannot be read or is malformed, or every prompt is longer than `max_prompt_tokens`.
+    """
+    rows = _load_rows(config, seed)[:max_rows]
+    texts = _render(rows, config, tokenizer)
+    # A chat template writes the special tokens itself.
+    tokenized = _tokenize(texts, tokenizer, add_special_tokens=not config.chat_template)
+    prompts = [
+        Prompt(str(number), tuple(token_ids), row)
+        for number, (token_ids, row) in enumerate(zip(tokenized, rows, strict=True))
+    ]
+    return _without_unusable(prompts, config)
 
 
 def _epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from async_rl.errors import ConfigError
 
-RECORDS = ("metrics.jsonl", "ledger.jsonl")
+RECORDS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl")
 """Files of a run directory."""
 
 

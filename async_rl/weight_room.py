@@ -12,7 +12,7 @@ from typing import Any
 
 from async_rl.config import PublishSection
 from async_rl.errors import PublishError
-from async_rl.pool import Member
+from async_rl.fleet.member import Member
 from async_rl.protocol import InitInfo
 from async_rl.weight_stream import WeightGroup
 

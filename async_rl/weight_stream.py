@@ -53,6 +53,11 @@ class TensorSpec:
         return prod(self.shape) * self.dtype.itemsize
 
 
+Stream = Iterable[tuple[TensorSpec, torch.Tensor]]
+MakeStream = Callable[[], Stream]
+"""Starts the stream of a publish; each tensor keeps its values until the stream has ended."""
+
+
 class Fingerprint:
     """xxh3-128 over the stream: per tensor its name, dtype, shape and bytes, folded in stream order.
 

@@ -15,7 +15,7 @@ import torch
 
 from async_rl.errors import AsyncRLError
 from async_rl.protocol import InitInfo, UpdateInfo
-from inference_service.engine import EngineFault
+from inference_service.engine import EngineFault, RequestRefused
 from inference_service.weight_transfer.receiver import WeightReceiver, check_update, model_places, specs_of
 
 
@@ -68,23 +68,27 @@ class WeightUpdate:
         self._received.clear()
 
     def receive(self, update: UpdateInfo) -> None:
-        """Checks and receives one stream.
+        """Checks and receives one stream, from the weight group or from a snapshot, which needs no group.
 
         Raises:
-            RequestRefused: the announced tensors do not fit the model; nothing was changed.
+            RequestRefused: the announced tensors do not fit the model, or the snapshot cannot be read; nothing was
+                changed.
             AsyncRLError: no update was started, or the stream broke; after a broken stream the instance is out of
                 service until a full update succeeds.
         """
         if self._phase is not Phase.UPDATING:
             raise EngineFault("no weight update is going on: call /start_weight_update first")
         specs = check_update(update, self._specs)
-        self._touched = True
+        was_touched, self._touched = self._touched, True
         try:
-            self._receiver.receive(specs, self._places)
+            for spec, _ in self._receiver.stream(update, specs, self._places):
+                self._received.add(spec.name)
+        except RequestRefused:
+            self._touched = was_touched
+            raise
         except (AsyncRLError, RuntimeError) as error:
             self._break(f"a weight stream broke: {error}")
             raise EngineFault(f"a weight stream broke, the instance is out of service: {error}") from error
-        self._received.update(spec.name for spec in specs)
 
     def finish(self) -> None:
         """Ends the update; afterwards the weights are whole.

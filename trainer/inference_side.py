@@ -25,8 +25,8 @@ from async_rl.probe import Probe
 from async_rl.producer import Producer
 from async_rl.publish import Publisher
 from async_rl.rewards import Reward
+from async_rl.snapshot_store import SnapshotStore
 from async_rl.types import Prompt, WeightVersion
-from async_rl.weight_snapshot import SnapshotStore
 from trainer.parallel import Parallel
 
 
@@ -116,7 +116,7 @@ class InferenceSide:
             admission = Admission(config.publish)
             self._pool.admit = admission.admit
         if config.publish.probe_tokens:
-            probe = Probe(config.publish, probe_prompt.token_ids, config.rollout.temperature)
+            probe = Probe(config.publish, config.rollout, probe_prompt.token_ids)
         publisher = Publisher(
             self._pool,
             self._loop,

@@ -1,14 +1,17 @@
-"""Receiving side of the one weight transport for the embedded engine: join, check, receive, fingerprint.
+"""Receiving side of a publish in one worker: join, check, receive from the weight group or a snapshot, fingerprint.
 
-All calls block; the engine runs them in a thread of its own. Every wait ends within the group's `timeout_s`.
+All calls block; the embedded engine runs them in a thread of its own. Every wait ends within the group's `timeout_s`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
 
 import torch
 
 from async_rl.errors import PublishError
 from async_rl.protocol import InitInfo, UpdateInfo
+from async_rl.weight_snapshot import read_snapshot
 from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup
 from inference_service.engine import RequestRefused
 
@@ -91,7 +94,7 @@ def _advice(name: str, expected: Mapping[str, TensorSpec]) -> str:
 
 
 class WeightReceiver:
-    """This worker's membership in a trainer's weight group, and the fingerprint of the last stream it received."""
+    """This worker's membership in a trainer's weight group, the streams it receives, and the last one's fingerprint."""
 
     def __init__(self) -> None:
         self._group: WeightGroup | None = None
@@ -119,27 +122,60 @@ class WeightReceiver:
         self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
         self._info = info
 
-    def receive(self, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor]) -> None:
-        """Tells the sender that this stream is welcome, and puts every tensor into its place in `into`.
+    def stream(
+        self, update: UpdateInfo, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor] | None = None
+    ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
+        """Yields (spec, tensor) of one stream in its order, from the weight group or from `update.snapshot`.
+
+        A tensor with a place of its dtype and shape has been put there, and is that place; any other is valid until the
+        next step. `fingerprint` is that of this stream once it was read to its end. The sender learns with the first
+        step that the stream is welcome; whoever stops before the end closes the iterator, which leaves the group.
 
         Raises:
+            RequestRefused: the snapshot is missing, broken or of other tensors; nothing was touched.
             PublishError: no group was joined, or it broke; it is left then, and must be joined anew.
         """
+        fingerprint = Fingerprint()
+        tensors = (
+            self._from_group(specs, places or {})
+            if update.snapshot is None
+            else _from_snapshot(Path(update.snapshot), specs, places or {})
+        )
+        with closing(tensors):
+            for spec, tensor in tensors:
+                fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
+                yield spec, tensor
+        self._fingerprint = fingerprint.hexdigest()
+
+    def _from_group(
+        self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]
+    ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
         if self._group is None or self._info is None:
             raise PublishError("no weight group: call /init_weight_transfer_engine before /update_weights")
-        fingerprint = Fingerprint()
+        is_complete = False
         try:
             self._group.announce(self._info.rank_offset)
-            for spec, tensor in self._group.receive(specs, self._info.bucket_bytes, into):
-                fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
-        except Exception:
+            yield from self._group.receive(specs, self._info.bucket_bytes, places)
+            is_complete = True
+        finally:
             # Whatever went wrong, the two ends no longer agree where in the stream they are.
-            self.leave()
-            raise
-        self._fingerprint = fingerprint.hexdigest()
+            if not is_complete:
+                self.leave()
 
     def leave(self) -> None:
         """Closes the group, if there is one."""
         group, self._group, self._info = self._group, None, None
         if group is not None:
             group.close()
+
+
+def _from_snapshot(
+    path: Path, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]
+) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
+    try:
+        tensors = read_snapshot(path, specs)
+    except PublishError as error:
+        raise RequestRefused(str(error), "update_info.snapshot") from error
+    for spec, tensor in tensors:
+        place = places.get(spec.name)
+        yield spec, tensor if place is None else place.copy_(tensor)

@@ -1,14 +1,15 @@
-"""A scripted instance that also takes weights: it really joins the weight group and receives the stream.
+"""A scripted instance that also takes weights: it really joins the weight group and receives the stream, or reads it.
 
 Script, besides that of scripted_instance.py: refuse = route that answers 500; hang = route that never answers; die =
 route that ends the process, before the group (init), before the stream (update) or in it (receive); fingerprint: what
-it claims to have received.
+it claims to have received; shift: added to the log-probs of its responses, as if it computed with other weights.
 """
 
 import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from aiohttp import web
 from scripted_instance import Instance, refusal, serve
 
 from async_rl.errors import PublishError
+from async_rl.weight_snapshot import read_snapshot
 from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup
 
 
@@ -107,13 +109,17 @@ class ReceivingInstance(Instance):
         return web.json_response({})
 
     def receive(self, info: dict[str, Any]) -> None:
-        assert self.group is not None
         shapes = [tuple(shape) for shape in info["shapes"]]
         specs = [TensorSpec(*spec) for spec in zip(info["names"], info["dtype_names"], shapes, strict=True)]
         fingerprint = Fingerprint()
         self.sums = []
-        self.group.announce(self.init["rank_offset"])
-        for spec, tensor in self.group.receive(specs, self.init["bucket_bytes"]):
+        if info.get("snapshot"):
+            tensors = read_snapshot(Path(info["snapshot"]), specs)
+        else:
+            assert self.group is not None
+            self.group.announce(self.init["rank_offset"])
+            tensors = self.group.receive(specs, self.init["bucket_bytes"])
+        for spec, tensor in tensors:
             if self.script.get("die") == "receive":
                 os._exit(1)
             fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
@@ -129,6 +135,14 @@ class ReceivingInstance(Instance):
         self.script["version"] = (await request.json())["weight_version"]
         self.script["health"] = 200
         return web.json_response({})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        answer = await super().generate(request)
+        body = json.loads(answer.text)
+        for choice in body.get("choices", ()):
+            for token in choice["logprobs"]["content"]:
+                token["logprob"] += self.script.get("shift", 0.0)
+        return web.json_response(body, status=answer.status)
 
     async def rpc(self, request: web.Request) -> web.Response:
         assert (await request.json())["method"] == "weight_fingerprint"

@@ -2,8 +2,9 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic.fields import FieldInfo
 
-from async_rl.config import Config, load_config, parse_config
+from async_rl.config import Config, EvaluationSet, load_config, parse_config
 from async_rl.errors import ConfigError
 
 MINIMAL = """
@@ -100,11 +101,25 @@ def test_several_steps_per_batch_need_an_old_model(config_file: Path) -> None:
         load_config(config_file, ["--train.steps_per_batch", "2", "--algorithm.old_policy", "lagged"])
 
 
+GUIDE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def row(name: str, setting: FieldInfo) -> str:
+    """A key's row of the guide."""
+    default = setting.get_default(call_default_factory=True)
+    shown = "required" if setting.is_required() else f"`{json.dumps(default)}`"
+    return f"| `{name}` | {shown} | {setting.description} |"
+
+
 def test_the_configuration_guide_names_every_key_with_its_default_and_meaning() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    guide = GUIDE.read_text()
     for section, field in Config.model_fields.items():
         assert field.annotation is not None
         for key, setting in field.annotation.model_fields.items():
-            default = setting.get_default(call_default_factory=True)
-            shown = "required" if setting.is_required() else f"`{json.dumps(default)}`"
-            assert f"| `{section}.{key}` | {shown} | {setting.description} |" in guide
+            assert row(f"{section}.{key}", setting) in guide
+
+
+def test_the_configuration_guide_names_every_key_of_an_evaluation_set() -> None:
+    part = GUIDE.read_text().split("## [[evaluation.sets]]")[1]
+    for key, setting in EvaluationSet.model_fields.items():
+        assert row(key, setting) in part

@@ -1,3 +1,5 @@
+"""Publishing by broadcast to real receiving instances, and to some that fail at every step."""
+
 import logging
 import signal
 import time
@@ -6,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from publishing import SPECS, Publishing, publish, stream, sums
 
-from async_rl.config import PoolSection, PublishSection
 from async_rl.errors import PublishError
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool import InferencePool
@@ -17,21 +19,6 @@ from async_rl.weight_stream import TensorSpec
 pytestmark = pytest.mark.distributed
 
 WELL = {"refuse": None, "hang": None, "die": None, "fingerprint": None, "version": "default"}
-TENSORS = {
-    "embed.weight": torch.arange(3000, dtype=torch.float32).view(60, 50),
-    "norm.weight": torch.full((7,), 0.5, dtype=torch.bfloat16),
-    "head.weight": torch.randn(64, 50, generator=torch.Generator().manual_seed(0)),
-}
-SPECS = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in TENSORS.items()]
-
-
-def stream(scale: float = 1.0) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    for spec in SPECS:
-        yield spec, TENSORS[spec.name] * scale
-
-
-def sums(scale: float = 1.0) -> list[float]:
-    return [float((tensor * scale).double().sum()) for tensor in TENSORS.values()]
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +36,13 @@ def well(trio: list[Any]) -> list[Any]:
 
 @pytest.fixture
 def make_publisher(loop: EventLoopThread) -> Iterator[Callable[..., tuple[Publisher, InferencePool]]]:
-    made: list[tuple[Publisher, InferencePool]] = []
-
-    def make(*instances: Any, timeout_s: float = 10.0) -> tuple[Publisher, InferencePool]:
-        pool = InferencePool(PoolSection(instances=tuple(instance.url for instance in instances)))
-        made.append((Publisher(pool, loop, PublishSection(timeout_s=timeout_s, bucket_bytes=4096)), pool))
-        return made[-1]
-
-    yield make
-    for publisher, pool in made:
-        publisher.close()
-        loop.run(pool.close())
-
-
-def publish(publisher: Publisher, version: str, scale: float = 1.0) -> tuple[str, ...]:
-    return publisher.publish(version, SPECS, lambda: stream(scale)).instances
+    publishing = Publishing(loop)
+    yield publishing.make
+    publishing.close()
 
 
 def reasons(pool: InferencePool) -> list[str]:
-    return [member.out_of_service or "in service" for member in pool.members]
+    return [member.reason or "in service" for member in pool.members]
 
 
 def test_every_instance_receives_the_weights_and_serves_their_version(well, make_publisher) -> None:
@@ -89,7 +64,7 @@ def test_weight_group_is_kept_from_publish_to_publish(well, make_publisher) -> N
     for number in range(1, 4):
         publish(publisher, f"run-{number}")
     calls = well[0].seen()["calls"][before:]
-    cycle = ["/pause", "/start_weight_update", "/update_weights", "/collective_rpc"]
+    cycle = ["/health", "/pause", "/start_weight_update", "/update_weights", "/collective_rpc"]
     assert calls == [*cycle, "/finish_weight_update", "/resume", "/weight_info"] * 3
 
 
@@ -147,7 +122,7 @@ def test_instance_that_stops_amid_the_stream_costs_the_timeout(start_receivers_o
 
     def stop_amid() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
         for number, item in enumerate(stream(8.0)):
-            if number == 1 and not pool.members[1].out_of_service:
+            if number == 1 and pool.members[1].state == "ready":
                 stopped.process.send_signal(signal.SIGSTOP)
             yield item
 
@@ -167,7 +142,7 @@ def test_no_instance_left_is_an_error_that_names_each_reason(well, make_publishe
     for instance in well:
         instance.rescript(**WELL)
     assert publish(publisher, "run-1", 9.0) == (well[0].url, well[1].url)
-    assert not any(member.out_of_service for member in pool.members)
+    assert all(member.state == "ready" for member in pool.members)
 
 
 def test_instance_that_never_recovers_is_given_up(well, make_publisher) -> None:

@@ -56,11 +56,13 @@ class Arriving:
 
 
 def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> dict[str, Any]:
-    """Trains all batches; the figures of each step and the rows it was taken on."""
-    report: dict[str, Any] = {"steps": [], "rows": []}
+    """Trains all batches; the figures of each step, the rows it was taken on, and scores before each batch."""
+    report: dict[str, Any] = {"steps": [], "rows": [], "scores": []}
     train = TrainSection(iterations=10, **job.train)
     for number, groups in enumerate(job.batches):
         trainer.before_publish()
+        first = min(groups, key=lambda group: group.index)
+        report["scores"].append(trainer.score(first.prompt.token_ids, [r.token_ids for r in first.responses]))
         batch = Batch(number, {group.index: group.prompt for group in groups})
         shares = [part.share(replica, num_replicas) for part in batch.split(train.steps_per_batch)]
         places = Batch.union(shares).prompts

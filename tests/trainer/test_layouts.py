@@ -113,6 +113,9 @@ def assert_same(
     for rows, expected_rows in zip(actual["rows"], report["rows"], strict=True):
         assert sorted(row["index"] for row in rows) == sorted(row["index"] for row in expected_rows), name
     assert max(row["max_logprob_gap"] for row in actual["rows"][0]) <= 1e-5, name
+    for scores, expected_scores in zip(actual["scores"], report["scores"], strict=True):
+        for row, expected_row in zip(scores, expected_scores, strict=True):
+            assert row == pytest.approx(expected_row, abs=1e-4), name
     assert set(weights) == set(expected_weights)
     for tensor_name, tensor in expected_weights.items():
         torch.testing.assert_close(

@@ -180,3 +180,36 @@ def test_missing_model_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> 
         make_trainer("no-such-owner/no-such-model")
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         make_trainer(tmp_path)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [10_000, 16])
+def test_scores_are_transformers_log_probs_of_the_policy_and_leave_training_as_it_was(
+    tiny_model: Callable[..., Path],
+    make_trainer: MakeTrainer,
+    ragged_groups: list[Group],
+    grpo_in_transformers: Callable[..., object],
+    hf_gradients: Gradients,
+    tmp_path: Path,
+    micro_batch_tokens: int,
+) -> None:
+    start = tiny_model("qwen3", tied=True)
+    trainer = make_trainer(start, temperature=0.7, micro_batch_tokens=micro_batch_tokens)
+    trainer.accumulate([[ragged_groups[0]]])
+    trainer.optimizer_step()
+    trainer.save_hf(tmp_path / "policy")
+    trainer.accumulate([[ragged_groups[0]]])
+    before = {name: gradient.clone() for name, gradient in hf_gradients(trainer).items()}
+    expected = grpo_in_transformers(tmp_path / "policy", start, ragged_groups, temperature=0.7)
+    for group, logprobs in zip(ragged_groups, expected.logprobs, strict=True):
+        scores = trainer.score(group.prompt.token_ids, [response.token_ids for response in group.responses])
+        for row, expected_row in zip(scores, logprobs, strict=True):
+            assert row == pytest.approx(expected_row, abs=1e-5)
+    assert all(torch.equal(gradient, before[name]) for name, gradient in hf_gradients(trainer).items())
+    assert trainer.models.policy_model.training
+
+
+def test_tokens_that_the_model_does_not_have_cannot_be_scored(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer
+) -> None:
+    with pytest.raises(ConfigError, match="token id 96, but the model's vocabulary ends at 95"):
+        make_trainer(tiny_model("qwen3", tied=True)).score([1, 2], [[3, 96]])

@@ -1,0 +1,226 @@
+import concurrent.futures
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from async_rl.config import EvaluationSection, EvaluationSet, PoolSection, RewardSection, RolloutSection
+from async_rl.evaluation.evaluator import Evaluator
+from async_rl.evaluation.recorder import SetResult
+from async_rl.evaluation.sampler import Sampler, evaluation_seed
+from async_rl.evaluation.sets import LoadedSet
+from async_rl.event_loop import EventLoopThread
+from async_rl.pool import InferencePool
+from async_rl.producer import group_seed
+from async_rl.rewards import make_reward
+from async_rl.types import Prompt
+
+REWARD = """
+async def score(prompt, responses, row):
+    if row.get("broken"):
+        raise KeyError("broken row")
+    return [row["reward"]] * len(responses)
+"""
+SLOW = 59
+"""A prompt with this token gets no answer."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model())
+
+
+class Stage:
+    """A pool in service with version v1, and an evaluator on it that writes its results to `results`."""
+
+    def __init__(self, loop: EventLoopThread, pool: InferencePool, sampler: Sampler) -> None:
+        self.loop = loop
+        self.pool = pool
+        self.results: list[list[SetResult]] = []
+        self.scored: list[str] = []
+        self._sampler = sampler
+
+    def evaluator(self, *sets: LoadedSet, **section: Any) -> Evaluator:
+        def report(results: Sequence[SetResult]) -> None:
+            self.results.append(list(results))
+
+        config = EvaluationSection(**{"every": 1, "max_delay_s": 0.2, **section})
+        return Evaluator(self.pool, self._sampler, sets, config, report, self.scored.append)
+
+    def begin(self, evaluator: Evaluator, iteration: int = 0) -> concurrent.futures.Future[None]:
+        return self.loop.submit(evaluator.run(iteration, "v1"))
+
+    def run(self, evaluator: Evaluator, iteration: int = 0) -> list[SetResult]:
+        """A whole evaluation; its results, one per set."""
+        before = len(self.results)
+        self.loop.run(evaluator.run(iteration, "v1"), timeout_s=30)
+        return self.results[-1] if len(self.results) > before else []
+
+
+@pytest.fixture
+def make_stage(
+    loop: EventLoopThread, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> Iterator[Callable[..., Stage]]:
+    (tmp_path / "reward.py").write_text(REWARD)
+    pools: list[InferencePool] = []
+
+    def make(*instances: Any) -> Stage:
+        urls = tuple(instance.url for instance in instances)
+        pool = InferencePool(PoolSection(instances=urls, timeout_s=5.0))
+        pools.append(pool)
+        loop.run(pool.wait_until_ready())
+        loop.run(pool.begin_publish())
+        loop.run(pool.end_publish("v1", urls))
+        reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score"))
+        rollout = RolloutSection(max_response_tokens=8, stop_token_ids=(7,))
+        return Stage(loop, pool, Sampler(pool, reward, tokenizer, rollout, seed=1))
+
+    yield make
+    for pool in pools:
+        loop.run(pool.close())
+
+
+def a_set(name: str, size: int, *, slow: Sequence[int] = (), num_samples: int = 2, **settings: Any) -> LoadedSet:
+    """A set whose prompt i has the token 10 + i, and the reward 1 where i is even."""
+    prompts = (
+        Prompt(str(i), (3, 10 + i, *((SLOW,) if i in slow else ())), {"reward": float(i % 2 == 0), **settings})
+        for i in range(size)
+    )
+    return LoadedSet(EvaluationSet(name=name, source="x.jsonl", num_samples=num_samples), tuple(prompts))
+
+
+def places(instance: Any) -> list[int]:
+    """Which prompts an instance was asked for, in order."""
+    return [request["token_ids"][1] - 10 for request in instance.seen()["requests"]]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.01)
+
+
+def test_every_prompt_of_every_set_is_sampled_and_scored_with_one_version(instances, make_stage) -> None:
+    stage = make_stage(*instances({}, {}))
+    words, sums = stage.run(stage.evaluator(a_set("words", 6), a_set("sums", 3, num_samples=4)), iteration=7)
+    assert (words.set, words.num_prompts, words.total_prompts, words.figures["pass@1"]) == ("words", 6, 6, 0.5)
+    assert (sums.set, sums.num_samples, sums.figures["pass@4"]) == ("sums", 4, pytest.approx(2 / 3))
+    assert {(each.iteration, each.weight_version, each.num_failed) for each in (words, sums)} == {(7, "v1", 0)}
+    assert sorted(stage.scored) == ["sums"] * 3 + ["words"] * 6
+
+
+def test_an_evaluation_is_due_every_so_many_iterations(instances, make_stage) -> None:
+    stage = make_stage(*instances({}))
+    evaluator = stage.evaluator(a_set("words", 1), every=3)
+    assert [iteration for iteration in range(8) if stage.run(evaluator, iteration)] == [0, 3, 6]
+
+
+def test_each_evaluation_draws_the_same_samples_and_no_rollouts_seed(instances, make_stage) -> None:
+    (instance,) = instances({})
+    stage = make_stage(instance)
+    evaluator = stage.evaluator(a_set("words", 3))
+    first, second = stage.run(evaluator), stage.run(evaluator, 1)
+    assert first[0].figures == second[0].figures
+    requests = instance.seen()["requests"]
+    seeds = [sorted(r["sampling_params"]["seed"] for r in half) for half in (requests[:3], requests[3:])]
+    assert seeds[0] == seeds[1] == sorted(evaluation_seed(1, "words", str(i)) for i in range(3))
+    assert evaluation_seed(1, "words", "0") != evaluation_seed(1, "sums", "0") != evaluation_seed(2, "sums", "0")
+    assert not {group_seed(1, t, i) for t in range(9) for i in range(9)} & set(seeds[0])
+
+
+def test_requests_ask_for_the_sets_temperature_and_the_rollouts_lengths(instances, make_stage) -> None:
+    (instance,) = instances({})
+    stage = make_stage(instance)
+    greedy = EvaluationSet(name="words", source="x.jsonl", temperature=0.0)
+    stage.run(stage.evaluator(LoadedSet(greedy, a_set("words", 1).prompts)))
+    sampling = instance.seen()["requests"][0]["sampling_params"]
+    assert (sampling["temperature"], sampling["max_tokens"], sampling["stop_token_ids"]) == (0.0, 8, [7])
+
+
+def test_what_is_not_done_in_time_is_cancelled_and_comes_first_next_time(instances, make_stage) -> None:
+    (instance,) = instances({"slow_token": SLOW})
+    stage = make_stage(instance)
+    evaluator = stage.evaluator(a_set("words", 6, slow=(1, 4)), a_set("sums", 2, slow=(0,)))
+    under_way = stage.begin(evaluator)
+    wait_for(lambda: len(stage.scored) == 5)
+    begun = time.monotonic()
+    stage.loop.run(evaluator.stop())
+    assert 0.15 < time.monotonic() - begun < 2.0
+    under_way.result(5)
+    assert [(r.num_prompts, r.total_prompts, r.num_failed) for r in stage.results[0]] == [(4, 6, 0), (1, 2, 0)]
+    assert stage.pool.is_idle
+    wait_for(lambda: instance.seen()["num_cancelled"] == 3)
+    instance.rescript(slow_token=None)
+    stage.run(evaluator, 1)
+    assert sorted(places(instance)[8:11]) == [0, 1, 4]
+    assert [result.num_prompts for result in stage.results[1]] == [6, 2]
+
+
+def test_a_stop_lets_what_is_under_way_finish_and_begins_nothing_more(instances, make_stage) -> None:
+    (instance,) = instances({"delay_s": 0.3})
+    stage = make_stage(instance)
+    evaluator = stage.evaluator(a_set("words", 9, num_samples=32), max_delay_s=20.0)  # two prompts at once
+    under_way = stage.begin(evaluator)
+    wait_for(lambda: len(instance.seen()["requests"]) >= 1)
+    begun = time.monotonic()
+    stage.loop.run(evaluator.stop())
+    assert time.monotonic() - begun < 10.0
+    under_way.result(5)
+    (result,) = stage.results[0]
+    assert result.num_prompts == len(instance.seen()["requests"]) < 9
+    assert instance.seen()["num_cancelled"] == 0
+
+
+def test_an_evaluation_begins_when_other_rollouts_have_ended(instances, make_stage) -> None:
+    (instance,) = instances({})
+    stage = make_stage(instance)
+    (member,) = stage.pool.members
+    member.outstanding_elsewhere = 100
+    under_way = stage.begin(stage.evaluator(a_set("words", 2)))
+    time.sleep(0.3)
+    assert instance.seen()["requests"] == []
+    member.outstanding_elsewhere = 0
+    under_way.result(20)
+    assert stage.results[0][0].num_prompts == 2
+
+
+def test_a_pool_that_stays_busy_is_left_alone(instances, make_stage) -> None:
+    (instance,) = instances({})
+    stage = make_stage(instance)
+    stage.pool.members[0].outstanding_elsewhere = 100
+    evaluator = stage.evaluator(a_set("words", 2), max_delay_s=20.0)
+    under_way = stage.begin(evaluator)
+    stage.loop.run(evaluator.stop(), timeout_s=10)
+    under_way.result(5)
+    assert stage.results[0][0].num_prompts == 0
+    assert instance.seen()["requests"] == []
+
+
+def test_a_prompt_that_fails_is_counted_and_costs_no_other(instances, make_stage, caplog) -> None:
+    stage = make_stage(*instances({}))
+    good, bad = a_set("words", 4), a_set("words", 1, broken=True)
+    evaluator = stage.evaluator(LoadedSet(good.config, (*good.prompts, *bad.prompts)))
+    (result,) = stage.run(evaluator)
+    assert (result.num_prompts, result.num_failed, result.total_prompts) == (4, 1, 5)
+    assert "evaluation set words, prompt 0: reward" in caplog.text and "broken row" in caplog.text
+
+
+def test_an_evaluation_without_an_instance_ends_and_says_so(instances, make_stage, caplog) -> None:
+    (instance,) = instances({"delay_s": 0.2})
+    stage = make_stage(instance)
+    evaluator = stage.evaluator(a_set("words", 3))
+    stage.pool.remove(stage.pool.members[0].name)
+    (result,) = stage.run(evaluator)
+    assert (result.num_prompts, result.figures) == (0, {})
+    assert "the evaluation ends early" in caplog.text
+
+
+def test_stopping_what_never_ran_returns_at_once(instances, make_stage) -> None:
+    stage = make_stage(*instances({}))
+    evaluator = stage.evaluator(a_set("words", 2))
+    stage.loop.run(evaluator.stop(), timeout_s=5)
+    assert stage.run(evaluator)[0].num_prompts == 2

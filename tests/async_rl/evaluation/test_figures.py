@@ -1,0 +1,43 @@
+import itertools
+from statistics import fmean
+
+import pytest
+
+from async_rl.evaluation.figures import ScoredPrompt, figures_of, ks_of, pass_at_k
+from async_rl.types import Response
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 7])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_solved_one(num_samples: int) -> None:
+    for num_solved, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
+        solved = [i < num_solved for i in range(num_samples)]
+        share = fmean(any(chosen) for chosen in itertools.combinations(solved, k))
+        assert pass_at_k(num_samples, num_solved, k) == pytest.approx(share, abs=1e-12)
+
+
+def test_pass_at_k_is_exact_for_many_samples() -> None:
+    assert pass_at_k(1024, 1, 512) == pytest.approx(0.5)
+    assert pass_at_k(1024, 1023, 1) == pytest.approx(1023 / 1024)
+    assert pass_at_k(1024, 513, 512) == 1.0
+
+
+def test_k_goes_up_in_powers_of_two_to_the_number_of_samples() -> None:
+    assert ks_of(1) == [1]
+    assert ks_of(6) == [1, 2, 4, 6]
+    assert ks_of(8) == [1, 2, 4, 8]
+
+
+def test_figures_are_means_over_prompts_and_responses() -> None:
+    responses = [
+        Response((1, 2, 3), (0.0, 0.0, 0.0), "", "stop", (), "http://a"),
+        Response((1,), (0.0,), "", "length", (), "http://a"),
+    ]
+    scored = [ScoredPrompt.of(responses, [1.0, 0.25]), ScoredPrompt.of(responses, [0.0, 0.5])]
+    assert figures_of(scored) == {
+        "pass@1": 0.25,
+        "pass@2": 0.5,
+        "reward_mean": 0.4375,
+        "response_tokens_mean": 2.0,
+        "cut_share": 0.5,
+    }
+    assert figures_of([]) == {}

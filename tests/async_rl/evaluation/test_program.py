@@ -1,0 +1,75 @@
+"""`async_rl.evaluation`, the program, against running instances."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config import Config, parse_config
+from async_rl.errors import ConfigError, InstanceError, StaleWeights
+from async_rl.evaluation.__main__ import evaluate, main
+
+REWARD = """
+async def score(prompt, responses, row):
+    return [row["reward"]] * len(responses)
+"""
+
+
+@pytest.fixture
+def make_config(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Config]:
+    (tmp_path / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"Word {i}", "reward": i % 2, "topic": "words"} for i in range(4)]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(*instances: Any, **sections: Any) -> Config:
+        tree = {
+            "run": {"dir": str(tmp_path / "run")},
+            "model": {"path": str(tiny_model())},
+            "prompts": {"source": "train.jsonl", "prompts_per_batch": 8, "chat_template": False},
+            "rollout": {"max_response_tokens": 8},
+            "reward": {"name": f"python:{tmp_path / 'reward.py'}:score"},
+            "pool": {"instances": [instance.url for instance in instances], "timeout_s": 5},
+            "train": {"iterations": 1},
+            "evaluation": {"sets": [{"name": "words", "source": str(tmp_path / "words.jsonl"), "num_samples": 2}]},
+        }
+        return parse_config(tree | sections, source="test")
+
+    return make
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_running_instances_serve_is_evaluated_under_its_own_version(instances, make_config, tmp_path) -> None:
+    config = make_config(*instances({"version": "step-9"}, {"version": "step-9"}))
+    asyncio.run(evaluate(config, tmp_path / "out", None))
+    (result,) = lines(tmp_path / "out" / "results.jsonl")
+    assert (result["set"], result["weight_version"], result["num_prompts"]) == ("words", "step-9", 4)
+    assert result["pass@1"] == result["pass@2"] == 0.5
+    assert lines(tmp_path / "out" / "progress.jsonl") == [{"set": "words", "total_prompts": 4}] * 4
+
+
+def test_instances_of_different_versions_are_not_mixed(instances, make_config, tmp_path) -> None:
+    config = make_config(*instances({"version": "step-9"}, {"version": "step-8"}))
+    with pytest.raises(StaleWeights, match=r"different weight versions, .*step-9.*step-8"):
+        asyncio.run(evaluate(config, tmp_path / "out", None))
+
+
+def test_prompts_that_fail_fail_the_evaluation(instances, make_config, tmp_path) -> None:
+    (tmp_path / "words.jsonl").write_text('{"prompt": "Word", "reward": "none"}\n{"prompt": "Word", "reward": 1}\n')
+    with pytest.raises(InstanceError, match="1 of 2 prompts could not be evaluated"):
+        asyncio.run(evaluate(make_config(*instances({})), tmp_path / "out", None))
+    assert not (tmp_path / "out" / "results.jsonl").exists()
+
+
+def test_a_config_without_a_set_is_refused(make_config, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.sets is empty"):
+        asyncio.run(evaluate(make_config(evaluation={}), tmp_path / "out", None))
+
+
+def test_bad_input_ends_the_program_with_2(tmp_path) -> None:
+    assert main([str(tmp_path / "none.toml"), "--out", str(tmp_path)]) == 2

@@ -1,0 +1,51 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from async_rl.evaluation.recorder import FILE, EvaluationRecorder, SetResult
+from async_rl.records import cut_run_records
+
+
+def result(iteration: int, num_prompts: int = 3, **figures: float) -> SetResult:
+    return SetResult(iteration, f"v{iteration}", "math", num_prompts, 3, 0, 2, 1.0, 0.5, figures)
+
+
+def test_a_result_goes_to_its_file_to_tensorboard_and_to_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = EvaluationRecorder(tmp_path)
+    with caplog.at_level(logging.INFO):
+        recorder.write([result(4, **{"pass@1": 0.25, "reward_mean": 0.5})])
+    recorder.close()
+    (line,) = (tmp_path / FILE).read_text().splitlines()
+    record = json.loads(line)
+    assert (record["iteration"], record["weight_version"], record["set"]) == (4, "v4", "math")
+    assert (record["num_prompts"], record["total_prompts"], record["pass@1"]) == (3, 3, 0.25)
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "evaluation")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval/math/pass@1")] == [(4, 0.25)]
+    assert "iteration 5, math: pass@1 0.250, reward_mean 0.500, 3 of 3 prompts" in caplog.text
+
+
+def test_a_resumed_run_evaluates_later_iterations_again(tmp_path: Path) -> None:
+    for first, iterations in ((0, (0, 2, 4)), (3, (4,))):
+        cut_run_records(tmp_path, first)
+        recorder = EvaluationRecorder(tmp_path, first)
+        for iteration in iterations:
+            recorder.write([result(iteration, **{"pass@1": first / 10})])
+        recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    assert [(line["iteration"], line["pass@1"]) for line in lines] == [(0, 0.0), (2, 0.0), (4, 0.3)]
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "evaluation")).Reload()
+    values = [(event.step, round(event.value, 3)) for event in events.Scalars("eval/math/pass@1")]
+    assert values == [(0, 0.0), (2, 0.0), (4, 0.3)]
+
+
+def test_a_set_of_which_nothing_was_done_is_recorded_without_figures(tmp_path: Path) -> None:
+    recorder = EvaluationRecorder(tmp_path)
+    recorder.write([result(0, num_prompts=0)])
+    recorder.close()
+    record = json.loads((tmp_path / FILE).read_text())
+    assert record["num_prompts"] == 0 and "reward_mean" not in record

@@ -1,0 +1,74 @@
+"""Small weights to publish, and publishers for receiving instances, each with a pool of its own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_rl.admission import Admission
+from async_rl.config import PoolSection, PublishSection, RolloutSection
+from async_rl.event_loop import EventLoopThread
+from async_rl.pool import InferencePool
+from async_rl.probe import Probe
+from async_rl.publish import Publisher
+from async_rl.snapshot_store import SnapshotStore
+from async_rl.weight_stream import TensorSpec
+
+TENSORS = {
+    "embed.weight": torch.arange(3000, dtype=torch.float32).view(60, 50),
+    "norm.weight": torch.full((7,), 0.5, dtype=torch.bfloat16),
+    "head.weight": torch.randn(64, 50, generator=torch.Generator().manual_seed(0)),
+}
+SPECS = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in TENSORS.items()]
+PROMPT = [5, 6, 7]
+POOL_OPTIONS = ("join", "heartbeat_timeout_s")
+
+
+def stream(scale: float = 1.0) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    for spec in SPECS:
+        yield spec, TENSORS[spec.name] * scale
+
+
+def sums(scale: float = 1.0) -> list[float]:
+    return [float((tensor * scale).double().sum()) for tensor in TENSORS.values()]
+
+
+def publish(publisher: Publisher, version: str, scale: float = 1.0, **options: Any) -> tuple[str, ...]:
+    """The URLs that serve it."""
+    return publisher.publish(version, SPECS, lambda: stream(scale), **options).instances
+
+
+class Publishing:
+    """Makes publishers as a session does, and closes them."""
+
+    def __init__(self, loop: EventLoopThread) -> None:
+        self._loop = loop
+        self._made: list[tuple[Publisher, InferencePool, SnapshotStore | None]] = []
+
+    def make(
+        self, *instances: Any, wait_s: float = 0.0, snapshot_dir: Path | None = None, **options: Any
+    ) -> tuple[Publisher, InferencePool]:
+        """`options` are settings of the pool or publish section; late joiners are admitted if they say so."""
+        urls = tuple(instance.url for instance in instances)
+        of_pool = {name: value for name, value in options.items() if name in POOL_OPTIONS}
+        of_publish = {name: value for name, value in options.items() if name not in POOL_OPTIONS}
+        pool = InferencePool(PoolSection(instances=urls, fleet_port=1, timeout_s=20.0, **of_pool))
+        settings = {"timeout_s": 10.0, "bucket_bytes": 4096, "probe_tokens": 4} | of_publish
+        config = PublishSection(snapshot_dir=snapshot_dir, **settings)
+        snapshots = SnapshotStore(snapshot_dir, "run") if snapshot_dir else None
+        admission = Admission(config)
+        pool.admit = admission.admit
+        probe = Probe(config, RolloutSection(), PROMPT) if config.probe_tokens else None
+        publisher = Publisher(
+            pool, self._loop, config, wait_s=wait_s, snapshots=snapshots, admission=admission, probe=probe
+        )
+        self._made.append((publisher, pool, snapshots))
+        return publisher, pool
+
+    def close(self) -> None:
+        for publisher, pool, snapshots in self._made:
+            publisher.close()
+            self._loop.run(pool.close())
+            if snapshots is not None:
+                snapshots.close()
