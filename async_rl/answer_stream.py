@@ -150,8 +150,8 @@ class Answer:
                 )
         if draft.finish_reason is not None:
             raise InstanceError(f"{self._name(i)}: more tokens after its end ({draft.finish_reason!r})")
-        draft.token_ids += token_ids
-        draft.logprobs += logprobs
+        draft.token_ids.extend(token_ids)
+        draft.logprobs.extend(logprobs)
         self.num_tokens += len(token_ids)
         if spans:
             self._prove(i, spans)

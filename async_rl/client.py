@@ -34,9 +34,6 @@ KEEPALIVE_S = 2.0
 OTHER_FILES = 256
 """Open files left to the rest of the process; each connection takes one. Requests beyond wait for a free connection."""
 
-STREAM_INTERVAL = 8
-"""Tokens of one response in a chunk: of a lost instance's work, fewer than so many per response are lost with it."""
-
 MAX_ERROR_CHARS = 500
 
 Body = TypeVar("Body")
@@ -91,9 +88,10 @@ class Connections:
 
 
 class InstanceClient:
-    """Speaks to the instance at `url`; `request_timeout_s` bounds one generation."""
+    """Speaks to the instance at `url`; `request_timeout_s` bounds one generation, whose tokens come in chunks of
+    `stream_interval`."""
 
-    def __init__(self, connections: Connections, url: str, request_timeout_s: float) -> None:
+    def __init__(self, connections: Connections, url: str, request_timeout_s: float, stream_interval: int) -> None:
         self.url = url.rstrip("/")
         self.dialect: Dialect = VLLM
         """What `learn_dialect` found; before that, that of a server about which nothing is known."""
@@ -101,6 +99,7 @@ class InstanceClient:
         """Whether it answers generate requests token by token, as far as seen."""
         self._connections = connections
         self._request_timeout_s = request_timeout_s
+        self._stream_interval = stream_interval
 
     async def generate(
         self,
@@ -151,6 +150,7 @@ class InstanceClient:
         prompt, params = request_of(
             prompt_token_ids, sampling, drafts, noise_by_position=self.dialect.noise_by_position
         )
+        params = params.model_copy(update={"stream_interval": self._stream_interval})
         if self.dialect.has_generate:
             try:
                 await self._read(protocol.GENERATE, _generate_request(prompt, params, request_id), answer)
@@ -310,12 +310,13 @@ class _CompletionRequest(SamplingParams):
 
 
 def _generate_request(prompt: list[int], params: SamplingParams, request_id: str) -> protocol.GenerateRequest:
-    params = params.model_copy(update={"stream_interval": STREAM_INTERVAL})
     return protocol.GenerateRequest(token_ids=prompt, sampling_params=params, request_id=request_id, stream=True)
 
 
 def _completion_request(prompt: list[int], params: SamplingParams, request_id: str) -> _CompletionRequest:
-    return _CompletionRequest(prompt=prompt, request_id=request_id, **params.model_dump())
+    # Servers without the generate route do not know the interval.
+    fields = params.model_dump(exclude={"stream_interval"})
+    return _CompletionRequest(prompt=prompt, request_id=request_id, **fields)
 
 
 def _most_connections() -> int:

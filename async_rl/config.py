@@ -64,6 +64,11 @@ class PoolSection(Section):
     request_timeout_s: float = Field(
         600.0, gt=0, description="one generate request; what is unfinished then goes on at another instance"
     )
+    stream_interval: int = Field(
+        64,
+        ge=1,
+        description="tokens of a response that arrive at once: fewer cost more, more are lost with an instance",
+    )
     heartbeat_timeout_s: float = Field(15.0, gt=0, description="an instance that is silent for so long counts as dead")
     max_outstanding_tokens: int | None = Field(
         None, ge=1, description="expected tokens under way at one instance at most; further groups wait for their turn"

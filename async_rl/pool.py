@@ -115,7 +115,7 @@ class InferencePool:
                 raise ConfigError(
                     f"the pool has an instance called {name!r} already, at {other.url}: choose another name"
                 )
-        client = InstanceClient(self._connections, url, self._config.request_timeout_s)
+        client = InstanceClient(self._connections, url, self._config.request_timeout_s, self._config.stream_interval)
         member = Member(name, url, client, boot_id=boot_id)
         self._left.pop(name, None)
         self.members = (*self.members, member)
@@ -143,7 +143,6 @@ class InferencePool:
             return self.add(url, name, boot_id)
         # It may have been known by its address only.
         known.name, known.boot_id = name, boot_id
-        known.last_seen_s = time.monotonic()
         return known
 
     def drain(self, name: str) -> Member:

@@ -1,6 +1,7 @@
 """A response as it arrives: what an instance has sampled of it stays, whatever becomes of the instance."""
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,8 +14,9 @@ class Draft:
     """One response in the making; `seed` is its own, the group's seed plus its place in the group."""
 
     seed: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    # Plain numbers in a row: as lists of objects, the tokens under way would take five times the memory.
+    token_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
     spans: list[WeightSpan] = field(default_factory=list)
     finish_reason: str | None = None
     instance: str = ""

@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from async_rl.client import STREAM_INTERVAL, Connections, InstanceClient
+from async_rl.client import Connections, InstanceClient
 from async_rl.dialect import EMBEDDED, VLLM, VLLM_WITHOUT_VERSIONS
 from async_rl.errors import InstanceError, InstanceRefused, InstanceTooSlow, InstanceUnreachable, StaleWeights
 from async_rl.event_loop import EventLoopThread
@@ -21,7 +21,7 @@ def connect(loop: EventLoopThread) -> Iterator[Connect]:
 
     def connect(url: str, *, request_timeout_s: float = 10.0, token: str | None = None) -> InstanceClient:
         opened.append(Connections(token))
-        return InstanceClient(opened[-1], url, request_timeout_s)
+        return InstanceClient(opened[-1], url, request_timeout_s, stream_interval=5)
 
     yield connect
     for connections in opened:
@@ -50,7 +50,7 @@ def test_generate_returns_n_responses_with_a_logprob_and_a_version_for_every_tok
         assert response.instance == instance.url and response.finish_reason in ("stop", "length")
     (request,) = instance.seen()["requests"]
     assert (request["token_ids"], request["request_id"]) == ([3, 4, 5], "v1-0")
-    sent = SAMPLING.model_copy(update={"stream_interval": STREAM_INTERVAL})
+    sent = SAMPLING.model_copy(update={"stream_interval": 5})
     assert request["stream"] is True and request["sampling_params"] == sent.model_dump(exclude_none=True)
     assert responses == loop.run(generate(connect(instance.url)))
 

@@ -14,9 +14,9 @@ from async_rl.evaluation.sampler import Sampler, evaluation_seed
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool import InferencePool
-from async_rl.producer import group_seed
+from async_rl.producer import Producer, group_seed
 from async_rl.rewards import make_reward
-from async_rl.types import Prompt
+from async_rl.types import Batch, Prompt
 
 REWARD = """
 async def score(prompt, responses, row):
@@ -36,9 +36,10 @@ def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
 class Stage:
     """A pool in service with version v1, and an evaluator on it that writes its results to `results`."""
 
-    def __init__(self, loop: EventLoopThread, pool: InferencePool, sampler: Sampler) -> None:
+    def __init__(self, loop: EventLoopThread, pool: InferencePool, sampler: Sampler, rollouts: tuple[Any, ...]) -> None:
         self.loop = loop
         self.pool = pool
+        self._rollouts = rollouts
         self.results: list[list[SetResult]] = []
         self.scored: list[str] = []
         self._sampler = sampler
@@ -49,6 +50,11 @@ class Stage:
 
         config = EvaluationSection(**{"every": 1, "max_delay_s": 0.2, **section})
         return Evaluator(self.pool, self._sampler, sets, config, report, self.scored.append)
+
+    def producer(self, evaluator: Evaluator) -> Producer:
+        """Makes rollouts in the same pool, and gives it to the evaluator when they are done."""
+        reward, tokenizer, rollout = self._rollouts
+        return Producer(self.pool, reward, self.loop, tokenizer, rollout, 1, evaluator)
 
     def begin(self, evaluator: Evaluator, iteration: int = 0) -> concurrent.futures.Future[None]:
         return self.loop.submit(evaluator.run(iteration, "v1"))
@@ -76,7 +82,8 @@ def make_stage(
         loop.run(pool.end_publish("v1", urls))
         reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score"))
         rollout = RolloutSection(max_response_tokens=8, stop_token_ids=(7,))
-        return Stage(loop, pool, Sampler(pool, reward, tokenizer, rollout, seed=1))
+        sampler = Sampler(pool, reward, tokenizer, rollout, seed=1)
+        return Stage(loop, pool, sampler, (reward, tokenizer, rollout))
 
     yield make
     for pool in pools:
@@ -224,3 +231,33 @@ def test_stopping_what_never_ran_returns_at_once(instances, make_stage) -> None:
     evaluator = stage.evaluator(a_set("words", 2))
     stage.loop.run(evaluator.stop(), timeout_s=5)
     assert stage.run(evaluator)[0].num_prompts == 2
+
+
+def test_the_pool_is_evaluated_with_after_the_last_group_of_a_batch_and_free_before_the_next_publish(
+    instances, make_stage
+) -> None:
+    (instance,) = instances({"delay_s": 0.1})
+    stage = make_stage(instance)
+    producer = stage.producer(stage.evaluator(a_set("words", 3), a_set("sums", 1, slow=(0,))))
+    instance.rescript(slow_token=SLOW)
+    rollouts = Batch(0, {i: Prompt(str(i), (3, 40 + i), {"reward": 1.0}) for i in range(4)})
+    with producer.start(rollouts, "v1") as run:
+        groups = run.ready(wait=True)
+        while len(groups) < 4:
+            groups += run.ready(wait=True)
+        wait_for(lambda: len(stage.scored) == 3)
+    assert stage.pool.is_idle
+    assert [(result.set, result.num_prompts) for result in stage.results[0]] == [("words", 3), ("sums", 0)]
+    asked = places(instance)
+    assert sorted(asked[:4]) == [30, 31, 32, 33] and sorted(asked[4:]) == [0, 0, 1, 2]
+
+
+def test_a_batch_that_is_left_early_is_not_evaluated(instances, make_stage) -> None:
+    (instance,) = instances({"delay_s": 0.5})
+    stage = make_stage(instance)
+    producer = stage.producer(stage.evaluator(a_set("words", 3)))
+    with producer.start(Batch(0, {0: Prompt("0", (3, 40), {"reward": 1.0})}), "v1"):
+        wait_for(lambda: len(places(instance)) == 1)
+    assert stage.results == [] and stage.pool.is_idle
+    time.sleep(0.2)
+    assert places(instance) == [30]

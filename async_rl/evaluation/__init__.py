@@ -1,0 +1,1 @@
+"""How well a policy does on held-out prompts: beside training while the pool is idle, or as a program of its own."""

@@ -1,0 +1,121 @@
+"""`python -m async_rl.evaluation CONFIG --out DIR [--section.key VALUE ...]`: evaluates what running instances serve.
+
+Takes the config of a run: its `[[evaluation.sets]]` are sampled at `pool.instances`, whose weights stay as they are,
+and scored by its reward. Writes DIR/progress.jsonl, a line per finished prompt, and DIR/results.jsonl, a line per set.
+
+Exit codes: 0 all evaluated, 1 a fault, some prompt's included, 2 bad input.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from transformers import AutoTokenizer
+
+from async_rl.config import Config, EvaluationSection, load_config
+from async_rl.errors import AsyncRLError, ConfigError, InstanceError, StaleWeights
+from async_rl.evaluation.evaluator import Evaluator
+from async_rl.evaluation.recorder import SetResult
+from async_rl.evaluation.sampler import Sampler
+from async_rl.evaluation.sets import load_sets
+from async_rl.pool import InferencePool
+from async_rl.prompts import Tokenizer
+from async_rl.rewards import make_reward
+from async_rl.types import WeightVersion
+
+log = logging.getLogger("async_rl.evaluation")
+
+
+def main(arguments: Sequence[str]) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGTERM, _end)
+    parser = argparse.ArgumentParser(prog="python -m async_rl.evaluation", description="Evaluate running instances.")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, as that of a run")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        config = load_config(options.config, overrides)
+        asyncio.run(evaluate(config, options.out, os.environ.get("ASYNC_RL_TOKEN")))
+    except ConfigError as error:
+        log.error("ConfigError: %s", error)
+        return 2
+    except AsyncRLError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+async def evaluate(config: Config, out: Path, token: str | None) -> None:
+    """Evaluates all sets, and writes the results as described above.
+
+    Raises:
+        ConfigError: there is no set, or a set or the reward cannot be loaded.
+        NoInstanceLeft, InstanceError: no instance was healthy, or they do not serve one version, or prompts failed.
+    """
+    if not config.evaluation.sets:
+        raise ConfigError("evaluation.sets is empty: add an [[evaluation.sets]] with a name and a source")
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = _load_tokenizer(config.model.path)
+    sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed)
+    total = sum(len(loaded.prompts) for loaded in sets)
+    reward = make_reward(config.reward)
+    results: list[SetResult] = []
+    async with AsyncExitStack() as closing:
+        progress = closing.enter_context((out / "progress.jsonl").open("w", buffering=1))
+        pool = InferencePool(config.pool, token)
+        closing.push_async_callback(pool.close)
+        await pool.wait_until_ready()
+        version = await _put_in_service(pool)
+        await reward.start()
+        closing.push_async_callback(reward.close)
+        sampler = Sampler(pool, reward, tokenizer, config.rollout, config.run.seed)
+
+        def show(set_name: str) -> None:
+            progress.write(json.dumps({"set": set_name, "total_prompts": total}) + "\n")
+
+        once = EvaluationSection(sets=config.evaluation.sets, every=1)
+        await Evaluator(pool, sampler, sets, once, results.extend, show).run(0, version)
+    num_missing = sum(result.total_prompts - result.num_prompts for result in results)
+    if num_missing:
+        raise InstanceError(
+            f"{num_missing} of {total} prompts could not be evaluated; the reasons are in the log above"
+        )
+    lines = ({key: value for key, value in result.record().items() if key != "iteration"} for result in results)
+    (out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _load_tokenizer(model: str) -> Tokenizer:
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {model!r} has no tokenizer that loads: {error}") from error
+    return cast(Tokenizer, tokenizer)
+
+
+async def _put_in_service(pool: InferencePool) -> WeightVersion:
+    """Takes what the instances serve for the version to evaluate; it must be one."""
+    members = [member for member in await pool.begin_publish() if member.last_seen_s]
+    versions = {member.url: await member.client.weight_version() for member in members}
+    if len(set(versions.values())) > 1:
+        raise StaleWeights(f"the instances serve different weight versions, {versions}: evaluate one at a time")
+    version = next(iter(versions.values()))
+    await pool.end_publish(version, versions)
+    return version
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    """SIGTERM ends the program as an exception, so that everything it opened is closed."""
+    sys.exit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,162 @@
+"""Evaluates the weights in training while the pool is idle, and gives the pool back in time for the next publish.
+
+Built by `trainer.session`; implements `async_rl.idle_work.IdleWork`. Nothing waits for it but `stop`, which ends within
+`evaluation.max_delay_s` and what it takes to close the requests under way.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from async_rl.config import EvaluationSection
+from async_rl.errors import InstanceError, NoInstanceLeft, RewardError
+from async_rl.evaluation.figures import ScoredPrompt, figures_of
+from async_rl.evaluation.recorder import SetResult
+from async_rl.evaluation.sampler import Sampler
+from async_rl.evaluation.sets import LoadedSet
+from async_rl.pool import InferencePool
+from async_rl.types import Prompt, WeightVersion
+
+log = logging.getLogger(__name__)
+
+RESPONSES_PER_INSTANCE = 64
+"""Under way at one instance at once: enough to keep it busy, few enough that little is lost when the time is up."""
+
+IDLE_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """A prompt of a set; each one object, told apart by identity."""
+
+    loaded: LoadedSet
+    prompt: Prompt
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    """One evaluation under way."""
+
+    iteration: int
+    version: WeightVersion
+    waiting: deque[_Item]
+    started_s: float = field(default_factory=time.monotonic)
+    scored: dict[_Item, ScoredPrompt] = field(default_factory=dict)
+    failed: set[_Item] = field(default_factory=set)
+
+    def result(self, loaded: LoadedSet) -> SetResult:
+        scored = [score for item, score in self.scored.items() if item.loaded is loaded]
+        return SetResult(
+            iteration=self.iteration,
+            weight_version=self.version,
+            set=loaded.name,
+            num_prompts=len(scored),
+            total_prompts=len(loaded.prompts),
+            num_failed=sum(item.loaded is loaded for item in self.failed),
+            num_samples=loaded.config.num_samples,
+            temperature=loaded.config.temperature,
+            seconds=time.monotonic() - self.started_s,
+            figures=figures_of(scored),
+        )
+
+
+class Evaluator:
+    """The evaluations of a run: one every `evaluation.every` iterations, each of one weight version.
+
+    One that had to stop says how far it came; the next begins with the prompts that it left out.
+    """
+
+    def __init__(
+        self,
+        pool: InferencePool,
+        sampler: Sampler,
+        sets: Sequence[LoadedSet],
+        config: EvaluationSection,
+        report: Callable[[Sequence[SetResult]], None],
+        on_scored: Callable[[str], None] = lambda set_name: None,
+    ) -> None:
+        """`report` gets the results of each evaluation, one per set; `on_scored` the set of each prompt done."""
+        self._pool = pool
+        self._sampler = sampler
+        self._sets = tuple(sets)
+        self._every = config.every
+        self._max_delay_s = config.max_delay_s
+        self._report = report
+        self._on_scored = on_scored
+        self._order = [_Item(loaded, prompt) for loaded in sets for prompt in loaded.prompts]
+        self._stopping = asyncio.Event()
+        self._running = asyncio.Lock()
+        self._workers: set[asyncio.Task[None]] = set()
+
+    @property
+    def longest(self) -> Prompt | None:
+        """The prompt with the most tokens, of all sets."""
+        return max((item.prompt for item in self._order), key=lambda prompt: len(prompt.token_ids), default=None)
+
+    async def run(self, iteration: int, version: WeightVersion) -> None:
+        """Evaluates `version`, if an evaluation is due, as soon as no leader has a rollout under way."""
+        if not self._order or iteration % self._every:
+            return
+        async with self._running:
+            self._stopping.clear()
+            evaluation = _Evaluation(iteration, version, deque(self._order))
+            try:
+                await self._wait_until_idle()
+                await self._work(evaluation)
+            finally:
+                self._order.sort(key=evaluation.scored.__contains__)  # stable: those left out come first, as they were
+                self._report([evaluation.result(loaded) for loaded in self._sets])
+
+    async def stop(self) -> None:
+        """Begins nothing more, waits `evaluation.max_delay_s` at most for what is under way, and cancels the rest."""
+        self._stopping.set()
+        if self._workers:
+            _, late = await asyncio.wait(self._workers, timeout=self._max_delay_s)
+            for worker in late:
+                worker.cancel()
+        async with self._running:
+            pass
+
+    async def _wait_until_idle(self) -> None:
+        while not self._pool.is_idle and not self._stopping.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), IDLE_POLL_S)
+
+    async def _work(self, evaluation: _Evaluation) -> None:
+        """Keeps so many prompts under way until all are done, or until it is stopped."""
+        num_ready = sum(member.serves(evaluation.version) for member in self._pool.members)
+        num_samples = max(loaded.config.num_samples for loaded in self._sets)
+        num_workers = max(1, num_ready * RESPONSES_PER_INSTANCE // num_samples)
+        self._workers = {asyncio.create_task(self._score_next(evaluation)) for _ in range(num_workers)}
+        try:
+            await asyncio.wait(self._workers)
+            for worker in self._workers:
+                if not worker.cancelled():
+                    worker.result()
+        finally:
+            for worker in self._workers:
+                worker.cancel()
+            await asyncio.gather(*self._workers, return_exceptions=True)
+            self._workers = set()
+
+    async def _score_next(self, evaluation: _Evaluation) -> None:
+        """Scores one prompt after the other; one that fails is named, and left to the next evaluation."""
+        while evaluation.waiting and not self._stopping.is_set():
+            item = evaluation.waiting.popleft()
+            name = item.loaded.name
+            try:
+                scored = await self._sampler.score(item.loaded, item.prompt, evaluation.version)
+            except (InstanceError, RewardError) as error:
+                log.error("evaluation set %s, prompt %s: %s", name, item.prompt.prompt_id, error)
+                evaluation.failed.add(item)
+            except NoInstanceLeft as error:
+                log.error("the evaluation ends early: %s", error)
+                evaluation.failed.add(item)
+                self._stopping.set()
+            else:
+                evaluation.scored[item] = scored
+                self._on_scored(name)

@@ -1,0 +1,78 @@
+"""One record per evaluation and set -> `evaluations.jsonl`, TensorBoard and the log."""
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from async_rl.types import WeightVersion
+
+log = logging.getLogger(__name__)
+
+FILE = "evaluations.jsonl"
+"""In the directory of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetResult:
+    """What one evaluation found on one set, all of one weight version.
+
+    `num_prompts` of the set's `total_prompts` were sampled and scored in time, and the `figures` are theirs; at
+    `num_failed` others, an instance or the reward failed. `seconds` are those of the whole evaluation.
+    """
+
+    iteration: int
+    weight_version: WeightVersion
+    set: str
+    num_prompts: int
+    total_prompts: int
+    num_failed: int
+    num_samples: int
+    temperature: float
+    seconds: float
+    figures: Mapping[str, float]
+
+    def record(self) -> dict[str, Any]:
+        """The line of `evaluations.jsonl`: the fields, and the figures beside them."""
+        fields = asdict(self)
+        figures = fields.pop("figures")
+        return {**fields, **figures}
+
+
+class EvaluationRecorder:
+    """Writes the results of a run's evaluations; where it goes on, earlier ones stay."""
+
+    def __init__(self, run_dir: Path, first_iteration: int = 0) -> None:
+        self._path = run_dir / FILE
+        # In a directory of its own: TensorBoard follows one file of a directory at a time.
+        self._events = EventFileWriter(str(run_dir / "tensorboard" / "evaluation"))
+        start = SessionLog(status=SessionLog.START)
+        self._events.add_event(Event(wall_time=time.time(), step=first_iteration, session_log=start))
+
+    def write(self, results: Sequence[SetResult]) -> None:
+        with self._path.open("a") as file:
+            file.writelines(json.dumps(result.record()) + "\n" for result in results)
+        for result in results:
+            log.info("%s", _describe(result))
+            values = [
+                Summary.Value(tag=f"eval/{result.set}/{name}", simple_value=value)
+                for name, value in result.figures.items()
+            ]
+            self._events.add_event(Event(wall_time=time.time(), step=result.iteration, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        self._events.close()
+
+
+def _describe(result: SetResult) -> str:
+    head = f"evaluation at iteration {result.iteration + 1}, {result.set}: "
+    figures = "".join(f"{name} {value:.3f}, " for name, value in result.figures.items())
+    failed = f", {result.num_failed} failed" if result.num_failed else ""
+    return f"{head}{figures}{result.num_prompts} of {result.total_prompts} prompts{failed}, {result.seconds:.1f} s"

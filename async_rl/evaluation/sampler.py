@@ -1,0 +1,53 @@
+"""Takes one prompt of an evaluation set to its scored responses; for `evaluator`."""
+
+import hashlib
+from dataclasses import replace
+
+from async_rl.config import RolloutSection
+from async_rl.evaluation.figures import ScoredPrompt
+from async_rl.evaluation.sets import LoadedSet
+from async_rl.pool import InferencePool
+from async_rl.producer import SEED_SPACING_BITS
+from async_rl.prompts import Tokenizer
+from async_rl.protocol import SamplingParams
+from async_rl.rewards import Reward
+from async_rl.types import Prompt, WeightVersion
+
+
+class Sampler:
+    """Samples at the instances of `pool` and scores with `reward`, which is started and closed by others."""
+
+    def __init__(
+        self, pool: InferencePool, reward: Reward, tokenizer: Tokenizer, rollout: RolloutSection, seed: int
+    ) -> None:
+        self._pool = pool
+        self._reward = reward
+        self._tokenizer = tokenizer
+        self._rollout = rollout
+        self._seed = seed
+
+    async def score(self, loaded: LoadedSet, prompt: Prompt, version: WeightVersion) -> ScoredPrompt:
+        """Samples the set's `num_samples` responses with the weights `version`.
+
+        Raises:
+            InstanceError, NoInstanceLeft, RewardError: see errors.py.
+        """
+        sampling = SamplingParams(
+            n=loaded.config.num_samples,
+            max_tokens=self._rollout.max_response_tokens,
+            temperature=loaded.config.temperature,
+            stop_token_ids=list(self._rollout.stop_token_ids),
+            seed=evaluation_seed(self._seed, loaded.name, prompt.prompt_id),
+            logprobs=0,
+        )
+        request_id = f"{version}-evaluation-{loaded.name}-{prompt.prompt_id}"
+        sampled, _ = await self._pool.generate_group(prompt.token_ids, sampling, request_id, version)
+        texts = self._tokenizer.batch_decode([list(r.token_ids) for r in sampled], skip_special_tokens=True)
+        responses = tuple(replace(r, text=text) for r, text in zip(sampled, texts, strict=True))
+        return ScoredPrompt.of(responses, await self._reward.score(prompt, responses))
+
+
+def evaluation_seed(run_seed: int, set_name: str, prompt_id: str) -> int:
+    """The sampling seed of a prompt, in [0, 2^63): the same in every iteration, so that only the weights differ."""
+    digest = hashlib.sha256(f"evaluation/{run_seed}/{set_name}/{prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> (1 + SEED_SPACING_BITS) << SEED_SPACING_BITS

@@ -1,0 +1,147 @@
+"""An inference instance without a model: `python -m benchmarks.mock_instance SCRIPT`, SCRIPT being JSON, see `Script`.
+
+It answers generate requests as an engine would, at an engine's pace: after the time to the first token, a chunk of
+every unfinished response for each `stream_interval` tokens; without `stream`, all at once at the end. Response lengths
+are log-normal and a function of the seed. Chunks are rendered once and sent again and again, so that one core feeds
+many requests. It prints its port, and ends with its standard input.
+"""
+
+import asyncio
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+
+from aiohttp import web
+
+from async_rl import protocol
+
+NUM_VARIANTS = 16
+"""Different chunks of one length; more would only fill the caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """`mean_tokens` of the responses, log-normal with `sigma`; the pace in seconds; `version` of all tokens."""
+
+    version: str
+    mean_tokens: int
+    sigma: float
+    first_token_s: float
+    token_s: float
+    vocab_size: int
+
+
+class MockInstance:
+    """Serves the routes that a pool asks for."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get(protocol.HEALTH, self.health),
+            web.get(protocol.VERSION, self.dialect),
+            web.get(protocol.MODELS, self.models),
+            web.get(protocol.WEIGHT_INFO, self.weight_info),
+            web.post(protocol.GENERATE, self.generate),
+        ]
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def dialect(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": protocol.PROTOCOL_VERSION})
+
+    async def models(self, request: web.Request) -> web.Response:
+        card = {"id": "mock", "owned_by": protocol.OWNED_BY_EMBEDDED, "max_model_len": 2**20}
+        return web.json_response({"data": [card]})
+
+    async def weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self._script.version})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = protocol.GenerateRequest.model_validate_json(await request.read())
+        sampling = body.sampling_params
+        assert sampling.seed is not None, "the trainer gives every group a seed"
+        lengths = [self._length(sampling.seed + j, sampling.max_tokens) for j in range(sampling.n)]
+        head = f'{{"request_id":{json.dumps(body.request_id)},"choices":['.encode()
+        interval = sampling.stream_interval or 1
+        if not body.stream:
+            await asyncio.sleep(self._script.first_token_s + max(lengths) * self._script.token_s)
+            choices = (self._choice(j, 0, length, length) for j, length in enumerate(lengths))
+            return web.Response(body=head + b",".join(choices) + b"]}", content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        with suppress(ConnectionResetError):  # whoever asked has gone
+            await response.prepare(request)
+            await self._stream(response, head, self._chunks(lengths, interval), interval * self._script.token_s)
+        return response
+
+    async def _stream(
+        self, response: web.StreamResponse, head: bytes, steps: Iterator[list[bytes]], step_s: float
+    ) -> None:
+        due = time.monotonic() + self._script.first_token_s
+        for chunks in steps:
+            due += step_s
+            await asyncio.sleep(due - time.monotonic())
+            await response.write(b"".join(b"data: " + head + chunk + b"]}\n\n" for chunk in chunks))
+        await response.write(b"data: [DONE]\n\n")
+
+    def _length(self, seed: int, max_tokens: int) -> int:
+        sigma = self._script.sigma
+        drawn = self._script.mean_tokens * random.Random(seed).lognormvariate(-sigma * sigma / 2, sigma)
+        return max(1, min(max_tokens, round(drawn)))
+
+    def _chunks(self, lengths: list[int], interval: int) -> Iterator[list[bytes]]:
+        """For each step of the engine, a chunk of every response that is not finished."""
+        for start in range(0, max(lengths), interval):
+            yield [
+                self._choice(j, start, min(start + interval, length), length)
+                for j, length in enumerate(lengths)
+                if start < length
+            ]
+
+    def _choice(self, index: int, start: int, end: int, length: int) -> bytes:
+        finish = b'"stop"' if end == length else b"null"
+        tokens = rendered_tokens(end - start, (index + start) % NUM_VARIANTS, self._script.vocab_size)
+        version = self._script.version.encode()
+        return (
+            b'{"index":%d,"finish_reason":%b,%b,"weight_versions":[{"version":"%b","start":0,"end":%d}]}'
+            % (index, finish, tokens, version, end)
+        )  # fmt: skip
+
+
+@cache
+def rendered_tokens(count: int, variant: int, vocab_size: int) -> bytes:
+    """`count` tokens with their log-probs, as fields of a choice; every field that the embedded engine would write."""
+    draw = random.Random(f"{count}/{variant}")
+    token_ids = [draw.randrange(vocab_size) for _ in range(count)]
+    content = [
+        {"token_id": token_id, "logprob": math.log(1 - draw.random()), "rank": None, "top_logprobs": []}
+        for token_id in token_ids
+    ]
+    return json.dumps({"token_ids": token_ids, "logprobs": {"content": content}}, separators=(",", ":"))[1:-1].encode()
+
+
+async def serve(instance: MockInstance) -> None:
+    """Serves on a free port until standard input ends."""
+    app = web.Application(client_max_size=2**24)
+    app.add_routes(instance.routes())
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    # A whole batch connects at once.
+    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=8192)
+    await site.start()
+    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(MockInstance(Script(**json.loads(sys.argv[1])))))

@@ -1,0 +1,234 @@
+"""What rollouts cost the trainer's process: the real producer against instances that only send tokens.
+
+    python -m benchmarks.producer --json
+
+Producer, pool, client, queue, tokenizer and an asynchronous reward are the real ones; the instances are processes of
+their own (`benchmarks.mock_instance`). Three cases, each with fresh instances:
+
+- large: all long responses of one batch under way at once;
+- small: many short responses, batch after batch; what one response costs beside its tokens;
+- beside training: the main thread runs many small torch operations, as a trainer does, with and without rollouts at
+  the rate of a run, in turn.
+
+The last line is one JSON object:
+
+- `responses_per_s`: short responses per CPU second of this process, what one core could do; `cpu_s_per_1000` of them,
+  and `wall_responses_per_s`, with the mocks on the same machine;
+- `peak_bytes`: how far resident memory grew in the large case, `large_bytes_per_token` of all its tokens, and
+  `large_tokens_per_cpu_s`;
+- `main_thread_slowdown`: median over pairs of (seconds of a training step with rollouts / without) - 1, and
+  `tokens_per_s`, the rate at which rollouts came meanwhile, and `cpu_share`, the part of a core they took. Time in
+  which the main thread waited for a core is taken out of its steps: it tells of the other programs on the machine.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from async_rl.producer import Producer
+from benchmarks.mock_instance import Script
+from benchmarks.producer_rig import MAX_RESPONSE_TOKENS, VERSION, VOCAB_SIZE, Rollouts, make_batch, open_producer
+
+BESIDE_TRAINING = (16, 512)
+"""Responses to each prompt and mean tokens of each response, beside training."""
+
+BATCH_PROMPTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured."""
+
+    prompts: int
+    responses: int
+    tokens: int
+    small_responses: int
+    prompts_per_s: int
+    pairs: int
+    window_s: float
+    warm_up_s: float
+
+
+def measure_large(directory: Path, size: Size) -> dict[str, float]:
+    script = Script(VERSION, size.tokens, sigma=0.3, first_token_s=0.2, token_s=0.02, vocab_size=VOCAB_SIZE)
+    with open_producer(directory, script, size.responses) as producer:
+        before, cpu_s = reset_peak_bytes(), time.process_time()
+        num_tokens = take_all(producer, iteration=0, num_prompts=size.prompts)[1]
+        cpu_s = time.process_time() - cpu_s
+        grown = peak_bytes() - before
+    return {
+        "peak_bytes": grown,
+        "large_tokens": num_tokens,
+        "large_bytes_per_token": round(grown / num_tokens, 1),
+        "large_tokens_per_cpu_s": round(num_tokens / cpu_s),
+        "large_cpu_s": round(cpu_s, 2),
+    }
+
+
+def measure_small(directory: Path, size: Size) -> dict[str, float]:
+    script = Script(VERSION, 10, sigma=0.3, first_token_s=0.05, token_s=0.005, vocab_size=VOCAB_SIZE)
+    num_prompts = -(-size.small_responses // size.responses)
+    with open_producer(directory, script, size.responses) as producer:
+        take_all(producer, iteration=0, num_prompts=min(num_prompts, 64))  # connections and caches
+        cpu_s, wall_s, count = time.process_time(), time.monotonic(), 0
+        for first in range(0, num_prompts, BATCH_PROMPTS):
+            batch_size = min(BATCH_PROMPTS, num_prompts - first)
+            count += take_all(producer, iteration=1 + first, num_prompts=batch_size)[0]
+        cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
+    return {
+        "responses_per_s": round(count / cpu_s),
+        "cpu_s_per_1000": round(1000 * cpu_s / count, 4),
+        "wall_responses_per_s": round(count / wall_s),
+    }
+
+
+def measure_beside_training(directory: Path, size: Size, say: Callable[[str], None]) -> dict[str, float]:
+    responses, tokens = BESIDE_TRAINING
+    script = Script(VERSION, tokens, sigma=0.5, first_token_s=0.1, token_s=0.5 / tokens, vocab_size=VOCAB_SIZE)
+    step = training_step()
+    slowdowns = []
+    num_tokens, wall_s, cpu_s = 0, 0.0, 0.0
+    with open_producer(directory, script, responses) as producer, Rollouts(producer, size.prompts_per_s) as rollouts:
+        timed_steps(step, size.window_s, lambda: None)
+        for pair in range(size.pairs):
+            alone = timed_steps(step, size.window_s, lambda: None)
+            rollouts.begin()
+            timed_steps(step, size.warm_up_s, rollouts.keep_going)  # until as many end as begin
+            before = rollouts.num_tokens, time.monotonic(), other_threads_cpu_s()
+            beside = timed_steps(step, size.window_s, rollouts.keep_going)
+            num_tokens += rollouts.num_tokens - before[0]
+            wall_s += time.monotonic() - before[1]
+            cpu_s += other_threads_cpu_s() - before[2]
+            rollouts.end()
+            slowdowns.append(beside / alone - 1)
+            say(f"pair {pair + 1}/{size.pairs}: a step takes {1e3 * alone:.3f} ms, {1e3 * beside:.3f} ms beside them")
+    return {
+        "main_thread_slowdown": round(statistics.median(slowdowns), 4),
+        "tokens_per_s": round(num_tokens / wall_s),
+        "cpu_share": round(cpu_s / wall_s, 3),
+    }
+
+
+def take_all(producer: Producer, iteration: int, num_prompts: int) -> tuple[int, int]:
+    """Rolls a batch out and lets its groups go as they come; how many responses and tokens there were."""
+    num_responses = num_tokens = 0
+    with producer.start(make_batch(iteration, num_prompts), VERSION) as run:
+        while groups := run.ready(wait=True):
+            num_responses += sum(len(group.responses) for group in groups)
+            num_tokens += sum(group.num_response_tokens for group in groups)
+    return num_responses, num_tokens
+
+
+def training_step() -> Callable[[], None]:
+    """Forward, backward and step of a small transformer: a few hundred small torch operations."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    inputs = torch.randn(2, 16, 64)
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timed_steps(step: Callable[[], None], seconds: float, between: Callable[[], None]) -> float:
+    """Mean seconds of a step, over `seconds` of them; what is done between steps does not count."""
+    end, spent, count = time.monotonic() + seconds, 0.0, 0
+    while time.monotonic() < end:
+        between()
+        begun, waited = time.perf_counter(), waited_for_core_s()
+        step()
+        spent += time.perf_counter() - begun - (waited_for_core_s() - waited)
+        count += 1
+    return spent / count
+
+
+def other_threads_cpu_s() -> float:
+    """CPU seconds of all threads of this process but the calling one."""
+    return time.process_time() - time.thread_time()
+
+
+def waited_for_core_s() -> float:
+    """How long this thread has been ready to run, without a core to run on (Linux)."""
+    return 1e-9 * int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+
+
+def reset_peak_bytes() -> int:
+    """Forgets the peak so far; the resident bytes now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def peak_bytes() -> int:
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def measure(size: Size, cases: Mapping[str, bool], say: Callable[[str], None]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        directory, results = Path(name), {}
+        if cases["large"]:
+            results |= measure_large(directory, size)
+            say(f"large: {results}")
+        if cases["small"]:
+            results |= measure_small(directory, size)
+            say(f"small: {results}")
+        if cases["beside"]:
+            results |= measure_beside_training(directory, size, say)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.producer", description="What rollouts cost.")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
+    parser.add_argument(
+        "--cases", nargs="+", choices=["large", "small", "beside"], default=["large", "small", "beside"]
+    )
+    parser.add_argument("--prompts", type=int, default=1024, help="of the large case (default: %(default)s)")
+    parser.add_argument("--responses", type=int, default=16, help="of each prompt (default: %(default)s)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=2048,
+        help=f"mean of the large case, under {MAX_RESPONSE_TOKENS} (default: %(default)s)",
+    )
+    parser.add_argument("--small-responses", type=int, default=100_000, help="(default: %(default)s)")
+    parser.add_argument(
+        "--prompts-per-s",
+        type=int,
+        default=16,
+        help="beside training; {} responses of {} tokens each (default: %(default)s)".format(*BESIDE_TRAINING),
+    )
+    parser.add_argument("--pairs", type=int, default=5, help="with and without rollouts (default: %(default)s)")
+    parser.add_argument("--window-s", type=float, default=3.0, help="of each half of a pair (default: %(default)s)")
+    parser.add_argument(
+        "--warm-up-s", type=float, default=2.0, help="rollouts before the half with them (default: %(default)s)"
+    )
+    options = parser.parse_args()
+    size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
+    say: Callable[[str], None] = (lambda line: None) if options.json else print
+    print(json.dumps(measure(size, {case: case in options.cases for case in ("large", "small", "beside")}, say)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What `benchmarks.producer` measures with: a producer on mock instances, its batches, a steady rate of them."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from async_rl.config import PoolSection, RewardSection, RolloutSection
+from async_rl.event_loop import EventLoopThread
+from async_rl.pool import InferencePool
+from async_rl.producer import Producer, RolloutRun
+from async_rl.rewards import make_reward
+from async_rl.types import Batch, Prompt
+from benchmarks.mock_instance import Script
+
+VERSION = "benchmark-0"
+VOCAB_SIZE = 32_768
+PROMPT_TOKENS = 128
+MAX_RESPONSE_TOKENS = 16_384
+NUM_INSTANCES = 2
+
+REWARD = "async def score(prompt, responses, row):\n    return [float(len(r.text) % 2) for r in responses]\n"
+
+
+@contextmanager
+def open_producer(directory: Path, script: Script, responses_per_prompt: int) -> Iterator[Producer]:
+    """A producer whose instances, in service, do as `script` says."""
+    reward_file = directory / "reward.py"
+    reward_file.write_text(REWARD)
+    with ExitStack() as closing:
+        urls = tuple(closing.enter_context(mock_instance(script)) for _ in range(NUM_INSTANCES))
+        loop = EventLoopThread()
+        closing.callback(loop.close)
+        pool = InferencePool(PoolSection(instances=urls))
+        closing.callback(lambda: loop.run(pool.close()))
+        loop.run(pool.wait_until_ready())
+        loop.run(pool.begin_publish())
+        loop.run(pool.end_publish(VERSION, urls))
+        reward = make_reward(RewardSection(name=f"python:{reward_file}:score"))
+        rollout = RolloutSection(responses_per_prompt=responses_per_prompt, max_response_tokens=MAX_RESPONSE_TOKENS)
+        producer = Producer(pool, reward, loop, make_tokenizer(), rollout, seed=0)
+        closing.callback(producer.close)
+        yield producer
+
+
+@contextmanager
+def mock_instance(script: Script) -> Iterator[str]:
+    """An instance in a process of its own; its URL."""
+    command = [sys.executable, "-m", "benchmarks.mock_instance", json.dumps(asdict(script))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+        finally:
+            process.kill()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Decodes as the byte-level tokenizers of most models do: one short word per token."""
+    tokenizer = Tokenizer(models.BPE({f"Ġw{i}": i for i in range(VOCAB_SIZE)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def make_batch(iteration: int, num_prompts: int) -> Batch:
+    token_ids = tuple(range(PROMPT_TOKENS))
+    return Batch(iteration, {i: Prompt(str(i), token_ids, {}) for i in range(num_prompts)})
+
+
+class Rollouts:
+    """Begins a batch of so many prompts every second and takes their groups; `keep_going` is called again and again."""
+
+    def __init__(self, producer: Producer, prompts_per_s: int) -> None:
+        self._producer = producer
+        self._prompts_per_s = prompts_per_s
+        self._runs: list[tuple[RolloutRun, int]] = []
+        """What is under way, with how many groups are still to come."""
+        self._iteration = 0
+        self._due_s = 0.0
+        self.num_tokens = 0
+        """Response tokens taken so far."""
+
+    def __enter__(self) -> "Rollouts":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        self._due_s = time.monotonic()
+
+    def keep_going(self) -> None:
+        """Takes what has finished, and begins prompts when it is time."""
+        self._runs = [(run, left) for run, left in map(self._take, self._runs) if left]
+        while time.monotonic() >= self._due_s:
+            self._due_s += 1.0
+            self._iteration += 1
+            run = self._producer.start(make_batch(self._iteration, self._prompts_per_s), VERSION)
+            self._runs.append((run, self._prompts_per_s))
+
+    def end(self) -> None:
+        """Ends all that is under way."""
+        for run, _ in self._runs:
+            run.__exit__(None, None, None)
+        self._runs = []
+
+    def _take(self, entry: tuple[RolloutRun, int]) -> tuple[RolloutRun, int]:
+        run, left = entry
+        groups = run.ready(wait=False)
+        self.num_tokens += sum(group.num_response_tokens for group in groups)
+        if len(groups) == left:
+            run.__exit__(None, None, None)
+        return run, left - len(groups)

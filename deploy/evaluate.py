@@ -1,0 +1,173 @@
+"""Evaluates a model: `python -m deploy.evaluate MODEL --data SOURCE --reward NAME`, also called as `async-rl eval`.
+
+Starts instances of the model on this machine, or takes running ones, and samples and scores the data with them, through
+the program `async_rl.evaluation`. However it ends, every process it started ends too.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from async_rl.config import Config, load_config
+from async_rl.errors import AsyncRLError
+from deploy.local import free_ports, own_cores, wait_until_healthy
+from deploy.plan import Process, log_path, num_ports, plan
+from deploy.processes import Deployment, Stopped, stop_on_signals
+from deploy.progress import JsonlTail
+
+Result = Mapping[str, Any]
+"""A line of the program's `results.jsonl`."""
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and what is left for the config."""
+    parser = argparse.ArgumentParser(
+        prog="async-rl eval",
+        description="Samples a model on held-out prompts and scores its responses: pass@k, mean reward, lengths.",
+        epilog="Every key of the config can be set as --section.key VALUE, such as --prompts.chat_template false.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a directory or a hub name")
+    parser.add_argument("--data", required=True, help="a .jsonl or .parquet file, or reasoning-gym:TASK")
+    parser.add_argument("--reward", required=True, help="reasoning_gym, math, or python:path/to/file.py:function")
+    parser.add_argument("--samples", type=int, default=1, help="responses to each prompt (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of a response (default: %(default)s)")
+    parser.add_argument("--max-prompts", type=int, help="take the first so many rows only")
+    parser.add_argument(
+        "--instances", help="base URLs of running instances, with commas between; else it starts its own"
+    )
+    parser.add_argument(
+        "--engine", default="transformers", help="of its own: transformers or vllm (default: %(default)s)"
+    )
+    parser.add_argument("--num-instances", type=int, default=1, help="of its own (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object, on the last line")
+    return parser.parse_known_args(argv)
+
+
+def config_text(options: argparse.Namespace, run_dir: Path) -> str:
+    """The options as a config in TOML, with one evaluation set."""
+    values = {
+        "run.dir": str(run_dir),
+        "model.path": options.model,
+        "prompts.source": options.data,
+        "prompts.prompts_per_batch": 1,
+        "rollout.max_response_tokens": options.max_tokens,
+        "reward.name": options.reward,
+        "pool.instances": options.instances.split(",") if options.instances else [],
+        "train.iterations": 1,
+        "inference.engine": options.engine,
+        "inference.num_instances": options.num_instances,
+    }
+    the_set = {
+        "name": set_name(options.data),
+        "source": options.data,
+        "num_samples": options.samples,
+        "temperature": options.temperature,
+    }
+    if options.max_prompts is not None:
+        the_set["max_prompts"] = options.max_prompts
+    return f"{_toml_lines(values)}\n[[evaluation.sets]]\n{_toml_lines(the_set)}"
+
+
+def _toml_lines(values: Mapping[str, Any]) -> str:
+    # JSON's strings, numbers and lists are TOML's too.
+    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+
+
+def set_name(source: str) -> str:
+    """What the set is called: the file's name without its suffix, or the task's."""
+    name = Path(source).stem if source.endswith((".jsonl", ".parquet")) else source.rpartition(":")[2]
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", name) or "data"
+
+
+@contextmanager
+def instances(deployment: Deployment, config_path: Path, config: Config, console: Console) -> Iterator[Sequence[str]]:
+    """URLs of instances that serve the model: those of `pool.instances`, or its own."""
+    if config.pool.instances:
+        yield config.pool.instances
+        return
+    started = plan(config_path, config, (), cores=own_cores(), ports=free_ports(num_ports(config)))
+    with console.status(f"starting {len(started.instances)} instance(s)"):
+        running = [deployment.start(process) for process in started.instances]
+        for instance, url in zip(running, started.urls, strict=True):
+            wait_until_healthy(instance, url)
+    yield started.urls
+
+
+def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> list[Result]:
+    """Starts what is needed, runs the program to its end, and returns its results, one per set.
+
+    Raises:
+        ConfigError: a value cannot work.
+        ProcessFailed: an instance did not come up, or the program failed; with its last log lines.
+    """
+    config = load_config(config_path, overrides)
+    out = config.run.dir
+    with Deployment() as deployment, instances(deployment, config_path, config, console) as urls:
+        argv = (
+            *(sys.executable, "-m", "async_rl.evaluation", str(config_path), "--out", str(out), *overrides),
+            *("--pool.instances", json.dumps(list(urls))),
+        )
+        env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        progress, num_done = JsonlTail(out / "progress.jsonl"), 0
+        with console.status("evaluating: loading the data") as status:
+
+            def show() -> None:
+                nonlocal num_done
+                if finished := progress.read_new():
+                    num_done += len(finished)
+                    status.update(f"evaluating: {num_done} of {finished[-1]['total_prompts']} prompts")
+
+            deployment.run(Process("evaluation", "program", argv, log_path(out, "evaluation"), env=env), show)
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def show_results(console: Console, results: Sequence[Result]) -> None:
+    """One column per set, one row per figure."""
+    table = Table(title="evaluation", title_justify="left")
+    table.add_column("")
+    for result in results:
+        table.add_column(escape(result["set"]), justify="right")
+    for key in results[0]:
+        if key != "set":
+            table.add_row(key, *(_shown(result.get(key)) for result in results))
+    console.print(table)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+
+
+def main(argv: Sequence[str]) -> int:
+    console = Console()
+    stop_on_signals()
+    options, overrides = parse(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="async-rl-eval-") as name:
+            config_path = Path(name) / "evaluation.toml"
+            config_path.write_text(config_text(options, Path(name)))
+            results = evaluate(config_path, overrides, console)
+    except Stopped as stop:
+        console.print(f"{stop}; all processes have ended")
+        return stop.exit_code
+    except AsyncRLError as error:
+        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 1
+    show_results(console, results)
+    if options.json:
+        print(json.dumps({"model": options.model, "sets": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
