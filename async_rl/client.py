@@ -171,7 +171,9 @@ class InstanceClient:
             data = body.model_dump_json(exclude_none=True).encode()
             async with session.post(self.url + path, data=data, timeout=_UNBOUNDED) as response:
                 if response.status != 200:
-                    self._refuse("POST", path, response.status, await response.read())
+                    refusal = await response.read()
+                    response.close()
+                    self._refuse("POST", path, response.status, refusal)
                 self.streams = response.content_type == "text/event-stream"
                 if self.streams:
                     async for payload in event_payloads(response.content):
@@ -267,6 +269,9 @@ class InstanceClient:
             session = self._connections.session()
             async with session.request(method, self.url + path, data=body, timeout=timeout) as response:
                 answer = await response.read()
+                if response.status >= 500:
+                    # vLLM ends the connection after such an answer without saying so: it must not be used again.
+                    response.close()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(method, path, error) from error
         if response.status != 200:

@@ -204,8 +204,8 @@ class WeightGroup:
         """Yields (spec, tensor) in stream order.
 
         A tensor that `into` has a contiguous place for (of the spec's dtype and shape, on the group's device) has been
-        put there, and is that place; any other is a view of its message, valid until the next step. Places are written
-        before their tensors are yielded, from the first step on.
+        put there, and is that place; any other is a view of its message, which it keeps in memory. Places are
+        written before their tensors are yielded, from the first step on.
         """
         places = into or {}
         in_flight: deque[_Message] = deque()

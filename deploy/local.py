@@ -6,6 +6,7 @@ Ctrl-C, SIGTERM, a failed part, `kill -9`), every process it started ends too, s
 
 import argparse
 import os
+import shutil
 import socket
 import sys
 import time
@@ -19,12 +20,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from async_rl.config import Config, load_config
-from async_rl.errors import AsyncRLError, ProcessFailed
+from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from deploy.plan import HOST, Plan, num_ports, plan
 from deploy.processes import POLL_S, Deployment, Running, Stopped, stop_on_signals
 from deploy.progress import JsonlTail, RunView, make_run_view
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 1800.0
+"""For an instance that neither answers nor ends; vLLM takes many minutes to load a large model and capture graphs."""
+
+HOW_TO_GET_VLLM = (
+    "give the Python of an environment with vLLM; `make vllm` in a checkout of async-rl makes .venv-vllm/bin/python, "
+    "for CPU"
+)
 
 
 def run_plan(plan: Plan, metrics: JsonlTail, view: RunView) -> None:
@@ -108,7 +115,14 @@ def _parse(argv: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def run_config(config_path: Path, config: Config, overrides: Sequence[str], console: Console) -> Plan:
-    """Plans a run for this machine's cores and free ports and runs it to its end; returns what was run."""
+    """Plans a run for this machine's cores and free ports and runs it to its end; returns what was run.
+
+    Raises:
+        ConfigError: the run cannot be planned, or inference.python is no program.
+    """
+    python = config.inference.python
+    if python is not None and shutil.which(python) is None:
+        raise ConfigError(f"inference.python is {python!r}, which is no program: {HOW_TO_GET_VLLM}")
     this_plan = plan(config_path, config, overrides, cores=own_cores(), ports=free_ports(num_ports(config)))
     with make_run_view(console, config.train.iterations) as view:
         run_plan(this_plan, JsonlTail(config.run.dir / "metrics.jsonl"), view)

@@ -95,14 +95,17 @@ def _instance(config: Config, index: int, port: int, cores: tuple[int, ...]) -> 
         "--host": HOST,
         "--port": port,
         "--device": config.trainer.device,
+        "--tp": config.inference.tensor_parallel,
         "--dtype": config.model.dtype,
         "--max-concurrency": config.inference.max_concurrency,
         "--max-model-len": max_model_len,
         "--logprobs-mode": LOGPROBS_MODE,
     }
-    argv = [sys.executable, "-m", "inference_service"]
+    argv = [config.inference.python or sys.executable, "-m", "inference_service"]
     for key, value in options.items():
         argv += [key, str(value)]
+    if config.inference.engine_options:
+        argv += ["--", *config.inference.engine_options]
     return _process(config, name, "instance", argv, cores)
 
 

@@ -1,6 +1,7 @@
 """`python -m inference_service --model PATH`: one inference instance until SIGTERM or SIGINT.
 
-Exit codes: 0 after a signal, 2 for bad input (one line on stderr says which), 1 for anything unexpected.
+Exit codes: 0 after a signal, 2 for bad input (one line on stderr says which), 1 for anything unexpected, such as the
+end of vLLM.
 """
 
 import importlib
@@ -11,10 +12,9 @@ import socket
 import sys
 from types import FrameType
 
-from async_rl.errors import ConfigError
-from inference_service.options import Options, parse_options, require_checkpoint
-
-TOKEN_VARIABLE = "ASYNC_RL_TOKEN"
+from async_rl.errors import ConfigError, ProcessFailed
+from inference_service.options import TOKEN_VARIABLE, Options, parse_options, require_checkpoint
+from inference_service.vllm_server import serve_vllm
 
 
 def main() -> int:
@@ -26,12 +26,15 @@ def main() -> int:
     try:
         require_checkpoint(options.model)
         listener = _bind(options)
-        # torch and transformers take seconds to import: after the arguments and the port are known to be good.
-        server = importlib.import_module("inference_service.server")
-        server.serve(options, listener, os.environ.get(TOKEN_VARIABLE) or None)
-    except ConfigError as error:
+        if options.engine == "vllm":
+            serve_vllm(options, listener, os.environ)
+        else:
+            # torch and transformers take seconds to import: after the arguments and the port are known to be good.
+            server = importlib.import_module("inference_service.server")
+            server.serve(options, listener, os.environ.get(TOKEN_VARIABLE) or None)
+    except (ConfigError, ProcessFailed) as error:
         print(f"inference_service: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     except SystemExit as end:
         return int(end.code or 0)
     return 0

@@ -1,20 +1,16 @@
-"""From an engine's choices to the bodies of the wire; called by the routes that generate."""
+"""From an engine's choices to the answers of the generate route, whole or in chunks; called by what answers for it.
+
+The bodies are `async_rl.protocol`'s, but made as plain dicts: models would cost as much as sampling the tokens.
+"""
 
 import time
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Protocol
 
-from async_rl.protocol import (
-    ChoiceLogprobs,
-    GenerateChoice,
-    GenerateResponse,
-    SamplingParams,
-    TokenLogprob,
-    TokenLogprobContent,
-    Usage,
-    VersionSpan,
-)
-from inference_service.bodies import CompletionChoice, CompletionLogprobs
+from pydantic_core import to_json
+from typing_extensions import TypedDict
+
+from async_rl.protocol import SamplingParams, Usage
 from inference_service.engine import Choice, Sample
 
 LOWEST_LOGPROB: Final = -9999.0
@@ -29,19 +25,61 @@ class TextCodec(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
 
+class Span(TypedDict):
+    """`async_rl.protocol.VersionSpan`."""
+
+    version: str
+    start: int
+    end: int
+
+
 def generate_response(
     request_id: str, model: str, num_prompt_tokens: int, choices: Sequence[Choice], params: SamplingParams
-) -> GenerateResponse:
-    return GenerateResponse(
-        request_id=request_id,
-        model=model,
-        created=int(time.time()),
-        usage=usage(num_prompt_tokens, choices),
-        choices=[_generate_choice(index, choice, params.logprobs) for index, choice in enumerate(choices)],
-    )
+) -> bytes:
+    """A GenerateResponse as JSON."""
+    body = {
+        "request_id": request_id,
+        "model": model,
+        "created": int(time.time()),
+        "usage": usage(num_prompt_tokens, choices).model_dump(),
+        "output_mode": "tokens",
+        "choices": [
+            _generate_choice(index, choice, params.logprobs, extend_spans([], choice.samples))
+            for index, choice in enumerate(choices)
+        ],
+    }
+    return to_json(body)
 
 
-def usage(num_prompt_tokens: int, choices: Sequence[Choice]) -> Usage:
+class GenerateChunks:
+    """Makes one streaming answer's chunks: remembers the version spans of what each choice has had."""
+
+    def __init__(self, request_id: str, params: SamplingParams) -> None:
+        self._request_id = request_id
+        self._num_top = params.logprobs
+        self._spans: list[list[Span]] = [[] for _ in range(params.n)]
+
+    def chunk(self, news: dict[int, Choice]) -> bytes:
+        """A GenerateChunk as JSON."""
+        choices = [
+            _generate_choice(index, choice, self._num_top, extend_spans(self._spans[index], choice.samples))
+            for index, choice in news.items()
+        ]
+        return to_json({"request_id": self._request_id, "choices": choices})
+
+
+def extend_spans(spans: list[Span], samples: Iterable[Sample]) -> list[Span]:
+    """Makes the version spans of an output cover `samples` too, which follow it; returns them."""
+    for sample in samples:
+        if spans and spans[-1]["version"] == sample.version:
+            spans[-1]["end"] += 1
+        else:
+            start = spans[-1]["end"] if spans else 0
+            spans.append({"version": sample.version, "start": start, "end": start + 1})
+    return spans
+
+
+def usage(num_prompt_tokens: int, choices: Iterable[Choice]) -> Usage:
     num_completion_tokens = sum(len(choice.samples) for choice in choices)
     return Usage(
         prompt_tokens=num_prompt_tokens,
@@ -50,81 +88,29 @@ def usage(num_prompt_tokens: int, choices: Sequence[Choice]) -> Usage:
     )
 
 
-def version_spans(samples: Sequence[Sample]) -> list[VersionSpan]:
-    """Runs of one weight version over the output's token indexes; together they cover it without gaps."""
-    bounds = [i for i in range(len(samples)) if i == 0 or samples[i].version != samples[i - 1].version]
-    ends = [*bounds[1:], len(samples)]
-    return [
-        VersionSpan(version=samples[start].version, start=start, end=end)
-        for start, end in zip(bounds, ends, strict=False)
-    ]
-
-
-def _generate_choice(index: int, choice: Choice, num_top: int | None) -> GenerateChoice:
-    # The tokens come from our own engine: checking every one of them again would cost more than sampling it.
-    content = None
+def _generate_choice(index: int, choice: Choice, num_top: int | None, spans: list[Span]) -> dict[str, Any]:
+    """A GenerateChoice, whole or what is new of it; `spans` are those of its whole output so far."""
+    logprobs = None
     if num_top is not None:
-        content = [
-            TokenLogprobContent.model_construct(
-                token_id=sample.token_id,
-                logprob=sample.logprob,
-                rank=sample.rank,
-                top_logprobs=[_token_logprob(*entry) for entry in sample.top[:num_top]],
-            )
-            for sample in choice.samples
-        ]
-    return GenerateChoice(
-        index=index,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-        token_ids=[sample.token_id for sample in choice.samples],
-        logprobs=None if content is None else ChoiceLogprobs.model_construct(content=content),
-        weight_versions=version_spans(choice.samples),
-    )
-
-
-def _token_logprob(token_id: int, logprob: float, rank: int) -> TokenLogprob:
-    return TokenLogprob(token_id=token_id, logprob=max(logprob, LOWEST_LOGPROB), rank=rank)
-
-
-def completion_choice(
-    index: int,
-    choice: Choice,
-    codec: TextCodec | None,
-    num_top: int | None,
-    prompt: Sequence[int] | None,
-    tokens_as_ids: bool,
-) -> CompletionChoice:
-    """One choice of `/v1/completions`; `prompt` is given when the request asked for token ids."""
-    token_ids = [sample.token_id for sample in choice.samples]
-    return CompletionChoice(
-        index=index,
-        text="" if codec is None else codec.decode(token_ids, skip_special_tokens=True),
-        logprobs=None if num_top is None else _completion_logprobs(choice.samples, codec, tokens_as_ids),
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-        token_ids=None if prompt is None else token_ids,
-        prompt_token_ids=None if prompt is None else list(prompt),
-    )
-
-
-def _completion_logprobs(samples: Sequence[Sample], codec: TextCodec | None, tokens_as_ids: bool) -> CompletionLogprobs:
-    def text(token_id: int) -> str:
-        if tokens_as_ids or codec is None:
-            return f"token_id:{token_id}"
-        return codec.decode([token_id], skip_special_tokens=False)
-
-    tokens = [text(sample.token_id) for sample in samples]
-    offsets = [0]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
-    return CompletionLogprobs(
-        text_offset=offsets[:-1],
-        token_logprobs=[sample.logprob for sample in samples],
-        tokens=tokens,
-        top_logprobs=[
-            {text(token_id): max(logprob, LOWEST_LOGPROB) for token_id, logprob, _ in sample.top}
-            or {token: sample.logprob}
-            for token, sample in zip(tokens, samples, strict=True)
-        ],
-    )
+        logprobs = {
+            "content": [
+                {
+                    "token_id": sample.token_id,
+                    "logprob": sample.logprob,
+                    "rank": sample.rank,
+                    "top_logprobs": [
+                        {"token_id": token_id, "logprob": max(logprob, LOWEST_LOGPROB), "rank": rank}
+                        for token_id, logprob, rank in sample.top[:num_top]
+                    ],
+                }
+                for sample in choice.samples
+            ]
+        }
+    return {
+        "index": index,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "token_ids": [sample.token_id for sample in choice.samples],
+        "logprobs": logprobs,
+        "weight_versions": spans,
+    }

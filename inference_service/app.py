@@ -1,42 +1,27 @@
 """The routes of vLLM's RL protocol (`async_rl.protocol`) over any Engine; knows no engine internals."""
 
-import asyncio
 import time
-import uuid
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Final
 
-from fastapi import Body, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi import Body, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from async_rl import protocol
-from async_rl.errors import AsyncRLError
-from async_rl.protocol import (
-    AbortRequest,
-    FinishUpdateRequest,
-    InitRequest,
-    RpcRequest,
-    RpcResponse,
-    UpdateRequest,
-)
-from inference_service import answers, api_errors
+from async_rl.http_guard import BearerToken, BodyLimit, error_response
+from async_rl.protocol import FinishUpdateRequest, InitRequest, RpcRequest, RpcResponse, UpdateRequest
+from inference_service import api_errors, generation_routes
 from inference_service.answers import TextCodec
-from inference_service.api_errors import UnknownModel
-from inference_service.bodies import (
-    CompletionRequest,
-    CompletionResponse,
-    ModelCard,
-    ModelList,
-    ServedGenerateRequest,
-)
-from inference_service.engine import Engine, EngineFault, PauseMode, RequestRefused
+from inference_service.bodies import ModelCard, ModelList
+from inference_service.engine import Engine, EngineFault, PauseMode
 from inference_service.metrics import Metrics
-from inference_service.middleware import BearerToken, BodyLimit
 
-T = TypeVar("T")
+OPEN_PATHS: Final = (protocol.HEALTH, "/ping", protocol.METRICS)
+"""Paths that need no token: what load balancers and monitors ask."""
+
+MAX_BODY_BYTES: Final = 32 * 2**20
+"""Room for several million token ids; a longer body is a mistake or an attack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +32,24 @@ class ServerInfo:
     model_root: str
 
 
-class Disconnected(AsyncRLError):
-    """The client went away before its answer was ready; nobody reads the error."""
-
-
 def make_app(engine: Engine, codec: TextCodec | None, info: ServerInfo, token: str | None) -> FastAPI:
     """The application; with a `token`, all routes but health, ping and metrics ask for it."""
-    app = FastAPI(openapi_url=None)
+    app = FastAPI(
+        title="inference_service",
+        version=protocol.PROTOCOL_VERSION,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     metrics = Metrics(engine, info.model_name)
     _add_status_routes(app, engine, info, metrics)
-    _add_generation_routes(app, engine, codec, info)
+    generation_routes.add(app, engine, codec, info.model_name)
     _add_pause_routes(app, engine)
     _add_weight_routes(app, engine, metrics)
     api_errors.install(app)
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     if token is not None:
-        app.add_middleware(BearerToken, token=token)
+        app.add_middleware(BearerToken, token=token, open_paths=OPEN_PATHS)
     return app
 
 
@@ -73,7 +60,7 @@ def _add_status_routes(app: FastAPI, engine: Engine, info: ServerInfo, metrics: 
     @app.get("/ping")
     async def health() -> Response:
         if engine.fault is not None:
-            return api_errors.error_response(engine.fault, HTTPStatus.SERVICE_UNAVAILABLE)
+            return error_response(engine.fault, HTTPStatus.SERVICE_UNAVAILABLE)
         return Response()
 
     @app.get(protocol.VERSION)
@@ -90,58 +77,6 @@ def _add_status_routes(app: FastAPI, engine: Engine, info: ServerInfo, metrics: 
     @app.get(protocol.METRICS)
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _add_generation_routes(app: FastAPI, engine: Engine, codec: TextCodec | None, info: ServerInfo) -> None:
-    def check_model(name: str | None) -> None:
-        if name is not None and name != info.model_name:
-            raise UnknownModel(f"The model `{name}` does not exist.")
-
-    @app.post(protocol.GENERATE)
-    async def generate(request: Request, body: ServedGenerateRequest) -> Response:
-        check_model(body.model)
-        request_id = f"generate-tokens-{_request_id(request, body.request_id)}"
-        choices = await _unless_disconnected(request, engine.generate(request_id, body.token_ids, body.sampling_params))
-        answer = answers.generate_response(
-            request_id, info.model_name, len(body.token_ids), choices, body.sampling_params
-        )
-        return Response(answer.model_dump_json(), media_type="application/json")
-
-    @app.post(protocol.COMPLETIONS)
-    async def completions(request: Request, body: CompletionRequest) -> Response:
-        check_model(body.model)
-        request_id = f"cmpl-{_request_id(request, body.request_id)}"
-        prompts = _prompts(body, codec)
-        runs = [engine.generate(f"{request_id}-{i}", prompt, body) for i, prompt in enumerate(prompts)]
-        results = await _unless_disconnected(request, _all(runs))
-        choices = [
-            answers.completion_choice(
-                i * body.n + j,
-                choice,
-                codec,
-                body.logprobs,
-                prompts[i] if body.return_token_ids else None,
-                bool(body.return_tokens_as_token_ids),
-            )
-            for i, run in enumerate(results)
-            for j, choice in enumerate(run)
-        ]
-        answer = CompletionResponse(
-            id=request_id,
-            created=int(time.time()),
-            model=info.model_name,
-            choices=choices,
-            usage=answers.usage(sum(map(len, prompts)), [choice for run in results for choice in run]),
-        )
-        return Response(answer.model_dump_json(), media_type="application/json")
-
-    @app.post(protocol.ABORT_REQUESTS)
-    async def abort_requests(body: AbortRequest) -> JSONResponse:
-        ids = body.request_ids or None
-        if ids is not None:
-            # Clients know the id they sent; the engine knows it with the route's prefix.
-            ids = [*ids, *(f"generate-tokens-{i}" for i in ids)]
-        return JSONResponse({"status": "aborted", "aborted": engine.abort(ids)})
 
 
 def _add_pause_routes(app: FastAPI, engine: Engine) -> None:
@@ -201,42 +136,3 @@ def _add_weight_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
                 f"only {protocol.FINGERPRINT_METHOD!r}"
             )
         return RpcResponse(results=[engine.weight_fingerprint])
-
-
-def _request_id(request: Request, from_body: str | None) -> str:
-    return request.headers.get("x-request-id") or from_body or uuid.uuid4().hex
-
-
-def _prompts(body: CompletionRequest, codec: TextCodec | None) -> list[list[int]]:
-    """The request's prompts as token ids."""
-    prompt: Any = body.prompt
-    batch = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    if not isinstance(batch[0], str):
-        return list(batch)
-    if codec is None:
-        raise RequestRefused("the model has no tokenizer: send the prompt as token ids", "prompt")
-    return [codec.encode(text) for text in batch]
-
-
-async def _all(runs: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; the first failure cancels the others."""
-    tasks = [asyncio.ensure_future(run) for run in runs]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client closes the connection first."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Disconnected
-        return task.result()
-    finally:
-        gone.cancel()
-        task.cancel()

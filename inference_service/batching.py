@@ -38,8 +38,8 @@ class FinishedRouter(OutputRouter):
 class Batching:
     """Runs sequences to their end.
 
-    `on_finished` gets (sequence, error) pairs of one step, `on_failed` sequences whose logits were not finite; both
-    are called in the generation thread.
+    `on_sampled` gets the sequences of one step, `on_finished` (sequence, error) pairs of one, `on_failed` sequences
+    whose logits were not finite; all are called in the generation thread.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Batching:
         model: PreTrainedModel,
         size: CacheSize,
         mode: LogprobsMode,
+        on_sampled: Callable[[list[Sequence]], None],
         on_finished: Callable[[list[tuple[Sequence, str | None]]], None],
         on_failed: Callable[[list[Sequence]], None],
     ) -> None:
@@ -56,7 +57,7 @@ class Batching:
         self._on_finished = on_finished
         self._page_size = size.page_size
         self._hold: AbstractContextManager[None] | None = None
-        self._sampler = TokenSampler(self._sequences, mode, on_failed)
+        self._sampler = TokenSampler(self._sequences, mode, on_sampled, on_failed)
         config = ContinuousBatchingConfig(
             page_size=size.page_size,
             num_blocks=size.num_blocks,

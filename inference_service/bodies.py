@@ -6,9 +6,9 @@ was asked for would corrupt a run.
 
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from async_rl.protocol import Body, GenerateRequest, SamplingParams, TokenIds, Usage
+from async_rl.protocol import OWNED_BY_EMBEDDED, Body, GenerateRequest, SamplingParams, TokenIds, Usage
 
 T = TypeVar("T")
 Batch = Annotated[list[T], Field(min_length=1)]
@@ -32,17 +32,29 @@ NEUTRAL: Final[dict[str, Any]] = {"best_of": 1, "length_penalty": 1.0, "output_m
 """Values, beside false and empty ones, with which a field of vLLM asks for nothing."""
 
 
+SAYS_SO: Final = ConfigDict(json_schema_extra={"additionalProperties": False})
+"""For the OpenAPI document: other fields are refused, by `refuse_unknown`."""
+
+
 def refuse_unknown(data: Any, known: type[Body]) -> Any:
     """Passes a body on if every field that `known` lacks asks for nothing."""
     if isinstance(data, dict):
         for name, value in data.items():
             if name in known.model_fields or name in WITHOUT_EFFECT or not value or NEUTRAL.get(name) == value:
                 continue
-            raise ValueError(f"{name} = {value!r} is not supported by this engine: leave it out")
+            # As Python writes it: JSON escapes can make names that UTF-8 cannot carry.
+            raise ValueError(f"{name!r} = {value!r:.200} is not supported by this engine: leave it out")
     return data
 
 
 class ServedSamplingParams(SamplingParams):
+    """Bounded to what float32 logits can be multiplied with."""
+
+    model_config = SAYS_SO
+
+    temperature: float = Field(1.0, ge=0.0, le=1e6)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)
+
     @model_validator(mode="before")
     @classmethod
     def _honours_all(cls, data: Any) -> Any:
@@ -50,6 +62,8 @@ class ServedSamplingParams(SamplingParams):
 
 
 class ServedGenerateRequest(GenerateRequest):
+    model_config = SAYS_SO
+
     sampling_params: ServedSamplingParams
 
     @model_validator(mode="before")
@@ -64,6 +78,7 @@ class CompletionRequest(ServedSamplingParams):
     prompt: TokenIds | Batch[TokenIds] | str | Batch[str]
     model: str | None = None
     request_id: str | None = None
+    stream: bool | None = False
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -79,28 +94,40 @@ class CompletionChoice(Body):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | None = None
     token_ids: list[int] | None = None
     prompt_logprobs: None = None
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionResponse(Body):
+class CompletionChunk(Body):
+    """One event of a streaming answer; text, token ids and log-probs of a choice are what is new."""
+
     id: str
     object: str = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
+
+
+class CompletionResponse(CompletionChunk):
     usage: Usage
     system_fingerprint: str | None = None
+
+
+class AbortResponse(Body):
+    """How many requests were ended."""
+
+    status: str = "aborted"
+    aborted: int
 
 
 class ModelCard(Body):
     id: str
     object: str = "model"
     created: int
-    owned_by: str = "async-rl"
+    owned_by: str = OWNED_BY_EMBEDDED
     root: str
     parent: str | None = None
     max_model_len: int

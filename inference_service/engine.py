@@ -4,7 +4,7 @@ An engine generates, pauses, and takes new weights. Every token it hands out say
 All coroutines run in the server's event loop and never block it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -48,10 +48,13 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished response. `stop_reason` is the stop token of the request that ended it; None for EOS."""
+    """One finished response, or, in a stream, what is new of one; then `finish_reason` is None until its end.
+
+    `stop_reason` is the stop token of the request that ended it; None for EOS.
+    """
 
     samples: tuple[Sample, ...]
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     stop_reason: int | None
 
 
@@ -106,6 +109,19 @@ class Engine(Protocol):
         Raises:
             RequestRefused: the prompt or a parameter is out of range.
             OutOfService: the instance must not generate.
+        """
+        ...
+
+    def stream(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[dict[int, Choice], None]:
+        """The same, told while it goes on: what is new, by the response's index, until all of them have ended.
+
+        A response has news with its first token, with every `params.stream_interval` more, and at its end. Closing the
+        generator cancels the request in the engine. The call itself refuses, before anything is generated.
+
+        Raises:
+            RequestRefused, OutOfService: as `generate`; OutOfService also later, when weights break on the way.
         """
         ...
 

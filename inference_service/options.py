@@ -9,6 +9,9 @@ from typing import Literal, get_args
 from async_rl.errors import ConfigError
 from inference_service.engine import LogprobsMode
 
+TOKEN_VARIABLE = "ASYNC_RL_TOKEN"
+"""Environment variable with the bearer token that requests must carry; unset or empty for none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:

@@ -33,8 +33,10 @@ def is_greedy(params: SamplingParams) -> bool:
 def uniforms(seeds: Rows[int], positions: Rows[int]) -> npt.NDArray[np.float64]:
     """Uniform numbers in [0, 1), one per (seed, position), by a counter-based hash.
 
-    The same pair gives the same number on every instance and in every batch, so a seeded request is reproducible
-    wherever and beside whatever it runs. The hash is splitmix64's output function over seed and position.
+    A position is the number of tokens before the one to draw, prompt and response alike. The same pair gives the same
+    number on every instance and in every batch, so a seeded request is reproducible wherever and beside whatever it
+    runs; and as a token does not know where the prompt ended, a request whose prompt is another's prompt and the
+    beginning of its response draws the rest of that response. The hash is splitmix64's output function over both.
     """
     seed_R = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
     position_R = np.array(positions, dtype=np.uint64)
@@ -60,7 +62,7 @@ def sample_step(logits_RV: torch.Tensor, rows: Rows[Sequence], mode: LogprobsMod
     tokens_R = processed_RV.argmax(dim=-1)
     drawn = [r for r, p in enumerate(params) if not is_greedy(p)]
     if drawn:
-        u = uniforms([rows[r].seed for r in drawn], [len(rows[r].samples) for r in drawn])
+        u = uniforms([rows[r].seed for r in drawn], [rows[r].num_tokens for r in drawn])
         all_drawn = len(drawn) == len(rows)
         drawn_RV = processed_RV if all_drawn else processed_RV[drawn]
         tokens_D = _inverse_cdf(drawn_RV, torch.from_numpy(u).to(logits_RV.device))
@@ -124,7 +126,7 @@ def _truncate(logits_RV: torch.Tensor, params: Rows[SamplingParams]) -> torch.Te
         return torch.tensor(values, device=logits_RV.device).unsqueeze(-1)
 
     min_p_R1 = column([p.min_p for p in params])
-    top_k_R1 = column([p.top_k if p.top_k > 0 else vocab_size for p in params])
+    top_k_R1 = column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params])
     # Without truncation the mass before a token must never reach the bound, whatever rounding does.
     top_p_R1 = column([p.top_p if p.top_p < 1.0 else torch.inf for p in params])
 
@@ -135,7 +137,8 @@ def _truncate(logits_RV: torch.Tensor, params: Rows[SamplingParams]) -> torch.Te
     sorted_RV = sorted_RV.masked_fill(place_V >= top_k_R1, -torch.inf)
     probs_RV = sorted_RV.softmax(dim=-1)
     mass_before_RV = probs_RV.cumsum(dim=-1) - probs_RV
-    sorted_RV = sorted_RV.masked_fill(mass_before_RV >= top_p_R1, -torch.inf)
+    # The first token stays, also where float32 makes nothing of top_p.
+    sorted_RV = sorted_RV.masked_fill((mass_before_RV >= top_p_R1) & (place_V > 0), -torch.inf)
     return torch.empty_like(logits_RV).scatter_(-1, order_RV, sorted_RV)
 
 

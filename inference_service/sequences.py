@@ -1,4 +1,8 @@
-"""A request while the engine works on it: its prompt, and one growing sequence per response."""
+"""A request while the engine works on it: its prompt, and one growing sequence per response.
+
+A request that streams has news, which `take_news` hands out once: a sequence's first token, every so many more, its
+end.
+"""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,8 +15,8 @@ from inference_service.engine import Choice, FinishReason, Sample
 class Sequence:
     """One response in the making.
 
-    The engine's thread appends to `samples`; the event loop reads it, so each token is one append. `seed` and the
-    number of samples fix the noise of the next token. `stop_ids` ends the response, EOS included unless ignored.
+    The engine's thread appends to `samples`; the event loop reads it, so each token is one append. `seed` and
+    `num_tokens` fix the noise of the next token. `stop_ids` ends the response, EOS included unless ignored.
     """
 
     prompt: tuple[int, ...]
@@ -21,10 +25,18 @@ class Sequence:
     stop_ids: frozenset[int]
     samples: list[Sample] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    due_at: int | None = None
+    """With so many samples there is news of this sequence; None if nobody streams it, or all is told."""
+    num_told: int = 0
 
     def token_ids(self) -> list[int]:
         """Prompt and response so far: what has to be computed again after the cache was emptied."""
         return [*self.prompt, *(sample.token_id for sample in self.samples)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and response so far: the position of the next token."""
+        return len(self.prompt) + len(self.samples)
 
     @property
     def remaining_tokens(self) -> int:
@@ -33,21 +45,46 @@ class Sequence:
     def reached_stop(self) -> bool:
         return bool(self.samples) and self.samples[-1].token_id in self.stop_ids
 
+    @property
+    def has_news(self) -> bool:
+        return self.due_at is not None and len(self.samples) >= self.due_at
+
+    def end(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if self.due_at is not None:
+            self.due_at = 0
+
     def choice(self) -> Choice:
+        """The whole response."""
         assert self.finish_reason is not None, "an unfinished sequence has no choice"
-        samples = tuple(self.samples)
-        last = samples[-1].token_id if samples else None
-        own_stop = self.finish_reason == "stop" and last in self.params.stop_token_ids
-        return Choice(samples, self.finish_reason, last if own_stop else None)
+        return self._choice(0)
+
+    def take_news(self) -> Choice:
+        """What was not told yet."""
+        news = self._choice(self.num_told)
+        self.num_told += len(news.samples)
+        self.due_at = self.num_told + (self.params.stream_interval or 1) if news.finish_reason is None else None
+        return news
+
+    def _choice(self, start: int) -> Choice:
+        reason = self.finish_reason
+        samples = tuple(self.samples[start:])
+        last = self.samples[-1].token_id if self.samples else None
+        own_stop = reason == "stop" and last in self.params.stop_token_ids
+        return Choice(samples, reason, last if own_stop else None)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The responses of one prompt; `done` ends when the last of them has, or fails with the reason why not."""
+    """The responses of one prompt; `done` ends when the last of them has, or fails with the reason why not.
+
+    With a `news` event the request streams: it is set when there is something to take, and when `done` ends.
+    """
 
     request_id: str
     sequences: list[Sequence]
     done: asyncio.Future[None]
+    news: asyncio.Event | None = None
     submitted: bool = False
 
     def unfinished(self) -> list[Sequence]:
@@ -56,7 +93,20 @@ class Request:
     def end_if_complete(self) -> None:
         if not self.done.done() and not self.unfinished():
             self.done.set_result(None)
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
             self.done.set_exception(error)
+            self._wake()
+
+    def wake_if_news(self) -> None:
+        if self.news is not None and any(sequence.has_news for sequence in self.sequences):
+            self.news.set()
+
+    def take_news(self) -> dict[int, Choice]:
+        return {index: sequence.take_news() for index, sequence in enumerate(self.sequences) if sequence.has_news}
+
+    def _wake(self) -> None:
+        if self.news is not None:
+            self.news.set()

@@ -1,8 +1,10 @@
-"""Builds model, engine and application, and serves them on an open socket until a signal ends it."""
+"""Builds model, engine and application, and serves them on an open socket until a signal, or its fleet, ends it."""
 
 import logging
 import os
 import socket
+import threading
+from types import FrameType
 
 import torch
 import uvicorn
@@ -10,10 +12,12 @@ from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
 from async_rl.errors import ConfigError
+from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
 from inference_service.app import ServerInfo, make_app
 from inference_service.cache_size import plan_cache
 from inference_service.model import LoadedModel, load_model
 from inference_service.options import Options
+from inference_service.registration import Registration
 from inference_service.transformers_engine import TransformersEngine
 
 logger = logging.getLogger("inference_service")
@@ -23,25 +27,50 @@ CLOSE_CONNECTIONS_S = 1
 
 
 class Server(uvicorn.Server):
-    """Starts the engine in the server's event loop, and says when the first request is welcome."""
+    """Starts the engine in the server's event loop, and says when the first request is welcome.
 
-    def __init__(self, config: uvicorn.Config, engine: TransformersEngine, url: str) -> None:
+    With a registration it joins a fleet then, and ends when that lets it go; the first signal asks for it, while
+    requests go on being answered, and the second ends the server at once, as the first does without one.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, engine: TransformersEngine, url: str, registration: Registration | None
+    ) -> None:
         super().__init__(config)
         self._engine = engine
         self._url = url
+        self._registration = registration
+        self._leaving: threading.Thread | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self._engine.start()
         await super().startup(sockets=sockets)
         logger.info("ready at %s", self._url)
+        if self._registration is not None:
+            self._registration.start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second; True ends the server."""
+        is_free = self._registration is not None and self._registration.leave_requested.is_set()
+        has_left = self._leaving is not None and not self._leaving.is_alive()
+        return await super().on_tick(counter) or is_free or has_left
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._registration is None or self._leaving is not None:
+            super().handle_exit(sig, frame)
+            return
+        self._leaving = threading.Thread(target=self._registration.leave, args=(LEAVE_TIMEOUT_S,), daemon=True)
+        self._leaving.start()
 
 
 def serve(options: Options, listener: socket.socket, token: str | None) -> None:
-    """Loads the model and serves it on `listener`; returns when a signal has ended the server.
+    """Loads the model and serves it on `listener`; returns when a signal or the fleet has ended the server.
 
     Raises:
-        ConfigError: the model cannot be loaded, or does not fit.
+        ConfigError: the model cannot be loaded, or does not fit, or the instance cannot join a fleet as it is told to.
     """
+    warn_if_exposed(options.host, token)
+    registration = registration_of(options, listener, token)
     # torch reads OMP_NUM_THREADS itself, but takes it for the threads between operators too.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     # The log of an instance is read by programs and people, not watched: one line when it is ready is enough.
@@ -53,7 +82,7 @@ def serve(options: Options, listener: socket.socket, token: str | None) -> None:
     name = options.served_model_name or options.model
     app = make_app(engine, loaded.codec, ServerInfo(name, options.model), token)
     try:
-        _run(app, engine, listener)
+        _run(app, engine, listener, registration)
     finally:
         engine.close()
 
@@ -68,12 +97,12 @@ def _make_engine(options: Options, loaded: LoadedModel, device: torch.device, dt
     return TransformersEngine(loaded, size, max_model_len, options.logprobs_mode)
 
 
-def _run(app: FastAPI, engine: TransformersEngine, listener: socket.socket) -> None:
-    host, port = listener.getsockname()[:2]
+def _run(app: FastAPI, engine: TransformersEngine, listener: socket.socket, registration: Registration | None) -> None:
     try:
         # Two starting instances can both bind a port; only one can listen.
         listener.listen()
     except OSError as error:
-        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --port") from error
+        address = url_of(listener).removeprefix("http://")
+        raise ConfigError(f"cannot listen at {address}: {error.strerror}; choose another --port") from error
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_CONNECTIONS_S)
-    Server(config, engine, f"http://{host}:{port}").run(sockets=[listener])
+    Server(config, engine, url_of(listener), registration).run(sockets=[listener])

@@ -21,13 +21,15 @@ class TokenSampler(ContinuousBatchingLogitsProcessorList):
     """Called by the generation thread: `prepare_tensor_args`, then `__call__`, once per step each.
 
     `sequences` maps the manager's request ids to our sequences; a request that is no longer in it was cancelled, and
-    its tokens go nowhere. `version` is noted with every token. `on_failed` gets sequences whose logits are not finite.
+    its tokens go nowhere. `version` is noted with every token. `on_sampled` gets the sequences that got one,
+    `on_failed` those whose logits are not finite.
     """
 
     def __init__(
         self,
         sequences: Mapping[str, Sequence],
         mode: LogprobsMode,
+        on_sampled: Callable[[list[Sequence]], None],
         on_failed: Callable[[list[Sequence]], None],
     ) -> None:
         super().__init__(LogitsProcessorList())
@@ -36,6 +38,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessorList):
         self.num_sampled = 0
         self._sequences = sequences
         self._mode = mode
+        self._on_sampled = on_sampled
         self._on_failed = on_failed
         self._rows: list[Sequence | None] = []
 
@@ -64,6 +67,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessorList):
             else:
                 sequence.samples.append(sample)
         self.num_sampled += len(rows) - len(failed)
+        self._on_sampled(rows)
         if failed:
             self._on_failed(failed)
         scores[index, [sample.token_id for sample in samples]] = torch.inf

@@ -1,14 +1,14 @@
 """The embedded engine: transformers' continuous batching behind the Engine interface (CPU and CUDA).
 
 Three threads share it. The event loop owns the requests and is the only one to end them. The generation thread runs the
-model, appends tokens to sequences, and posts finished ones to the loop. The control thread does what blocks: holding
-the generation thread between two steps, and receiving weights.
+model, appends tokens to sequences, posts finished ones to the loop, and says when streams have news. The control thread
+does what blocks: holding the generation thread between two steps, and receiving weights.
 """
 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Listing
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -28,7 +28,9 @@ from inference_service.engine import (
     RequestRefused,
 )
 from inference_service.model import LoadedModel
+from inference_service.request_checks import check_request
 from inference_service.sequences import Request, Sequence
+from inference_service.stream_waker import StreamWaker
 from inference_service.weight_update import Phase, WeightUpdate
 
 T = TypeVar("T")
@@ -42,14 +44,17 @@ class TransformersEngine:
     def __init__(self, loaded: LoadedModel, size: CacheSize, max_model_len: int, mode: LogprobsMode) -> None:
         self._limits = Limits(max_model_len, int(loaded.model.config.vocab_size))
         self._eos_ids = loaded.eos_ids
-        self._batching = Batching(loaded.model, size, mode, self._post_finished, self._post_failed)
+        self._requests: set[Request] = set()
+        self._waker = StreamWaker(self._requests)
+        self._batching = Batching(
+            loaded.model, size, mode, self._waker.note_step, self._post_finished, self._post_failed
+        )
         self._update = WeightUpdate(loaded.model)
         self._max_concurrency = size.max_concurrency
         self._control = ThreadPoolExecutor(1, thread_name_prefix="engine-control")
         self._holding = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._owner: dict[Sequence, Request] = {}
-        self._requests: set[Request] = set()
         self._paused = False
         self._num_unnamed_versions = 0
         self._prompt_tokens = 0
@@ -57,6 +62,7 @@ class TransformersEngine:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._waker.start(self._loop)
         self._batching.start()
 
     def close(self) -> None:
@@ -101,8 +107,7 @@ class TransformersEngine:
     # Requests
 
     async def generate(self, request_id: str, prompt: Listing[int], params: SamplingParams) -> list[Choice]:
-        self._check(prompt, params)
-        self._require_service()
+        self._require_possible(prompt, params)
         request = self._open(request_id, tuple(prompt), params)
         try:
             if not self._paused:
@@ -110,37 +115,39 @@ class TransformersEngine:
             await request.done
         finally:
             self._close(request)
-        for sequence in request.sequences:
-            assert sequence.finish_reason is not None, "a request ended before its sequences"
-            self._finished[sequence.finish_reason] += 1
+        self._count(request)
         return [sequence.choice() for sequence in request.sequences]
 
-    def _check(self, prompt: Listing[int], params: SamplingParams) -> None:
-        if not prompt:
-            raise RequestRefused("the prompt is empty: expected at least one token id", "token_ids")
-        largest, limits = max(prompt), self._limits
-        if largest >= limits.vocab_size or min(prompt) < 0:
-            wrong = largest if largest >= limits.vocab_size else min(prompt)
-            raise RequestRefused(
-                f"token id {wrong} is out of vocabulary: expected 0 to {limits.vocab_size - 1}", "token_ids"
-            )
-        if len(prompt) + params.max_tokens > limits.max_model_len:
-            raise RequestRefused(
-                f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}, together more than the "
-                f"model's maximum of {limits.max_model_len}: shorten the prompt or lower max_tokens",
-                "max_tokens",
-            )
-        bad_stops = [i for i in params.stop_token_ids if not 0 <= i < limits.vocab_size]
-        if bad_stops:
-            raise RequestRefused(
-                f"stop_token_ids has {bad_stops[0]}: expected 0 to {limits.vocab_size - 1}", "stop_token_ids"
-            )
-        if params.min_tokens > params.max_tokens:
-            raise RequestRefused(
-                f"min_tokens is {params.min_tokens}, more than max_tokens {params.max_tokens}", "min_tokens"
-            )
+    def stream(
+        self, request_id: str, prompt: Listing[int], params: SamplingParams
+    ) -> AsyncGenerator[dict[int, Choice], None]:
+        self._require_possible(prompt, params)
+        return self._stream(request_id, tuple(prompt), params)
 
-    def _require_service(self) -> None:
+    async def _stream(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams
+    ) -> AsyncGenerator[dict[int, Choice], None]:
+        request = self._open(request_id, prompt, params)
+        request.news = asyncio.Event()
+        for sequence in request.sequences:
+            sequence.due_at = 1
+        try:
+            if not self._paused:
+                self._submit(request)
+            while not request.done.done():
+                await request.news.wait()
+                request.news.clear()
+                if news := request.take_news():
+                    yield news
+            request.done.result()
+            if news := request.take_news():
+                yield news
+        finally:
+            self._close(request)
+        self._count(request)
+
+    def _require_possible(self, prompt: Listing[int], params: SamplingParams) -> None:
+        check_request(prompt, params, self._limits)
         fault = self.fault
         if fault is not None:
             raise OutOfService(fault)
@@ -165,6 +172,11 @@ class TransformersEngine:
         for sequence in request.sequences:
             del self._owner[sequence]
 
+    def _count(self, request: Request) -> None:
+        for sequence in request.sequences:
+            assert sequence.finish_reason is not None, "a request ended before its sequences"
+            self._finished[sequence.finish_reason] += 1
+
     def abort(self, request_ids: Listing[str] | None) -> int:
         wanted = None if request_ids is None else set(request_ids)
         aborted = [r for r in self._requests if wanted is None or r.request_id in wanted]
@@ -172,7 +184,7 @@ class TransformersEngine:
             unfinished = request.unfinished()
             self._batching.cancel(unfinished)
             for sequence in unfinished:
-                sequence.finish_reason = "abort"
+                sequence.end("abort")
             request.end_if_complete()
         return len(aborted)
 
@@ -200,8 +212,10 @@ class TransformersEngine:
                 request.fail(EngineFault(error))
                 continue
             self._batching.forget(sequence)
-            sequence.finish_reason = "stop" if sequence.reached_stop() else "length"
+            sequence.end("stop" if sequence.reached_stop() else "length")
             request.end_if_complete()
+            if sequence.has_news:
+                self._waker.ring()
 
     # Pause and weights
 

@@ -60,9 +60,9 @@ def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 
     torch.manual_seed(seed)
     settings = {**MODEL_SIZE, **size, "tie_word_embeddings": tied}
     if family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **settings))
+        model = Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16, **settings}))
     elif family == "qwen3_moe":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=16, **{**EXPERTS, **settings}))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{"head_dim": 16, **EXPERTS, **settings}))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**settings))
     elif family == "llama":

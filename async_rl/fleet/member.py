@@ -21,7 +21,7 @@ class Member:
     boot_id: str | None = None
     """Of the process behind the URL, where it registers itself: a new one means that its weights are gone."""
     last_seen_s: float = 0.0
-    """`time.monotonic()` of its last sign of life: an answer or a registration."""
+    """`time.monotonic()` of its last answer; a heartbeat is none, as one comes from an instance that hangs, too."""
     num_returns: int = 0
     """How often it came back since the last publish, still holding its weights."""
     is_barred: bool = False

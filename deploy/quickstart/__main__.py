@@ -26,6 +26,7 @@ from deploy.processes import Deployment, Stopped, stop_on_signals
 from deploy.progress import JsonlTail
 from deploy.quickstart.report import render
 from deploy.quickstart.summary import summarize
+from deploy.quickstart.vllm_python import find_vllm_python
 
 CONFIG = Path(__file__).with_name("config.toml")
 REWARD = Path(__file__).with_name("reward.py")
@@ -170,12 +171,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the model, the words and the sampling")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"), help="where everything goes")
     parser.add_argument("--iterations", type=int, help="instead of the config's")
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers", help="what generates")
     arguments, overrides = parser.parse_known_args(argv)
     if arguments.iterations is not None:
         overrides += ["--train.iterations", str(arguments.iterations)]
     console = Console()
     stop_on_signals()
     try:
+        if arguments.engine == "vllm":
+            overrides += ["--inference.engine", "vllm", "--inference.python", find_vllm_python()]
         summary = quickstart(arguments.run_dir, arguments.seed, overrides, console)
     except Stopped as stop:
         console.print(f"{stop}; all processes of the run have ended")

@@ -107,3 +107,11 @@ def test_a_bad_override_ends_before_anything_starts(ground: Any) -> None:
     assert local.returncode == 1
     assert "unknown key 'train.iteratons'" in output
     assert ground.pids() == {}
+
+
+def test_an_interpreter_that_is_none_ends_with_the_remedy_before_anything_starts(ground: Any) -> None:
+    local = ground.start("--inference.python", "no/such/python")
+    output, _ = local.communicate(timeout=60)
+    assert local.returncode == 1
+    assert "inference.python is 'no/such/python'" in output and "make vllm" in output
+    assert not ground.pids()

@@ -46,6 +46,19 @@ def test_an_instance_is_started_with_the_configs_values() -> None:
     assert [process.name for process in made.instances] == ["instance-0", "instance-1"]
 
 
+def test_an_instance_of_vllm_runs_under_its_own_python_with_its_own_arguments() -> None:
+    inference = {
+        "engine": "vllm",
+        "python": "other/bin/python",
+        "tensor_parallel": 2,
+        "engine_options": ["--enforce-eager", "--seed=3"],
+    }
+    (process,) = plan(Path("c.toml"), make_config(inference=inference), [], cores=[], ports=[8001]).instances
+    assert process.argv[:3] == ("other/bin/python", "-m", "inference_service")
+    assert option(process.argv, "--engine") == "vllm" and option(process.argv, "--tp") == "2"
+    assert process.argv[-3:] == ("--", "--enforce-eager", "--seed=3")
+
+
 def test_the_trainer_runs_under_torchrun_with_overrides_and_the_instances() -> None:
     overrides = ["--train.iterations", "5"]
     made = plan(Path("c.toml"), make_config(), overrides, cores=[], ports=[8001, 8002])

@@ -1,81 +1,13 @@
 """Real inference instances in processes of their own, and a trainer's end of the weight group in the test process."""
 
-import gc
-import os
-import re
 import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 import torch
+from running_instance import Instance, TrainerSide, launch, wait_until_ready
 from transformers import AutoModelForCausalLM
-
-from async_rl.weight_stream import TensorSpec, WeightGroup
-
-READY = re.compile(r"ready at (http://\S+)")
-START_TIMEOUT_S = 60.0
-GROUP_TIMEOUT_S = 20.0
-
-
-@dataclass
-class Instance:
-    """A running server: `client` is bound to its URL."""
-
-    url: str
-    process: subprocess.Popen[str]
-    client: httpx.Client
-
-    def generate(self, token_ids: Sequence[int], **params: Any) -> dict[str, Any]:
-        """POST /inference/v1/generate, which must succeed; `logprobs` defaults to 0."""
-        body = {"token_ids": list(token_ids), "sampling_params": {"logprobs": 0, **params}}
-        answer = self.client.post("/inference/v1/generate", json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def post(self, path: str, body: object = None, status: int = 200) -> Any:
-        answer = self.client.post(path, json={} if body is None else body)
-        assert answer.status_code == status, f"{path}: {answer.status_code} {answer.text}"
-        return answer.json()
-
-    def metric(self, name: str) -> float:
-        line = next(x for x in self.client.get("/metrics").text.splitlines() if x.startswith(name))
-        return float(line.split()[-1])
-
-
-def launch(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """Starts `python -m inference_service` with these arguments; stdout and stderr are one pipe."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "inference_service", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-    )
-
-
-def wait_until_ready(process: subprocess.Popen[str], headers: Mapping[str, str] | None = None) -> Instance:
-    lines: list[str] = []
-    deadline = threading.Timer(START_TIMEOUT_S, process.kill)
-    deadline.start()
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        found = READY.search(line)
-        if found:
-            deadline.cancel()
-            # Nobody reads on, and a full pipe would stop the server.
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            return Instance(found[1], process, httpx.Client(base_url=found[1], timeout=60, headers=headers))
-    deadline.cancel()
-    raise AssertionError(f"the server ended with {process.wait()}:\n{''.join(lines)}")
 
 
 @pytest.fixture(scope="session")
@@ -146,84 +78,6 @@ def reference() -> Callable[..., list[float]]:
 @pytest.fixture(scope="session")
 def load_reference() -> Callable[[Path], torch.nn.Module]:
     return lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-
-class TrainerSide:
-    """Rank 0 of a weight group: does what a trainer's publish does, one step at a time."""
-
-    def __init__(self, instances: Sequence[Instance], timeout_s: float = GROUP_TIMEOUT_S) -> None:
-        self.instances = instances
-        self.threads = ThreadPoolExecutor(len(instances))
-        world_size = len(instances) + 1
-        store = WeightGroup.host_store("127.0.0.1", world_size, timeout_s)
-        info = {
-            "master_address": "127.0.0.1",
-            "master_port": store.port,
-            "world_size": world_size,
-            "backend": "gloo",
-            "bucket_bytes": 20_000,
-            "timeout_s": timeout_s,
-        }
-        calls = [
-            self.threads.submit(i.post, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": rank}})
-            for rank, i in enumerate(instances, start=1)
-        ]
-        self.group = WeightGroup(store, 0, world_size, "gloo", timeout_s)
-        for call in calls:
-            call.result()
-
-    @staticmethod
-    def stream(model: torch.nn.Module) -> list[tuple[TensorSpec, torch.Tensor]]:
-        return [
-            (TensorSpec(name, str(p.dtype).removeprefix("torch."), tuple(p.shape)), p.detach())
-            for name, p in model.named_parameters()
-        ]
-
-    @staticmethod
-    def update_info(stream: Sequence[tuple[TensorSpec, torch.Tensor]]) -> dict[str, Any]:
-        specs = [spec for spec, _ in stream]
-        return {
-            "update_info": {
-                "names": [s.name for s in specs],
-                "dtype_names": [s.dtype_name for s in specs],
-                "shapes": [list(s.shape) for s in specs],
-            }
-        }
-
-    def call_update(self, stream: Sequence[tuple[TensorSpec, torch.Tensor]], status: int = 200) -> list[Future[Any]]:
-        """Announces the stream to all instances and waits until they are ready to receive it."""
-        calls = [
-            self.threads.submit(i.post, "/update_weights", self.update_info(stream), status) for i in self.instances
-        ]
-        self.group.next_update()
-        deadline = time.monotonic() + GROUP_TIMEOUT_S
-        while self.group.missing():
-            assert time.monotonic() < deadline, "an instance never announced itself"
-            time.sleep(0.01)
-        return calls
-
-    def send(self, stream: Sequence[tuple[TensorSpec, torch.Tensor]]) -> str:
-        calls = self.call_update(stream)
-        fingerprint = self.group.send(iter(stream), 20_000)
-        for call in calls:
-            call.result()
-        return fingerprint
-
-    def die(self) -> None:
-        """Closes all connections, as the end of the trainer's process would."""
-        del self.group
-        gc.collect()
-
-    def publish(self, model: torch.nn.Module, version: str, mode: str = "keep") -> str:
-        """Pause, start, send everything, finish, resume; returns the sender's fingerprint."""
-        for i in self.instances:
-            i.client.post("/pause", params={"mode": mode}).raise_for_status()
-            i.post("/start_weight_update")
-        fingerprint = self.send(self.stream(model))
-        for i in self.instances:
-            i.post("/finish_weight_update", {"weight_version": version})
-            i.post("/resume")
-        return fingerprint
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,19 @@ def test_seeded_requests_do_not_depend_on_their_company(instance: Any) -> None:
     assert together == alone
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.6, "top_p": 0.9}, {"repetition_penalty": 1.3}], ids=str)
+def test_a_seeded_response_cut_anywhere_is_continued_with_the_very_same_tokens(
+    instance: Any, params: dict[str, Any]
+) -> None:
+    whole = instance.generate(PROMPT, n=3, seed=50, max_tokens=40, **params)["choices"]
+    for child, choice in enumerate(whole):
+        tokens = choice["token_ids"]
+        for cut in {1, 2, 7, 27, len(tokens) - 1} & set(range(1, len(tokens))):
+            rest = instance.generate([*PROMPT, *tokens[:cut]], seed=50 + child, max_tokens=40 - cut, **params)
+            assert rest["choices"][0]["token_ids"] == tokens[cut:]
+            assert rest["choices"][0]["finish_reason"] == choice["finish_reason"]
+
+
 def test_unseeded_requests_differ(instance: Any) -> None:
     answers = {tuple(instance.generate(PROMPT, max_tokens=20)["choices"][0]["token_ids"]) for _ in range(5)}
     assert len(answers) == 5
@@ -153,6 +166,13 @@ def test_prompt_and_max_tokens_beyond_the_model_are_400(instance: Any) -> None:
     assert "200" in message and "57" in message and "256" in message
     body["sampling_params"] = {"max_tokens": 56}
     assert instance.client.post("/inference/v1/generate", json=body).status_code == 200
+
+
+def test_stop_tokens_that_leave_no_other_token_are_400_with_min_tokens(instance: Any) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"stop_token_ids": list(range(96)), "max_tokens": 3}}
+    assert instance.client.post("/inference/v1/generate", json=body).status_code == 200
+    body["sampling_params"]["min_tokens"] = 1
+    assert "stop_token_ids" in instance.client.post("/inference/v1/generate", json=body).json()["error"]["message"]
 
 
 def test_body_beyond_the_limit_is_413(instance: Any) -> None:
@@ -233,3 +253,24 @@ def test_server_answers_while_it_generates(instance: Any) -> None:
             assert instance.client.get("/health").status_code == 200
             delays.append(time.monotonic() - started)
     assert max(delays) < 1.0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1e6},
+        {"temperature": 1e-5},
+        {"top_k": 10**30},
+        {"top_p": 1e-300},
+        {"min_p": 1.0},
+        {"repetition_penalty": 0.01},
+        {"repetition_penalty": 100.0},
+        {"temperature": 1e6, "min_tokens": 4, "stop_token_ids": list(range(90))},
+        {"seed": -(2**63), "n": 3},
+        {"seed": 2**63 - 1, "n": 3},
+    ],
+    ids=str,
+)
+def test_extreme_values_give_ordinary_answers(instance: Any, params: dict[str, Any]) -> None:
+    for choice in instance.generate(PROMPT, **{"max_tokens": 5, **params})["choices"]:
+        assert 0 < len(choice["token_ids"]) <= 5 and all(logprob > -1e4 for logprob in logprobs(choice))

@@ -36,6 +36,17 @@ def test_uniforms_of_neighbouring_seeds_and_positions_are_even_and_independent()
         assert abs(float(shifted.mean())) < 4 / 12 / shifted.numel() ** 0.5
 
 
+def test_noise_follows_the_number_of_tokens_wherever_the_prompt_ends() -> None:
+    params = SamplingParams()
+    whole = Sequence((1, 2), params, 9, frozenset())
+    for _ in range(12):
+        (sample,) = sample_step(LOGITS_V[None].clone(), [whole], "processed_logprobs", "v")
+        cut = Sequence((*whole.token_ids(),), params, 9, frozenset())
+        assert sample_step(LOGITS_V[None].clone(), [cut], "processed_logprobs", "v") == [sample]
+        whole.samples.append(sample)
+    assert len({sample.token_id for sample in whole.samples}) > 1
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_tokens_come_as_often_as_their_probability(temperature: float) -> None:
     counts = Counter(sample.token_id for sample in draw(20_000, temperature=temperature))
@@ -49,8 +60,10 @@ def test_tokens_come_as_often_as_their_probability(temperature: float) -> None:
     [
         ({"top_k": 2}, {0, 1}),
         ({"top_k": -1}, {0, 1, 2, 3, 4, 5}),
+        ({"top_k": 10**30}, {0, 1, 2, 3, 4, 5}),
         ({"top_p": 0.6}, {0, 1}),
         ({"top_p": 1e-9}, {0}),
+        ({"top_p": 1e-300}, {0}),
         ({"min_p": 0.2}, {0, 1, 2}),
         ({"min_p": 1.0}, {0}),
         ({"top_k": 3, "top_p": 0.85}, {0, 1}),

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from async_rl.weight_snapshot import SnapshotWriter
+
 # Two pages of the prefix cache and a rest.
 PROMPT = [2 + i % 90 for i in range(70)]
 
@@ -214,6 +216,71 @@ def test_silent_sender_ends_in_an_error_within_the_timeout(
     assert_out_of_service(server)
     trainer_side([server]).publish(models[1], "after silence")
     assert_serves(server, models[1], "after silence", reference)
+
+
+def write_snapshot(path: Path, trainer: Any, model: torch.nn.Module) -> tuple[dict[str, Any], str]:
+    """The announcement of a snapshot of `model`, and its fingerprint."""
+    stream = trainer.stream(model)
+    writer = SnapshotWriter(path, [spec for spec, _ in stream])
+    fingerprint = writer.write(stream)
+    info = trainer.update_info(stream)["update_info"]
+    return {"update_info": info | {"snapshot": str(writer.commit())}}, fingerprint
+
+
+def test_snapshot_needs_no_weight_group_and_leaves_one_as_it_is(
+    launch_instance: Callable[..., Any],
+    tiny_model: Callable[..., Path],
+    server: Any,
+    trainer: Any,
+    models: list[torch.nn.Module],
+    reference: Callable[..., list[float]],
+    tmp_path: Path,
+) -> None:
+    update, fingerprint = write_snapshot(tmp_path / "weights.safetensors", trainer, models[2])
+    groupless = launch_instance(tiny_model("qwen3", tied=True), "--logprobs-mode", "processed_logprobs")
+    for instance in (groupless, server):
+        instance.post("/pause")
+        instance.post("/start_weight_update")
+        instance.post("/update_weights", update)
+        instance.post("/finish_weight_update", {"weight_version": "snapshot"})
+        instance.post("/resume")
+        assert instance.post("/collective_rpc", {"method": "weight_fingerprint"}) == {"results": [fingerprint]}
+        assert_serves(instance, models[2], "snapshot", reference)
+    # Weights are copies, not views of the file.
+    Path(update["update_info"]["snapshot"]).write_bytes(b"")
+    assert_serves(groupless, models[2], "snapshot", reference)
+    trainer.publish(models[1], "broadcast")
+    assert_serves(server, models[1], "broadcast", reference)
+
+
+def test_snapshot_that_cannot_be_read_changes_nothing(
+    server: Any, trainer: Any, models: list[torch.nn.Module], reference: Callable[..., list[float]], tmp_path: Path
+) -> None:
+    trainer.publish(models[1], "before")
+    path = tmp_path / "weights.safetensors"
+    update, _ = write_snapshot(path, trainer, models[2])
+    server.post("/pause")
+    server.post("/start_weight_update")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert_error(server, "/update_weights", update, 400, str(path), "no whole safetensors file")
+    path.unlink()
+    assert_error(server, "/update_weights", update, 400, str(path), "No such file")
+    other = trainer.stream(models[2])[:-1]
+    writer = SnapshotWriter(path, [spec for spec, _ in other])
+    writer.write(other)
+    writer.commit()
+    assert_error(server, "/update_weights", update, 400, str(path), "model.norm.weight", "nothing")
+    assert_error(server, "/finish_weight_update", {"weight_version": "never"}, 500, "old ones")
+    server.post("/resume")
+    assert_serves(server, models[1], "before", reference)
+    path.write_bytes(whole)
+    server.post("/pause")
+    server.post("/start_weight_update")
+    server.post("/update_weights", update)
+    server.post("/finish_weight_update", {"weight_version": "after"})
+    server.post("/resume")
+    assert_serves(server, models[2], "after", reference)
 
 
 def test_rendezvous_that_nobody_joins_is_an_error_and_harmless(server: Any, trainer: Any) -> None:

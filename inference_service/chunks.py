@@ -1,0 +1,75 @@
+"""From an engine's streams to the chunks of streaming answers, as JSON; called by the routes that generate."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from async_rl.protocol import SamplingParams
+from inference_service.answers import GenerateChunks, TextCodec
+from inference_service.bodies import CompletionChunk, CompletionRequest
+from inference_service.completion_choice import CompletionTeller
+from inference_service.engine import Choice
+from inference_service.event_stream import Chunks
+
+News = AsyncGenerator[dict[int, Choice], None]
+"""What is new, by the choice's index."""
+
+
+async def generate_chunks(request_id: str, params: SamplingParams, news: News) -> Chunks:
+    """A chunk for all choices that have news at once."""
+    answer = GenerateChunks(request_id, params)
+    num_open = params.n
+    async with aclosing(news):
+        async for choices in news:
+            num_open -= _num_ended(choices)
+            yield answer.chunk(choices), num_open == 0
+
+
+async def completion_chunks(
+    request_id: str,
+    model: str,
+    body: CompletionRequest,
+    prompts: Sequence[Sequence[int]],
+    codec: TextCodec | None,
+    news: Sequence[News],
+) -> Chunks:
+    """The same for `/v1/completions`, with one stream per prompt; choices count prompt by prompt."""
+    created = int(time.time())
+    tellers = [CompletionTeller(i, body, prompts[i // body.n], codec) for i in range(len(prompts) * body.n)]
+    num_open = len(tellers)
+    async with aclosing(_merged(news, body.n)) as merged:
+        async for choices in merged:
+            chunk = CompletionChunk(
+                id=request_id,
+                created=created,
+                model=model,
+                choices=[tellers[index].tell(choice) for index, choice in choices.items()],
+            )
+            num_open -= _num_ended(choices)
+            yield chunk.model_dump_json().encode(), num_open == 0
+
+
+async def _merged(streams: Sequence[News], num_children: int) -> News:
+    """All streams as one; child j of stream i counts as choice i * num_children + j."""
+    arrived: asyncio.Queue[dict[int, Choice] | None] = asyncio.Queue()
+
+    async def forward(i: int, stream: News) -> None:
+        async with aclosing(stream):
+            async for choices in stream:
+                arrived.put_nowait({i * num_children + j: choice for j, choice in choices.items()})
+
+    tasks = [asyncio.ensure_future(forward(i, stream)) for i, stream in enumerate(streams)]
+    ended = asyncio.gather(*tasks)
+    ended.add_done_callback(lambda _: arrived.put_nowait(None))
+    try:
+        while (choices := await arrived.get()) is not None:
+            yield choices
+        ended.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _num_ended(choices: dict[int, Choice]) -> int:
+    return sum(choice.finish_reason is not None for choice in choices.values())

@@ -1,0 +1,56 @@
+"""What `/v1/completions` says of one choice: all at once, or bit by bit in a stream."""
+
+from collections.abc import Sequence
+
+from inference_service.answers import LOWEST_LOGPROB, TextCodec
+from inference_service.bodies import CompletionChoice, CompletionLogprobs, CompletionRequest
+from inference_service.engine import Choice, Sample
+from inference_service.growing_text import GrowingText
+
+
+class CompletionTeller:
+    """Tells of choice `index` what is new; without a `codec`, the model's tokenizer, there is no text."""
+
+    def __init__(self, index: int, body: CompletionRequest, prompt: Sequence[int], codec: TextCodec | None) -> None:
+        self._index = index
+        self._body = body
+        self._prompt: Sequence[int] | None = prompt if body.return_token_ids else None
+        self._codec = codec
+        self._text = None if codec is None else GrowingText(codec)
+        self._text_offset = 0
+
+    def tell(self, choice: Choice) -> CompletionChoice:
+        """`choice` is the next piece, or the whole; the first one comes with the prompt, if token ids are asked for."""
+        token_ids = [sample.token_id for sample in choice.samples]
+        prompt, self._prompt = self._prompt, None
+        return CompletionChoice(
+            index=self._index,
+            text="" if self._text is None else self._text.add(token_ids, choice.finish_reason is not None),
+            logprobs=None if self._body.logprobs is None else self._logprobs(choice.samples),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            token_ids=token_ids if self._body.return_token_ids else None,
+            prompt_token_ids=None if prompt is None else list(prompt),
+        )
+
+    def _logprobs(self, samples: Sequence[Sample]) -> CompletionLogprobs:
+        tokens = [self._token(sample.token_id) for sample in samples]
+        offsets = [self._text_offset]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token))
+        self._text_offset = offsets.pop()
+        return CompletionLogprobs(
+            text_offset=offsets,
+            token_logprobs=[sample.logprob for sample in samples],
+            tokens=tokens,
+            top_logprobs=[
+                {self._token(token_id): max(logprob, LOWEST_LOGPROB) for token_id, logprob, _ in sample.top}
+                or {token: sample.logprob}
+                for token, sample in zip(tokens, samples, strict=True)
+            ],
+        )
+
+    def _token(self, token_id: int) -> str:
+        if self._body.return_tokens_as_token_ids or self._codec is None:
+            return f"token_id:{token_id}"
+        return self._codec.decode([token_id], skip_special_tokens=False)

@@ -1,0 +1,76 @@
+"""An answer that goes out as events while it is made (`text/event-stream`), and ends when its client goes away."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from async_rl.errors import AsyncRLError
+from inference_service import api_errors
+
+T = TypeVar("T")
+
+Chunks = AsyncGenerator[tuple[bytes, bool], None]
+"""JSON texts, and whether each is the last."""
+
+END: Final = b"data: [DONE]\n\n"
+
+
+class Disconnected(AsyncRLError):
+    """The client went away before its answer was ready; nobody reads the error."""
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client closes the connection first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+class EventStream(Response):
+    """Sends each JSON text of `chunks` as one event, and `[DONE]` with the one that says it is the last.
+
+    Every write to the socket costs a fight with the generation thread for the interpreter, so there is none for the end
+    alone. A fault of the service on the way is told in an event with the protocol's error body; nothing follows it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: Chunks) -> None:
+        super().__init__(headers={"cache-control": "no-cache"})
+        # The length is not known beforehand.
+        del self.headers["content-length"]
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await unless_disconnected(receive, self._send_all(send))
+        except Disconnected:
+            # There is nobody to tell.
+            return
+
+    async def _send_all(self, send: Send) -> None:
+        async def send_body(body: bytes, more: bool) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        try:
+            async with aclosing(self._chunks) as chunks:
+                async for data, is_last in chunks:
+                    await send_body(_event(data) + (END if is_last else b""), not is_last)
+        except AsyncRLError as error:
+            await send_body(_event(api_errors.body_of(error).encode()), False)
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: %b\n\n" % data

@@ -1,0 +1,98 @@
+"""The routes that generate, and the one that ends what they began; `app.py` adds them."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+
+from async_rl import protocol
+from async_rl.protocol import AbortRequest
+from inference_service import answers, chunks
+from inference_service.answers import TextCodec
+from inference_service.api_errors import UnknownModel
+from inference_service.bodies import AbortResponse, CompletionRequest, CompletionResponse, ServedGenerateRequest
+from inference_service.completion_choice import CompletionTeller
+from inference_service.engine import Engine, RequestRefused
+from inference_service.event_stream import EventStream, unless_disconnected
+
+T = TypeVar("T")
+
+
+def add(app: FastAPI, engine: Engine, codec: TextCodec | None, model_name: str) -> None:
+    """Adds the routes; with `codec`, the model's tokenizer, prompts may be text."""
+
+    def check_model(name: str | None) -> None:
+        if name is not None and name != model_name:
+            raise UnknownModel(f"The model `{name}` does not exist.")
+
+    @app.post(protocol.GENERATE)
+    async def generate(request: Request, body: ServedGenerateRequest) -> Response:
+        check_model(body.model)
+        request_id = f"generate-tokens-{_request_id(request, body.request_id)}"
+        params = body.sampling_params
+        if body.stream:
+            news = engine.stream(request_id, body.token_ids, params)
+            return EventStream(chunks.generate_chunks(request_id, params, news))
+        run = engine.generate(request_id, body.token_ids, params)
+        choices = await unless_disconnected(request.receive, run)
+        answer = answers.generate_response(request_id, model_name, len(body.token_ids), choices, params)
+        return Response(answer, media_type="application/json")
+
+    @app.post(protocol.COMPLETIONS)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        check_model(body.model)
+        request_id = f"cmpl-{_request_id(request, body.request_id)}"
+        prompts = _prompts(body, codec)
+        if body.stream:
+            news = [engine.stream(f"{request_id}-{i}", prompt, body) for i, prompt in enumerate(prompts)]
+            return EventStream(chunks.completion_chunks(request_id, model_name, body, prompts, codec, news))
+        runs = [engine.generate(f"{request_id}-{i}", prompt, body) for i, prompt in enumerate(prompts)]
+        results = await unless_disconnected(request.receive, _all(runs))
+        answer = CompletionResponse(
+            id=request_id,
+            created=int(time.time()),
+            model=model_name,
+            choices=[
+                CompletionTeller(i * body.n + j, body, prompts[i], codec).tell(choice)
+                for i, run in enumerate(results)
+                for j, choice in enumerate(run)
+            ],
+            usage=answers.usage(sum(map(len, prompts)), [choice for run in results for choice in run]),
+        )
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    @app.post(protocol.ABORT_REQUESTS)
+    async def abort_requests(body: AbortRequest) -> AbortResponse:
+        ids = body.request_ids or None
+        if ids is not None:
+            # Clients know the id they sent; the engine knows it with the route's prefix.
+            ids = [*ids, *(f"generate-tokens-{i}" for i in ids)]
+        return AbortResponse(aborted=engine.abort(ids))
+
+
+def _request_id(request: Request, from_body: str | None) -> str:
+    return request.headers.get("x-request-id") or from_body or uuid.uuid4().hex
+
+
+def _prompts(body: CompletionRequest, codec: TextCodec | None) -> list[list[int]]:
+    """The request's prompts as token ids."""
+    prompt: Any = body.prompt
+    batch = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    if not isinstance(batch[0], str):
+        return list(batch)
+    if codec is None:
+        raise RequestRefused("the model has no tokenizer: send the prompt as token ids", "prompt")
+    return [codec.encode(text) for text in batch]
+
+
+async def _all(runs: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; the first failure cancels the others."""
+    tasks = [asyncio.ensure_future(run) for run in runs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

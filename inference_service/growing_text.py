@@ -1,0 +1,32 @@
+"""Text of a response that grows by tokens: what each new token adds to what was shown before."""
+
+from typing import Final
+
+from inference_service.answers import TextCodec
+
+UNFINISHED: Final = "\ufffd"
+"""What a tokenizer makes of bytes that are not a whole character yet."""
+
+
+class GrowingText:
+    """Added up, the pieces are the text of all tokens.
+
+    A token's text may depend on its neighbours, so a piece is what the new tokens add to the text of the piece before:
+    `_ids` holds the tokens of both, of which the first `_num_shown` have been shown.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._ids: list[int] = []
+        self._num_shown = 0
+
+    def add(self, token_ids: list[int], last: bool) -> str:
+        """The text of these tokens; what ends within a character is held back, unless these are the `last`."""
+        self._ids += token_ids
+        shown = self._codec.decode(self._ids[: self._num_shown], skip_special_tokens=True)
+        text = self._codec.decode(self._ids, skip_special_tokens=True)
+        if text.endswith(UNFINISHED) and not last:
+            return ""
+        self._ids = self._ids[self._num_shown :]
+        self._num_shown = len(self._ids)
+        return text[len(shown) :]

@@ -1,0 +1,137 @@
+"""Tells a trainer's fleet endpoint, again and again, that this instance is there; asks it for leave to end.
+
+`server.py` starts it when the instance can take requests. It needs nothing but the standard library, and runs in a
+thread of its own, so that a slow or absent trainer never slows an answer.
+"""
+
+import logging
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from http.client import HTTPException
+from typing import Final
+
+from pydantic import BaseModel, ValidationError
+
+from async_rl.errors import ConfigError
+from async_rl.protocol import FLEET_DRAIN, FLEET_REGISTER, ErrorResponse, NameRequest, RegisterRequest, RegisterResponse
+
+logger = logging.getLogger("inference_service")
+
+FIRST_INTERVAL_S: Final = 2.0
+"""Between registrations until an answer names the interval."""
+
+MAX_INTERVAL_S: Final = 60.0
+LEAVING_INTERVAL_S: Final = 0.25
+"""Between registrations while the instance waits for leave to end, and at the least otherwise."""
+
+TIMEOUT_S: Final = 5.0
+
+
+class Registration:
+    """Registers the instance at `own_url` with the fleet endpoint at `fleet_url`, for as long as it runs.
+
+    The trainer may come and go; only a change is logged. `leave_requested` is set when the fleet has let the instance
+    go: it was drained or removed there, and may end.
+
+    Raises:
+        ConfigError: a URL or the name cannot be registered.
+    """
+
+    def __init__(self, fleet_url: str, own_url: str, name: str | None = None, token: str | None = None) -> None:
+        if not re.match(r"https?://[^\s/]+", fleet_url):
+            raise ConfigError(f"--register {fleet_url!r}: expected the trainer's fleet endpoint, as http://host:port")
+        own_url = own_url.rstrip("/")
+        try:
+            self._body = RegisterRequest(url=own_url, name=name or default_name(own_url), boot_id=uuid.uuid4().hex)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(
+                f"cannot register with this {first['loc'][0]}: {first['input']!r}; expected --advertise as "
+                "http://host:port, and a --name of letters, digits, '.', '_' and '-'"
+            ) from error
+        self._fleet_url = fleet_url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        self._authorization = None if token is None else b"Bearer " + token.encode(errors="surrogateescape")
+        # Without the proxies of the environment: the trainer is in the same network.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._interval_s = FIRST_INTERVAL_S
+        self._state: str | None = None
+        self.leave_requested = threading.Event()
+
+    def start(self) -> None:
+        """Begins to register, at once, in a daemon thread."""
+        threading.Thread(target=self._run, name="registration", daemon=True).start()
+
+    def leave(self, timeout_s: float) -> bool:
+        """Asks to be drained and waits until the fleet lets the instance go; False if it does not, or does not answer.
+
+        The instance must go on serving meanwhile, so that what is under way there can finish.
+        """
+        logger.info("asking the fleet at %s for leave", self._fleet_url)
+        try:
+            self._post(FLEET_DRAIN, NameRequest(name=self._body.name))
+        except (OSError, HTTPException) as error:
+            logger.warning("the fleet at %s does not drain this instance: %s", self._fleet_url, _reason(error))
+            return False
+        deadline = time.monotonic() + timeout_s
+        while self._register() and not self.leave_requested.wait(LEAVING_INTERVAL_S):
+            if time.monotonic() > deadline:
+                logger.warning("the fleet at %s has not let the instance go within %g s", self._fleet_url, timeout_s)
+                break
+        return self.leave_requested.is_set()
+
+    def _run(self) -> None:
+        self._register()
+        while not self.leave_requested.wait(self._interval_s):
+            self._register()
+
+    def _register(self) -> bool:
+        """Whether the fleet answered."""
+        try:
+            answer = RegisterResponse.model_validate_json(self._post(FLEET_REGISTER, self._body))
+        except urllib.error.HTTPError as error:
+            remedy = "; does ASYNC_RL_TOKEN differ from the trainer's?" if error.code == 401 else ""
+            self._note(f"the fleet at {self._fleet_url} refused: {_reason(error)}{remedy}", logging.WARNING)
+        except (OSError, HTTPException, ValidationError) as error:
+            self._note(f"no fleet answers at {self._fleet_url}, trying on: {_reason(error)}", logging.INFO)
+        else:
+            self._interval_s = min(max(answer.interval_s, LEAVING_INTERVAL_S), MAX_INTERVAL_S)
+            if answer.leave:
+                self._note(f"the fleet at {self._fleet_url} has let {self._body.name} go", logging.INFO)
+                self.leave_requested.set()
+            else:
+                self._note(f"registered with the fleet at {self._fleet_url} as {self._body.name}", logging.INFO)
+            return True
+        return False
+
+    def _post(self, path: str, body: BaseModel) -> bytes:
+        request = urllib.request.Request(self._fleet_url + path, body.model_dump_json().encode(), self._headers)
+        if self._authorization is not None:
+            # As bytes, which need not be latin-1; urllib passes them on, whatever its types say.
+            request.add_unredirected_header("Authorization", self._authorization)  # type: ignore[arg-type]
+        with self._opener.open(request, timeout=TIMEOUT_S) as answer:
+            content: bytes = answer.read()
+        return content
+
+    def _note(self, state: str, level: int) -> None:
+        if state != self._state:
+            self._state = state
+            logger.log(level, "%s", state)
+
+
+def default_name(url: str) -> str:
+    """Host and port, in the characters that a name may have."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", url.split("://", 1)[-1]).strip("-")[:128]
+
+
+def _reason(error: Exception) -> str:
+    if not isinstance(error, urllib.error.HTTPError):
+        return str(getattr(error, "reason", error)) or repr(error)
+    try:
+        return f"{error.code} {ErrorResponse.model_validate_json(error.read()).error.message}"
+    except (ValidationError, OSError):
+        return f"{error.code} {error.reason}"

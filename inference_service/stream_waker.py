@@ -1,0 +1,44 @@
+"""Wakes the requests that stream, a few at a time: the generation thread rings, the event loop answers.
+
+Waking each stream for each token would cost more than making the token. So whatever happens within `INTERVAL_S` is told
+at once, of all streams, which also gathers the news of responses that run side by side into one chunk.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final
+
+from inference_service.sequences import Request, Sequence
+
+INTERVAL_S: Final = 0.025
+"""Long against a step of a small model, short against anything a client waits for."""
+
+
+class StreamWaker:
+    """`requests` are the engine's own, read in the event loop; `ring` may be called by any thread."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = requests
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._rung = False
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def note_step(self, sampled: list[Sequence]) -> None:
+        """Called with the sequences that got a token in this step."""
+        if not self._rung and any(sequence.has_news for sequence in sampled):
+            self.ring()
+
+    def ring(self) -> None:
+        if self._rung:
+            return
+        assert self._loop is not None, "the engine was not started"
+        self._rung = True
+        self._loop.call_soon_threadsafe(self._loop.call_later, INTERVAL_S, self._wake)
+
+    def _wake(self) -> None:
+        # First: what is sampled from here on rings again.
+        self._rung = False
+        for request in self._requests:
+            request.wake_if_news()

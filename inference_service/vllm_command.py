@@ -1,0 +1,87 @@
+"""From the options to the command line and environment of vLLM's own server: pure, tested without vLLM."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from inference_service.options import TOKEN_VARIABLE, Options
+from inference_service.vllm_versions import VllmRelease
+
+BACKEND = "async_rl"
+"""Name of async-rl's transport in vLLM's `--weight-transfer-config`; see `weight_transfer/vllm_plugin.py`."""
+
+PLUGIN = "async_rl"
+"""Name of that plugin's entry point."""
+
+# The `vllm` script looks for a distribution of that name, which the CPU build is not.
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+WORKER_EXTENSION = "inference_service.vllm_worker.WorkerExtension"
+GUARD = "inference_service.vllm_guard.TokenGuard"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to start, and its whole environment."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def server_command(options: Options, release: VllmRelease, port: int, environment: Mapping[str, str]) -> Command:
+    """How to start vLLM's server at `port`, in this process's `environment`.
+
+    `options.engine_options` come last, so they win. With a token in the environment every route but health and metrics
+    asks for it, the control routes included, which vLLM's own `--api-key` leaves open.
+    """
+    values = {
+        "--model": options.model,
+        "--host": options.host,
+        "--port": str(port),
+        "--served-model-name": options.served_model_name or options.model,
+        "--dtype": options.dtype,
+        "--tensor-parallel-size": str(options.tensor_parallel),
+        "--max-num-seqs": str(options.max_concurrency),
+        "--logprobs-mode": options.logprobs_mode,
+        # Sampling as the request says, not as the model's generation_config.json does.
+        "--generation-config": "vllm",
+        "--weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "--worker-extension-cls": WORKER_EXTENSION,
+    }
+    if options.max_model_len is not None:
+        values["--max-model-len"] = str(options.max_model_len)
+    if environment.get(TOKEN_VARIABLE):
+        values["--middleware"] = GUARD
+    if options.device == "npu" and "--additional-config" not in options.engine_options:
+        values["--additional-config"] = json.dumps({"weight_nz_mode": 0})
+    # A trainer asks for health every second, which the access log would record.
+    flags = ["--enable-prefix-caching", "--disable-uvicorn-access-log"]
+    if release.has_scale_out:
+        flags.append("--enable-scale-out")
+    if options.device == "cpu":
+        flags.append("--enforce-eager")
+    words = [word for pair in values.items() for word in pair]
+    argv = (sys.executable, "-m", SERVER_MODULE, *words, *flags, *options.engine_options)
+    return Command(argv, _defaults(options) | dict(environment) | _necessary(options, environment))
+
+
+def _defaults(options: Options) -> dict[str, str]:
+    env = {"VLLM_NO_USAGE_STATS": "1"}
+    if options.device == "cpu":
+        # GiB; without it vLLM takes half of the machine's memory. Who starts several instances pins them to cores, so
+        # vLLM must not choose others. Despite --enforce-eager it compiles parts of its sampler, at the first request,
+        # which then takes nine seconds.
+        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    return env
+
+
+def _necessary(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
+    # The RL routes are among those that vLLM serves in development mode only.
+    env = {"VLLM_SERVER_DEV_MODE": "1"}
+    if "VLLM_PLUGINS" in environment:
+        # A list of the plugins to load; without the variable vLLM loads all.
+        env["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},{PLUGIN}"
+    if options.device == "npu":
+        # Weights in the NZ layout cannot be replaced; vllm-ascend reads the variable, not its setting of that meaning.
+        env["VLLM_ASCEND_ENABLE_NZ"] = "0"
+    return env

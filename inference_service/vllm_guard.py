@@ -1,0 +1,25 @@
+"""The bearer token before all routes of vLLM's server, by its `--middleware` option. Imported by vLLM only."""
+
+import os
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from async_rl.http_guard import BearerToken
+from async_rl.protocol import HEALTH, METRICS
+from inference_service.options import TOKEN_VARIABLE
+
+
+class TokenGuard(BearerToken):
+    """vLLM makes it with the application alone, so the token comes from the environment.
+
+    Websockets, which no trainer uses, are refused: the token is checked for requests only.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(app, os.environ[TOKEN_VARIABLE], (HEALTH, "/ping", METRICS))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        await super().__call__(scope, receive, send)

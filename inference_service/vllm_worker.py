@@ -1,0 +1,25 @@
+"""Methods that vLLM's workers gain by `--worker-extension-cls`; a trainer calls them through /collective_rpc."""
+
+from typing import Any
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; the names of the methods are those of `async_rl.protocol`.
+
+    vLLM refuses an extension with a callable that its worker has too.
+    """
+
+    weight_transfer_engine: Any
+    noted_version_of_weights = "default"
+
+    def weight_fingerprint(self) -> str | None:
+        """Fingerprint of the last weight stream that arrived whole; None before the first."""
+        return self.weight_transfer_engine.fingerprint
+
+    def note_weight_version(self, version: str) -> None:
+        """Keeps the name of the weights now loaded, for a vLLM that keeps none itself."""
+        self.noted_version_of_weights = version
+
+    def noted_weight_version(self) -> str:
+        """The name noted last."""
+        return self.noted_version_of_weights

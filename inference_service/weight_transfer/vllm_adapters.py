@@ -1,0 +1,85 @@
+"""The two forms of vLLM's weight transfer engine, as mixins over one receiver; `vllm_engine.py` picks one.
+
+vLLM 0.23 loads through a callback that its worker hands over, and reloads layer by layer in the worker. The form of
+0.32 hands the model to the engine, which reloads it itself. Nothing here needs vLLM.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from async_rl.protocol import InitInfo, UpdateInfo
+from inference_service.weight_transfer.vllm_receiver import LoadWeights, WorkerReceiver
+
+
+class Transfer:
+    """What both forms share. The base class of vLLM that stands behind it in the class sets `parallel_config`.
+
+    vLLM makes the infos with `init_info_cls(**body)`; a pydantic model refuses what it does not know by a ValueError,
+    as vLLM expects.
+    """
+
+    init_info_cls: ClassVar[type[InitInfo]] = InitInfo
+    update_info_cls: ClassVar[type[UpdateInfo]] = UpdateInfo
+    parallel_config: Any
+
+    @cached_property
+    def receiver(self) -> WorkerReceiver:
+        config = self.parallel_config
+        return WorkerReceiver(config.data_parallel_index * config.world_size + config.rank)
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self.receiver.fingerprint
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.receiver.join(init_info)
+
+    def shutdown(self) -> None:
+        self.receiver.leave()
+
+
+class DenseUpdateInfo(UpdateInfo):
+    """An update as the worker of 0.23 asks for it: it knows sparse ones too."""
+
+    update_kind: ClassVar[str] = "dense"
+
+
+class LoadsThroughCallback(Transfer):
+    """The form of 0.23."""
+
+    update_info_cls = DenseUpdateInfo
+
+    def receive_weights(self, update_info: UpdateInfo, load_weights: LoadWeights) -> None:
+        self.receiver.load(update_info, load_weights)
+
+    @staticmethod
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
+        raise NotImplementedError("the trainer sends through async_rl.weight_stream, not through vLLM's class")
+
+
+class ReloadsModel(Transfer):
+    """The form of 0.32; `begin_reload` and `end_reload` are vLLM's layer-by-layer reload of a model."""
+
+    begin_reload: ClassVar[Callable[[torch.nn.Module], object]]
+    end_reload: ClassVar[Callable[[torch.nn.Module, Any], object]]
+    model: Any
+    model_config: Any
+
+    def start_weight_update(self) -> None:
+        self.begin_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self.receiver.load(update_info, self.model.load_weights)
+
+    def finish_weight_update(self) -> None:
+        self.end_reload(self.model, self.model_config)
+
+
+def form_of(base: type) -> type[LoadsThroughCallback] | type[ReloadsModel]:
+    """The mixin for vLLM's `WeightTransferEngine`, told by its constructor: which release changed it is not known."""
+    takes_model = "vllm_config" in inspect.signature(base.__init__).parameters  # type: ignore[misc]
+    return ReloadsModel if takes_model else LoadsThroughCallback

@@ -1,0 +1,39 @@
+"""The engine class that vLLM's workers make: receives weights over async-rl's transport. Imported by vLLM only."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from inference_service.weight_transfer.vllm_adapters import ReloadsModel, form_of
+
+if TYPE_CHECKING:
+    Form = ReloadsModel
+else:
+    Form = form_of(WeightTransferEngine)
+
+
+class WeightStreamEngine(Form, WeightTransferEngine):
+    """A weight transfer engine of the installed vLLM."""
+
+    begin_reload = staticmethod(initialize_layerwise_reload)
+
+    @staticmethod
+    def end_reload(model: torch.nn.Module, model_config: Any) -> None:
+        finalize_layerwise_reload(model, model_config)
+        pack_tied_heads(model)
+
+
+def pack_tied_heads(model: torch.nn.Module) -> None:
+    """On CPU: takes the output head's packed copy of its weight anew. For vLLM 0.32, until it does so itself.
+
+    A head that is tied to the embedding gets no tensors of its own in a reload. Its weight is the embedding's memory
+    and new, but vLLM computes with a copy that it packed when the model was loaded.
+    """
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and module.weight.device.type == "cpu":
+            method = module.quant_method
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                method.process_weights_after_loading(module)

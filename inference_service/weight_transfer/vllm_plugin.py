@@ -1,0 +1,19 @@
+"""The plugin by which vLLM learns of async-rl's weight transport; entry point group `vllm.general_plugins`.
+
+vLLM calls `register` in its API server, its engine core and every worker, in some of them more than once.
+"""
+
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from inference_service.vllm_command import BACKEND
+
+_registered = False
+
+
+def register() -> None:
+    """Makes the transport known to this process; a second call does nothing."""
+    global _registered
+    if not _registered:
+        module = "inference_service.weight_transfer.vllm_engine"
+        WeightTransferEngineFactory.register_engine(BACKEND, module, "WeightStreamEngine")
+        _registered = True

@@ -1,0 +1,115 @@
+"""What a vLLM worker does with a weight stream: joins the trainer's group, receives, and feeds the model's loader.
+
+The adapters of `vllm_adapters.py` call it; nothing here needs vLLM.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+
+import torch
+
+from async_rl.protocol import InitInfo, UpdateInfo
+from async_rl.weight_stream import TensorSpec
+from inference_service.engine import RequestRefused
+from inference_service.weight_transfer.receiver import WeightReceiver
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+LoadWeights = Callable[[NamedTensors], object]
+
+BATCH_BYTES = 256 * 2**20
+"""How much is handed to the loader at once, at most, unless one tensor alone is larger."""
+
+_LAYER = re.compile(r"^.*?\.\d+\.")
+
+
+class WorkerReceiver:
+    """The receiving end of one worker. `worker_rank` counts all workers of the instance, data parallel ones too."""
+
+    def __init__(self, worker_rank: int) -> None:
+        self._worker_rank = worker_rank
+        self._receiver = WeightReceiver()
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the last stream that was received to its end."""
+        return self._receiver.fingerprint
+
+    def join(self, info: InitInfo) -> None:
+        """Joins the group `info` names, in this worker's own place.
+
+        Raises:
+            PublishError: the rendezvous did not complete within `info.timeout_s`.
+        """
+        self._receiver.join(info.model_copy(update={"rank_offset": info.rank_offset + self._worker_rank}))
+
+    def load(self, update: UpdateInfo, load_weights: LoadWeights) -> None:
+        """Receives the announced tensors and hands them on, a layer or less at a time.
+
+        After an error that came once tensors were under way the group is left, because its ends no longer agree where
+        in the stream they are: join a new one and send the whole stream again.
+
+        Raises:
+            RequestRefused: the announcement contradicts itself; nothing was received.
+            PublishError: there is no group or snapshot to read from, or it broke.
+        """
+        specs = announced_specs(update)
+        try:
+            with closing(self._receiver.stream(update, specs)) as stream:
+                for batch in in_batches(stream):
+                    load_weights(batch)
+        except Exception:
+            self._receiver.leave()
+            raise
+
+    def leave(self) -> None:
+        """Closes the group, if there is one."""
+        self._receiver.leave()
+
+
+def announced_specs(update: UpdateInfo) -> list[TensorSpec]:
+    """The tensors of an announcement. Whether the model has them is vLLM's to say, which fuses and renames weights.
+
+    Raises:
+        RequestRefused: the lists differ in length, a name comes twice, or torch has no such dtype.
+    """
+    lengths = (len(update.names), len(update.dtype_names), len(update.shapes))
+    if len(set(lengths)) != 1:
+        raise RequestRefused(
+            f"update_info.names, dtype_names and shapes have {lengths} entries: expected equal lengths", "update_info"
+        )
+    if len(set(update.names)) != len(update.names):
+        twice = next(name for name in update.names if update.names.count(name) > 1)
+        raise RequestRefused(f"weight {twice!r} is announced twice: send every tensor once", "update_info.names")
+    for name, dtype_name in zip(update.names, update.dtype_names, strict=True):
+        if not isinstance(getattr(torch, dtype_name, None), torch.dtype):
+            raise RequestRefused(
+                f"weight {name!r} has dtype {dtype_name!r}: expected the name of a torch dtype, such as 'bfloat16'",
+                "update_info.dtype_names",
+            )
+    return [
+        TensorSpec(name, dtype_name, tuple(shape))
+        for name, dtype_name, shape in zip(update.names, update.dtype_names, update.shapes, strict=True)
+    ]
+
+
+def in_batches(
+    stream: Iterable[tuple[TensorSpec, torch.Tensor]], max_bytes: int = BATCH_BYTES
+) -> Iterator[NamedTensors]:
+    """Cuts the stream where a layer ends, and within a layer before it exceeds `max_bytes`.
+
+    vLLM finishes a module once all its tensors have come, and keeps them until then.
+    """
+    batch: NamedTensors = []
+    size, layer = 0, ""
+    for spec, tensor in stream:
+        found = _LAYER.match(spec.name)
+        this_layer = found[0] if found else ""
+        if batch and (this_layer != layer or size + spec.num_bytes > max_bytes):
+            yield batch
+            batch, size = [], 0
+        batch.append((spec.name, tensor))
+        size += spec.num_bytes
+        layer = this_layer
+    if batch:
+        yield batch

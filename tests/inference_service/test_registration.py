@@ -1,0 +1,220 @@
+"""An instance and a fleet endpoint that is scripted here: registering, being let go, asking for it."""
+
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.errors import ConfigError
+from inference_service.registration import Registration, default_name
+
+OWN_URL = "http://127.0.0.1:9"
+
+
+class Fleet:
+    """The trainer's endpoint; it lets a drained instance go when `is_busy` is cleared."""
+
+    def __init__(self, port: int = 0, token: str | None = None) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.token = token
+        self.leave = False
+        self.is_draining = False
+        self.is_busy = False
+        fleet = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                status, answer = fleet.answer(self.path, body, self.headers.get("authorization"))
+                content = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def answer(self, path: str, body: dict[str, Any], authorization: str | None) -> tuple[int, dict[str, Any]]:
+        if self.token is not None and authorization != f"Bearer {self.token}".encode().decode("latin-1"):
+            return 401, {"error": {"message": "missing or wrong bearer token", "type": "Unauthorized", "code": 401}}
+        self.calls.append((path, body))
+        if path == "/fleet/drain":
+            self.is_draining = True
+        leave = self.leave or (self.is_draining and not self.is_busy)
+        return 200, {"state": "draining" if self.is_draining else "ready", "leave": leave, "interval_s": 0.3}
+
+    def registrations(self) -> list[dict[str, Any]]:
+        return [body for path, body in self.calls if path == "/fleet/register"]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    yield fleet
+    fleet.leave = True
+    fleet.close()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def test_it_registers_at_once_and_again_at_the_interval_the_answer_names(fleet: Fleet) -> None:
+    started = time.monotonic()
+    Registration(fleet.url + "/", OWN_URL + "/", "first").start()
+    wait_for(lambda: len(fleet.registrations()) >= 3)
+    assert 0.5 < time.monotonic() - started < 1.9
+    body = fleet.registrations()[0]
+    assert (body["url"], body["name"]) == (OWN_URL, "first")
+    assert len({body["boot_id"] for body in fleet.registrations()}) == 1
+
+
+def test_each_start_has_a_boot_id_of_its_own(fleet: Fleet) -> None:
+    for _ in range(2):
+        Registration(fleet.url, OWN_URL, "again").start()
+    wait_for(lambda: len({body["boot_id"] for body in fleet.registrations()}) == 2)
+
+
+def test_it_stops_when_the_fleet_lets_it_go(fleet: Fleet) -> None:
+    registration = Registration(fleet.url, OWN_URL, "drained")
+    registration.start()
+    wait_for(lambda: len(fleet.registrations()) > 0)
+    assert not registration.leave_requested.is_set()
+    fleet.leave = True
+    assert registration.leave_requested.wait(10)
+    num_calls = len(fleet.calls)
+    time.sleep(0.6)
+    assert len(fleet.calls) == num_calls
+
+
+def test_it_waits_for_a_trainer_that_is_away_and_tells_only_changes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "inference_service")
+    gone = Fleet()
+    gone.close()
+    registration = Registration(gone.url, OWN_URL, "patient")
+    registration.start()
+    time.sleep(2.3)
+    back = Fleet(gone.port)
+    wait_for(lambda: len(back.registrations()) >= 2)
+    back.leave = True
+    assert registration.leave_requested.wait(10)
+    back.close()
+    said = [record.message for record in caplog.records]
+    assert [words in line for words, line in zip(["trying on", "registered", "let patient go"], said, strict=True)]
+
+
+def test_a_wrong_token_is_a_warning_and_a_right_one_may_be_of_any_letters(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet(token="źle?")
+    wrong = Registration(fleet.url, OWN_URL, "wrong", "guess")
+    wrong.start()
+    wait_for(lambda: any("ASYNC_RL_TOKEN" in record.message for record in caplog.records))
+    assert not fleet.calls
+    Registration(fleet.url, OWN_URL, "right", "źle?").start()
+    wait_for(lambda: len(fleet.registrations()) > 0)
+    fleet.token, fleet.leave = None, True
+    assert wrong.leave_requested.wait(10)
+    fleet.close()
+
+
+def test_leave_asks_to_be_drained_and_waits_until_nothing_is_under_way(fleet: Fleet) -> None:
+    fleet.is_busy = True
+    registration = Registration(fleet.url, OWN_URL, "leaver")
+    registration.start()
+    wait_for(lambda: len(fleet.registrations()) > 0)
+    assert not registration.leave(0.6)
+    assert ("/fleet/drain", {"name": "leaver"}) in fleet.calls
+    threading.Timer(0.4, setattr, (fleet, "is_busy", False)).start()
+    assert registration.leave(10)
+
+
+def test_leave_ends_at_once_where_no_fleet_answers() -> None:
+    gone = Fleet()
+    gone.close()
+    started = time.monotonic()
+    assert not Registration(gone.url, OWN_URL, "alone").leave(30)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("fleet_url", "own_url", "name"),
+    [
+        ("trainer:9", OWN_URL, None),
+        ("http://t:9", "127.0.0.1:9", None),
+        ("http://t:9", OWN_URL + "/v1", None),
+        ("http://t:9", OWN_URL, "a b"),
+    ],
+)
+def test_what_cannot_be_registered_is_a_config_error(fleet_url: str, own_url: str, name: str | None) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        Registration(fleet_url, own_url, name)
+
+
+def test_the_default_name_is_host_and_port() -> None:
+    assert default_name("http://10.0.0.7:8000") == "10.0.0.7-8000"
+    assert default_name("http://[::1]:8000") == "1-8000"
+
+
+@pytest.fixture
+def registered(
+    start_process: Callable[..., Any], ready: Callable[..., Any], tiny_model: Callable[..., Path], fleet: Fleet
+) -> Any:
+    """A real server that has joined the fleet."""
+    arguments = ("--model", str(tiny_model("qwen3")), "--port", "0", "--register", fleet.url, "--name", "tiny")
+    instance = ready(start_process(*arguments))
+    wait_for(lambda: len(fleet.registrations()) > 0)
+    assert fleet.registrations()[0] | {"boot_id": ""} == {"url": instance.url, "name": "tiny", "boot_id": ""}
+    return instance
+
+
+def test_a_server_that_its_fleet_lets_go_ends_with_code_0(registered: Any, fleet: Fleet) -> None:
+    fleet.leave = True
+    assert registered.process.wait(timeout=15) == 0
+
+
+def test_a_signal_asks_for_leave_and_the_server_serves_until_it_gets_it(registered: Any, fleet: Fleet) -> None:
+    fleet.is_busy = True
+    registered.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: fleet.is_draining)
+    registered.generate([5, 6], max_tokens=3)
+    assert registered.process.poll() is None
+    fleet.is_busy = False
+    assert registered.process.wait(timeout=15) == 0
+
+
+def test_a_second_signal_ends_the_server_at_once(registered: Any, fleet: Fleet) -> None:
+    fleet.is_busy = True
+    registered.process.send_signal(signal.SIGINT)
+    wait_for(lambda: fleet.is_draining)
+    registered.process.send_signal(signal.SIGTERM)
+    assert registered.process.wait(timeout=10) == 0
+
+
+def test_an_address_that_nobody_can_reach_ends_with_code_2(
+    start_process: Callable[..., Any], tiny_model: Callable[..., Path]
+) -> None:
+    process = start_process(
+        "--model", str(tiny_model("qwen3")), "--port", "0", "--host", "0.0.0.0", "--register", "http://127.0.0.1:9"
+    )
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "--advertise" in output
+    assert "whoever reaches the port" in output

@@ -1,0 +1,118 @@
+"""How vLLM's server would be started; vLLM itself is not needed."""
+
+import json
+import logging
+
+import pytest
+
+from async_rl.errors import ConfigError
+from inference_service.options import Options, parse_options
+from inference_service.vllm_command import server_command
+from inference_service.vllm_versions import VllmRelease, require_vllm
+
+NEW = VllmRelease((0, 32))
+OLD = VllmRelease((0, 23))
+
+
+def options(*more: str) -> Options:
+    return parse_options(["--engine", "vllm", "--model", "m", *more])
+
+
+def value(argv: tuple[str, ...], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_the_options_of_an_instance_become_those_of_vllm() -> None:
+    given = ("--tp", "4", "--dtype", "bfloat16", "--max-concurrency", "7", "--max-model-len", "99")
+    argv = server_command(options(*given, "--served-model-name", "n", "--device", "cuda"), NEW, 8123, {}).argv
+    expected = {
+        "--model": "m",
+        "--host": "127.0.0.1",
+        "--port": "8123",
+        "--served-model-name": "n",
+        "--tensor-parallel-size": "4",
+        "--dtype": "bfloat16",
+        "--max-num-seqs": "7",
+        "--max-model-len": "99",
+        "--generation-config": "vllm",
+        "--logprobs-mode": "raw_logprobs",
+    }
+    assert {name: value(argv, name) for name in expected} == expected
+    assert json.loads(value(argv, "--weight-transfer-config")) == {"backend": "async_rl"}
+    assert "--enforce-eager" not in argv and "--enable-prefix-caching" in argv
+
+
+def test_the_users_arguments_come_last_so_that_they_win() -> None:
+    argv = server_command(options("--", "--max-num-seqs", "3", "--swap"), NEW, 1, {}).argv
+    assert argv[-3:] == ("--max-num-seqs", "3", "--swap")
+
+
+def test_only_a_release_with_scale_out_is_told_to_serve_it() -> None:
+    assert "--enable-scale-out" in server_command(options(), NEW, 1, {}).argv
+    assert "--enable-scale-out" not in server_command(options(), OLD, 1, {}).argv
+
+
+@pytest.mark.parametrize(("token", "guarded"), [("s3cret", True), ("", False)])
+def test_a_token_puts_the_guard_before_every_route(token: str, guarded: bool) -> None:
+    command = server_command(options(), NEW, 1, {"ASYNC_RL_TOKEN": token})
+    assert ("--middleware" in command.argv) is guarded
+    assert not any("s3cret" in word for word in command.argv), "the process list must not show it"
+
+
+def test_the_environment_is_kept_and_completed() -> None:
+    env = server_command(options(), NEW, 1, {"PATH": "/bin", "VLLM_CPU_KVCACHE_SPACE": "9"}).env
+    assert env["PATH"] == "/bin" and env["VLLM_CPU_KVCACHE_SPACE"] == "9" and env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert server_command(options(), NEW, 1, {}).env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in server_command(options("--device", "cuda"), NEW, 1, {}).env
+
+
+def test_a_list_of_plugins_is_given_the_transport_too() -> None:
+    assert server_command(options(), NEW, 1, {"VLLM_PLUGINS": "mine"}).env["VLLM_PLUGINS"] == "mine,async_rl"
+    assert "VLLM_PLUGINS" not in server_command(options(), NEW, 1, {}).env
+
+
+def test_weights_of_an_npu_stay_in_a_layout_that_can_be_replaced() -> None:
+    command = server_command(options("--device", "npu"), OLD, 1, {"VLLM_ASCEND_ENABLE_NZ": "1"})
+    assert command.env["VLLM_ASCEND_ENABLE_NZ"] == "0"
+    assert json.loads(value(command.argv, "--additional-config")) == {"weight_nz_mode": 0}
+    own = server_command(options("--device", "npu", "--", "--additional-config", '{"refresh":true}'), OLD, 1, {}).argv
+    assert own.count("--additional-config") == 1
+
+
+@pytest.mark.parametrize(
+    ("versions", "device", "number"),
+    [
+        ({"vllm": "0.32.1"}, "cuda", (0, 32)),
+        ({"vllm-cpu": "0.32.0+cpu"}, "cpu", (0, 32)),
+        ({"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch-npu": "2.11"}, "npu", (0, 23)),
+    ],
+)
+def test_releases_that_were_tried_are_taken(versions: dict[str, str], device: str, number: tuple[int, int]) -> None:
+    assert require_vllm({"async-rl": "0.1.0", **versions}, device).number == number
+
+
+@pytest.mark.parametrize(
+    ("versions", "device", "message"),
+    [
+        ({}, "cpu", "no vLLM: .*make vllm"),
+        ({"vllm": "0.22.1"}, "cuda", r"0\.22\.1 is too old"),
+        ({"vllm": "unknown"}, "cuda", "'unknown'"),
+        ({"vllm": "0.23.0"}, "npu", "no vllm-ascend"),
+        ({"vllm": "0.23.0", "vllm-ascend": "0.23.0"}, "npu", "no torch-npu"),
+        ({"vllm": "0.32.0", "vllm-ascend": "0.23.0", "torch-npu": "2"}, "npu", "do not fit"),
+    ],
+)
+def test_what_cannot_serve_is_refused_with_the_remedy(versions: dict[str, str], device: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require_vllm({"async-rl": "0.1.0", **versions}, device)
+
+
+def test_the_transport_must_be_installed_beside_vllm() -> None:
+    with pytest.raises(ConfigError, match="async-rl is not installed beside vLLM"):
+        require_vllm({"vllm": "0.32.0"}, "cuda")
+
+
+def test_a_release_newer_than_the_newest_tried_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert require_vllm({"async-rl": "0.1.0", "vllm": "0.40.1"}, "cuda").number == (0, 40)
+    assert "0.40.1" in caplog.text

@@ -1,0 +1,205 @@
+"""A vLLM worker's end of a weight stream, without vLLM: classes of both forms of its base, and real weight groups."""
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from async_rl.errors import PublishError
+from async_rl.protocol import UpdateInfo
+from async_rl.weight_stream import TensorSpec, WeightGroup
+from inference_service.engine import RequestRefused
+from inference_service.weight_transfer.vllm_adapters import LoadsThroughCallback, ReloadsModel, form_of
+from inference_service.weight_transfer.vllm_receiver import WorkerReceiver, announced_specs, in_batches
+
+TIMEOUT_S = 20.0
+BUCKET_BYTES = 64
+
+Tensors = Sequence[tuple[str, torch.Tensor]]
+
+
+class OldBase:
+    """The form of vLLM 0.23."""
+
+    def __init__(self, config: object, parallel_config: object, model: object) -> None:
+        self.parallel_config = parallel_config
+
+
+class NewBase:
+    """The form of vLLM 0.32."""
+
+    def __init__(self, config: object, vllm_config: Any, device: object, model: object) -> None:
+        self.parallel_config = vllm_config.parallel_config
+        self.model, self.model_config = model, "a model config"
+
+
+def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, "float32", tuple(tensor.shape))
+
+
+def weights() -> list[tuple[TensorSpec, torch.Tensor]]:
+    names = ["embed", "layers.0.a", "layers.0.b", "layers.1.a", "layers.10.a", "norm"]
+    return [(spec(name, tensor), tensor) for name in names for tensor in [torch.randn(5, 3)]]
+
+
+def update_of(stream: Sequence[tuple[TensorSpec, torch.Tensor]]) -> UpdateInfo:
+    specs = [spec for spec, _ in stream]
+    return UpdateInfo(
+        names=[s.name for s in specs],
+        dtype_names=[s.dtype_name for s in specs],
+        shapes=[list(s.shape) for s in specs],
+    )
+
+
+class Sender:
+    """Rank 0 of a group with `num_workers` others, whose end runs in a thread as a trainer's would."""
+
+    def __init__(self, num_workers: int = 1) -> None:
+        self._store = WeightGroup.host_store("127.0.0.1", num_workers + 1, TIMEOUT_S)
+        self.init_info = {
+            "master_address": "127.0.0.1",
+            "master_port": self._store.port,
+            "rank_offset": 1,
+            "world_size": num_workers + 1,
+            "bucket_bytes": BUCKET_BYTES,
+            "timeout_s": TIMEOUT_S,
+        }
+        self._world_size = num_workers + 1
+        self.fingerprint: str | None = None
+
+    def send(self, stream: Sequence[tuple[TensorSpec, torch.Tensor]]) -> threading.Thread:
+        def run() -> None:
+            group = WeightGroup(self._store, 0, self._world_size, "gloo", TIMEOUT_S)
+            group.next_update()
+            while group.missing():
+                threading.Event().wait(0.01)
+            try:
+                self.fingerprint = group.send(iter(stream), BUCKET_BYTES)
+            except PublishError:
+                pass  # A receiver that gave up closed the group.
+            finally:
+                group.close()
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+
+def old_engine() -> tuple[Any, Callable[[Any, UpdateInfo], list[Tensors]]]:
+    class Engine(form_of(OldBase), OldBase):  # type: ignore[misc]
+        pass
+
+    def receive(engine: Any, update: UpdateInfo) -> list[Tensors]:
+        batches: list[Tensors] = []
+        engine.receive_weights(update, load_weights=batches.append)
+        return batches
+
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    return Engine(None, parallel, None), receive
+
+
+def new_engine() -> tuple[Any, Callable[[Any, UpdateInfo], list[Tensors]]]:
+    class Engine(form_of(NewBase), NewBase):  # type: ignore[misc]
+        begin_reload = staticmethod(lambda model: model.calls.append("begin"))
+        end_reload = staticmethod(lambda model, config: model.calls.append(config))
+
+    def receive(engine: Any, update: UpdateInfo) -> list[Tensors]:
+        engine.start_weight_update()
+        engine.receive_weights(update)
+        engine.finish_weight_update()
+        assert (engine.model.calls.pop(0), engine.model.calls.pop()) == ("begin", "a model config")
+        return engine.model.calls
+
+    model = SimpleNamespace(calls=[])
+    model.load_weights = model.calls.append
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    return Engine(None, SimpleNamespace(parallel_config=parallel), "cpu", model), receive
+
+
+def test_the_form_of_the_base_class_is_told_by_its_constructor() -> None:
+    assert (form_of(OldBase), form_of(NewBase)) == (LoadsThroughCallback, ReloadsModel)
+
+
+@pytest.mark.parametrize("make", [old_engine, new_engine], ids=["0.23", "0.32"])
+def test_an_engine_of_either_form_hands_every_tensor_to_the_loader_layer_by_layer(make: Callable[[], Any]) -> None:
+    engine, receive = make()
+    sender, stream = Sender(), weights()
+    thread = sender.send(stream)
+    engine.init_transfer_engine(engine.init_info_cls(**sender.init_info))
+    update = engine.update_info_cls(**update_of(stream).model_dump())
+    batches = receive(engine, update)
+    thread.join(TIMEOUT_S)
+    names = [[name for name, _ in batch] for batch in batches]
+    assert names == [["embed"], ["layers.0.a", "layers.0.b"], ["layers.1.a"], ["layers.10.a"], ["norm"]]
+    received = dict(pair for batch in batches for pair in batch)
+    assert all(torch.equal(received[spec.name], tensor) for spec, tensor in stream)
+    assert engine.fingerprint == sender.fingerprint is not None
+    engine.shutdown()
+
+
+def test_the_worker_of_0_23_finds_the_kind_of_update_that_it_asks_for() -> None:
+    info = LoadsThroughCallback.update_info_cls(**update_of(weights()).model_dump())
+    assert info.update_kind == "dense"
+
+
+def test_workers_take_their_places_after_the_rank_offset() -> None:
+    """Two workers of one instance: both must find their place for the group to form."""
+    sender, stream = Sender(num_workers=2), weights()
+    thread = sender.send(stream)
+    loaded: dict[int, list[str]] = {0: [], 1: []}
+
+    def work(rank: int) -> None:
+        engine = type("Engine", (form_of(OldBase), OldBase), {})(
+            None, SimpleNamespace(data_parallel_index=rank, world_size=1, rank=0), None
+        )
+        engine.init_transfer_engine(engine.init_info_cls(**sender.init_info))
+        engine.receive_weights(update_of(stream), lambda batch: loaded[rank].extend(name for name, _ in batch))
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in loaded]
+    for each in threads:
+        each.start()
+    for each in (*threads, thread):
+        each.join(TIMEOUT_S)
+    assert loaded[0] == loaded[1] == [spec.name for spec, _ in stream]
+
+
+def test_a_loader_that_refuses_a_tensor_ends_the_update_for_both_sides() -> None:
+    receiver, sender, stream = WorkerReceiver(0), Sender(), weights()
+    thread = sender.send(stream)
+    receiver.join(LoadsThroughCallback.init_info_cls(**sender.init_info))
+
+    def refuse(batch: Tensors) -> None:
+        raise KeyError(batch[0][0])
+
+    with pytest.raises(KeyError, match="embed"):
+        receiver.load(update_of(stream), refuse)
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert receiver.fingerprint is None
+    with pytest.raises(PublishError, match="no weight group"):
+        receiver.load(update_of(stream), lambda batch: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shapes": []}, "equal lengths"),
+        ({"names": ["a", "a"], "dtype_names": ["float32"] * 2, "shapes": [[1]] * 2}, "'a' is announced twice"),
+        ({"dtype_names": ["floaty"]}, "'floaty'"),
+        ({"dtype_names": ["nn"]}, "'nn'"),
+    ],
+)
+def test_an_announcement_that_contradicts_itself_is_refused(change: dict[str, Any], message: str) -> None:
+    update = UpdateInfo(**{"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], **change})
+    with pytest.raises(RequestRefused, match=message):
+        announced_specs(update)
+
+
+def test_a_large_layer_comes_in_several_batches_and_a_large_tensor_alone() -> None:
+    sizes = {"layers.0.a": 4, "layers.0.b": 4, "layers.0.c": 40, "layers.0.d": 4}
+    stream = [(spec(name, torch.zeros(size)), torch.zeros(size)) for name, size in sizes.items()]
+    batches = [[name for name, _ in batch] for batch in in_batches(stream, max_bytes=32)]
+    assert batches == [["layers.0.a", "layers.0.b"], ["layers.0.c"], ["layers.0.d"]]

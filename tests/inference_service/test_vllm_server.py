@@ -1,0 +1,161 @@
+"""The supervisor of vLLM's server, with a small program in vLLM's place that starts a worker."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from async_rl.config import PoolSection
+from async_rl.errors import ProcessFailed
+from async_rl.event_loop import EventLoopThread
+from async_rl.fleet.server import FleetServer
+from async_rl.pool import InferencePool
+from inference_service.vllm_command import Command
+from inference_service.vllm_server import VllmProcess
+
+STAND_IN = """
+import http.server, pathlib, signal, subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+started = pathlib.Path(sys.argv[1])
+started.with_suffix(".part").write_text(str(worker.pid))
+started.with_suffix(".part").rename(started)
+if sys.argv[2] == "dies":
+    sys.exit(7)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[3])), Handler).serve_forever()
+"""
+
+SUPERVISOR = """
+import logging, os, signal, sys
+from inference_service.registration import Registration
+from inference_service.vllm_command import Command
+from inference_service.vllm_server import supervise
+
+logging.basicConfig(level=logging.INFO)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+url, fleet_url, *argv = sys.argv[1:]
+supervise(Command(tuple(argv), os.environ), url, Registration(fleet_url, url, "stand-in") if fleet_url else None)
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Path:
+    """Is there once the stand-in has started its worker, and holds that one's process id."""
+    return tmp_path / "started"
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def command(started: Path, port: int) -> Callable[[str], Command]:
+    return lambda how: Command((sys.executable, "-c", STAND_IN, str(started), how, str(port)), os.environ)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to hold within 30 s"
+        time.sleep(0.02)
+
+
+def assert_gone(processes: Sequence[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers() -> object:
+    """The supervisor ignores further signals while it ends its child; this process goes on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("how", ["obeys", "deaf"])
+def test_leaving_the_context_ends_the_server_and_its_worker(
+    how: str, command: Callable[[str], Command], started: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference_service.vllm_server.GRACE_S", 0.5)
+    with VllmProcess(command(how)) as vllm:
+        vllm.wait_until(started.exists)
+        worker = psutil.Process(int(started.read_text()))
+        (server,) = worker.parents()[:1]
+    assert_gone([server, worker])
+
+
+def test_a_server_that_ends_by_itself_is_an_error_and_leaves_no_worker(
+    command: Callable[[str], Command], started: Path
+) -> None:
+    with pytest.raises(ProcessFailed, match="exit code 7"), VllmProcess(command("dies")) as vllm:
+        wait_until(started.exists)
+        worker = psutil.Process(int(started.read_text()))
+        vllm.wait_until(lambda: False)
+    assert_gone([worker])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+def test_a_killed_supervisor_takes_the_server_with_it(command: Callable[[str], Command], started: Path) -> None:
+    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISOR, "http://127.0.0.1:1", "", *command("obeys").argv])
+    wait_until(started.exists)
+    (server,) = psutil.Process(supervisor.pid).children()
+    supervisor.kill()
+    supervisor.wait()
+    assert_gone([server])
+    # The stand-in does not end its worker, as vLLM does.
+    psutil.Process(int(started.read_text())).kill()
+
+
+@pytest.fixture
+def pool() -> Iterator[tuple[InferencePool, str]]:
+    """A trainer's pool, and the URL of its fleet endpoint."""
+    config = PoolSection(dns="nowhere.invalid:1")
+    loop = EventLoopThread()
+    pool = InferencePool(config)
+    server = FleetServer(pool, config)
+    loop.run(server.start())
+    yield pool, server.url
+    loop.run(server.stop())
+    loop.run(pool.close())
+    loop.close()
+
+
+@pytest.mark.parametrize("who", ["a signal", "the fleet"])
+def test_a_server_leaves_its_fleet_before_it_ends(
+    who: str, command: Callable[[str], Command], started: Path, port: int, pool: tuple[InferencePool, str]
+) -> None:
+    fleet, fleet_url = pool
+    url = f"http://127.0.0.1:{port}"
+    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISOR, url, fleet_url, *command("obeys").argv])
+    wait_until(lambda: bool(fleet.members))
+    (member,) = fleet.members
+    assert (member.name, member.url) == ("stand-in", url)
+    worker = psutil.Process(int(started.read_text()))
+    if who == "a signal":
+        supervisor.send_signal(signal.SIGTERM)
+        wait_until(lambda: member.state == "draining")
+        assert supervisor.poll() is None and worker.is_running(), "it goes on answering until it may leave"
+    fleet.remove("stand-in")
+    assert supervisor.wait(30) == 0
+    assert_gone([worker])

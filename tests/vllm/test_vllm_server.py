@@ -1,0 +1,174 @@
+"""vLLM behind `python -m inference_service --engine vllm`: the wire, weight updates, and its end; one server for all.
+
+The tests are in the order in which that server can pass them: it is fresh for the first and gone after the last.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from running_instance import Instance, TrainerSide
+from transformers import AutoModelForCausalLM
+
+from async_rl.weight_snapshot import SnapshotWriter
+from async_rl.weight_stream import TensorSpec
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+PROMPT = [5, 6, 7, 8, 9]
+MAX_GAP = 1e-4
+
+
+def reference(model: torch.nn.Module, response: list[int]) -> list[float]:
+    """transformers' log-prob of every response token."""
+    ids = torch.tensor([[*PROMPT, *response]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(PROMPT) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, ids[0, len(PROMPT) :, None]).squeeze(-1).tolist()
+
+
+def assert_serves(vllm: Instance, model: torch.nn.Module, version: str) -> None:
+    """The server samples from exactly these weights, under that version."""
+    choice = vllm.generate(PROMPT, max_tokens=12, ignore_eos=True, seed=3)["choices"][0]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert logprobs == pytest.approx(reference(model, choice["token_ids"]), abs=MAX_GAP)
+    assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 12}]
+
+
+def worker_answer(vllm: Instance, method: str, *args: str) -> Any:
+    return vllm.post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+
+def other_weights(path: Path, seed: int) -> torch.nn.Module:
+    """The same architecture with other weights."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def test_vllm_passes_the_contract_that_the_embedded_engine_passes(vllm: Instance) -> None:
+    env = {**os.environ, "ASYNC_RL_CONTRACT_URL": vllm.url, "ASYNC_RL_TOKEN": "s3cret"}
+    contract = ROOT / "tests" / "inference_service" / "test_contract.py"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", str(contract), "-p", "no:cacheprovider", "--tb=short", "-rs"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout
+    assert "skipped" not in run.stdout, run.stdout
+
+
+def test_every_route_but_health_and_metrics_asks_for_the_token(vllm: Instance) -> None:
+    with httpx.Client(base_url=vllm.url) as stranger:
+        for method, path in (("POST", "/pause"), ("POST", "/collective_rpc"), ("GET", "/v1/models"), ("GET", "/docs")):
+            assert stranger.request(method, path).status_code == 401, path
+        for path in ("/health", "/ping", "/metrics"):
+            assert stranger.get(path).status_code == 200, path
+    assert vllm.client.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_a_streamed_answer_is_the_whole_answer_in_parts(vllm: Instance) -> None:
+    params = {"max_tokens": 9, "n": 2, "logprobs": 0, "seed": 7, "ignore_eos": True, "stream_interval": 4}
+    whole = vllm.generate(PROMPT, **params)["choices"]
+    body = {"model": "tiny", "token_ids": PROMPT, "stream": True, "sampling_params": params}
+    with vllm.client.stream("POST", "/inference/v1/generate", json=body) as answer:
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert events.pop() == "[DONE]"
+    parts = [choice for event in events for choice in json.loads(event)["choices"]]
+    for choice in whole:
+        mine = [part for part in parts if part["index"] == choice["index"]]
+        assert len(mine) > 2
+        assert [token for part in mine for token in part["token_ids"]] == choice["token_ids"]
+        assert [part["finish_reason"] for part in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert mine[-1]["weight_versions"] == choice["weight_versions"]
+
+
+def test_a_weight_update_arrives_whole_and_is_what_is_served(vllm: Instance, vllm_model: Path) -> None:
+    assert worker_answer(vllm, "weight_fingerprint") == [None]
+    for seed in (1, 2):
+        model = other_weights(vllm_model, seed)
+        sent = TrainerSide([vllm]).publish(model, f"step-{seed}")
+        assert worker_answer(vllm, "weight_fingerprint") == [sent]
+        assert vllm.client.get("/weight_info").json() == {"weight_version": f"step-{seed}"}
+        assert_serves(vllm, model, f"step-{seed}")
+
+
+def test_a_weight_snapshot_is_loaded_without_a_group(vllm: Instance, vllm_model: Path, tmp_path: Path) -> None:
+    model = other_weights(vllm_model, 3)
+    stream = TrainerSide.stream(model)
+    writer = SnapshotWriter(tmp_path / "w.safetensors", [spec for spec, _ in stream])
+    written = writer.write(iter(stream))
+    path = writer.commit()
+    update = TrainerSide.update_info(stream)
+    update["update_info"]["snapshot"] = str(path)
+    vllm.client.post("/pause", params={"mode": "keep"})
+    vllm.post("/start_weight_update")
+    vllm.post("/update_weights", update)
+    vllm.post("/finish_weight_update", {"weight_version": "snap"})
+    vllm.post("/resume")
+    assert worker_answer(vllm, "weight_fingerprint") == [written]
+    assert_serves(vllm, model, "snap")
+
+
+def test_a_whole_update_mends_what_a_broken_one_left(vllm: Instance, vllm_model: Path) -> None:
+    model = other_weights(vllm_model, 4)
+    stream = TrainerSide.stream(model)
+    strange = [*stream[:5], (TensorSpec("model.no_such.weight", "float32", (2,)), torch.zeros(2))]
+    vllm.client.post("/pause", params={"mode": "keep"})
+    vllm.post("/start_weight_update")
+    side = TrainerSide([vllm])
+    (call,) = side.call_update(strange, status=500)
+    side.group.send(iter(strange), 20_000)
+    assert "no_such" in call.result()["error"]["message"]
+    assert vllm.client.get("/health").status_code == 200
+    TrainerSide([vllm]).publish(model, "mended")
+    assert_serves(vllm, model, "mended")
+
+
+@pytest.mark.parametrize("end", ["trainer dies", "lists contradict each other"])
+def test_an_update_that_cannot_come_is_a_named_error_and_the_next_one_works(
+    vllm: Instance, vllm_model: Path, end: str
+) -> None:
+    model = other_weights(vllm_model, 5)
+    stream = TrainerSide.stream(model)
+    vllm.client.post("/pause", params={"mode": "keep"})
+    vllm.post("/start_weight_update")
+    side = TrainerSide([vllm])
+    if end == "trainer dies":
+        (call,) = side.call_update(stream, status=500)
+        side.die()
+        message = call.result()["error"]["message"]
+        assert "weight broadcast broke" in message
+    else:
+        update = TrainerSide.update_info(stream)
+        update["update_info"]["shapes"].pop()
+        assert "equal lengths" in vllm.post("/update_weights", update, status=500)["error"]["message"]
+    TrainerSide([vllm]).publish(model, end)
+    assert_serves(vllm, model, end)
+
+
+def test_workers_note_a_version_for_servers_that_keep_none(vllm: Instance) -> None:
+    assert worker_answer(vllm, "noted_weight_version") == ["default"]
+    worker_answer(vllm, "note_weight_version", "run-1.step-4")
+    assert worker_answer(vllm, "noted_weight_version") == ["run-1.step-4"]
+
+
+def test_a_killed_supervisor_leaves_no_vllm_behind(vllm: Instance) -> None:
+    family = psutil.Process(vllm.process.pid).children(recursive=True)
+    assert len(family) >= 2, "the API server and its engine"
+    vllm.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert [p.cmdline() for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
