@@ -46,7 +46,8 @@ def workplace(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
 @pytest.mark.distributed
 @pytest.mark.parametrize("block", shell_blocks("async-rl"))
 def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> None:
-    port = str(free_port())
+    for port in ("8001", "8002", "8700"):
+        block = block.replace(port, str(free_port()))
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -55,7 +56,7 @@ def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> N
         "MASTER_PORT": str(free_port()),
     }
     script = subprocess.Popen(
-        ["bash", "-euc", block.replace("8001", port)],
+        ["bash", "-euc", block],
         cwd=workplace,
         env=environment,
         stdout=subprocess.PIPE,
@@ -71,9 +72,15 @@ def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> N
             os.killpg(script.pid, signal.SIGTERM)
     assert script.stdout is not None
     assert code == 0, script.stdout.read()
+    if "async-rl eval" in block:
+        assert "pass@4" in script.stdout.read()
+        return
     run_dir = workplace / re.search(r"runs/\w+", block + "runs/mine")[0]
-    iterations = 4 if "--run.resume" in block else 2
+    iterations = int(re.search(r"--train.iterations (\d+)|$", block)[1] or 2)
     assert len((run_dir / "ledger.jsonl").read_text().splitlines()) == iterations
+    if "--register" in block:
+        instances = [json.loads(line)["num_instances"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        assert instances[-1] == 2, "the second one joined"
     if "async-rl export" in block:
         assert AutoModelForCausalLM.from_pretrained(workplace / "exported").config.model_type == "qwen3"
 
@@ -122,9 +129,15 @@ def test_make_bench_overlap_ends_with_its_figures() -> None:
     assert figures["speedup"] > 1
 
 
+TINY_PRODUCER = "--prompts 8 --responses 4 --tokens 64 --small-responses 160 --pairs 1 --window-s 0.2 --warm-up-s 0.2"
 SMALL_BENCHMARKS = {
     "bench-shared-prompt": ("--repeats 1 --case 40 8 4", {"cases"}),
     "bench-weight-sync": ("--repeats 1", {"publish_s", "bare_s", "gb_per_s", "ratio"}),
+    "bench-producer": (TINY_PRODUCER, {"responses_per_s", "cpu_s_per_1000", "peak_bytes", "main_thread_slowdown"}),
+    "bench-chaos": (
+        "--iterations 2 --minutes 0.2",
+        {"groups_lost", "groups_duplicated", "off_policy_tokens_trained", "hangs"},
+    ),
     "bench-frozen-weights": ("--repeats 1 --size tiny", {"peak_bytes_device", "peak_bytes_host"}),
 }
 

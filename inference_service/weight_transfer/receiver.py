@@ -128,8 +128,9 @@ class WeightReceiver:
         """Yields (spec, tensor) of one stream in its order, from the weight group or from `update.snapshot`.
 
         A tensor with a place of its dtype and shape has been put there, and is that place; any other stays valid as
-        long as it is held, with the whole message it came in. `fingerprint` is that of this stream once it was read to its end. The sender learns with the first
-        step that the stream is welcome; whoever stops before the end closes the iterator, which leaves the group.
+        long as it is held, with the whole message it came in. `fingerprint` is that of this stream once it was read to
+        its end. The sender learns with the first step that the stream is welcome; whoever stops before the end closes
+        the iterator, which leaves the group.
 
         Raises:
             RequestRefused: the snapshot is missing, broken or of other tensors; nothing was touched.
