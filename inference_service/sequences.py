@@ -47,7 +47,7 @@ class Sequence:
 
     @property
     def has_news(self) -> bool:
-        return self.due_at is not None and len(self.samples) >= self.due_at
+        return self.due_at is not None and self._num_tellable() >= self.due_at
 
     def end(self, reason: FinishReason) -> None:
         self.finish_reason = reason
@@ -57,18 +57,30 @@ class Sequence:
     def choice(self) -> Choice:
         """The whole response."""
         assert self.finish_reason is not None, "an unfinished sequence has no choice"
-        return self._choice(0)
+        return self._choice(0, len(self.samples))
 
     def take_news(self) -> Choice:
         """What was not told yet."""
-        news = self._choice(self.num_told)
+        news = self._choice(self.num_told, self._num_tellable())
         self.num_told += len(news.samples)
         self.due_at = self.num_told + (self.params.stream_interval or 1) if news.finish_reason is None else None
         return news
 
-    def _choice(self, start: int) -> Choice:
+    def _num_tellable(self) -> int:
+        """Samples that a stream may tell: the last one of a response only together with its end.
+
+        The end is noted a moment after the token. Who had the token alone, and lost the stream then, would have the
+        response go on behind its end.
+        """
+        num = len(self.samples)
+        if self.finish_reason is not None or not num:
+            return num
+        is_last = num >= self.params.max_tokens or self.samples[num - 1].token_id in self.stop_ids
+        return num - 1 if is_last else num
+
+    def _choice(self, start: int, stop: int) -> Choice:
         reason = self.finish_reason
-        samples = tuple(self.samples[start:])
+        samples = tuple(self.samples[start:stop])
         last = self.samples[-1].token_id if self.samples else None
         own_stop = reason == "stop" and last in self.params.stop_token_ids
         return Choice(samples, reason, last if own_stop else None)

@@ -89,6 +89,10 @@ class GroupRollout:
         finally:
             member.num_tokens += max(0, sum(len(draft.token_ids) for draft in drafts) - tokens_before)
             self._fleet.router.release(member, cost)
+        for draft in drafts:
+            # All its tokens came, only the word that it ended did not: there is nothing left to ask for.
+            if draft.finish_reason is None and len(draft.token_ids) >= self._sampling.max_tokens:
+                draft.finish_reason, draft.instance = "length", member.url
         rest = [draft for draft in drafts if draft.finish_reason is None]
         for draft in rest:
             if draft.token_ids:

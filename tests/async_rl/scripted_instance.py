@@ -11,7 +11,7 @@ server, owner: of /version and the model card.
 
 Streaming, with stream = true: token_s after each token; stop_after: tokens of every response after which the process
 ends (fate "die"), or says no more ("hang"), or is out of step ("skip", "repeat": a chunk is left out, or sent twice);
-versions_at_end: weight versions with the last chunk only, as vLLM.
+versions_at_end: weight versions with the last chunk only, as vLLM; endless: no chunk says that it is the last.
 """
 
 import asyncio
@@ -151,7 +151,7 @@ class Instance:
     def event(
         self, body: dict[str, Any], j: int, k: int, token_ids: list[int], logprobs: list[float]
     ) -> dict[str, Any]:
-        is_last = k == len(token_ids) - 1
+        is_last = k == len(token_ids) - 1 and not self.script.get("endless")
         version = self.script.get("stale", self.script["version"])
         spans = [{"version": version, "start": 0, "end": k + 1}]
         choice = {

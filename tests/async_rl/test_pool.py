@@ -156,6 +156,15 @@ def test_what_was_finished_before_the_instance_died_is_not_asked_for_again(insta
     assert [len(request["token_ids"]) for request in asked] == [2 + 5] * len(continued)
 
 
+def test_a_response_with_all_its_tokens_is_not_continued_because_its_end_was_not_told(instances, pools: Pools) -> None:
+    silent, whole = instances({"stream": True, "endless": True}, {"stream": True})
+    sampling = SamplingParams(n=1, max_tokens=3, seed=1039, logprobs=0)
+    expected, _ = pools.loop.run(pools.make(whole).generate_group((3, 4, 5), sampling, "v1-0", "v1"))
+    responses, _ = pools.loop.run(pools.make(silent).generate_group((3, 4, 5), sampling, "v1-0", "v1"))
+    assert responses[0].token_ids == expected[0].token_ids and len(expected[0].token_ids) == 3
+    assert (responses[0].finish_reason, responses[0].num_continued) == ("length", 0)
+
+
 @pytest.mark.parametrize("script", [{"stale": "v0"}, {"refuse_at": 0}, {"abort_at": 0}, {"hang_at": 0}])
 def test_instance_that_fails_a_request_leaves_service_and_the_group_goes_elsewhere(
     instances, pools: Pools, script: dict[str, Any]

@@ -1,0 +1,141 @@
+"""What a run is worth whose inference pool goes to pieces, again and again: a real one under faults, and without.
+
+    python -m benchmarks.chaos --json [--seed N] [--iterations K] [--minutes M]
+
+The trainer and instances of the embedded engine are real processes. While they run, instances are killed, stalled,
+slowed down, cut off, drained, restarted and added, also in the middle of a publish; twice there is none at all. A proxy
+before each instance repeats events of its answers, breaks them off, holds them back until the trainer has given them
+up, and lies about weight versions. Then the same run is made on two sound instances. As noise depends on the position
+only, both must train the same tokens and end with the same weights, bit for bit.
+
+The last line is one JSON object; `benchmarks/chaos_report.py` says how it is counted. The exit code is 1 if a group was
+lost or trained twice, a token of other weights was trained, a run hung, or the two runs differ.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from async_rl.fleet.endpoint import FleetClient
+from benchmarks.chaos_controller import Controller
+from benchmarks.chaos_instances import Crew
+from benchmarks.chaos_log import FaultLog
+from benchmarks.chaos_proxy import Disturbance
+from benchmarks.chaos_report import is_sound, report
+from benchmarks.chaos_run import MAX_MODEL_LEN, REQUEST_TIMEOUT_S, Outcome, TrainerRun, make_inputs
+from deploy.local import free_ports
+from deploy.processes import Stopped, stop_on_signals
+
+SHARED_MEMORY = Path("/dev/shm")
+INSTANCES_WITHOUT_FAULTS = 2
+
+FAULTY = Disturbance(
+    shares={"duplicate": 0.3, "late duplicate": 0.02, "lie": 0.04, "truncate": 0.02, "tear": 0.05, "hold": 0.06},
+    pace_s=0.04,
+    hold_s=REQUEST_TIMEOUT_S + 1.0,
+)
+SOUND = Disturbance(shares={}, pace_s=0.0, hold_s=0.0)
+
+
+async def run_hurt(directory: Path, iterations: int, seed: int, minutes: float, log: FaultLog) -> Outcome:
+    """A run whose pool is injured for `minutes` at most."""
+    (port,) = free_ports(1)
+    run = TrainerRun(directory, "hurt", iterations, seed, port)
+    draw = random.Random(seed)
+    crew = _crew(directory, "hurt", port, FAULTY, draw, log)
+    controller = Controller(
+        crew, FleetClient(f"http://127.0.0.1:{port}", None), draw, log, lambda: run.progress, outages=(0.25, 0.7)
+    )
+    try:
+        operating = asyncio.create_task(controller.operate())
+        injuring = asyncio.create_task(_injure(controller, minutes * 60))
+        try:
+            return await run.finish()
+        finally:
+            for task in (injuring, operating):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+            await controller.close()
+    finally:
+        await crew.close()
+
+
+async def run_calm(directory: Path, iterations: int, seed: int) -> Outcome:
+    """The same run on instances that nothing happens to."""
+    (port,) = free_ports(1)
+    run = TrainerRun(directory, "calm", iterations, seed, port)
+    crew = _crew(directory, "calm", port, SOUND, random.Random(seed), FaultLog())
+    try:
+        for _ in range(INSTANCES_WITHOUT_FAULTS):
+            await crew.add()
+        return await run.finish()
+    finally:
+        await crew.close()
+
+
+async def measure(
+    directory: Path, iterations: int, seed: int, minutes: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Both runs, and their figures."""
+    make_inputs(directory, iterations)
+    log = FaultLog()
+    hurt = await run_hurt(directory, iterations, seed, minutes, log)
+    say(f"with faults: {len(hurt.records)} iterations in {hurt.seconds:.1f} s, {log.num_faults} faults")
+    calm = await run_calm(directory, iterations, seed)
+    say(f"without: {len(calm.records)} iterations in {calm.seconds:.1f} s")
+    for run in (hurt, calm):
+        if run.exit_code != 0:
+            print(f"the trainer ended with {run.exit_code}:", *run.last_lines, sep="\n  ", file=sys.stderr)
+    return report(iterations, log, hurt, calm)
+
+
+async def _injure(controller: Controller, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await controller.injure()
+
+
+def _crew(directory: Path, name: str, port: int, disturbance: Disturbance, draw: random.Random, log: FaultLog) -> Crew:
+    url, logs = f"http://127.0.0.1:{port}", directory / name / "logs"
+    return Crew(directory / "model", url, logs, MAX_MODEL_LEN, disturbance, draw, log)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description="A run under faults, and without.")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
+    parser.add_argument("--seed", type=int, default=0, help="of the run and of the faults (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=24, help="of each run (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=4.0, help="how long faults go on at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="a new directory for all files of both runs (default: a temporary one)"
+    )
+    options = parser.parse_args(arguments)
+    stop_on_signals()
+    say: Callable[[str], None] = (lambda line: None) if options.json else print
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as temporary:
+        directory = options.keep or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            figures = asyncio.run(measure(directory, options.iterations, options.seed, options.minutes, say))
+        except Stopped as stop:
+            return stop.exit_code
+    print(json.dumps(figures))
+    return 0 if is_sound(figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""The figures of `benchmarks.chaos`, counted from what the two runs left."""
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.chaos_log import FaultLog
+from benchmarks.chaos_run import PROMPTS_PER_BATCH, RESPONSES_PER_PROMPT, Outcome
+
+MUST_BE_ZERO = ("groups_lost", "groups_duplicated", "off_policy_tokens_trained", "hangs", "trainers_failed")
+MUST_HOLD = ("weights_equal", "samples_equal")
+
+
+def report(iterations: int, log: FaultLog, hurt: Outcome, calm: Outcome) -> dict[str, Any]:
+    """All figures; `calm` is the run without faults."""
+    first_difference = _first_difference(hurt, calm)
+    return {
+        "iterations": len(hurt.records),
+        "faults": log.num_faults,
+        "kills": log.count("kill"),
+        "restarts": log.count("restart"),
+        "joins": log.count("join"),
+        "stalls": log.count("stall"),
+        "slowdowns": log.count("slow"),
+        "cuts": log.count("cut", "silence"),
+        "drains": log.count("drain"),
+        "removals": log.count("remove"),
+        "outages": log.count("outage"),
+        "duplicates_injected": log.count("duplicate", "late duplicate"),
+        "version_lies_injected": log.count("lie", "false weight info"),
+        "late_answers_injected": log.count("hold"),
+        "truncations_injected": log.count("truncate", "tear"),
+        "most_faults_in_an_iteration": log.most_between(hurt.times_s),
+        **_groups(iterations, hurt),
+        "hangs": hurt.num_hangs + calm.num_hangs,
+        "trainers_failed": sum(run.exit_code != 0 for run in (hurt, calm)),
+        "recovered": log.num_before(hurt.times_s[-1]) if hurt.times_s else 0,
+        "slowest_iteration_s": round(max((b - a for a, b in pairwise(hurt.times_s)), default=0.0), 1),
+        "responses_continued": sum(proof["num_continued"] for proof in hurt.proofs),
+        "responses_resampled": sum(proof["num_resampled"] for proof in hurt.proofs),
+        "mean_length_with_faults": _mean_length(hurt),
+        "mean_length_without": _mean_length(calm),
+        "weights_equal": _same_weights(hurt.model_file, calm.model_file),
+        "samples_equal": first_difference is None,
+        "first_difference": first_difference,
+        "seconds": round(hurt.seconds, 1),
+        "seconds_without": round(calm.seconds, 1),
+    }
+
+
+def is_sound(figures: dict[str, Any]) -> bool:
+    """Whether the run lost nothing, trained nothing wrong, and came out as the one without faults."""
+    return not any(figures[key] for key in MUST_BE_ZERO) and all(figures[key] for key in MUST_HOLD)
+
+
+def _groups(iterations: int, run: Outcome) -> dict[str, int]:
+    """What the ledger says was trained, against what each iteration should have."""
+    counts = [Counter(proof["prompt_ids"]) for proof in run.proofs]
+    wrong = [proof for proof in run.proofs if not proof["on_policy"] or proof["versions"] != [proof["weight_version"]]]
+    short = [proof for proof in run.proofs if proof["num_responses"] != PROMPTS_PER_BATCH * RESPONSES_PER_PROMPT]
+    return {
+        "groups_expected": iterations * PROMPTS_PER_BATCH,
+        "groups_trained": sum(count.total() for count in counts),
+        "groups_lost": iterations * PROMPTS_PER_BATCH - sum(len(count) for count in counts) + len(short),
+        "groups_duplicated": sum(count.total() - len(count) for count in counts),
+        "off_policy_tokens_trained": sum(proof["num_response_tokens"] for proof in wrong),
+    }
+
+
+def _mean_length(run: Outcome) -> float | None:
+    num_responses = sum(proof["num_responses"] for proof in run.proofs)
+    num_tokens = sum(proof["num_response_tokens"] for proof in run.proofs)
+    return round(num_tokens / num_responses, 3) if num_responses else None
+
+
+def _first_difference(hurt: Outcome, calm: Outcome) -> int | None:
+    """The first iteration whose samples or published weights differ, or which only one of the runs has."""
+    number = max(len(hurt.proofs), len(calm.proofs))
+    for i in range(number):
+        if i >= min(len(hurt.proofs), len(calm.proofs)):
+            return i
+        if any(hurt.proofs[i][key] != calm.proofs[i][key] for key in ("samples", "fingerprint", "prompt_ids")):
+            return i
+    return None
+
+
+def _same_weights(a: Path, b: Path) -> bool:
+    if not (a.exists() and b.exists()):
+        return False
+    ours, theirs = load_file(a), load_file(b)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
