@@ -7,6 +7,7 @@ Every method runs on one event loop, and ends within its timeout in a result or 
 import asyncio
 import logging
 import resource
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn, NotRequired, TypeVar
@@ -100,6 +101,8 @@ class InstanceClient:
         self._connections = connections
         self._request_timeout_s = request_timeout_s
         self._stream_interval = stream_interval
+        self._heard_s = 0.0
+        """`time.monotonic()` of the last tokens of any request."""
 
     async def generate(
         self,
@@ -119,19 +122,21 @@ class InstanceClient:
 
         Raises:
             InstanceUnreachable, InstanceRefused: see errors.py.
-            InstanceTooSlow: it did not finish in time, but it did make tokens.
+            InstanceTooSlow: it did not finish in time, but it does make tokens, for this request or for others.
             StaleWeights: some token was sampled from other weights; it is not in the drafts.
             InstanceError: the answer is incomplete or malformed, or the request was aborted.
         """
+        began_s = time.monotonic()
         answer = Answer(self.url, drafts, version, says_versions=self.dialect.has_generate)
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 await self._ask(prompt_token_ids, sampling, request_id, version, drafts, answer)
         except TimeoutError as error:
             slow = f"instance {self.url} did not finish a request within {self._request_timeout_s:g} s"
-            if answer.num_tokens:
-                raise InstanceTooSlow(f"{slow}; {answer.num_tokens} tokens came") from error
-            raise InstanceUnreachable(f"{slow}, and not one token came") from error
+            if self._heard_s > began_s:
+                # It may still wait in the instance's own queue, behind others that go on.
+                raise InstanceTooSlow(f"{slow}, of which {answer.num_tokens} tokens came") from error
+            raise InstanceUnreachable(f"{slow}, and not one token came, of this or another one") from error
         except StaleWeights:
             answer.take_back_unproven()
             raise
@@ -178,8 +183,10 @@ class InstanceClient:
                 if self.streams:
                     async for payload in event_payloads(response.content):
                         answer.feed(payload)
+                        self._heard_s = time.monotonic()
                 else:
                     answer.feed(await response.read())
+                    self._heard_s = time.monotonic()
         except (aiohttp.ClientError, OSError) as error:
             raise self._unreachable("POST", path, error) from error
 

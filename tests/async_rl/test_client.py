@@ -195,9 +195,20 @@ def test_stale_tokens_are_not_kept(instances, connect: Connect, loop: EventLoopT
 def test_a_straggler_is_told_from_one_that_is_silent(instances, connect: Connect, loop: EventLoopThread) -> None:
     (instance,) = instances({"stream": True, "token_s": 0.1})
     drafts = new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
-    with pytest.raises(InstanceTooSlow, match=r"[1-9] tokens came"):
+    with pytest.raises(InstanceTooSlow, match=r"of which [1-9] tokens came"):
         loop.run(connect(instance.url, request_timeout_s=0.15).generate((3,), SAMPLING, "v1-0", "v1", drafts))
     assert drafts[0].token_ids
+
+
+def test_a_request_that_waits_behind_others_is_slow_and_its_instance_not_gone(
+    instances, connect: Connect, loop: EventLoopThread
+) -> None:
+    (instance,) = instances({"stream": True, "slow_token": 9, "token_s": 0.05})
+    client = connect(instance.url, request_timeout_s=0.4)
+    waiting = loop.submit(client.generate((9,), SAMPLING, "v1-0", "v1", new_drafts()))
+    loop.run(generate(client, SAMPLING.model_copy(update={"n": 1})))
+    with pytest.raises(InstanceTooSlow, match="of which 0 tokens came"):
+        waiting.result(5)
 
 
 @pytest.mark.parametrize(
