@@ -21,7 +21,7 @@ from async_rl.errors import ConfigError, InstanceError, NoInstanceLeft, UnknownI
 from async_rl.fleet.group_rollout import GroupRollout
 from async_rl.fleet.member import Member
 from async_rl.fleet.router import Router
-from async_rl.fleet.watch import LOG_INTERVAL_S, PROBE_TIMEOUT_S, Watch
+from async_rl.fleet.watch import LOG_INTERVAL_S, PROBE_TIMEOUT_S, REMEDY, Watch
 from async_rl.protocol import BaseUrl, InstanceInfo, InstanceState, SamplingParams
 from async_rl.types import Response, WeightVersion
 
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 _BASE_URL = TypeAdapter(BaseUrl)
 
 READY_INTERVAL_S = 0.5
+
+ALIVE_S = 3.0
+"""An instance that answered so recently has not been replaced by another one."""
 
 MAX_FAILED_PUBLISHES = 3
 """An instance that failed so many publishes in a row is not asked again: it would slow down every further one."""
@@ -137,6 +140,11 @@ class InferencePool:
         if known is None:
             logger.info("%s joins the fleet, at %s", name, url)
             return self.add(url, name, boot_id)
+        if known.url != url and time.monotonic() - known.last_seen_s < ALIVE_S:
+            raise ConfigError(
+                f"the pool has an instance called {known.name!r} already, which answers at {known.url}: "
+                "choose another --name"
+            )
         if known.url != url or known.boot_id not in (None, boot_id):
             # A new process: its weights are gone, and so is all that it had begun.
             self._drop(known, f"it was started anew, at {url}")
@@ -304,7 +312,8 @@ class InferencePool:
         for member in waiting:
             logger.warning("going on without %s: %s", member.url, member.reason)
         if not healthy:
-            raise NoInstanceLeft(self.describe(f"no instance became healthy within {self._config.timeout_s:g} s"))
+            what = f"no instance became healthy within {self._config.timeout_s:g} s"
+            raise NoInstanceLeft(f"{self.describe(what)}\n{REMEDY}")
         self._watch.start()
 
     async def close(self) -> None:
@@ -318,8 +327,9 @@ class InferencePool:
             raise InstanceError(f"instance {member.url}: {member.reason}")
 
     def describe(self, what: str) -> str:
+        """`what`, and why no instance helps."""
         reasons = "".join(f"\n  {member.url}: {member.reason}" for member in self.members)
-        return f"{what}:{reasons or ' the pool is empty'}\nstart or repair an instance, then start the run again"
+        return f"{what}:{reasons or ' the pool is empty'}"
 
     async def _ask_ready(self, member: Member) -> bool:
         try:

@@ -25,6 +25,7 @@ INTERVAL_WITHOUT_S = 0.2
 PROBE_TIMEOUT_S = 5.0
 LOG_INTERVAL_S = 10.0
 SPEED_MEMORY_S = 10.0
+REMEDY = "start or repair an instance, then start the run again: it can go on from its last checkpoint"
 
 MAX_RETURNS = 3
 """Returns of one instance between two publishes: one that flaps must not keep a group going round for ever."""
@@ -185,7 +186,7 @@ class Watch:
         waited_s = now - self._without_since_s
         if waited_s > self._config.timeout_s or self._is_hopeless():
             what = f"no instance has served weight version {version!r} for {waited_s:.0f} s"
-            self._fleet.router.fail(NoInstanceLeft(self._fleet.describe(what)))
+            self._fleet.router.fail(NoInstanceLeft(f"{self._fleet.describe(what)}\n{REMEDY}"))
             self._without_since_s = None
         elif now >= self._next_log_s:
             self._next_log_s = now + LOG_INTERVAL_S

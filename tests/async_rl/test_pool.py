@@ -352,6 +352,10 @@ def test_an_instance_that_was_started_anew_has_no_weights(instances, pools: Pool
     pools.publish(pool, "v1", one.url)
     running = pools.loop.submit(groups(pool, 1))
     pools.wait_for(lambda: one.seen()["requests"] != [])
+    with pytest.raises(ConfigError, match="called 'a' already, which answers at"):
+        pools.call(pool.register, two.url, "a", "boot-2")
+    one.kill()
+    pool.members[0].last_seen_s -= 10
     member = pools.call(pool.register, two.url, "a", "boot-2")
     assert [member] == list(pool.members) and member.state == "joining" and member.version is None
     with pytest.raises(NoInstanceLeft):
