@@ -89,12 +89,7 @@ def open_session(
             side.wait_for_instances(fleet_url, prompts.longest)
             evaluator = side.evaluator(tokenizer, reward, progress.first_iteration) if parallel.is_main else None
             rollouts = side.producer(tokenizer, reward, evaluator)
-        recorder = Recorder(
-            config.run.dir if parallel.is_main else None,
-            config.train.iterations,
-            progress.first_iteration,
-            side.on_record if side else None,
-        )
+        recorder = _make_recorder(config, parallel, progress.first_iteration, side)
         closing.callback(recorder.close)
         yield Session(
             megatron,
@@ -107,14 +102,22 @@ def open_session(
             ),
             prompts,
             rollouts,
-            Ledger(
-                config.run.dir / "ledger.jsonl" if parallel.is_main else None,
-                config.rollout.responses_per_prompt,
-                config.train.max_logprob_gap,
-            ),
+            _make_ledger(config, parallel),
             recorder,
             progress,
         )
+
+
+def _make_recorder(config: Config, parallel: Parallel, first_iteration: int, side: InferenceSide | None) -> Recorder:
+    """Writes the records on the main rank; elsewhere it only keeps time."""
+    run_dir = config.run.dir if parallel.is_main else None
+    return Recorder(run_dir, config.train.iterations, first_iteration, side.on_record if side else None)
+
+
+def _make_ledger(config: Config, parallel: Parallel) -> Ledger:
+    """Checks on every rank, and writes on the main rank."""
+    path = config.run.dir / "ledger.jsonl" if parallel.is_main else None
+    return Ledger(path, config.rollout.responses_per_prompt, config.train.max_logprob_gap)
 
 
 def _claim(run: RunSection) -> None:
