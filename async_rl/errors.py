@@ -43,7 +43,7 @@ class InstanceUnreachable(InstanceError):
 
 
 class InstanceTooSlow(InstanceError):
-    """The instance did not finish a request within its timeout, though tokens came: a straggler."""
+    """The instance did not finish a request within its timeout, though it makes tokens, for this request or others."""
 
 
 class InstanceRefused(InstanceError):

@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument(
         "--prompts-per-s",
         type=int,
-        default=16,
+        default=4,
         help="beside training; {} responses of {} tokens each (default: %(default)s)".format(*BESIDE_TRAINING),
     )
     parser.add_argument("--pairs", type=int, default=5, help="with and without rollouts (default: %(default)s)")

@@ -22,7 +22,7 @@ from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError
 from deploy.local import free_ports, own_cores, wait_until_healthy
 from deploy.plan import Process, log_path, num_ports, plan
-from deploy.processes import Deployment, Stopped, stop_on_signals
+from deploy.processes import Deployment, Stopped, explain_end, stop_on_signals
 from deploy.progress import JsonlTail
 
 Result = Mapping[str, Any]
@@ -157,12 +157,8 @@ def main(argv: Sequence[str]) -> int:
             config_path = Path(name) / "evaluation.toml"
             config_path.write_text(config_text(options, Path(name)))
             results = evaluate(config_path, overrides, console)
-    except Stopped as stop:
-        console.print(f"{stop}; all processes have ended")
-        return stop.exit_code
-    except AsyncRLError as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
-        return 1
+    except (Stopped, AsyncRLError) as end:
+        return explain_end(end, console)
     show_results(console, results)
     if options.json:
         print(json.dumps({"model": options.model, "sets": results}))

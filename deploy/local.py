@@ -17,12 +17,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from deploy.plan import HOST, Plan, num_ports, plan
-from deploy.processes import POLL_S, Deployment, Running, Stopped, stop_on_signals
+from deploy.processes import POLL_S, Deployment, Running, Stopped, explain_end, stop_on_signals
 from deploy.progress import JsonlTail, RunView, make_run_view
 
 START_TIMEOUT_S = 1800.0
@@ -135,12 +134,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         config_path, overrides = _parse(argv)
         run_config(config_path, load_config(config_path, overrides), overrides, console)
-    except Stopped as stop:
-        console.print(f"{stop}; all processes of the run have ended")
-        return stop.exit_code
-    except AsyncRLError as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
-        return 1
+    except (Stopped, AsyncRLError) as end:
+        return explain_end(end, console)
     return 0
 
 

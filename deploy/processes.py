@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import IO
 
-from async_rl.errors import ProcessFailed
+from rich.console import Console
+from rich.markup import escape
+
+from async_rl.errors import AsyncRLError, ProcessFailed
 from deploy.plan import Process
 
 GRACE_S = 10.0
@@ -108,6 +111,15 @@ def stop_on_signals() -> None:
     """Ctrl-C, SIGTERM and a closed terminal raise `Stopped` in the main thread: contexts then end their processes."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _raise_stopped)
+
+
+def explain_end(end: Stopped | AsyncRLError, console: Console) -> int:
+    """Says why a program that starts processes ended early; what it exits with."""
+    if isinstance(end, Stopped):
+        console.print(f"{end}; all its processes have ended")
+        return end.exit_code
+    console.print(f"[bold red]{type(end).__name__}[/]: {escape(str(end))}", highlight=False, soft_wrap=True)
+    return 1
 
 
 def _raise_stopped(signum: int, _frame: FrameType | None) -> None:

@@ -45,6 +45,32 @@ def test_a_run_learns_on_policy_and_leaves_a_loadable_model(run: Run) -> None:
     assert model(tokens).logits.isfinite().all()
 
 
+EVALUATION = """
+[evaluation]
+every = 2
+max_delay_s = 5.0
+[[evaluation.sets]]
+name = "held-out"
+source = "{source}"
+num_samples = 2
+max_prompts = 4
+"""
+
+
+def test_the_idle_pool_evaluates_the_version_in_training(run: Run, tmp_path: Path) -> None:
+    with run.config.open("a") as config:
+        config.write(EVALUATION.format(source=tmp_path / "rows.jsonl"))
+    run.start("--train.iterations", "6")
+    assert run.finish() == 0, run.everything_said()
+    assert_proven(run, 6)
+    records = run.lines("evaluations.jsonl")
+    assert [record["iteration"] for record in records] == [0, 2, 4]
+    versions = {proof["iteration"]: proof["weight_version"] for proof in run.lines("ledger.jsonl")}
+    assert all(record["weight_version"] == versions[record["iteration"]] for record in records)
+    assert max(record["num_prompts"] for record in records) == 4, records
+    assert all("pass@2" in record for record in records if record["num_prompts"])
+
+
 def test_two_replicas_and_two_instances_share_each_batch(run: Run) -> None:
     run.start("--trainer.num_processes", "2", "--inference.num_instances", "2")
     assert run.finish() == 0, run.everything_said()
@@ -96,15 +122,19 @@ def test_an_instance_that_dies_mid_batch_loses_nothing(run: Run) -> None:
     assert [record["num_instances"] for record in run.lines("metrics.jsonl")][-1] == 1
 
 
-def test_a_run_without_instances_left_ends_in_a_named_error_in_time(run: Run) -> None:
-    run.start("--train.iterations", "500", "--pool.timeout_s", "3")
-    run.wait_for_iterations(1)
+def test_a_run_without_instances_left_ends_in_a_named_error_in_time_and_can_go_on(run: Run) -> None:
+    run.start("--train.iterations", "500", "--pool.timeout_s", "3", "--checkpoint.every", "1")
+    run.wait_for_iterations(2)
     for instance in run.instances():
         instance.kill()
     started = time.monotonic()
     assert run.finish(60) != 0
     assert time.monotonic() - started < 30
     assert "NoInstanceLeft" in run.everything_said() or "PublishError" in run.everything_said()
+    num_trained = len(run.lines("ledger.jsonl"))
+    run.start("--train.iterations", str(num_trained + 2), "--checkpoint.every", "1", "--run.resume", "true")
+    assert run.finish() == 0, run.everything_said()
+    assert_proven(run, num_trained + 2)
 
 
 @pytest.mark.parametrize("when", ["starting", "training"])

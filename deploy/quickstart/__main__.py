@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from async_rl.config import load_config
 from async_rl.errors import AsyncRLError, ConfigError
 from deploy.local import run_config
 from deploy.plan import Plan, Process, log_path
-from deploy.processes import Deployment, Stopped, stop_on_signals
+from deploy.processes import Deployment, Stopped, explain_end, stop_on_signals
 from deploy.progress import JsonlTail
 from deploy.quickstart.report import render
 from deploy.quickstart.summary import summarize
@@ -181,12 +180,8 @@ def main(argv: Sequence[str]) -> int:
         if arguments.engine == "vllm":
             overrides += ["--inference.engine", "vllm", "--inference.python", find_vllm_python()]
         summary = quickstart(arguments.run_dir, arguments.seed, overrides, console)
-    except Stopped as stop:
-        console.print(f"{stop}; all processes of the run have ended")
-        return stop.exit_code
-    except AsyncRLError as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
-        return 1
+    except (Stopped, AsyncRLError) as end:
+        return explain_end(end, console)
     show_summary(console, summary, arguments.run_dir)
     return 0
 
