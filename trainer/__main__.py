@@ -1,40 +1,79 @@
 """`torchrun -m trainer CONFIG [--section.key VALUE ...]`: one rank of the training pool.
 
-Exit codes: 0 trained to the end, 1 a fault of the run, 2 bad input found before any training.
+A run that ends early, by a fault of the run or by SIGTERM, saves its last whole iteration first; a second SIGTERM ends
+it at once.
+
+Exit codes: 0 trained to the end, 1 a fault of the run, 2 bad input found before any training, 143 ended by SIGTERM.
 """
 
 import logging
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
-from types import FrameType
+from typing import NoReturn
 
+from async_rl.command_line import USAGE_ERROR, Parser
 from async_rl.config import Config, load_config
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import AsyncRLError, ConfigError, RunStopped
+from async_rl.failure_report import VARIABLE, report_failure
+from async_rl.preflight import require_sound
+from trainer.stop_signal import StopSignal
 
-USAGE = "usage: torchrun -m trainer CONFIG [--section.key VALUE ...]"
 log = logging.getLogger("trainer")
 
 
 def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-    signal.signal(signal.SIGTERM, _end)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if arguments else 2
+    stop = StopSignal()
+    stop.install()
+    parser = make_parser()
+    config_path = parser.parse_args(arguments).config
+    logs = None
     try:
-        run(load_config(Path(arguments[0]), arguments[1:]), os.environ.get("ASYNC_RL_TOKEN"))
-    except ConfigError as error:
-        log.error("ConfigError: %s", error)
-        return 2
+        config = load_config(config_path, parser.overrides)
+        logs = config.run.dir / "logs"
+        # `async-rl run` has checked before; of ranks that a user's torchrun started, one is enough.
+        if VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
+            require_sound(config, trains=True, serves=False)
+        run(config, os.environ.get("ASYNC_RL_TOKEN"), stop)
+    except RunStopped as error:
+        log.error("RunStopped: %s", error)
+        return 128 + signal.SIGTERM
     except AsyncRLError as error:
-        log.error("%s: %s", type(error).__name__, error, exc_info=error)
-        return 1
+        report_failure(error, os.environ)
+        _say(error, logs)
+        return USAGE_ERROR if isinstance(error, ConfigError) else 1
     return 0
 
 
-def run(config: Config, token: str | None) -> None:
+def _say(error: AsyncRLError, logs: Path | None) -> None:
+    """Logs the named error alone; its traceback goes with it where standard error is a log file, else to `logs`."""
+    kind = type(error).__name__
+    if isinstance(error, ConfigError):
+        log.error("%s: %s", kind, error)
+    elif VARIABLE in os.environ or logs is None or not logs.parent.is_dir():
+        log.error("%s: %s", kind, error, exc_info=error)
+    else:
+        logs.mkdir(exist_ok=True)
+        file = logs / f"rank-{os.environ.get('RANK', '0')}.traceback"
+        file.write_text("".join(traceback.format_exception(error)))
+        log.error("%s: %s\nits traceback is in %s", kind, error, file)
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "torchrun -m trainer",
+        "Trains a config with the instances that it names (pool.instances, pool.dns) or that register themselves.",
+        "CONFIG [--section.key VALUE ...]",
+        Config,
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, the run's config")
+    return parser
+
+
+def run(config: Config, token: str | None, stop: StopSignal) -> None:
     """Trains to the end and saves the model to `run.dir`/model."""
     # After the config was found good, so that a typo does not wait for torch and Megatron to load.
     from async_rl.loop import train
@@ -42,31 +81,45 @@ def run(config: Config, token: str | None) -> None:
 
     device = choose_device(config.trainer.device)
     # On an NPU, MindSpeed has to be loaded before Megatron is.
+    from trainer.ending import Ending
     from trainer.parallel import init_parallel
     from trainer.session import open_session
 
     parallel = init_parallel(device, config.run.seed, config.trainer)
+    ending = Ending(parallel, stop, config.checkpoint.grace_s)
     try:
-        with open_session(config, parallel, token) as session:
-            train(
-                config.train,
-                session.replica,
-                session.prompts,
-                session.rollouts,
-                session.ledger,
-                session.recorder,
-                session.progress.first_iteration,
-                session.progress.after_iteration,
-            )
+        with open_session(config, parallel, token, ending=ending) as session:
+            with ending.saving(session.progress.save_last):
+                train(
+                    config.train,
+                    session.replica,
+                    session.prompts,
+                    session.rollouts,
+                    session.ledger,
+                    session.recorder,
+                    session.progress.first_iteration,
+                    session.progress.after_iteration,
+                )
             session.megatron.save_hf(config.run.dir / "model")
     finally:
         parallel.close()
+        ending.close()
 
 
-def _end(signum: int, frame: FrameType | None) -> None:
-    """SIGTERM ends the run as an exception, so that everything it opened is closed."""
-    sys.exit(128 + signum)
+def run_process(arguments: list[str]) -> NoReturn:
+    """Runs `main` and ends this process, whatever threads still wait for something: all that had to be is closed."""
+    try:
+        code: object = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        # As the interpreter would at its end, but without joining threads first.
+        log.critical("%s: %s", type(error).__name__, error, exc_info=error)
+        code = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_process(sys.argv[1:])

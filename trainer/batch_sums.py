@@ -9,17 +9,19 @@ import torch
 
 from async_rl.algorithms import Algorithm
 from async_rl.types import Group, GroupProof
+from trainer.logprob_gaps import GroupGaps
 from trainer.shared_prompt import MicroBatch
 
 
 class BatchSums:
     """Sums over one rank's micro-batches, on the last pipeline stage."""
 
-    def __init__(self, algorithm: Algorithm, old_policy: str) -> None:
+    def __init__(self, algorithm: Algorithm, old_policy: str, gap_clip: float) -> None:
+        """`gap_clip`: see `LogprobGaps`."""
         self._algorithm = algorithm
         self._old_policy = old_policy
         self._terms: dict[str, list[float | torch.Tensor]] = {}
-        self._gaps: dict[int, list[torch.Tensor]] = {}
+        self._gaps = GroupGaps(gap_clip)
 
     def add(
         self,
@@ -41,12 +43,16 @@ class BatchSums:
         self._append({"metric/entropy": entropy_N.sum()})
         # The model that sampled: the published weights.
         sampler_N = old_logprobs_N if self._old_policy == "model" else logprobs_N.detach()
-        self._add_gaps(micro_batch, sampler_N)
+        self._gaps.add(micro_batch, sampler_N)
         return loss_sum.loss
+
+    def note_untrained(self, num_groups: int) -> None:
+        """So many of the groups that were added had no backward pass."""
+        self._append({"untrained": num_groups})
 
     def take_rows(self, groups: Sequence[Group]) -> list[GroupProof]:
         """The ledger rows of groups that were added, each once."""
-        return [GroupProof.of(group, float(torch.stack(self._gaps.pop(group.index)).max())) for group in groups]
+        return [GroupProof.of(group, self._gaps.take(group)) for group in groups]
 
     def totals(self) -> dict[str, float]:
         """All sums as numbers, on the host."""
@@ -58,25 +64,8 @@ class BatchSums:
 
     def _advantages(self, micro_batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
         """Advantages of all responses, each from the rewards of its whole group, [G]."""
-        parts = [
-            self._algorithm.advantages(torch.tensor(part.group.rewards, dtype=torch.float32))[part.start : part.stop]
-            for part in micro_batch.slices
-        ]
-        return torch.cat([torch.empty(0), *parts]).to(like.device)
-
-    def _add_gaps(self, micro_batch: MicroBatch, logprobs_N: torch.Tensor) -> None:
-        """Notes, per group, the largest |trainer - rollout| log-prob in nats."""
-        rollout = [
-            logprob
-            for part in micro_batch.slices
-            for response in part.group.responses[part.start : part.stop]
-            for logprob in response.logprobs
-        ]
-        assert len(rollout) == len(logprobs_N), f"{len(rollout)} rollout log-probs for {len(logprobs_N)} tokens"
-        gaps_N = (logprobs_N - torch.tensor(rollout, dtype=logprobs_N.dtype, device=logprobs_N.device)).abs()
-        sizes = [sum(len(tokens) for tokens in part.responses) for part in micro_batch.slices]
-        for part, gaps in zip(micro_batch.slices, gaps_N.split(sizes), strict=True):
-            self._gaps.setdefault(part.group.index, []).append(gaps.max())
+        parts = [self._algorithm.advantages(part.group.rewards)[part.start : part.stop] for part in micro_batch.slices]
+        return torch.cat([torch.empty(0), *parts]).to(like.device, like.dtype)
 
     def _append(self, terms: Mapping[str, float | torch.Tensor]) -> None:
         for name, term in terms.items():

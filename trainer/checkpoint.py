@@ -34,10 +34,10 @@ from trainer.checkpoint_files import (
 )
 from trainer.checkpoint_tensors import OLD, POLICY, model_tensors, optimizer_tensors, snapshot, storable
 from trainer.frozen_model import FrozenModel
-from trainer.optimizer import PolicyOptimizer
+from trainer.optimizer import PolicyOptimizer, StepCounts
 from trainer.parallel import TIMEOUT, Parallel
 from trainer.random_state import random_state, set_random_state
-from trainer.run_state import require_same_run
+from trainer.run_state import Contents, require_same_run
 
 _METADATA = ".metadata"
 """Where torch.distributed.checkpoint notes which file has which part of which tensor."""
@@ -50,13 +50,17 @@ class Checkpoints:
         directory: where they go; all ranks share it.
         keep: how many stay, the newest ones.
         config: the run's, which each checkpoint keeps.
+        contents: of its prompts and reward, which each checkpoint keeps, too.
     """
 
-    def __init__(self, directory: Path, keep: int, parallel: Parallel, config: Config) -> None:
+    def __init__(
+        self, directory: Path, keep: int, parallel: Parallel, config: Config, contents: Contents | None = None
+    ) -> None:
         self._directory = directory
         self._keep = keep
         self._parallel = parallel
         self._config = config
+        self._contents = contents
         # A group of its own, for the thread that writes while the others are in use.
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -87,10 +91,14 @@ class Checkpoints:
                 tensors += snapshot(model_tensors(model, OLD))
         content = {
             "iteration": iteration,
-            "num_steps": optimizer.num_steps,
+            "num_steps": optimizer.counts.taken,
+            "num_skipped": optimizer.counts.skipped,
+            "num_skipped_in_a_row": optimizer.counts.skipped_in_a_row,
             "config": self._config.model_dump(mode="json"),
             "layout": _layout(self._parallel),
         }
+        if self._contents is not None:
+            content["contents"] = self._contents.as_json()
         self._writing = self._thread.submit(self._write, iteration, tensors, content, random_state(self._parallel))
 
     def wait(self) -> None:
@@ -134,7 +142,7 @@ class Checkpoints:
             ConfigError: on all ranks; the checkpoint is damaged, or belongs to another run or model.
         """
         content = read_checked(path, self._parallel)
-        require_same_run(content["config"], self._config, str(path))
+        require_same_run(content["config"], self._config, str(path), content.get("contents"), self._contents)
         # One after the other: the weights and their masters have the same names.
         self._fill(path, model_tensors(policy.module, POLICY))
         self._fill(path, optimizer_tensors(policy.module, optimizer.parameter_states()))
@@ -142,7 +150,9 @@ class Checkpoints:
             with old.resident() as model:
                 self._fill(path, model_tensors(model, OLD))
                 old.copy_from(model)
-        optimizer.resume(content["num_steps"])
+        # Checkpoints of earlier releases do not have the latter two: they never went on after such a step.
+        skipped = content.get("num_skipped", 0), content.get("num_skipped_in_a_row", 0)
+        optimizer.resume(StepCounts(content["num_steps"], *skipped))
         if content["layout"] == _layout(self._parallel):
             set_random_state(self._parallel, _read_rank_file(path, self._parallel.rank)["random_state"])
         return int(content["iteration"])

@@ -3,11 +3,11 @@
 One process reads it, under whatever layout it was saved. Exit codes: 0 written, 2 bad input.
 """
 
-import argparse
 import logging
 import sys
 from pathlib import Path
 
+from async_rl.command_line import Parser
 from async_rl.config import TrainerSection
 from async_rl.errors import ConfigError
 from trainer.checkpoint_files import checkpoint_path, checkpoints_dir, newest_checkpoint, whole_checkpoints
@@ -17,7 +17,11 @@ log = logging.getLogger("export")
 
 def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-    parser = argparse.ArgumentParser(prog="async-rl export", description="write a checkpoint's policy for inference")
+    parser = Parser(
+        "async-rl export",
+        "Writes a checkpoint's policy as a Hugging Face checkpoint, which transformers and vLLM load.",
+        "RUN --to DIR [--iteration N]",
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory (run.dir)")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write; new or empty")
     parser.add_argument("--iteration", type=int, metavar="N", help="the checkpoint iteration-N, not the newest")

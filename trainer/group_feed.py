@@ -16,6 +16,9 @@ from trainer.group_codec import empty_tensors, pack_groups, unpack_groups
 from trainer.packing import pack_windows
 from trainer.parallel import Parallel
 
+_FAILED = 2**40
+"""Says among replicas that share experts, instead of a number of micro-batches, that one of them has failed."""
+
 
 class GroupFeed:
     """The windows of one rank; micro-batches have at most `max_tokens` rows, but for a group that alone has more.
@@ -34,14 +37,15 @@ class GroupFeed:
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
         """The windows of one mini-batch, the same on all ranks of the replica; `order` is read on its leader only.
 
-        Where experts span replicas, every replica runs as many micro-batches as the longest of them: who has fewer gets
-        empty ones.
+        Replicas that share experts get as many windows as the one of them that has most; the others' last ones are
+        empty. What is run in each window they agree upon in `make_passes`.
 
         Raises:
-            LeaderFailed: on followers, when the leader's rollouts failed; the leader raises the failure itself.
+            LeaderFailed: on followers, when the leader's rollouts failed, and on replicas that share experts with it;
+                the leader raises the failure itself.
         """
         windows = self._lead(order) if self._parallel.is_leader else self._follow()
-        return self._in_step(windows) if self._parallel.experts_span_replicas else windows
+        return self._with_expert_peers(windows)
 
     def _lead(self, order: TrainingOrder) -> Iterator[Window]:
         windows = pack_windows(order, self._max_tokens, whole_backlog=self._parallel.pp_size > 1)
@@ -86,10 +90,16 @@ class GroupFeed:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, self._leader, group=self._replica)
 
-    def _in_step(self, windows: Iterator[Window]) -> Iterator[Window]:
+    def _with_expert_peers(self, windows: Iterator[Window]) -> Iterator[Window]:
         while True:
-            window = next(windows, [])
-            longest = max(self._parallel.gather_json(len(window)))
-            if longest == 0:
+            try:
+                window = next(windows, [])
+            except BaseException:
+                self._parallel.most_among_expert_peers(_FAILED)
+                raise
+            most = self._parallel.most_among_expert_peers(len(window))
+            if most == [0]:
                 return
-            yield [*window, *[[]] * (longest - len(window))]
+            if most == [_FAILED]:
+                raise LeaderFailed("the rollouts of another replica failed, which this one shares experts with")
+            yield window

@@ -9,8 +9,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoConfig, PreTrainedConfig
 
 from async_rl.errors import ConfigError
+from async_rl.preflight.model import FAMILIES
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
 
 _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -150,33 +150,3 @@ def _rope_factor(checkpoint: Path, rope: dict[str, Any]) -> float | None:
 
 def _unsupported(checkpoint: Path, found: str, expected: str) -> ConfigError:
     return ConfigError(f"the trainer does not support the model in {str(checkpoint)!r}: {found}, expected {expected}")
-
-
-def require_layout(shape: ModelShape, tensor: int, pipeline: int, expert: int, sequence_parallel: bool) -> None:
-    """Checks that a model of this shape can be divided among so many ranks along each axis.
-
-    Raises:
-        ConfigError: it cannot; names the size that does not divide.
-    """
-    divided = [
-        ("tensor_parallel", tensor, "attention heads", shape.num_heads),
-        ("tensor_parallel", tensor, "key / value heads", shape.num_kv_heads),
-        ("tensor_parallel", tensor, "vocabulary entries", shape.vocab_size),
-        ("pipeline_parallel", pipeline, "layers", shape.num_layers),
-    ]
-    if shape.experts is None:
-        divided.append(("tensor_parallel", tensor, "feed-forward size", shape.ffn_size))
-    else:
-        divided.append(("expert_parallel", expert, "experts", shape.experts.number))
-    for key, ways, what, size in divided:
-        if size % ways:
-            raise ConfigError(
-                f"trainer.{key} = {ways} does not divide the model's {size} {what}: choose a divisor of {size}"
-            )
-    if shape.experts is None and expert > 1:
-        raise ConfigError(f"trainer.expert_parallel is {expert}, but the model has no experts: leave it at 1")
-    if shape.experts is not None and tensor > 1 and not sequence_parallel:
-        raise ConfigError(
-            f"trainer.tensor_parallel = {tensor} with a model of experts needs trainer.sequence_parallel = true, "
-            "so that every rank routes rows of its own: set it, or leave tensor_parallel at 1"
-        )

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from async_rl.admission import Admission
+from async_rl.canary import Canary
 from async_rl.config import Config, RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
@@ -20,6 +21,7 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.dns import DnsMembership
 from async_rl.fleet.follower import FleetFollower
 from async_rl.fleet.server import FleetServer
+from async_rl.gap_limits import noise_limits
 from async_rl.pool import InferencePool
 from async_rl.probe import Probe
 from async_rl.producer import Producer
@@ -48,7 +50,7 @@ class InferenceSide:
         self._loop = EventLoopThread()
         closing.callback(self._loop.close)
         self._pool = make_pool(config.pool, token)
-        closing.callback(lambda: self._loop.run(self._pool.close()))
+        closing.callback(lambda: self._loop.end(self._pool.close()))
         self._server: FleetServer | None = None
 
     def open_fleet(self) -> str:
@@ -89,16 +91,39 @@ class InferenceSide:
         sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed)
         recorder = EvaluationRecorder(config.run.dir, first_iteration)
         self._closing.callback(recorder.close)
-        sampler = Sampler(self._pool, reward, tokenizer, config.rollout, config.run.seed)
+        sampler = Sampler(
+            self._pool,
+            reward,
+            tokenizer,
+            config.rollout,
+            config.run.seed,
+            skip_special_tokens=config.reward.skip_special_tokens,
+        )
         evaluator = Evaluator(self._pool, sampler, sets, config.evaluation, recorder.write)
         if evaluator.longest is not None:
             require_fit(config.rollout, evaluator.longest, self._pool.max_model_len)
         return evaluator
 
-    def producer(self, tokenizer: PreTrainedTokenizerBase, reward: Reward, evaluator: Evaluator | None) -> Producer:
-        """Makes the rollouts of this leader's replica."""
+    def producer(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        reward: Reward,
+        evaluator: Evaluator | None,
+        watch: Callable[[], None],
+    ) -> Producer:
+        """Makes the rollouts of this leader's replica; `watch` raises when the run is to end."""
         config = self._config
-        producer = Producer(self._pool, reward, self._loop, tokenizer, config.rollout, config.run.seed, evaluator)
+        producer = Producer(
+            self._pool,
+            reward,
+            self._loop,
+            tokenizer,
+            config.rollout,
+            config.run.seed,
+            evaluator,
+            skip_special_tokens=config.reward.skip_special_tokens,
+            watch=watch,
+        )
         self._closing.callback(producer.close)
         return producer
 
@@ -109,11 +134,15 @@ class InferenceSide:
             ConfigError: the snapshot directory cannot be made.
         """
         config = self._config
-        snapshots = admission = probe = None
+        snapshots = admission = probe = canary = None
+        if config.publish.canary != "off":
+            noise = noise_limits(config.train, config.model.dtype).noise
+            canary = Canary(config.publish, config.rollout, probe_prompt.token_ids, noise, config.model.dtype)
         if config.publish.snapshot_dir is not None:
             snapshots = SnapshotStore(config.publish.snapshot_dir, run_id)
             self._closing.callback(snapshots.close)
             admission = Admission(config.publish)
+            admission.canary = canary
             self._pool.admit = admission.admit
         if config.publish.probe_tokens:
             probe = Probe(config.publish, config.rollout, probe_prompt.token_ids)
@@ -126,6 +155,7 @@ class InferenceSide:
             snapshots=snapshots,
             admission=admission,
             probe=probe,
+            canary=canary,
         )
         self._closing.callback(publisher.close)
         return publisher
@@ -141,7 +171,7 @@ class InferenceSide:
 
     def _start(self, part: FleetServer | DnsMembership | FleetFollower) -> None:
         self._loop.run(part.start())
-        self._closing.callback(lambda: self._loop.run(part.stop()))
+        self._closing.callback(lambda: self._loop.end(part.stop()))
 
 
 def require_fit(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> None:

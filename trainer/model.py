@@ -19,9 +19,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from async_rl.config import TrainerSection
+from async_rl.layout import require_layout
 from trainer.attention import checked_kernel
 from trainer.core_attention import SharedPromptAttention, SharedPromptParams
-from trainer.hf_config import ModelShape, require_layout
+from trainer.hf_config import ModelShape
 from trainer.layer_ops import LayerOps
 from trainer.layer_spec import norm_spec, swiglu_options, use_layer_ops
 from trainer.logprobs import response_logprobs
@@ -58,6 +59,8 @@ class SharedPromptGPT(GPTModel):
         )
         self.shape = shape
         self.parallel = parallel
+        self.other_head: torch.Tensor | None = None
+        """Takes the place of a tied head, of the same shape, while it is set."""
         self._ops = parallel.device.LAYER_OPS
         self._kernel = checked_kernel(
             parallel.device,
@@ -107,6 +110,8 @@ class SharedPromptGPT(GPTModel):
     def logprobs(self, rows_TH: torch.Tensor, labels: Labels, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the response tokens at `temperature`, with gradient, and entropies, without; float32 [N]."""
         weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
+        if self.other_head is not None:
+            weight_VH = self.other_head
         hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
         return response_logprobs(hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature)
 
@@ -121,9 +126,9 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
     """This rank's part of a model of this shape with undefined weights, in `dtype` throughout.
 
     Raises:
-        ConfigError: the layout does not divide the model's heads, layers, vocabulary, feed-forward size or experts.
+        ConfigError: the layout is not one of those that are known to train this model exactly.
     """
-    require_layout(shape, parallel.tp_size, parallel.pp_size, parallel.ep_size, parallel.sequence_parallel)
+    require_layout(section, shape, parallel.num_ranks)
     config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -165,14 +170,19 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
 
 
 def _mark_divided(model: SharedPromptGPT) -> None:
-    """Tells Megatron's gradient norm which weights differ from one tensor-parallel rank to the next.
+    """Tells Megatron which weights differ from one tensor-parallel rank to the next, and which belong to experts.
 
-    Megatron does it where it draws initial weights, which is not asked of it here.
+    The former is for its gradient norm; Megatron does it where it draws initial weights, which is not asked of it here.
+    The latter says over which ranks gradients are summed and optimizer states divided. Megatron (0.16.1) says it only
+    where expert parallelism is above 1, but the ranks that hold an expert are never just those that hold the same part
+    of a dense layer: each tensor-parallel rank routes rows of its own.
     """
     dimensions = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in model.modules():
         if type(module) in dimensions:
             for parameter in module.parameters(recurse=False):
+                if getattr(module, "is_expert", False):
+                    parameter.allreduce = False  # type: ignore[attr-defined]
                 # A tied output layer shares the embedding's weight, and has none of its own.
                 if not hasattr(parameter, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(parameter, True, dimensions[type(module)], 1)

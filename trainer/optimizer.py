@@ -1,6 +1,5 @@
 """Megatron's AdamW over the policy, with the learning rate of each iteration."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +12,27 @@ from async_rl.errors import NonFiniteGradient
 from trainer.optimizer_state import ParameterState, parameter_states, set_num_steps
 
 CLIP_EPS = 1e-6
+
+MAX_SKIPS_IN_A_ROW = 3
+"""A spike belongs to one batch, and every batch is sampled anew; weights whose gradient is not finite on several
+batches in a row will not recover, and the run would burn its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """How many steps were taken, how many were skipped, and how many of these since the last one that was taken.
+
+    Adam's correction of its moments' bias follows those that were taken, the learning rate all of them: it belongs to
+    the iteration.
+    """
+
+    taken: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    @property
+    def all(self) -> int:
+        return self.taken + self.skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,48 +64,64 @@ class PolicyOptimizer:
         self._section = section
         self._schedule = LearningRate(section, train.iterations)
         self._steps_per_iteration = train.steps_per_batch
+        self._on_nonfinite = train.on_nonfinite
         self._optimizer = _make_adam(section, policy, distributed)
-        self._num_steps = 0
+        self._counts = StepCounts()
 
     @property
-    def num_steps(self) -> int:
-        """How many steps it has taken, which the learning rate follows."""
-        return self._num_steps
+    def counts(self) -> StepCounts:
+        return self._counts
 
     def parameter_states(self) -> Iterator[ParameterState]:
         """This rank's master weights and moments, as views: what is written to them counts from the next step on."""
         return parameter_states(self._optimizer)
 
-    def resume(self, num_steps: int) -> None:
+    def resume(self, counts: StepCounts) -> None:
         """Goes on after so many steps; master weights and moments were filled through `parameter_states` before."""
-        set_num_steps(self._optimizer, num_steps)
-        self._num_steps = num_steps
+        set_num_steps(self._optimizer, counts.taken)
+        self._counts = counts
 
-    def step(self) -> tuple[float, float]:
-        """Clips by the global norm and steps; returns (norm before clipping, learning rate).
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return self._schedule.at(self._counts.all // self._steps_per_iteration)
+
+    def gradient_norm(self) -> float:
+        """The global norm of the gradients in the buffers, for `step`, or for `skip` if it is infinite or nan."""
+        self._optimizer.prepare_grads()
+        return float(self._optimizer.get_grad_norm())
+
+    def skip(self, grad_norm: float) -> None:
+        """Leaves weights and moments as they are; the schedule goes on.
 
         Raises:
-            NonFiniteGradient: the norm is infinite or not a number; the weights are left as they were.
+            NonFiniteGradient: `train.on_nonfinite` is "fail", or too many steps in a row were skipped.
         """
-        self._optimizer.prepare_grads()
-        grad_norm = float(self._optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
+        problem = f"step {self._counts.all}: the gradient norm is {grad_norm}; no step was taken"
+        self._optimizer.zero_grad()
+        if self._on_nonfinite == "fail":
             raise NonFiniteGradient(
-                f"step {self._num_steps}: the gradient norm is {grad_norm}; no step was taken: look for a reward or "
-                "log-prob that is not finite, or lower optimizer.learning_rate"
+                f"{problem} (train.on_nonfinite is 'fail'): lower optimizer.learning_rate, or set it to 'skip'"
             )
+        if self._counts.skipped_in_a_row == MAX_SKIPS_IN_A_ROW:
+            raise NonFiniteGradient(
+                f"{problem}, nor on the {MAX_SKIPS_IN_A_ROW} before it: the weights themselves give such gradients; go "
+                "on from an earlier checkpoint with a lower optimizer.learning_rate"
+            )
+        self._counts = StepCounts(self._counts.taken, self._counts.skipped + 1, self._counts.skipped_in_a_row + 1)
+
+    def step(self, grad_norm: float) -> None:
+        """Clips by the global norm, which is finite, and steps."""
         # Megatron's own clipping insists on CUDA gradients.
         scale = self._section.clip_grad_norm / (grad_norm + CLIP_EPS)
         if scale < 1.0:
             parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
-        learning_rate = self._schedule.at(self._num_steps // self._steps_per_iteration)
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = self.learning_rate
         self._optimizer.step_with_ready_grads()
         self._optimizer.zero_grad()
-        self._num_steps += 1
-        return grad_norm, learning_rate
+        self._counts = StepCounts(self._counts.taken + 1, self._counts.skipped)
 
 
 def _make_adam(section: OptimizerSection, policy: DistributedDataParallel, distributed: bool) -> MegatronOptimizer:

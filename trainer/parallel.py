@@ -7,6 +7,7 @@ Megatron numbers them.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,8 @@ class Parallel:
     ep_rank: int
     ep_size: int
     sequence_parallel: bool
+    expert_peers: dist.ProcessGroup
+    """All ranks of the replicas that this one shares experts with, its own included."""
 
     @property
     def is_main(self) -> bool:
@@ -65,8 +68,23 @@ class Parallel:
 
     @property
     def experts_span_replicas(self) -> bool:
-        """Whether replicas exchange tokens in every layer, and so must run their micro-batches in step."""
-        return self.ep_size > self.tp_size
+        """Whether replicas exchange tokens in every layer, and so must run the same passes.
+
+        A replica's ranks of a stage hold all experts, once or several times, only where `ep_size` divides them.
+        """
+        return self.tp_size % self.ep_size != 0
+
+    def most_among_expert_peers(self, *counts: int) -> list[int]:
+        """The largest of each count among the replicas that this one shares experts with.
+
+        Where no experts span replicas these are the counts themselves. Otherwise it waits until all ranks of these
+        replicas call it; those of other replicas have no part in it.
+        """
+        if self.experts_span_replicas:
+            most = torch.tensor(counts)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.expert_peers)
+            return most.tolist()
+        return list(counts)
 
     def gather_json(self, obj: Any) -> list[Any]:
         """Every rank's `obj`, in order of ranks, on all of them.
@@ -141,7 +159,25 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=section.expert_parallel,
         sequence_parallel=section.sequence_parallel,
+        expert_peers=_make_expert_peers(section, dist.get_world_size(), dist.get_rank()),
     )
+
+
+def _make_expert_peers(section: TrainerSection, num_ranks: int, rank: int) -> dist.ProcessGroup:
+    """Makes the groups of all ranks, in the same order on each, and returns this rank's own.
+
+    Expert groups and replicas both are runs of consecutive ranks of a stage. They are bound to each other up to the
+    next rank at which both begin.
+    """
+    num_stage_ranks = num_ranks // section.pipeline_parallel
+    run = math.lcm(section.tensor_parallel, section.expert_parallel)
+    for start in range(0, num_stage_ranks, run):
+        stages = range(start, num_ranks, num_stage_ranks)
+        ranks = [first + i for first in stages for i in range(run)]
+        group = dist.new_group(ranks, timeout=TIMEOUT)
+        if rank in ranks:
+            own = group
+    return own
 
 
 def _encode(obj: Any) -> torch.Tensor:

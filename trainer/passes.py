@@ -37,6 +37,10 @@ LossOf = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 class Pass(Protocol):
     micro_batches: Sequence[MicroBatch]
 
+    def forward(self, model: SharedPromptGPT, loss_of: LossOf) -> None:
+        """Forward only, for a model without gradients. `loss_of` runs on the last stage."""
+        ...
+
     def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
         """Log-probs of each micro-batch, [N] each; an empty list before the last pipeline stage."""
         ...
@@ -51,11 +55,17 @@ def make_passes(window: Window, parallel: Parallel, temperature: float, max_toke
 
     Under pipeline parallelism, and where experts span replicas, such a group is split in micro-groups that each hold
     the prompt: all ranks then run the same passes. Otherwise it runs in two stages, with its prompt computed once.
+
+    Where experts span replicas, it is a collective of the replicas that share them: their ranks exchange tokens in
+    every layer, so they agree on the passes that the longest of them needs, and the others run empty ones.
     """
-    uniform = parallel.pp_size > 1 or parallel.experts_span_replicas
-    if uniform:
-        slices = [part for groups in window for part in _split(groups, max_tokens)]
-        return [PackedPass([_lay_out(part, parallel) for part in slices], temperature)]
+    if parallel.pp_size > 1 or parallel.experts_span_replicas:
+        planned = [slices for groups in window for slices in _split(groups, max_tokens)]
+        (most,) = parallel.most_among_expert_peers(len(planned))
+        if most == 0:
+            return []
+        planned += [[]] * (most - len(planned))
+        return [PackedPass([_lay_out(slices, parallel) for slices in planned], temperature)]
     return [
         TwoStagePass(groups[0], parallel, temperature, max_tokens)
         if _is_too_long(groups, max_tokens)
@@ -71,23 +81,26 @@ class PackedPass:
         self.micro_batches = micro_batches
         self._temperature = temperature
 
+    def forward(self, model: SharedPromptGPT, loss_of: LossOf) -> None:
+        self._run(model, loss_of, forward_only=True)
+
     def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
         logprobs: list[torch.Tensor] = []
 
-        def finish(number: int, outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            logprobs.append(outputs[0])
-            return outputs[0].sum()
+        def keep(number: int, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> torch.Tensor:
+            logprobs.append(logprobs_N)
+            return logprobs_N.sum()
 
-        self._run(model, finish, forward_only=True)
+        self._run(model, keep, forward_only=True)
         return logprobs
 
     def train(self, policy: DistributedDataParallel, loss_of: LossOf) -> None:
-        self._run(policy, lambda number, outputs: loss_of(number, *outputs), forward_only=False)
+        self._run(policy, loss_of, forward_only=False)
 
-    def _run(self, model: torch.nn.Module, finish: Callable[[int, Any], torch.Tensor], forward_only: bool) -> None:
+    def _run(self, model: torch.nn.Module, loss_of: LossOf, forward_only: bool) -> None:
         def forward_step(numbered: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> Any:
             number, micro_batch = next(numbered)
-            return model(micro_batch, self._temperature), functools.partial(_with_count, finish, number)
+            return model(micro_batch, self._temperature), functools.partial(_with_count, loss_of, number)
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -108,8 +121,14 @@ class TwoStagePass:
         device, multiple_of = parallel.device.DEVICE, _row_multiple(parallel)
         self._num_prompt_rows = len(group.prompt.token_ids)
         self._prompt_rows = make_prompt_rows(group, device, multiple_of)
-        self.micro_batches = [make_micro_group(part, device, multiple_of) for part in split_group(group, max_tokens)]
+        self.micro_batches = [
+            make_micro_group(part, device, multiple_of) for part in split_group(group, max_tokens, with_prompt=False)
+        ]
         self._temperature = temperature
+
+    def forward(self, model: SharedPromptGPT, loss_of: LossOf) -> None:
+        for number, outputs in enumerate(self._forward(model, PromptCache())):
+            loss_of(number, *outputs)
 
     def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
         return [logprobs for logprobs, _ in self._forward(model, PromptCache())]
@@ -122,17 +141,17 @@ class TwoStagePass:
 
     def _forward(self, model: SharedPromptGPT, cache: PromptCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         prompt_TH = model.rows_for_logits(model.hidden(self._prompt_rows, cache))
-        last_1H = cache.begin_responses(prompt_TH[self._num_prompt_rows - 1 : self._num_prompt_rows])
+        cache.begin_responses(prompt_TH[self._num_prompt_rows - 1 : self._num_prompt_rows])
         for micro_group in self.micro_batches:
             rows_TH = model.rows_for_logits(model.hidden(micro_group.rows, cache))
-            yield model.logprobs(torch.cat([last_1H, rows_TH]), micro_group.labels, self._temperature)
+            yield model.logprobs(torch.cat([cache.last_row(), rows_TH]), micro_group.labels, self._temperature)
 
 
 def _with_count(
-    finish: Callable[[int, Any], torch.Tensor], number: int, outputs: Any
+    loss_of: LossOf, number: int, outputs: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """What Megatron's schedule takes as (loss, token count, report) when losses are sums; we count ourselves."""
-    loss = finish(number, outputs)
+    loss = loss_of(number, *outputs)
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
 
@@ -150,5 +169,5 @@ def _is_too_long(groups: Sequence[Group], max_tokens: int) -> bool:
 
 def _split(groups: Sequence[Group], max_tokens: int) -> list[list[GroupSlice]]:
     if _is_too_long(groups, max_tokens):
-        return [[part] for part in split_group(groups[0], max_tokens)]
+        return [[part] for part in split_group(groups[0], max_tokens, with_prompt=True)]
     return [[GroupSlice.whole(group) for group in groups]]

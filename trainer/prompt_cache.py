@@ -5,7 +5,10 @@ micro-groups against them; each one's backward adds to the gradients of what is 
 picks these up at the place where keys and values were made. That is the chain rule of the whole group, with the prompt
 computed once.
 
-Shape legend: P prompt rows, S key / value rows, K key / value heads, D head dimension, H hidden size.
+What is kept has the model's dtype; the sums of its gradients are float32 or wider. In bfloat16 a sum stands still once
+it is 256 times what is added to it, and a group may have hundreds of micro-groups.
+
+Shape legend: P prompt rows, T rows of one micro-group, K key / value heads, D head dimension, H hidden size.
 """
 
 from typing import Any
@@ -17,17 +20,21 @@ class PromptCache:
     """One prompt's keys and values of every layer; `begin_responses` separates the stages."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, str], torch.Tensor] = {}
+        self._kept: dict[tuple[int, str], _Kept] = {}
         self._hidden_1H: torch.Tensor | None = None
         self._last_1H: torch.Tensor | None = None
         self._with_responses = False
 
-    def begin_responses(self, hidden_1H: torch.Tensor) -> torch.Tensor:
-        """Ends stage one. Takes the prompt's last hidden row and returns it as a leaf that the micro-groups share."""
+    def begin_responses(self, hidden_1H: torch.Tensor) -> None:
+        """Ends stage one. Takes the prompt's last hidden row, which gives every response's first token."""
         self._with_responses = True
         self._hidden_1H = hidden_1H
-        self._last_1H = _leaf(hidden_1H)
-        return self._last_1H
+        self._last_1H = hidden_1H.detach().to(_wide(hidden_1H.dtype), copy=True).requires_grad_()
+
+    def last_row(self) -> torch.Tensor:
+        """The prompt's last hidden row, [1, H], for one micro-group; its gradient is added to those of the others."""
+        assert self._hidden_1H is not None and self._last_1H is not None, "stage two has not begun"
+        return self._last_1H.to(self._hidden_1H.dtype)
 
     def extend(self, layer: int, key_TKD: torch.Tensor, value_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stage one: keeps a layer's keys and values. Stage two: puts the kept ones before them, [P + T, K, D]."""
@@ -39,29 +46,62 @@ class PromptCache:
         assert self._hidden_1H is not None and self._last_1H is not None, "stage two has not begun"
         self._with_responses = False  # recomputation runs stage one again
         grad = self._last_1H.grad
-        torch.autograd.backward(self._hidden_1H, torch.zeros_like(self._hidden_1H) if grad is None else grad)
+        grad_1H = torch.zeros_like(self._hidden_1H) if grad is None else grad.to(self._hidden_1H.dtype)
+        torch.autograd.backward(self._hidden_1H, grad_1H)
 
     def _extend(self, layer: int, name: str, tensor_TKD: torch.Tensor) -> torch.Tensor:
         if self._with_responses:
-            return torch.cat([self._kept[layer, name], tensor_TKD])
-        # Kept once: a recomputed forward finds the leaf that holds the gradients.
-        leaf = self._kept.setdefault((layer, name), _leaf(tensor_TKD))
-        return _AddGradient.apply(tensor_TKD, leaf)
+            return _Append.apply(tensor_TKD, self._kept[layer, name])
+        # Kept once: a recomputed forward finds what holds the gradients.
+        kept = self._kept.setdefault((layer, name), _Kept(tensor_TKD.detach()))
+        return _AddGradient.apply(tensor_TKD, kept)
 
 
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_()
+class _Kept:
+    """Keys or values of the prompt in one layer, and the sum of their gradients, which is None while it is 0."""
+
+    def __init__(self, tensor_PKD: torch.Tensor) -> None:
+        self.tensor_PKD = tensor_PKD
+        self._sum_PKD: torch.Tensor | None = None
+
+    def add(self, grad_PKD: torch.Tensor) -> None:
+        if self._sum_PKD is None:
+            self._sum_PKD = grad_PKD.to(_wide(grad_PKD.dtype), copy=True)
+        else:
+            self._sum_PKD += grad_PKD
+
+    def added_to(self, grad_PKD: torch.Tensor) -> torch.Tensor:
+        """The sum and one more gradient, rounded once to the latter's dtype."""
+        return grad_PKD if self._sum_PKD is None else (self._sum_PKD + grad_PKD).to(grad_PKD.dtype)
 
 
-class _AddGradient(torch.autograd.Function):
-    """Hands a tensor on; its gradient is increased by the one that `leaf`, its detached copy, has received."""
+class _Append(torch.autograd.Function):
+    """Puts the prompt's rows before those of a micro-group; their gradient goes to the sum."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        ctx.leaf = leaf
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, tensor_TKD: torch.Tensor, kept: _Kept) -> torch.Tensor:
+        ctx.kept = kept
+        return torch.cat([kept.tensor_PKD, tensor_TKD])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        extra = ctx.leaf.grad
-        return (grad if extra is None else grad + extra), None
+        num_prompt_rows = len(ctx.kept.tensor_PKD)
+        ctx.kept.add(grad[:num_prompt_rows])
+        return grad[num_prompt_rows:], None
+
+
+class _AddGradient(torch.autograd.Function):
+    """Hands the prompt's rows on; their gradient is increased by what the micro-groups have added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor_PKD: torch.Tensor, kept: _Kept) -> torch.Tensor:
+        ctx.kept = kept
+        return tensor_PKD.view_as(tensor_PKD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PKD: torch.Tensor) -> Any:
+        return ctx.kept.added_to(grad_PKD), None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

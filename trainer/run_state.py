@@ -1,16 +1,41 @@
-"""Whether a run may go on from a checkpoint: the settings that decide what it computes must be those it was saved with.
+"""Whether a run may go on from a checkpoint: what decides what it computes must be what it was saved with.
 
-Where and how it computes may change: the layout of the trainer, the pool, publishing, checkpoints, `run.dir`; so may
-limits that only end a run. `train.iterations` may change too, which moves the end of the learning rate's decay.
+That are settings, the prompts, and the reward. Where and how it computes may change: the layout of the trainer, the
+pool, publishing, checkpoints, `run.dir`; so may limits that only end a run, how often a reward is tried, and the
+learning rate. `train.iterations` may change too, which moves the end of the learning rate's decay.
 """
 
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from async_rl.config import Config, parse_config
 from async_rl.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 _DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "train")
-_MAY_CHANGE = {"train.iterations", "train.max_logprob_gap", "reward.timeout_s", "reward.num_workers"}
+_MAY_CHANGE = {
+    *("train.iterations", "train.logprob_noise", "train.on_nonfinite"),
+    *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.on_error", "reward.max_attempts"),
+    *("optimizer.learning_rate", "optimizer.min_learning_rate_ratio", "optimizer.warmup_iterations"),
+}
+_PLACES = {"prompts.source", "reward.name"}
+"""Where contents are found; where these are known to be the same, their place may be another."""
+
+MAX_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What lies behind the settings of a run: digests of stretches of its prompts, and what its reward is made of."""
+
+    prompts: Mapping[str, str]
+    reward: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def deciding_settings(config: Config) -> dict[str, Any]:
@@ -21,18 +46,64 @@ def deciding_settings(config: Config) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _MAY_CHANGE}
 
 
-def require_same_run(saved: dict[str, Any], config: Config, checkpoint: str) -> None:
+def require_same_run(
+    saved: dict[str, Any],
+    config: Config,
+    checkpoint: str,
+    saved_contents: Mapping[str, Any] | None = None,
+    contents: Contents | None = None,
+) -> None:
     """Checks that a checkpoint with the config `saved` (as JSON) is one of a run with `config`.
 
+    Args:
+        saved_contents: as JSON, what the run had when it saved; None in a checkpoint of an older release, where nothing
+            is compared.
+        contents: what it has now.
+
     Raises:
-        ConfigError: it is not; names every setting that differs, with both values.
+        ConfigError: it is not, and `run.accept_changes` is not set; names everything that differs.
     """
-    before = deciding_settings(parse_config(saved, source=f"the config in checkpoint {checkpoint!r}"))
+    before = deciding_settings(parse_config(_without_retired(saved), source=f"the config in checkpoint {checkpoint!r}"))
     now = deciding_settings(config)
-    differing = [f"{key} is {now[key]!r}, but was {value!r}" for key, value in before.items() if now[key] != value]
-    if differing:
-        raise ConfigError(
-            f"checkpoint {checkpoint!r} belongs to another run:\n  "
-            + "\n  ".join(differing)
-            + "\nset them back, or give this run a directory of its own (run.dir)"
-        )
+    differing: list[str] = []
+    same_places: set[str] = set()
+    if saved_contents is not None and contents is not None:
+        differing = _content_changes(saved_contents, contents)
+        same_places = set() if differing else _PLACES
+    differing += [
+        f"{key} is {now[key]!r}, but was {value!r}"
+        for key, value in before.items()
+        if now[key] != value and key not in same_places
+    ]
+    if not differing:
+        return
+    if config.run.accept_changes:
+        log.warning("the run goes on, but not as it was (run.accept_changes):\n  %s", "\n  ".join(differing))
+        return
+    raise ConfigError(
+        f"checkpoint {checkpoint!r} belongs to another run:\n  "
+        + "\n  ".join(differing)
+        + "\nset them back, give this run a directory of its own (run.dir), or set run.accept_changes = true"
+    )
+
+
+def _content_changes(before: Mapping[str, Any], now: Contents) -> list[str]:
+    found: list[str] = []
+    if before["prompts"].keys() != now.prompts.keys():
+        found.append(f"the prompts are others: rows {_span(now.prompts)} are used, but were {_span(before['prompts'])}")
+    elif changed := [rows for rows, digest in now.prompts.items() if before["prompts"][rows] != digest]:
+        more = f" and {len(changed) - MAX_SHOWN} more stretches" if len(changed) > MAX_SHOWN else ""
+        found.append(f"the prompts have changed somewhere in rows {', '.join(changed[:MAX_SHOWN])}{more}")
+    if before["reward"] != now.reward:
+        found.append(f"the reward is {now.reward}, but was {before['reward']}")
+    return found
+
+
+def _span(digests: Mapping[str, str]) -> str:
+    stretches = list(digests)
+    return f"{stretches[0].split()[0]} to {stretches[-1].split()[-1]} ({len(stretches)} stretches)"
+
+
+def _without_retired(saved: dict[str, Any]) -> dict[str, Any]:
+    """Without the settings of older releases that decided nothing of what is computed."""
+    return saved | {"train": {key: value for key, value in saved["train"].items() if key != "max_logprob_gap"}}

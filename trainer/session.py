@@ -13,20 +13,24 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from async_rl.config import Config, RunSection
 from async_rl.errors import ConfigError
+from async_rl.gap_limits import noise_limits
 from async_rl.ledger import Ledger
 from async_rl.loop import Rollouts
 from async_rl.metrics import Recorder
 from async_rl.pool import InferencePool
 from async_rl.prompts import PromptSource
-from async_rl.records import RECORDS, cut_run_records
-from async_rl.rewards import make_reward
+from async_rl.records import cut_run_records, holds_another_run, require_no_records
+from async_rl.rewards import Reward, make_reward
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint_files import checkpoints_dir, newest_checkpoint
+from trainer.ending import Ending
 from trainer.hf_config import find_checkpoint
 from trainer.inference_side import InferenceSide
 from trainer.parallel import Parallel
 from trainer.progress import Progress
 from trainer.replica import NoRollouts, Replica
+from trainer.run_data import load_prompts_and_contents
+from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
 log = logging.getLogger(__name__)
@@ -51,28 +55,31 @@ def open_session(
     parallel: Parallel,
     token: str | None = None,
     make_pool: Callable[..., InferencePool] = InferencePool,
+    ending: Ending | None = None,
 ) -> Iterator[Session]:
     """Loads model and data, waits for the instances, and closes everything on the way out.
 
     Args:
         token: bearer token of the instances, if they ask for one.
         make_pool: the pool's class; a benchmark may fix response lengths in its own.
+        ending: where ranks tell each other that the run ends; one that no signal reaches by default.
 
     Raises:
         ConfigError: model, data, reward, layout or lengths cannot work; found before any training.
         NoInstanceLeft: no instance became healthy within `pool.timeout_s`.
     """
     config.require_prompts_for(parallel.num_ranks)
+    ending = ending or Ending(parallel, StopSignal(), config.checkpoint.grace_s)
     if parallel.is_main:
         _claim(config.run)
     with ExitStack() as closing:
         reward = make_reward(config.reward)
         tokenizer = _load_tokenizer(config)
-        prompts = PromptSource.load(config.prompts, tokenizer, config.run.seed)
+        prompts, contents = load_prompts_and_contents(config, parallel, tokenizer)
         megatron = MegatronTrainer(
             parallel, config.trainer, config.model, config.rollout, config.algorithm, config.optimizer, config.train
         )
-        checkpoints = Checkpoints(checkpoints_dir(config.run.dir), config.checkpoint.keep, parallel, config)
+        checkpoints = Checkpoints(checkpoints_dir(config.run.dir), config.checkpoint.keep, parallel, config, contents)
         closing.callback(checkpoints.close)
         progress = Progress(checkpoints, megatron, config.run, config.train, config.checkpoint)
         # Unique per run, so that an instance left over from another run cannot pass for this one's.
@@ -88,8 +95,8 @@ def open_session(
         if side is not None:
             side.wait_for_instances(fleet_url, prompts.longest)
             evaluator = side.evaluator(tokenizer, reward, progress.first_iteration) if parallel.is_main else None
-            rollouts = side.producer(tokenizer, reward, evaluator)
-        recorder = _make_recorder(config, parallel, progress.first_iteration, side)
+            rollouts = side.producer(tokenizer, reward, evaluator, ending.watch)
+        recorder = _make_recorder(config, parallel, progress.first_iteration, side, reward)
         closing.callback(recorder.close)
         yield Session(
             megatron,
@@ -99,6 +106,7 @@ def open_session(
                 run_id,
                 side.put_in_service if side else None,
                 side.publisher(run_id, prompts.longest) if side and parallel.is_main else None,
+                ending,
             ),
             prompts,
             rollouts,
@@ -108,28 +116,34 @@ def open_session(
         )
 
 
-def _make_recorder(config: Config, parallel: Parallel, first_iteration: int, side: InferenceSide | None) -> Recorder:
+def _make_recorder(
+    config: Config, parallel: Parallel, first_iteration: int, side: InferenceSide | None, reward: Reward
+) -> Recorder:
     """Writes the records on the main rank; elsewhere it only keeps time."""
-    run_dir = config.run.dir if parallel.is_main else None
-    return Recorder(run_dir, config.train.iterations, first_iteration, side.on_record if side else None)
+    if side is None or not parallel.is_main:
+        return Recorder(None, config.train.iterations, first_iteration)
+    return Recorder(config.run.dir, config.train.iterations, first_iteration, side.on_record, reward.correct_at)
 
 
 def _make_ledger(config: Config, parallel: Parallel) -> Ledger:
     """Checks on every rank, and writes on the main rank."""
     path = config.run.dir / "ledger.jsonl" if parallel.is_main else None
-    return Ledger(path, config.rollout.responses_per_prompt, config.train.max_logprob_gap)
+    return Ledger(path, config.rollout.responses_per_prompt, noise_limits(config.train, config.model.dtype))
 
 
 def _claim(run: RunSection) -> None:
     """Makes the directory of a run; refuses one with records of another, unless the run goes on with them."""
-    run.dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run.dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir {str(run.dir)!r} cannot be made: {error.strerror}; name another directory"
+        ) from error
     if run.resume:
         return
-    if newest_checkpoint(checkpoints_dir(run.dir)) or any((run.dir / name).exists() for name in RECORDS):
-        raise ConfigError(
-            f"run.dir {str(run.dir)!r} holds the records of another run: name a new one, remove it, or set "
-            "run.resume = true to go on with it"
-        )
+    require_no_records(run)
+    if newest_checkpoint(checkpoints_dir(run.dir)):
+        raise holds_another_run(run)
 
 
 def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:

@@ -146,15 +146,20 @@ def num_rows(group: Group) -> int:
     return GroupSlice.whole(group).num_rows
 
 
-def split_group(group: Group, max_tokens: int) -> list[GroupSlice]:
-    """Micro-groups of at most `max_tokens` rows, the prompt's included, or of one response where that is longer."""
+def split_group(group: Group, max_tokens: int, *, with_prompt: bool) -> list[GroupSlice]:
+    """Micro-groups of at most `max_tokens` rows, or of one response where that is longer.
+
+    Args:
+        with_prompt: whether each has the prompt's rows, too; in the second of two stages they stand in the first.
+    """
     slices: list[GroupSlice] = []
-    start, size = 0, len(group.prompt.token_ids)
+    num_prompt_rows = len(group.prompt.token_ids) if with_prompt else 0
+    start, size = 0, num_prompt_rows
     for i, response in enumerate(group.responses):
         fed = len(response.token_ids) - 1
         if i > start and size + fed > max_tokens:
             slices.append(GroupSlice(group, start, i))
-            start, size = i, len(group.prompt.token_ids)
+            start, size = i, num_prompt_rows
         size += fed
     return [*slices, GroupSlice(group, start, len(group.responses))]
 

@@ -4,12 +4,14 @@ Gradients are sums over the groups in the order in which they come, divided once
 accumulated (invariant I4).
 """
 
+import functools
+import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -23,11 +25,14 @@ from async_rl.config import (
     TrainerSection,
     TrainSection,
 )
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, RewardError
+from async_rl.gap_limits import noise_limits
 from async_rl.loop import Window
+from async_rl.rewards.base import LARGEST_REWARD, is_reward
 from async_rl.training_order import TrainingOrder
 from async_rl.types import UNPROVEN, Group, GroupProof, Prompt, Response, StepStats
 from trainer.batch_sums import BatchSums
+from trainer.canary_weights import CanaryWeights
 from trainer.frozen_model import FrozenModel
 from trainer.group_feed import GroupFeed
 from trainer.hf_checkpoint import save_hf_checkpoint
@@ -37,6 +42,8 @@ from trainer.parallel import Parallel
 from trainer.passes import Pass, make_passes
 from trainer.tri_model import load_tri_model
 from trainer.weight_export import WeightExport
+
+log = logging.getLogger(__name__)
 
 
 class MegatronTrainer:
@@ -66,7 +73,7 @@ class MegatronTrainer:
         self._old_policy = algorithm.old_policy
         self.checkpoint = find_checkpoint(model.path)
         self._shape = read_model_shape(self.checkpoint)
-        maker = make_algorithm(algorithm)
+        self._algorithm = make_algorithm(algorithm)
         self.models = load_tri_model(
             self.checkpoint,
             self._shape,
@@ -74,12 +81,13 @@ class MegatronTrainer:
             parallel,
             section,
             needs_old=algorithm.old_policy != "reuse",
-            needs_reference=maker.needs_reference,
+            needs_reference=self._algorithm.needs_reference,
         )
         self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, section.distributed_optimizer)
         self.export = WeightExport(self.models.policy_model)
+        self.canary_weights = CanaryWeights(self.models.policy_model)
         self._feed = GroupFeed(parallel, section.micro_batch_tokens)
-        self._sums = BatchSums(maker, algorithm.old_policy)
+        self._sums = BatchSums(self._algorithm, algorithm.old_policy, noise_limits(train, model.dtype).clip)
 
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
         """See `GroupFeed.windows`."""
@@ -88,20 +96,34 @@ class MegatronTrainer:
     def accumulate(self, window: Window) -> list[GroupProof]:
         """Adds the gradient of a window; the ledger rows of its groups on one rank per replica, none on the others.
 
+        Groups that have no gradient are run forward only, for their rows and for the figures and count of the batch.
+
         Raises:
             ConfigError: a token id lies outside the model's vocabulary.
+            RewardError: a reward is not finite.
         """
         groups = [group for micro_batch in window for group in micro_batch]
         for group in groups:
             self._check_vocabulary(group)
+            _check_rewards(group)
         for frozen in (self.models.reference, self.models.old):
             if frozen is not None:
                 frozen.prefetch()
-        passes = make_passes(window, self._parallel, self._temperature, self._section.micro_batch_tokens)
-        ref_logprobs = _logprobs_of(self.models.reference, passes)
-        old_logprobs = _logprobs_of(self.models.old, passes)
-        for i, a_pass in enumerate(passes):
-            self._train(a_pass, old_logprobs and old_logprobs[i], ref_logprobs and ref_logprobs[i])
+        with_gradient, without = self._by_gradient(window)
+        trained, untrained = self._passes(with_gradient), self._passes(without)
+        passes = [*trained, *untrained]
+        ref_logprobs = _logprobs_of(self.models.reference, passes) or [None] * len(passes)
+        old_logprobs = _logprobs_of(self.models.old, passes) or [None] * len(passes)
+        losses = [
+            functools.partial(self._loss_of, a_pass, old, ref)
+            for a_pass, old, ref in zip(passes, old_logprobs, ref_logprobs, strict=True)
+        ]
+        for a_pass, loss_of in zip(trained, losses[: len(trained)], strict=True):
+            a_pass.train(self.models.policy, loss_of)
+        with self.models.policy_to_score() as policy:
+            for a_pass, loss_of in zip(untrained, losses[len(trained) :], strict=True):
+                a_pass.forward(policy, loss_of)
+        self._sums.note_untrained(sum(map(len, without)))
         return self._sums.take_rows(groups) if self._reports else []
 
     def score(self, prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -114,7 +136,7 @@ class MegatronTrainer:
         """
         group = _unscored_group(prompt_token_ids, responses)
         self._check_vocabulary(group)
-        passes = make_passes([[group]], self._parallel, self._temperature, self._section.micro_batch_tokens)
+        passes = self._passes([[group]])
         with self.models.policy_to_score() as policy:
             parts = [part for a_pass in passes for part in a_pass.logprobs(policy)]
         logprobs_N = torch.cat(parts).tolist() if self._reports else []
@@ -125,8 +147,10 @@ class MegatronTrainer:
     def optimizer_step(self) -> StepStats:
         """Ends a mini-batch: one all-reduce of the gradient sums, one division, clip, step; waits for all replicas.
 
+        A gradient that is infinite or not a number leaves weights, moments and old policy as they are.
+
         Raises:
-            NonFiniteGradient: the gradient has an infinity or NaN; no step was taken.
+            NonFiniteGradient: on all ranks, where `train.on_nonfinite` says so, or it happened too often in a row.
         """
         sums: Counter[str] = Counter()
         for part in self._parallel.gather_json(self._sums.totals() if self._reports else {}):
@@ -135,16 +159,25 @@ class MegatronTrainer:
         policy = self.models.policy
         finalize_model_grads([policy])
         policy.scale_gradients(1.0 / sums["count"])
-        if self._old_policy == "lagged":
-            self._refresh_old()
-        grad_norm, learning_rate = self.optimizer.step()
+        # Of all ranks: they take the step together or not at all.
+        norms = self._parallel.gather_json(self.optimizer.gradient_norm())
+        grad_norm = next((norm for norm in norms if not math.isfinite(norm)), norms[self._parallel.rank])
+        learning_rate = self.optimizer.learning_rate
+        skipped = not math.isfinite(grad_norm)
+        if skipped:
+            self._skip(grad_norm)
+        else:
+            if self._old_policy == "lagged":
+                self._refresh_old()
+            self.optimizer.step(grad_norm)
         self.discard()
         metrics = {
             name.removeprefix("metric/"): value / sums["tokens"]
             for name, value in sums.items()
             if name.startswith("metric/")
         }
-        return StepStats(sums["loss"] / sums["count"], grad_norm, learning_rate, metrics)
+        loss = sums["loss"] / sums["count"]
+        return StepStats(loss, grad_norm, learning_rate, metrics, int(sums["untrained"]), skipped)
 
     def discard(self) -> None:
         """Drops what has been accumulated since the last step."""
@@ -163,7 +196,7 @@ class MegatronTrainer:
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
         """The rows of all ranks, in order of ranks; waits for each of them to finish its share."""
         gathered = self._parallel.gather_json([asdict(row) for row in rows])
-        return [_row_from_json(row) for part in gathered for row in part]
+        return [GroupProof.from_json(row) for part in gathered for row in part]
 
     @property
     def lagged_old(self) -> FrozenModel | None:
@@ -175,19 +208,48 @@ class MegatronTrainer:
         """Whether this rank speaks for its replica: it has log-probs, and no other rank has the same."""
         return self._parallel.is_last_stage and self._parallel.tp_rank == 0
 
-    def _train(
-        self, a_pass: Pass, old_logprobs: list[torch.Tensor] | None, ref_logprobs: list[torch.Tensor] | None
-    ) -> None:
-        def loss_of(number: int, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> torch.Tensor:
-            return self._sums.add(
-                a_pass.micro_batches[number],
-                logprobs_N,
-                entropy_N,
-                old_logprobs[number] if old_logprobs else None,
-                ref_logprobs[number] if ref_logprobs else None,
-            )
+    def _by_gradient(self, window: Window) -> tuple[Window, Window]:
+        """The groups that have a gradient and those that have none, in the micro-batches in which they were.
 
-        a_pass.train(self.models.policy, loss_of)
+        They stay there so that micro-batches depend on the order of training only, and not on what was ready when.
+        """
+        parts = [
+            [[group for group in groups if self._algorithm.has_gradient(group.rewards) == wanted] for groups in window]
+            for wanted in (True, False)
+        ]
+        with_gradient, without = ([groups for groups in part if groups] for part in parts)
+        return with_gradient, without
+
+    def _passes(self, window: Window) -> list[Pass]:
+        return make_passes(window, self._parallel, self._temperature, self._section.micro_batch_tokens)
+
+    def _loss_of(
+        self,
+        a_pass: Pass,
+        old_logprobs: list[torch.Tensor] | None,
+        ref_logprobs: list[torch.Tensor] | None,
+        number: int,
+        logprobs_N: torch.Tensor,
+        entropy_N: torch.Tensor,
+    ) -> torch.Tensor:
+        """The loss of a pass's micro-batch, given the log-probs of all of them under the other models."""
+        return self._sums.add(
+            a_pass.micro_batches[number],
+            logprobs_N,
+            entropy_N,
+            old_logprobs[number] if old_logprobs else None,
+            ref_logprobs[number] if ref_logprobs else None,
+        )
+
+    def _skip(self, grad_norm: float) -> None:
+        self.optimizer.skip(grad_norm)
+        if self._parallel.is_main:
+            counts = self.optimizer.counts
+            log.error(
+                "step %d: the gradient norm is %s: NO STEP WAS TAKEN, the weights stay as they are (%d in a row, %d in "
+                "all; train.on_nonfinite = 'skip')",
+                *(counts.all - 1, grad_norm, counts.skipped_in_a_row, counts.skipped),
+            )
 
     def _refresh_old(self) -> None:
         assert self.models.old is not None
@@ -200,6 +262,16 @@ class MegatronTrainer:
             raise ConfigError(
                 f"group {group.index} (prompt {group.prompt.prompt_id!r}) has token id {highest}, but the model's "
                 f"vocabulary ends at {self._shape.vocab_size - 1}: prompts and instances must use its tokenizer"
+            )
+
+
+def _check_rewards(group: Group) -> None:
+    """A reward that is not finite would spoil the gradient of the whole batch, which does not tell whose it was."""
+    for reward in group.rewards:
+        if not is_reward(reward):
+            raise RewardError(
+                f"group {group.index} (prompt {group.prompt.prompt_id!r}) has the reward {reward}: expected a finite "
+                f"number of at most {LARGEST_REWARD:g}; correct the reward function"
             )
 
 
@@ -216,7 +288,3 @@ def _unscored_group(prompt_token_ids: Sequence[int], responses: Sequence[Sequenc
     prompt = Prompt("probe", tuple(prompt_token_ids), {})
     rollouts = tuple(Response(tuple(tokens), (), "", "length", (), "") for tokens in responses)
     return Group(0, 0, prompt, rollouts, (0.0,) * len(rollouts), UNPROVEN, 0.0, 0.0)
-
-
-def _row_from_json(row: dict[str, Any]) -> GroupProof:
-    return GroupProof(**row | {"versions": tuple(row["versions"]), "rewards": tuple(row["rewards"])})

@@ -110,7 +110,7 @@ def train(trainer: MegatronTrainer, batch: list[Group], parallel: Parallel) -> N
 def train_elementwise(trainer: MegatronTrainer, iteration: int) -> None:
     for parameter in trainer.models.policy.parameters():
         parameter.main_grad.copy_(torch.sin(7 * parameter.detach().float() + iteration))
-    trainer.optimizer.step()
+    trainer.optimizer.step(trainer.optimizer.gradient_norm())
     trainer.discard()
 
 

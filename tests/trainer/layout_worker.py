@@ -1,17 +1,23 @@
 """One rank of `test_layouts.py`, started by torchrun: trains the same batches under one layout after another.
 
-Arguments: a pickled list of jobs, the output directory.
+Arguments: a pickled list of jobs, the output directory. Jobs that follow each other under the same placement of ranks
+share its process groups, which take longer to make than such a job to run.
 """
 
+import gc
 import json
 import os
 import pickle
+import socket
 import sys
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 
 from async_rl.config import (
     AlgorithmSection,
@@ -24,7 +30,7 @@ from async_rl.config import (
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group
 from trainer.devices import choose_device
-from trainer.parallel import init_parallel
+from trainer.parallel import Parallel, init_parallel
 from trainer.trainer import MegatronTrainer
 
 LEARNING_RATE = 1e-3
@@ -37,11 +43,16 @@ class Job:
     name: str
     checkpoint: str
     batches: list[list[Group]]
-    port: int
     layout: dict[str, Any]
     algorithm: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """What process groups depend on."""
+        return {key: value for key, value in self.layout.items() if key.endswith("_parallel")}
 
 
 class Arriving:
@@ -70,7 +81,9 @@ def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> 
         for _ in shares:
             order.begin_mini_batch()
             rows = [row for window in trainer.windows(order) for row in trainer.accumulate(window)]
-            report["rows"].append([asdict(row) for row in trainer.gather(rows)])
+            report["rows"].append(
+                [asdict(row) | {"max_logprob_gap": row.all_gaps.largest} for row in trainer.gather(rows)]
+            )
             report["steps"].append(asdict(trainer.optimizer_step()))
     return report
 
@@ -83,25 +96,49 @@ def make_trainer(job: Job, parallel: Any, section: TrainerSection) -> MegatronTr
         RolloutSection(),
         AlgorithmSection(**{"kl_coef": 0.1, **job.algorithm}),
         # Adam divides a gradient by its own size: without a larger eps, rounding decides where it is nearly zero.
-        OptimizerSection(learning_rate=LEARNING_RATE, eps=1e-3),
+        OptimizerSection(**{"learning_rate": LEARNING_RATE, "eps": 1e-3, **job.optimizer}),
         TrainSection(iterations=10, **job.train),
     )
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def main(jobs_file: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    # A store of its own for every layout: torchrun's still has the addresses of the process groups before.
+    rank = int(os.environ["RANK"])
+    # torchrun's own store still has the addresses of the process groups before: every placement has a store of its own.
+    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    for job in pickle.loads(jobs_file.read_bytes()):
-        os.environ["MASTER_PORT"] = str(job.port)
-        section = TrainerSection(**job.layout)
-        parallel = init_parallel(choose_device("cpu"), 0, section)
-        trainer = make_trainer(job, parallel, section)
-        report = run(job, trainer, parallel.replica, parallel.num_replicas)
-        trainer.save_hf(out / job.name)
-        if parallel.is_main:
-            (out / job.name / "report.json").write_text(json.dumps(report))
+    jobs: list[Job] = pickle.loads(jobs_file.read_bytes())
+    for number, (_, placed) in enumerate(groupby(jobs, key=lambda job: job.placement)):
+        if rank == 0:
+            shared.set(f"port of placement {number}", str(free_port()))
+        os.environ["MASTER_PORT"] = shared.get(f"port of placement {number}").decode()
+        first, *others = placed
+        parallel = init_parallel(choose_device("cpu"), 0, TrainerSection(**first.layout))
+        for job in [first, *others]:
+            train_and_report(job, parallel, out)
         parallel.close()
+        # Cycles hold the trainers, and these the connections of their groups, each with a thread.
+        del parallel
+        gc.collect()
+
+
+def train_and_report(job: Job, parallel: Parallel, out: Path) -> None:
+    """Leaves the job's report and the weights after it in `out`, whole or not at all."""
+    trainer = make_trainer(job, parallel, TrainerSection(**job.layout))
+    report = run(job, trainer, parallel.replica, parallel.num_replicas)
+    if not parallel.is_main:
+        trainer.export.serve()
+        return
+    save_file({spec.name: tensor.clone() for spec, tensor in trainer.export.stream()}, out / f"{job.name}.safetensors")
+    partial = out / f"{job.name}.partial"
+    partial.write_text(json.dumps(report))
+    partial.rename(out / f"{job.name}.json")
 
 
 if __name__ == "__main__":

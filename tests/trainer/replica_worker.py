@@ -16,8 +16,10 @@ from async_rl.config import TrainerSection
 from async_rl.types import Publication
 from async_rl.weight_stream import TensorSpec
 from trainer.devices import choose_device
+from trainer.ending import Ending
 from trainer.parallel import init_parallel
 from trainer.replica import Replica
+from trainer.stop_signal import StopSignal
 
 Stream = Iterable[tuple[TensorSpec, torch.Tensor]]
 PROMPT, RESPONSES = [3, 4, 5], [(6, 7), (8,), (9, 10, 11)]
@@ -36,6 +38,7 @@ class TwoTries:
         specs: Sequence[TensorSpec],
         make_stream: Callable[[], Stream],
         score: Callable[[list[int], list[tuple[int, ...]]], list[list[float]]],
+        canary_trainer: object,
     ) -> Publication:
         broken = iter(make_stream())
         next(broken)
@@ -50,7 +53,7 @@ def main(checkpoint: str, out: Path) -> None:
     torch.set_num_threads(1)
     section = TrainerSection(pipeline_parallel=2)
     parallel = init_parallel(choose_device("cpu"), 0, section)
-    trainer = make_trainer(Job("", checkpoint, [], 0, {}), parallel, section)
+    trainer = make_trainer(Job("", checkpoint, [], {}), parallel, section)
     publisher = TwoTries() if parallel.is_main else None
     served: list[tuple[str, list[str]]] = []
 
@@ -58,7 +61,7 @@ def main(checkpoint: str, out: Path) -> None:
         served.append((version, list(urls)))
 
     # As if every rank led a replica of its own.
-    replica = Replica(trainer, parallel, "run", put_in_service, publisher)
+    replica = Replica(trainer, parallel, "run", put_in_service, publisher, Ending(parallel, StopSignal(), 60.0))
     publications = [asdict(replica.publish_weights()) for _ in range(2)]
     report = {"publications": publications, "served": served, "scores": publisher.scores if publisher else None}
     (out / f"rank{parallel.rank}.json").write_text(json.dumps(report))

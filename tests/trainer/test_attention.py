@@ -101,7 +101,10 @@ def unshared_attention(
 
 
 def largest_error(lengths: Lengths, dtype: torch.dtype, heads: tuple[int, int, int], padding: int = 0) -> float:
-    """Of output and gradients, relative to the largest value of each; the reference is in float64."""
+    """Of output and gradients, relative to the largest value of each; the reference is in float64.
+
+    Where the reference is 0, as queries' gradients are with a single key, relative to the inputs' size, which is 1.
+    """
     segments = make_segments(lengths, padding)
     num_heads, num_kv_heads, head_dim = heads
     shapes = [(segments.num_rows, n, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
@@ -117,7 +120,8 @@ def largest_error(lengths: Lengths, dtype: torch.dtype, heads: tuple[int, int, i
     expected = [out, *torch.autograd.grad(out, qkv, dout.detach())]
     assert all(x.dtype == dtype for x in actual)
     return max(
-        float((a - e).detach().abs().max() / e.detach().abs().max()) for a, e in zip(actual, expected, strict=True)
+        float((a - e).detach().abs().max()) / (float(e.detach().abs().max()) or 1.0)
+        for a, e in zip(actual, expected, strict=True)
     )
 
 

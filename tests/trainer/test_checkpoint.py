@@ -254,7 +254,7 @@ def test_what_decides_no_figure_may_change(saved: tuple[Path, Path], parallel: P
         model,
         parallel,
         run={"dir": "elsewhere", "resume": True},
-        train={"iterations": 9, "max_logprob_gap": 2.0},
+        train={"iterations": 9, "logprob_noise": 2.0},
         reward={"timeout_s": 60.0},
         pool={"timeout_s": 1.0},
         checkpoint={"every": 7},

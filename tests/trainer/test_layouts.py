@@ -1,159 +1,169 @@
-"""Every parallel layout, in real processes over gloo, trains what one process trains."""
+"""Every layout that is accepted, in real processes over gloo, trains what one rank trains; every other one is refused.
 
-import json
-import os
-import pickle
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+A pairwise cover of the matrix (`layout_matrix.py`) runs by default, the whole of it with `make test-layouts`.
+"""
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import layout_worker
 import pytest
 import torch
+from bf16_bound import bound, roundings
+from layout_comparison import OneRank, compare, shares_of_bound
+from layout_matrix import (
+    ACCEPTED,
+    LARGER,
+    SPLIT_TOKENS,
+    Case,
+    Placement,
+    accepted_placements,
+    cases,
+    in_bfloat16,
+    pairwise_cover,
+    placements,
+    with_frozen_models,
+)
 from layout_worker import Job
-from safetensors.torch import load_file
 
 from async_rl.config import TrainerSection
+from async_rl.errors import ConfigError
+from async_rl.layout import require_layout
 from async_rl.types import Group
 from trainer.parallel import Parallel
-from trainer.passes import make_passes
+from trainer.shared_prompt import split_group
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-MICRO_BATCH_TOKENS = 24
-"""Makes micro-batches of one to three of the ragged groups, and splits the longest."""
-
-LAYOUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
-    2: {
-        "TP2": ("tied", {"tensor_parallel": 2}),
-        "TP2 with sequence parallelism": ("untied", {"tensor_parallel": 2, "sequence_parallel": True}),
-        "PP2": ("untied", {"pipeline_parallel": 2}),
-        "PP2 tied, recomputed": ("tied", {"pipeline_parallel": 2, "recompute": "full"}),
-        "DP2": ("tied", {}),
-        "DP2 with distributed optimizer": ("untied", {"distributed_optimizer": True}),
-        "EP2": ("moe", {"expert_parallel": 2}),
-        "TP2 EP2": ("moe", {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
-    },
-    4: {
-        "TP2 PP2": ("tied", {"tensor_parallel": 2, "pipeline_parallel": 2}),
-        "TP2 PP2 with sequence parallelism": (
-            "untied",
-            {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True},
-        ),
-        "TP2 DP2 with distributed optimizer": ("tied", {"tensor_parallel": 2, "distributed_optimizer": True}),
-        "PP2 EP2": ("moe", {"pipeline_parallel": 2, "expert_parallel": 2}),
-    },
-}
-HALF_LAYOUTS = {
-    2: {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"},
-    4: {"pipeline_parallel": 2, "tensor_parallel": 2, "distributed_optimizer": True},
+REFUSALS = {
+    "ranks": r"(\d+) training ranks .* cannot form replicas of .*: start a multiple of it",
+    "ranks of a stage": r"trainer\.expert_parallel = \d+ does not divide the \d+ ranks of a pipeline stage",
+    "rows not shared": r"trainer\.sequence_parallel = true needs trainer\.tensor_parallel above 1",
+    "no experts": r"trainer\.expert_parallel is \d+, but the model has no experts: leave it at 1",
+    "routing twice": r"trainer\.tensor_parallel = \d+ with a model of experts needs trainer\.sequence_parallel = true",
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tiny_model: Callable[..., Path]) -> dict[str, str]:
-    return {
-        "tied": str(tiny_model("qwen3", tied=True)),
-        "untied": str(tiny_model("qwen2")),
-        "moe": str(tiny_model("qwen3_moe")),
+def sizes_that_divide(experts: bool) -> SimpleNamespace:
+    """A model that any number of ranks up to 16 divides, so that only combinations are judged."""
+    size = 720_720
+    names = ("num_layers", "num_heads", "num_kv_heads", "vocab_size", "ffn_size")
+    return SimpleNamespace(**dict.fromkeys(names, size), experts=SimpleNamespace(number=size) if experts else None)
+
+
+def refusal(placement: Placement, experts: bool) -> str | None:
+    """Which of the refusals a placement meets, if any."""
+    try:
+        require_layout(TrainerSection(**placement.keys), sizes_that_divide(experts), placement.num_ranks)
+    except ConfigError as error:
+        (rule,) = (name for name, pattern in REFUSALS.items() if re.match(pattern, str(error)))
+        return rule
+    return None
+
+
+@pytest.mark.parametrize("num_ranks", sorted(ACCEPTED))
+def test_placements_of_few_ranks_are_accepted_or_refused_as_listed(num_ranks: int) -> None:
+    for experts in (False, True):
+        verdicts = {placement: refusal(placement, experts) for placement in placements(num_ranks)}
+        accepted = [placement for placement, verdict in verdicts.items() if verdict is None]
+        assert accepted == accepted_placements(num_ranks, experts)
+        print(num_ranks, "ranks,", "experts:" if experts else "dense:", Counter(verdicts.values()))
+        if num_ranks == 4:
+            assert set(verdicts.values()) == set(REFUSALS) - {"routing twice" if not experts else "no experts"} | {None}
+
+
+def test_no_kind_of_placement_is_accepted_that_the_matrix_does_not_compare() -> None:
+    compared = {case.kind for num_ranks in (*ACCEPTED, *LARGER) for case in cases(num_ranks)}
+    accepted = {
+        Case(placement, experts, True, False, "none", False).kind
+        for num_ranks, experts in product(range(1, 17), (False, True))
+        for placement in placements(num_ranks)
+        if num_ranks % (placement.tensor * placement.pipeline) == 0 and refusal(placement, experts) is None
     }
+    assert accepted == compared
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def test_pairwise_cover_holds_every_kind_and_pair_of_the_matrix() -> None:
+    candidates = with_frozen_models([*cases(2), *cases(4)])
+    cover = pairwise_cover(candidates)
+    assert {case.kind for case in cover} == {case.kind for case in candidates}
+    assert pairs(cover) == pairs(candidates)
+    assert len(cover) < len(candidates) / 100
 
 
-def run_alone(job: Job, parallel: Parallel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What one process makes of a job: its report and the weights after it."""
-    trainer = layout_worker.make_trainer(job, parallel, TrainerSection(micro_batch_tokens=10_000))
-    report = layout_worker.run(job, trainer, replica=0, num_replicas=1)
-    return report, {spec.name: tensor.clone() for spec, tensor in trainer.export.stream()}
+def pairs(some: Iterable[Case]) -> set[Any]:
+    return {pair for factors in [case.factors for case in some] for pair in product(factors.items(), repeat=2)}
 
 
-def run_distributed(jobs: Sequence[Job], num_ranks: int, tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "jobs").write_bytes(pickle.dumps(list(jobs)))
-    subprocess.run(
-        [*TORCHRUN, "--nproc-per-node", str(num_ranks), layout_worker.__file__, tmp_path / "jobs", tmp_path],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"},
-        timeout=240,
-        check=True,
-    )
-    return {job.name: json.loads((tmp_path / job.name / "report.json").read_text()) for job in jobs}
-
-
-def with_logprobs(groups: Sequence[Group], parallel: Parallel, checkpoint: str) -> list[Group]:
-    """The groups as if sampled from the checkpoint: with the log-probs that a single process gives them."""
-    trainer = layout_worker.make_trainer(Job("", checkpoint, [], 0, {}), parallel, TrainerSection())
-    (a_pass,) = make_passes([groups], parallel, 1.0, 10_000)
-    with torch.no_grad():
-        (logprobs,) = a_pass.logprobs(trainer.models.policy_model)
-    values = iter(logprobs.tolist())
-    return [
-        replace(g, responses=tuple(replace(r, logprobs=tuple(next(values) for _ in r.token_ids)) for r in g.responses))
-        for g in groups
-    ]
-
-
-def assert_same(
-    name: str,
-    actual: dict[str, Any],
-    expected: tuple[dict[str, Any], dict[str, torch.Tensor]],
-    weights: dict[str, torch.Tensor],
+@pytest.mark.parametrize(
+    ("family", "section"), [("qwen3", {"sequence_parallel": True}), ("qwen3_moe", {"tensor_parallel": 2})]
+)
+def test_the_trainer_refuses_a_layout_before_it_loads_weights(
+    family: str, section: dict[str, Any], tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
-    report, expected_weights = expected
-    for step, expected_step in zip(actual["steps"], report["steps"], strict=True):
-        metrics, expected_metrics = step.pop("metrics"), dict(expected_step["metrics"])
-        assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-6), name
-        assert step == pytest.approx({k: v for k, v in expected_step.items() if k != "metrics"}, rel=1e-5, abs=1e-6)
-    for rows, expected_rows in zip(actual["rows"], report["rows"], strict=True):
-        assert sorted(row["index"] for row in rows) == sorted(row["index"] for row in expected_rows), name
-    assert max(row["max_logprob_gap"] for row in actual["rows"][0]) <= 1e-5, name
-    for scores, expected_scores in zip(actual["scores"], report["scores"], strict=True):
-        for row, expected_row in zip(scores, expected_scores, strict=True):
-            assert row == pytest.approx(expected_row, abs=1e-4), name
-    assert set(weights) == set(expected_weights)
-    for tensor_name, tensor in expected_weights.items():
-        torch.testing.assert_close(
-            weights[tensor_name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, n=tensor_name: f"{name}, {n}: {text}"
-        )
+    shutil.copy(tiny_model(family) / "config.json", tmp_path)
+    parallel = replace(parallel, num_ranks=section.get("tensor_parallel", 1))
+    with pytest.raises(ConfigError, match=r"trainer\.\w+_parallel = .* needs trainer\.\w+_parallel"):
+        layout_worker.make_trainer(Job("", str(tmp_path), [], {}), parallel, TrainerSection(**section))
+
+
+@pytest.fixture(scope="session")
+def one_rank(tiny_model: Callable[..., Path], parallel: Parallel, ragged_groups: list[Group]) -> OneRank:
+    for with_prompt in (True, False):
+        num_parts = [len(split_group(group, SPLIT_TOKENS, with_prompt=with_prompt)) for group in ragged_groups]
+        assert max(num_parts) > 1, "no group is split"
+    return OneRank(tiny_model, parallel, ragged_groups)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_ranks", sorted(LAYOUTS))
-def test_every_layout_trains_what_one_process_trains(
-    num_ranks: int,
-    checkpoints: dict[str, str],
-    parallel: Parallel,
-    ragged_groups: list[Group],
-    tmp_path: Path,
+@pytest.mark.timeout(1250)
+def test_a_pairwise_cover_of_the_matrix_trains_what_one_rank_trains(one_rank: OneRank, tmp_path: Path) -> None:
+    exact = pairwise_cover(with_frozen_models([*cases(2), *cases(4)]))
+    compare([*exact, *pairwise_cover(in_bfloat16(cases(2)))], one_rank, tmp_path, timeout_s=600)
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_the_bound_of_bfloat16_finds_a_lost_half_of_the_gradients(experts: bool, one_rank: OneRank) -> None:
+    gradient, nothing = torch.ones(4), torch.zeros(4)
+    # Two equal steps to a weight of 0, whose export needs no rounding: half of the way is one gradient.
+    assert bound(roundings(2, experts), [-2 * gradient, -gradient, nothing]) < float(gradient.norm())
+    case = next(case for case in in_bfloat16(cases(2)) if case.experts == experts)
+    path = one_rank.expected(case).path
+    half_way = {name: (start + path[-1][name]) / 2 for name, start in path[0].items()}
+    (share,) = shares_of_bound(case, half_way, path).values()
+    assert share > 1
+
+
+@pytest.mark.layouts
+@pytest.mark.distributed
+@pytest.mark.timeout(3600)
+def test_bfloat16_with_more_ranks_stays_within_the_derived_bound(one_rank: OneRank, tmp_path: Path) -> None:
+    compare(pairwise_cover(in_bfloat16(cases(4))), one_rank, tmp_path, timeout_s=3500)
+
+
+@pytest.mark.layouts
+@pytest.mark.distributed
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("num_ranks", sorted(ACCEPTED))
+def test_the_whole_matrix_trains_what_one_rank_trains(
+    num_ranks: int, experts: bool, tied: bool, one_rank: OneRank, tmp_path: Path
 ) -> None:
-    sampled = {name: with_logprobs(ragged_groups, parallel, path) for name, path in checkpoints.items()}
-    jobs = [
-        Job(
-            name,
-            checkpoints[model],
-            # The second batch has an odd number of groups: replicas get shares of different sizes.
-            [sampled[model], sampled[model][:0:-1]],
-            free_port(),
-            {"micro_batch_tokens": MICRO_BATCH_TOKENS, **layout},
-        )
-        for name, (model, layout) in LAYOUTS[num_ranks].items()
-    ]
-    expected = {
-        model: run_alone(Job("", path, [sampled[model], sampled[model][1:]], 0, {}), parallel)
-        for model, path in checkpoints.items()
-    }
-    bfloat16 = Job(
-        "bfloat16", checkpoints["tied"], [sampled["tied"]], free_port(), HALF_LAYOUTS[num_ranks], dtype="bfloat16"
-    )
-    reports = run_distributed([*jobs, bfloat16], num_ranks, tmp_path)
-    for name, (model, _) in LAYOUTS[num_ranks].items():
-        assert_same(name, reports[name], expected[model], load_file(tmp_path / name / "model.safetensors"))
-    # Weights and activations in bfloat16, gradients summed in float32.
-    norm, expected_norm = (report["steps"][0]["grad_norm"] for report in (reports["bfloat16"], expected["tied"][0]))
-    assert norm == pytest.approx(expected_norm, rel=0.05)
+    chosen = [case for case in cases(num_ranks) if (case.experts, case.tied) == (experts, tied)]
+    compare(chosen, one_rank, tmp_path, timeout_s=3500)
+
+
+@pytest.mark.layouts
+@pytest.mark.distributed
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_ranks", sorted(LARGER))
+def test_kinds_of_placements_that_need_more_ranks_train_what_one_rank_trains(
+    num_ranks: int, one_rank: OneRank, tmp_path: Path
+) -> None:
+    compare(pairwise_cover(cases(num_ranks)), one_rank, tmp_path, timeout_s=3600)

@@ -83,7 +83,6 @@ def test_ratio_and_clip_equal_a_reference_implementation(
         "",
         str(path),
         batches,
-        0,
         {},
         {"kl_coef": 0.0, "old_policy": old_policy, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH},
         {"steps_per_batch": steps_per_batch},
@@ -117,7 +116,7 @@ def test_gap_is_that_of_the_weights_that_sampled_in_every_step(
             )
             for group in ragged_groups
         ]
-    job = Job("", str(path), [sampled], 0, {}, {"old_policy": "model"}, {"steps_per_batch": 3})
+    job = Job("", str(path), [sampled], {}, {"old_policy": "model"}, {"steps_per_batch": 3})
     report = layout_worker.run(job, layout_worker.make_trainer(job, parallel, TrainerSection()), 0, 1)
     assert max(row["max_logprob_gap"] for rows in report["rows"] for row in rows) < 1e-4
 

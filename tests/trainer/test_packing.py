@@ -80,7 +80,17 @@ def test_a_pipeline_gets_the_whole_backlog_in_one_window() -> None:
 
 def test_long_group_is_split_between_responses_and_every_part_holds_at_least_one() -> None:
     group = make_group(0, 10, (4, 8, 30, 2, 1, 1))
-    parts = split_group(group, 22)
+    parts = split_group(group, 22, with_prompt=True)
     assert [(part.start, part.stop) for part in parts] == [(0, 2), (2, 3), (3, 6)]
     assert [part.num_rows for part in parts] == [20, 39, 11]
-    assert [(p.start, p.stop) for p in split_group(group, 1)] == [(i, i + 1) for i in range(4)] + [(4, 5), (5, 6)]
+    one_each = [(p.start, p.stop) for p in split_group(group, 1, with_prompt=True)]
+    assert one_each == [(i, i + 1) for i in range(4)] + [(4, 5), (5, 6)]
+
+
+def test_second_stage_has_room_for_responses_however_long_the_prompt_is() -> None:
+    group = make_group(0, 100, (5,) * 16)
+    assert len(split_group(group, 64, with_prompt=True)) == 16
+    parts = split_group(group, 64, with_prompt=False)
+    assert [(part.start, part.stop) for part in parts] == [(0, 16)]
+    parts = split_group(group, 20, with_prompt=False)
+    assert [sum(part.fed_lens) for part in parts] == [20, 20, 20, 4]

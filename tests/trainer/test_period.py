@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from async_rl.config import TrainSection
+from async_rl.gap_limits import NoiseLimits
 from async_rl.ledger import Ledger
 from async_rl.loop import Window, train
 from async_rl.metrics import Recorder
@@ -89,7 +90,7 @@ def trained(
         )
         rollouts = ReplayedRollouts(ragged_groups, random.Random(arrival))
         config = TrainSection.model_validate({"iterations": NUM_ITERATIONS, "mode": mode, "order": order})
-        ledger = Ledger(None, responses_per_prompt=1, max_logprob_gap=float("inf"))
+        ledger = Ledger(None, responses_per_prompt=1, limits=NoiseLimits(float("inf")))
         train(config, UnpublishedTrainer(megatron), rollouts, rollouts, ledger, Recorder(None, NUM_ITERATIONS))
         return {spec.name: tensor.clone() for spec, tensor in megatron.export.stream()}
 

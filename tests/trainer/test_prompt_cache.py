@@ -87,11 +87,11 @@ def in_two_stages(
     """Log-probs of the tokens of each micro-group."""
     num_prompt = len(group.prompt.token_ids)
     prompt_TH = stack.hidden(make_prompt_rows(group, CPU, multiple_of), cache)
-    last_1H = cache.begin_responses(prompt_TH[num_prompt - 1 : num_prompt])
-    for part in split_group(group, most):
+    cache.begin_responses(prompt_TH[num_prompt - 1 : num_prompt])
+    for part in split_group(group, most, with_prompt=False):
         micro_group = make_micro_group(part, CPU, multiple_of)
         labels = micro_group.labels
-        rows_RH = torch.cat([last_1H, stack.hidden(micro_group.rows, cache)])[labels.logit_rows_R]
+        rows_RH = torch.cat([cache.last_row(), stack.hidden(micro_group.rows, cache)])[labels.logit_rows_R]
         yield response_logprobs(rows_RH, stack.head_VH, labels.label_rows_N, labels.labels_N, 1.0)[0]
 
 
@@ -146,3 +146,29 @@ def test_log_probs_alone_need_no_gradients(rng: random.Random) -> None:
         logprobs = torch.cat(list(in_two_stages(stack, group, 20, 1, PromptCache())))
         expected = torch.cat([stack.sample_logprobs(group.prompt.token_ids, r.token_ids) for r in group.responses])
     torch.testing.assert_close(logprobs, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_gradients_of_hundreds_of_micro_groups_add_up_in_float32(rng: random.Random) -> None:
+    """Each is one rounding of bfloat16, 2^-8, away from the sum in float64, not one for every micro-group."""
+    num_groups, num_rows = 400, 3
+    made_PKD = torch.randn(num_rows, 2, 4).bfloat16().requires_grad_()
+    hidden_PH = torch.randn(num_rows, 8).bfloat16().requires_grad_()
+    cache = PromptCache()
+    key_PKD, _ = cache.extend(0, made_PKD, made_PKD.detach())
+    cache.begin_responses(hidden_PH[-1:] + 0 * key_PKD.sum())
+    sums = torch.zeros(num_rows, 2, 4, dtype=torch.float64), torch.zeros(1, 8, dtype=torch.float64)
+    sizes = [torch.zeros_like(total) for total in sums]
+    for _ in range(num_groups):
+        own_TKD = torch.randn(5, 2, 4).bfloat16().requires_grad_()
+        keys_SKD, _ = cache.extend(0, own_TKD, own_TKD.detach())
+        # Of one sign: what a sum in bfloat16 stops to notice.
+        weights = torch.rand(num_rows, 2, 4).bfloat16(), torch.rand(1, 8).bfloat16()
+        loss = (keys_SKD[:num_rows] * weights[0]).sum() + (cache.last_row() * weights[1]).sum()
+        loss.backward()
+        for total, size, weight in zip(sums, sizes, weights, strict=True):
+            total += weight.double()
+            size += weight.double().abs()
+    cache.backward()
+    for grad, total, size in zip((made_PKD.grad, hidden_PH.grad[-1:]), sums, sizes, strict=True):
+        allowed = 2.0**-8 * total.abs() + num_groups * 2.0**-24 * size
+        assert ((grad.double() - total).abs() <= allowed).all()

@@ -122,9 +122,12 @@ def test_split_holds_every_response_once_within_the_bound(rng: random.Random) ->
     for _ in range(20):
         group = random_group(0, rng)
         most = rng.randint(1, 40)
-        slices = split_group(group, most)
-        assert [response for part in slices for response in part.responses] == [r.token_ids for r in group.responses]
-        assert all(part.num_rows <= most or part.stop - part.start == 1 for part in slices)
+        for with_prompt in (True, False):
+            slices = split_group(group, most, with_prompt=with_prompt)
+            whole = [r.token_ids for r in group.responses]
+            assert [response for part in slices for response in part.responses] == whole
+            held = [part.num_rows if with_prompt else sum(part.fed_lens) for part in slices]
+            assert all(rows <= most or part.stop - part.start == 1 for rows, part in zip(held, slices, strict=True))
 
 
 def test_micro_group_continues_the_prompt_of_the_first_stage(rng: random.Random) -> None:
@@ -133,7 +136,7 @@ def test_micro_group_continues_the_prompt_of_the_first_stage(rng: random.Random)
         prompt = make_prompt_rows(group, CPU, multiple_of)
         num_prompt = len(group.prompt.token_ids)
         assert prompt.tokens_T.tolist()[:num_prompt] == list(group.prompt.token_ids)
-        for part in split_group(group, rng.randint(1, 20)):
+        for part in split_group(group, rng.randint(1, 20), with_prompt=False):
             batch = make_micro_group(part, CPU, multiple_of)
             # Keys are those of both stages; the prompt's last row stands before the micro-group's rows.
             tokens_S = torch.cat([prompt.tokens_T, batch.rows.tokens_T])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.errors import ConfigError, NonFiniteGradient
+from async_rl.errors import ConfigError, RewardError
 from async_rl.types import Group
 from trainer.trainer import MegatronTrainer
 
@@ -60,7 +60,7 @@ def test_batch_equals_transformers_and_autograd_on_unshared_samples(
     expected = grpo_in_transformers(tmp_path / "policy", start, ragged_groups, **settings)
 
     groups = with_logprobs(ragged_groups, expected.logprobs)
-    gaps = [trainer.accumulate([[group]])[0].max_logprob_gap for group in groups]
+    gaps = [trainer.accumulate([[group]])[0].all_gaps.largest for group in groups]
     gradients = hf_gradients(trainer)
     stats = trainer.optimizer_step()
 
@@ -117,7 +117,7 @@ def test_ledger_row_names_versions_counts_and_the_gap(
     (row,) = trainer.accumulate([[ragged_groups[0]]])
     assert (row.index, row.prompt_id, row.versions) == (0, "p0", ("v0",))
     assert (row.num_responses, row.num_response_tokens) == (3, 15)
-    assert row.max_logprob_gap > 0.1  # the made-up rollout log-probs are all -1
+    assert row.all_gaps.largest > 0.1  # the made-up rollout log-probs are all -1
     assert trainer.gather([row]) == [row]
 
 
@@ -153,14 +153,26 @@ def test_bfloat16_trains_close_to_float32(
     assert stats["bfloat16"].grad_norm == pytest.approx(stats["float32"].grad_norm, rel=0.05)
 
 
-def test_reward_that_is_not_finite_takes_no_step(
-    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf"), 1e31])
+def test_reward_that_is_not_finite_is_refused_where_it_enters(
+    reward: float, tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
 ) -> None:
     trainer = make_trainer(tiny_model("qwen3"))
+    with pytest.raises(RewardError, match=r"group 0 \(prompt 'p0'\) has the reward .*: expected a finite number"):
+        trainer.accumulate([[replace(ragged_groups[0], rewards=(1.0, reward, 0.0))]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reward", [0.7, 1000.1])
+def test_equal_rewards_leave_the_weights_bit_for_bit(
+    reward: float, dtype: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
+) -> None:
+    trainer = make_trainer(tiny_model("qwen3"), dtype=dtype)
     before = [tensor.clone() for _, tensor in trainer.export.stream()]
-    trainer.accumulate([[replace(ragged_groups[0], rewards=(1.0, float("nan"), 0.0))]])
-    with pytest.raises(NonFiniteGradient, match="step 0: the gradient norm is nan"):
-        trainer.optimizer_step()
+    for group in (ragged_groups[0], ragged_groups[4]):
+        responses = (*group.responses, *ragged_groups[4].responses)[:7]
+        trainer.accumulate([[replace(group, responses=responses, rewards=(reward,) * 7)]])
+    assert trainer.optimizer_step().grad_norm == 0.0
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.export.stream(), strict=True))
 
 

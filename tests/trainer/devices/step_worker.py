@@ -52,7 +52,8 @@ def train_step(parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
     (before * signs_N).sum().backward()
     finalize_model_grads([policy])
     policy.scale_gradients(1.0 / len(before))
-    grad_norm, _ = optimizer.step()
+    grad_norm = optimizer.gradient_norm()
+    optimizer.step(grad_norm)
     with torch.no_grad():
         after, _ = model(micro_batch, 0.8)
     return {"before": before.tolist(), "after": after.tolist(), "grad_norm": grad_norm}

@@ -125,6 +125,32 @@ class Mute(CPUAttention):
         raise RuntimeError("no kernel image is available")
 
 
+class OneBlockOfKeys(CPUAttention):
+    """A wrong kernel: of each entry it sees the first 128 keys only."""
+
+    def forward(self, query: Any, key: Any, value: Any, part: Part, scale: float) -> Any:
+        return super().forward(query, key, _without_rows_from(128, value, part.kv_lens), part, scale)
+
+
+class LastBlockLost(CPUAttention):
+    """A wrong kernel: rows of an entry's last block, if it is no whole one, come out as 0. They are small ones."""
+
+    def forward(self, query: Any, key: Any, value: Any, part: Part, scale: float) -> Any:
+        out, lse = super().forward(query, key, value, part, scale)
+        return _without_rows_from(832, out, part.q_lens), lse
+
+
+def _without_rows_from(first: int, rows: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:
+    return torch.cat([torch.cat([entry[:first], torch.zeros_like(entry[first:])]) for entry in rows.split(lens)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", [OneBlockOfKeys(), LastBlockLost()])
+def test_kernel_that_is_wrong_beyond_a_block_is_found(kernel: AttentionKernel, dtype: torch.dtype) -> None:
+    checked_kernel.cache_clear()
+    assert checked_kernel(OnCPU(kernel), dtype, *HEADS, HEAD_DIM) is None
+
+
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [

@@ -1,0 +1,219 @@
+"""The matrix of layouts that `test_layouts.py` compares with one rank, what it expects of each, and a pairwise cover.
+
+`ACCEPTED` is written by hand, independent of the rule in `async_rl/layout.py` that it is compared with.
+"""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+SPLIT_TOKENS, PACKED_TOKENS = 14, 10_000
+"""`trainer.micro_batch_tokens`: below the longest of the ragged groups, which is then split, and above all together."""
+
+
+@dataclass(frozen=True, order=True)
+class Placement:
+    num_ranks: int
+    tensor: int
+    pipeline: int
+    expert: int
+    sequence: bool
+
+    @property
+    def num_replicas(self) -> int:
+        return self.num_ranks // (self.tensor * self.pipeline)
+
+    @property
+    def expert_kind(self) -> str:
+        """Whether a replica's ranks of a stage hold all experts."""
+        if self.expert == 1:
+            return "whole"
+        return "within a replica" if self.tensor % self.expert == 0 else "across replicas"
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        return {
+            "tensor_parallel": self.tensor,
+            "pipeline_parallel": self.pipeline,
+            "expert_parallel": self.expert,
+            "sequence_parallel": self.sequence,
+        }
+
+    def __str__(self) -> str:
+        axes = {"TP": self.tensor, "PP": self.pipeline, "DP": self.num_replicas, "EP": self.expert}
+        names = [f"{name}{size}" + "+SP" * (name == "TP" and self.sequence) for name, size in axes.items() if size > 1]
+        return " ".join(names) or "one rank"
+
+
+ACCEPTED = {
+    # Ranks: (dense models, models of experts).
+    1: (["one rank"], ["one rank"]),
+    2: (["TP2", "TP2+SP", "PP2", "DP2"], ["TP2+SP", "TP2+SP EP2", "PP2", "DP2", "DP2 EP2"]),
+    3: (["TP3", "TP3+SP", "PP3", "DP3"], ["TP3+SP", "TP3+SP EP3", "PP3", "DP3", "DP3 EP3"]),
+    4: (
+        ["TP4", "TP4+SP", "PP4", "DP4", "TP2 PP2", "TP2+SP PP2", "TP2 DP2", "TP2+SP DP2", "PP2 DP2"],
+        [
+            *("TP4+SP", "TP4+SP EP2", "TP4+SP EP4", "PP4", "DP4", "DP4 EP2", "DP4 EP4", "PP2 DP2", "PP2 DP2 EP2"),
+            *("TP2+SP PP2", "TP2+SP PP2 EP2", "TP2+SP DP2", "TP2+SP DP2 EP2", "TP2+SP DP2 EP4"),
+        ],
+    ),
+}
+"""Every placement of so many ranks that is accepted, by name; every other one is refused."""
+
+LARGER = {
+    # Three ranks beside two, so that expert groups and replicas overlap without either holding the other.
+    6: (["TP3+SP DP2"], ["TP3+SP DP2 EP2", "TP3+SP DP2 EP6"]),
+    8: (
+        ["TP2 PP2 DP2", "TP2+SP PP2 DP2"],
+        ["TP2+SP PP2 DP2", "TP2+SP PP2 DP2 EP2", "TP2+SP PP2 DP2 EP4"],
+    ),
+}
+"""Placements whose kind needs more ranks; compared under a pairwise cover of what goes with them."""
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """A placement and all that goes with it."""
+
+    placement: Placement
+    experts: bool
+    tied: bool
+    split: bool
+    recompute: str
+    distributed_optimizer: bool
+    reference: bool = True
+    frozen_weights: str = "device"
+    old_policy: str = "reuse"
+    dtype: str = "float32"
+
+    @property
+    def section(self) -> dict[str, Any]:
+        return self.placement.keys | {
+            "distributed_optimizer": self.distributed_optimizer,
+            "recompute": self.recompute,
+            "frozen_weights": self.frozen_weights,
+            "micro_batch_tokens": SPLIT_TOKENS if self.split else PACKED_TOKENS,
+        }
+
+    @property
+    def model(self) -> tuple[str, bool, tuple[tuple[str, int], ...]]:
+        """(family, tied, sizes) of its checkpoint."""
+        return _family(self.experts, self.tied), self.tied, tuple(sorted(_sizes(self).items()))
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What its placement is but for the sizes."""
+        place = self.placement
+        axes = (place.tensor, place.pipeline, place.num_replicas)
+        return (*(size > 1 for size in axes), place.sequence, place.expert_kind, self.experts)
+
+    @property
+    def factors(self) -> dict[str, Any]:
+        """What a pairwise cover combines."""
+        place = self.placement
+        axes = {"TP": place.tensor, "PP": place.pipeline, "DP": place.num_replicas, "EP": place.expert_kind}
+        rest = {name: value for name, value in asdict(self).items() if name != "placement"}
+        return axes | {"SP": place.sequence} | rest
+
+    def __str__(self) -> str:
+        marks = [
+            "experts" if self.experts else "dense",
+            "tied" if self.tied else "untied",
+            "split" if self.split else "packed",
+            f"recompute {self.recompute}",
+            *["distributed optimizer"] * self.distributed_optimizer,
+            *["no reference"] * (not self.reference),
+            *[f"frozen on {self.frozen_weights}"] * (self.frozen_weights != "device"),
+            *[f"old policy {self.old_policy}"] * (self.old_policy != "reuse"),
+            *[self.dtype] * (self.dtype != "float32"),
+        ]
+        return ", ".join([str(self.placement), *marks])
+
+
+def _family(experts: bool, tied: bool) -> str:
+    if experts:
+        return "qwen3_moe"
+    return "qwen3" if tied else "qwen2"
+
+
+def _sizes(case: Case) -> dict[str, int]:
+    """The smallest model that the placement divides; heads stay grouped."""
+    place = case.placement
+    thirds = 3 in (place.tensor, place.pipeline, place.expert) or 6 in (place.tensor, place.expert)
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3} if thirds else {"num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 3 if thirds else 4, "hidden_size": 48 if thirds else 32, "intermediate_size": 48}
+    sizes["num_hidden_layers"] = max(2, place.pipeline)
+    if case.experts:
+        sizes["num_experts"] = 6 if thirds else 4
+        if case.dtype == "bfloat16":
+            # The choice of experts is where rounding is not small: here there is none.
+            sizes["num_experts_per_tok"] = sizes["num_experts"]
+    return sizes
+
+
+def placements(num_ranks: int) -> Iterator[Placement]:
+    """Every combination of sizes up to the number of ranks, whether it can be laid out or not."""
+    sizes = range(1, num_ranks + 1)
+    for tensor, pipeline, expert, sequence in product(sizes, sizes, sizes, (False, True)):
+        yield Placement(num_ranks, tensor, pipeline, expert, sequence)
+
+
+def accepted_placements(num_ranks: int, experts: bool) -> list[Placement]:
+    """Those of the hand-written lists."""
+    names = set((ACCEPTED | LARGER)[num_ranks][experts])
+    found = [
+        p for p in placements(num_ranks) if str(p) in names and p.num_replicas * p.tensor * p.pipeline == num_ranks
+    ]
+    found = [p for p in found if p.tensor > 1 or not p.sequence]
+    assert {str(p) for p in found} == names and len(found) == len(names)
+    return found
+
+
+def cases(num_ranks: int) -> list[Case]:
+    """The whole matrix of so many ranks, in float32 and with a reference."""
+    return [
+        Case(placement, experts, tied, split, recompute, distributed)
+        for experts in (False, True)
+        for placement in accepted_placements(num_ranks, experts)
+        for tied, split, recompute, distributed in product(
+            (True, False), (False, True), ("none", "selective", "full"), (False, True)
+        )
+    ]
+
+
+def with_frozen_models(some: Iterable[Case]) -> list[Case]:
+    """Each case with every choice of models beside the policy."""
+    choices = list(product((True, False), ("device", "host"), ("reuse", "model", "lagged")))
+    return [
+        replace(case, reference=reference, frozen_weights=frozen, old_policy=old)
+        for case in some
+        for reference, frozen, old in choices
+    ]
+
+
+def in_bfloat16(some: Iterable[Case]) -> list[Case]:
+    """Those of two layers: roundings add up from layer to layer, and the bound on them with it."""
+    return [replace(case, dtype="bfloat16") for case in some if case.placement.pipeline <= 2]
+
+
+def covered(case: Case) -> set[Any]:
+    """What a case adds to a pairwise cover: its kind of placement, and each two values that it combines."""
+    return {case.kind, *combinations(case.factors.items(), 2)}
+
+
+def pairwise_cover(candidates: Sequence[Case]) -> list[Case]:
+    """Some of the candidates that cover what all of them do.
+
+    Greedy: next comes the one with most that is new for its number of ranks, of equal ones any, the same in every run.
+    """
+    shuffled = random.Random(0).sample(sorted(candidates), len(candidates))
+    left = {case: covered(case) for case in shuffled}
+    missing = set().union(*left.values())
+    chosen: list[Case] = []
+    while missing:
+        best = max(left, key=lambda case: len(left[case] & missing) / case.placement.num_ranks)
+        chosen.append(best)
+        missing -= left.pop(best)
+    return chosen

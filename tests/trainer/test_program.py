@@ -1,0 +1,57 @@
+"""`torchrun -m trainer` on its own: a named error is all that standard error shows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import trainer.__main__ as program
+from async_rl.config import Config
+from async_rl.errors import RewardError
+from trainer.stop_signal import StopSignal
+
+CONFIG = """
+[run]
+dir = "run"
+[model]
+path = "model"
+[prompts]
+source = "rows.jsonl"
+prompts_per_batch = 4
+[reward]
+name = "math"
+[train]
+iterations = 3
+"""
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_traceback_goes_to_a_log(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_launched: bool,
+) -> None:
+    def run(config: Config, token: str | None, stop: StopSignal) -> None:
+        raise RewardError("reward x, prompt 3 failed")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    # Rank 0 looks at the files of the config first.
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    if is_launched:
+        monkeypatch.setenv("ASYNC_RL_FAILURE_FILE", str(tmp_path / "report"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run.toml").write_text(CONFIG)
+    assert program.main(["run.toml"]) == 1
+    (record,) = [record for record in caplog.records if record.name == "trainer"]
+    assert record.getMessage().startswith("RewardError: reward x, prompt 3 failed")
+    assert (record.exc_info is not None) == is_launched, "under the launcher standard error is a log"
+    traceback = tmp_path / "run" / "logs" / "rank-1.traceback"
+    assert traceback.exists() != is_launched
+    if not is_launched:
+        assert "Traceback" in traceback.read_text() and str(traceback.relative_to(tmp_path)) in record.getMessage()
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert told["extraInfo"]["py_callstack"] == "RewardError: reward x, prompt 3 failed"

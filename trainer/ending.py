@@ -1,0 +1,139 @@
+"""How a run ends before it is done: every rank learns of it, all save the last sound step together, within a time.
+
+A rank that fails, or is told to end (SIGTERM), says so in the process group's store. Leaders look there before each
+window and while they wait for rollouts; their followers learn it from them. All ranks then meet (`meet` is a collective
+that each rank also calls once per publish and once per mini-batch, so whoever is already there is met), and save. What
+was accumulated of the unfinished iteration is dropped with the process.
+
+Whatever hangs on this way, a rank that is gone or a file system, a thread ends the process after `checkpoint.grace_s`.
+"""
+
+import itertools
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from async_rl.errors import AsyncRLError, LeaderFailed, RunStopped
+from trainer.parallel import Parallel
+from trainer.stop_signal import StopSignal
+
+log = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+"""Of the runs of this process, one after the other: each rank counts the same."""
+
+EXIT_CODE = 1
+
+
+class Ending:
+    """One rank's part in it."""
+
+    def __init__(self, parallel: Parallel, stop: StopSignal, grace_s: float) -> None:
+        self._parallel = parallel
+        self._stop = stop
+        self._grace_s = grace_s
+        self._store = dist.PrefixStore("async-rl", _get_default_store())
+        self._key = f"ending/{next(_numbers)}"
+        self._together = False
+        self._phase = "ending"
+        self._watchdog = threading.Timer(grace_s, self._give_up)
+        self._watchdog.daemon = True
+
+    def tell(self) -> None:
+        """Tells all leaders if this rank was told to end."""
+        if self._stop.told:
+            self._post(self._stopped())
+
+    def watch(self) -> None:
+        """Called by leaders, often: before each window, and while they wait for rollouts.
+
+        Raises:
+            RunStopped, LeaderFailed: some rank was told to end, or failed.
+        """
+        self.tell()
+        if self._store.check([self._key]):
+            raise _error(self._store.get(self._key).decode())
+
+    def meet(self, *, may_stop: bool) -> None:
+        """Waits for all ranks, and goes on unless one of them has failed, or with `may_stop` was told to end.
+
+        Raises:
+            RunStopped, LeaderFailed: on all ranks.
+        """
+        said = self._stopped() if may_stop and self._stop.told else None
+        found = [text for text in self._parallel.gather_json(said) if text]
+        self._together = True
+        if found:
+            raise _error(found[0])
+
+    def part(self) -> None:
+        """From now on, until they `meet`, one rank may fail alone; from there to here, what fails fails on all."""
+        self._together = False
+
+    @contextmanager
+    def saving(self, save: Callable[[], None]) -> Iterator[None]:
+        """Around the loop: a run that ends early by a named error, or by SIGTERM, calls `save` on all ranks first."""
+        self._stop.deferred = True
+        try:
+            yield
+        except AsyncRLError as error:
+            self._watchdog.start()
+            self._save(error, save)
+            raise
+        except BaseException:
+            self._watchdog.start()
+            raise
+        finally:
+            self._stop.deferred = False
+
+    def close(self) -> None:
+        """The process can end by itself; nothing has to be cut short any more."""
+        self._watchdog.cancel()
+
+    def _save(self, error: AsyncRLError, save: Callable[[], None]) -> None:
+        log.error("the run ends: %s: %s", type(error).__name__, error)
+        text = _encoded(error)
+        try:
+            if not self._together:
+                self._phase = "waiting for the other training ranks to learn of it"
+                self._post(text)
+                self._parallel.gather_json(text)
+            self._phase = "saving a checkpoint"
+            save()
+        except Exception:
+            # The error that ends the run is the one to raise.
+            log.exception("no checkpoint of the last sound step could be saved; the one before it stays")
+        self._phase = "closing its connections"
+
+    def _post(self, text: str) -> None:
+        if not self._store.check([self._key]):
+            self._store.set(self._key, text)
+
+    def _stopped(self) -> str:
+        return _encoded(RunStopped(f"training rank {self._parallel.rank} was told to end (SIGTERM)"))
+
+    def _give_up(self) -> None:
+        log.error(
+            "the run did not end within checkpoint.grace_s = %g s, it was %s: it ends now; go on from the newest "
+            "checkpoint with run.resume = true",
+            self._grace_s,
+            self._phase,
+        )
+        logging.shutdown()
+        os._exit(EXIT_CODE)
+
+
+def _encoded(error: AsyncRLError) -> str:
+    return json.dumps([isinstance(error, RunStopped), f"{type(error).__name__}: {error}"])
+
+
+def _error(encoded: str) -> AsyncRLError:
+    """What another rank says, as this rank raises it."""
+    stopped, text = json.loads(encoded)
+    return RunStopped(text.removeprefix("RunStopped: ")) if stopped else LeaderFailed(f"another training rank: {text}")

@@ -1,0 +1,73 @@
+"""Compares the trainer's log-probs with the rollout's while groups are trained; for `batch_sums.py`.
+
+Shape legend: N response tokens of one micro-batch.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from async_rl.logprob_gaps import BINS_PER_OCTAVE, MIXED, SMALLEST, LogprobGaps
+from async_rl.types import Group, Response
+from trainer.shared_prompt import GroupSlice, MicroBatch
+
+LARGEST_EXPONENT = 700.0
+"""exp(d) of a larger d is no float64; what it then adds to k3 is beyond any limit anyhow."""
+
+
+class GroupGaps:
+    """The log-probs of the groups that were trained, until their gaps are taken.
+
+    `clip`: see `LogprobGaps`. Log-probs stay on the device until their group is taken: nothing waits for it before.
+    """
+
+    def __init__(self, clip: float) -> None:
+        self._clip = clip
+        self._logprobs: dict[int, list[tuple[GroupSlice, torch.Tensor]]] = {}
+
+    def add(self, micro_batch: MicroBatch, logprobs_N: torch.Tensor) -> None:
+        """Notes the trainer's log-probs of a micro-batch's response tokens."""
+        sizes = [sum(map(len, part.responses)) for part in micro_batch.slices]
+        for part, logprobs in zip(micro_batch.slices, logprobs_N.detach().split(sizes), strict=True):
+            self._logprobs.setdefault(part.group.index, []).append((part, logprobs))
+
+    def take(self, group: Group) -> dict[str, LogprobGaps]:
+        """Instance -> the gaps of the group's tokens that it sampled; responses of several instances under `MIXED`."""
+        by_instance: dict[str, list[torch.Tensor]] = {}
+        for part, logprobs in self._logprobs.pop(group.index):
+            for response, gaps in _gaps_of(part, logprobs.double().cpu()):
+                by_instance.setdefault(_sampler_of(response), []).append(gaps)
+        return {instance: sums_of(torch.cat(gaps), self._clip) for instance, gaps in sorted(by_instance.items())}
+
+    def clear(self) -> None:
+        self._logprobs.clear()
+
+
+def sums_of(gaps_N: torch.Tensor, clip: float) -> LogprobGaps:
+    """The sums over float64 gaps on the host."""
+    finite = gaps_N[gaps_N.isfinite()]
+    size, clipped = finite.abs(), finite.clamp(-clip, clip)
+    bins = (BINS_PER_OCTAVE * (size / SMALLEST).log2()).ceil().clamp(min=0).long()
+    return LogprobGaps(
+        count=len(finite),
+        num_bad=len(gaps_N) - len(finite),
+        signed_sum=float(finite.sum()),
+        abs_sum=float(size.sum()),
+        squares=float(finite.square().sum()),
+        clipped_sum=float(clipped.sum()),
+        clipped_squares=float(clipped.square().sum()),
+        k3_sum=float((finite.clamp(max=LARGEST_EXPONENT).expm1() - finite).sum()),
+        largest=float(size.max()) if len(size) else 0.0,
+        bins=tuple((number, count) for number, count in enumerate(torch.bincount(bins).tolist()) if count),
+    )
+
+
+def _gaps_of(part: GroupSlice, logprobs: torch.Tensor) -> Iterator[tuple[Response, torch.Tensor]]:
+    responses = part.group.responses[part.start : part.stop]
+    for response, own in zip(responses, logprobs.split([len(r.token_ids) for r in responses]), strict=True):
+        assert len(response.logprobs) == len(own), f"{len(response.logprobs)} rollout log-probs for {len(own)} tokens"
+        yield response, own - torch.tensor(response.logprobs, dtype=torch.float64)
+
+
+def _sampler_of(response: Response) -> str:
+    return MIXED if response.num_continued else response.instance
