@@ -13,8 +13,10 @@ import sys
 from types import FrameType
 
 from async_rl.errors import ConfigError, ProcessFailed
+from async_rl.failure_report import report_failure
 from inference_service.options import TOKEN_VARIABLE, Options, parse_options, require_checkpoint
 from inference_service.vllm_server import serve_vllm
+from inference_service.vllm_versions import installed_versions, require_vllm
 
 
 def main() -> int:
@@ -25,6 +27,10 @@ def main() -> int:
         signal.signal(number, _end)
     try:
         require_checkpoint(options.model)
+        if options.check:
+            if options.engine == "vllm":
+                require_vllm(installed_versions(), options.device)
+            return 0
         listener = _bind(options)
         if options.engine == "vllm":
             serve_vllm(options, listener, os.environ)
@@ -33,6 +39,7 @@ def main() -> int:
             server = importlib.import_module("inference_service.server")
             server.serve(options, listener, os.environ.get(TOKEN_VARIABLE) or None)
     except (ConfigError, ProcessFailed) as error:
+        report_failure(error, os.environ)
         print(f"inference_service: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except SystemExit as end:

@@ -2,8 +2,10 @@
 
 import logging
 import socket
+from urllib.parse import urlsplit
 
 from async_rl.errors import ConfigError
+from async_rl.local_address import address_for_others, address_towards, is_loopback, leads_to_this_host
 from inference_service.options import TOKEN_VARIABLE, Options
 from inference_service.registration import Registration
 
@@ -22,19 +24,47 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def registration_of(options: Options, listener: socket.socket, token: str | None) -> Registration | None:
-    """What joins the fleet that the options name, not started yet; None where they name none.
+def registration_of(options: Options, listener: socket.socket, token: str | None, boot_id: str) -> Registration | None:
+    """What joins the fleet that the options name, not started yet; None where they name none. `boot_id` is the one
+    that the instance's answers carry.
 
     Raises:
         ConfigError: the fleet could not reach the instance under the URL it would be told.
     """
     if options.register is None:
         return None
-    if options.advertise is None and options.host in ANY_ADDRESS:
+    try:
+        fleet_host = urlsplit(options.register).hostname or ""
+    except ValueError as error:
+        raise ConfigError(f"--register {options.register!r}: {error}; expected http://host:port") from error
+    own_url = options.advertise or _url_for(options, listener, fleet_host)
+    return Registration(options.register, own_url, options.name, token, boot_id)
+
+
+def _url_for(options: Options, listener: socket.socket, fleet_host: str) -> str:
+    """Where the fleet at that host reaches the instance."""
+    port = listener.getsockname()[1]
+    if options.host in ANY_ADDRESS:
+        try:
+            address = address_towards(fleet_host)
+        except OSError:
+            # The trainer may come later, and its name with it.
+            address = address_for_others()
+        return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    if is_loopback(listener.getsockname()[0]) and _is_elsewhere(fleet_host):
         raise ConfigError(
-            f"--host {options.host} is no address that a trainer can reach: give --advertise http://host:port too"
+            f"--host {options.host} is reached from this host only, but --register {options.register} is another one: "
+            "give --host 0.0.0.0, or the address of this host in the trainer's network"
         )
-    return Registration(options.register, options.advertise or url_of(listener), options.name, token)
+    return url_of(listener)
+
+
+def _is_elsewhere(host: str) -> bool:
+    """Whether it is known to be another host."""
+    try:
+        return not leads_to_this_host(host)
+    except OSError:
+        return False
 
 
 def warn_if_exposed(host: str, token: str | None) -> None:

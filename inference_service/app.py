@@ -1,6 +1,7 @@
 """The routes of vLLM's RL protocol (`async_rl.protocol`) over any Engine; knows no engine internals."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Final
@@ -15,6 +16,7 @@ from inference_service import api_errors, generation_routes
 from inference_service.answers import TextCodec
 from inference_service.bodies import ModelCard, ModelList
 from inference_service.engine import Engine, EngineFault, PauseMode
+from inference_service.identity import Identity, identity_headers, new_boot_id
 from inference_service.metrics import Metrics
 
 OPEN_PATHS: Final = (protocol.HEALTH, "/ping", protocol.METRICS)
@@ -32,8 +34,15 @@ class ServerInfo:
     model_root: str
 
 
-def make_app(engine: Engine, codec: TextCodec | None, info: ServerInfo, token: str | None) -> FastAPI:
-    """The application; with a `token`, all routes but health, ping and metrics ask for it."""
+def make_app(
+    engine: Engine,
+    codec: TextCodec | None,
+    info: ServerInfo,
+    token: str | None,
+    identity: Mapping[str, str] | None = None,
+) -> FastAPI:
+    """The application; with a `token`, all routes but health, ping and metrics ask for it. `identity` are the headers
+    that say which process answers; by default those of one that starts now."""
     app = FastAPI(
         title="inference_service",
         version=protocol.PROTOCOL_VERSION,
@@ -50,6 +59,7 @@ def make_app(engine: Engine, codec: TextCodec | None, info: ServerInfo, token: s
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     if token is not None:
         app.add_middleware(BearerToken, token=token, open_paths=OPEN_PATHS)
+    app.add_middleware(Identity, headers=identity or identity_headers(new_boot_id(), None))
     return app
 
 

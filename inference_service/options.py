@@ -1,4 +1,4 @@
-"""Command line of `python -m inference_service`; imports nothing heavy, so that mistakes show at once."""
+"""Command line of `async-rl serve` (`python -m inference_service`); imports nothing heavy: mistakes show at once."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from async_rl.command_line import Parser
 from async_rl.errors import ConfigError
 from inference_service.engine import LogprobsMode
 
@@ -36,14 +37,18 @@ class Options:
     register: str | None
     advertise: str | None
     name: str | None
+    check: bool
     engine_options: tuple[str, ...]
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
     """Parses the arguments after the program's name; prints usage and exits with code 2 on a bad one."""
-    parser = argparse.ArgumentParser(
-        prog="python -m inference_service", description="Serve a model over vLLM's RL HTTP protocol."
+    parser = Parser(
+        "async-rl serve",
+        "Serves a model over vLLM's RL HTTP protocol. Words after `--` go to vLLM's own server.",
+        "--model PATH [OPTIONS] [-- VLLM_ARGUMENTS]",
     )
+    parser.keep_rest()
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint: a directory or a hub name")
     parser.add_argument("--host", default="127.0.0.1")
@@ -62,21 +67,21 @@ def parse_options(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--logprobs-mode",
         choices=get_args(LogprobsMode),
-        default="raw_logprobs",
-        help="log-probs of the raw model, or after temperature and truncation (default: %(default)s)",
+        default="processed_logprobs",
+        help="log-probs after temperature and truncation, as a trainer compares them, or of the raw model "
+        "(default: %(default)s)",
     )
     parser.add_argument("--served-model-name", default=None, help="the name clients use (default: --model)")
     parser.add_argument("--register", metavar="URL", default=None, help="join the fleet of the trainer at this URL")
     parser.add_argument("--advertise", metavar="URL", default=None, help="its own URL as the trainer reaches it")
     parser.add_argument("--name", default=None, help="what the fleet calls this instance (default: host and port)")
-    parser.add_argument("engine_options", nargs="*", help="after --: further arguments of vLLM's server")
-    parsed = vars(parser.parse_args(arguments))
-    options = Options(**parsed | {"engine_options": tuple(parsed["engine_options"])})
+    parser.add_argument("--check", action="store_true", help="check the model's path and the engine, and end")
+    options = Options(**vars(parser.parse_args(arguments)), engine_options=parser.rest)
     _require_possible(options, parser)
     return options
 
 
-def _require_possible(options: Options, parser: argparse.ArgumentParser) -> None:
+def _require_possible(options: Options, parser: Parser) -> None:
     """Ends the program where options contradict each other."""
     if options.engine == "transformers":
         if options.tensor_parallel > 1:

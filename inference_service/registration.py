@@ -10,7 +10,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import uuid
 from http.client import HTTPException
 from typing import Final
 
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from async_rl.errors import ConfigError
 from async_rl.protocol import FLEET_DRAIN, FLEET_REGISTER, ErrorResponse, NameRequest, RegisterRequest, RegisterResponse
+from inference_service.identity import new_boot_id
 
 logger = logging.getLogger("inference_service")
 
@@ -41,12 +41,20 @@ class Registration:
         ConfigError: a URL or the name cannot be registered.
     """
 
-    def __init__(self, fleet_url: str, own_url: str, name: str | None = None, token: str | None = None) -> None:
+    def __init__(
+        self,
+        fleet_url: str,
+        own_url: str,
+        name: str | None = None,
+        token: str | None = None,
+        boot_id: str | None = None,
+    ) -> None:
         if not re.match(r"https?://[^\s/]+", fleet_url):
             raise ConfigError(f"--register {fleet_url!r}: expected the trainer's fleet endpoint, as http://host:port")
         own_url = own_url.rstrip("/")
         try:
-            self._body = RegisterRequest(url=own_url, name=name or default_name(own_url), boot_id=uuid.uuid4().hex)
+            name, boot_id = name or default_name(own_url), boot_id or new_boot_id()
+            self._body = RegisterRequest(url=own_url, name=name, boot_id=boot_id)
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(
@@ -64,7 +72,7 @@ class Registration:
 
     def start(self) -> None:
         """Begins to register, at once, in a daemon thread."""
-        threading.Thread(target=self._run, name="registration", daemon=True).start()
+        threading.Thread(target=self._run, name=f"registration of {self._body.name}", daemon=True).start()
 
     def leave(self, timeout_s: float) -> bool:
         """Asks to be drained and waits until the fleet lets the instance go; False if it does not, or does not answer.

@@ -15,6 +15,7 @@ from async_rl.errors import ConfigError
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
 from inference_service.app import ServerInfo, make_app
 from inference_service.cache_size import plan_cache
+from inference_service.identity import identity_headers, new_boot_id
 from inference_service.model import LoadedModel, load_model
 from inference_service.options import Options
 from inference_service.registration import Registration
@@ -70,7 +71,8 @@ def serve(options: Options, listener: socket.socket, token: str | None) -> None:
         ConfigError: the model cannot be loaded, or does not fit, or the instance cannot join a fleet as it is told to.
     """
     warn_if_exposed(options.host, token)
-    registration = registration_of(options, listener, token)
+    boot_id = new_boot_id()
+    registration = registration_of(options, listener, token, boot_id)
     # torch reads OMP_NUM_THREADS itself, but takes it for the threads between operators too.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     # The log of an instance is read by programs and people, not watched: one line when it is ready is enough.
@@ -80,7 +82,8 @@ def serve(options: Options, listener: socket.socket, token: str | None) -> None:
     loaded = load_model(options.model, device, dtype)
     engine = _make_engine(options, loaded, device, dtype)
     name = options.served_model_name or options.model
-    app = make_app(engine, loaded.codec, ServerInfo(name, options.model), token)
+    identity = identity_headers(boot_id, options.max_concurrency)
+    app = make_app(engine, loaded.codec, ServerInfo(name, options.model), token, identity)
     try:
         _run(app, engine, listener, registration)
     finally:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from inference_service.identity import BOOT_ID_VARIABLE, MAX_CONCURRENCY_VARIABLE
 from inference_service.options import TOKEN_VARIABLE, Options
 from inference_service.vllm_versions import VllmRelease
 
@@ -18,6 +19,7 @@ PLUGIN = "async_rl"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 WORKER_EXTENSION = "inference_service.vllm_worker.WorkerExtension"
 GUARD = "inference_service.vllm_guard.TokenGuard"
+IDENTITY = "inference_service.identity.IdentityFromEnvironment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,10 @@ class Command:
     env: Mapping[str, str]
 
 
-def server_command(options: Options, release: VllmRelease, port: int, environment: Mapping[str, str]) -> Command:
-    """How to start vLLM's server at `port`, in this process's `environment`.
+def server_command(
+    options: Options, release: VllmRelease, port: int, environment: Mapping[str, str], boot_id: str
+) -> Command:
+    """How to start vLLM's server at `port`, in this process's `environment`; its answers will carry `boot_id`.
 
     `options.engine_options` come last, so they win. With a token in the environment every route but health and metrics
     asks for it, the control routes included, which vLLM's own `--api-key` leaves open.
@@ -50,19 +54,22 @@ def server_command(options: Options, release: VllmRelease, port: int, environmen
     }
     if options.max_model_len is not None:
         values["--max-model-len"] = str(options.max_model_len)
-    if environment.get(TOKEN_VARIABLE):
-        values["--middleware"] = GUARD
     if options.device == "npu" and "--additional-config" not in options.engine_options:
         values["--additional-config"] = json.dumps({"weight_nz_mode": 0})
     # A trainer asks for health every second, which the access log would record.
     flags = ["--enable-prefix-caching", "--disable-uvicorn-access-log"]
+    if environment.get(TOKEN_VARIABLE):
+        flags += ["--middleware", GUARD]
+    # After the guard, so that it stands outside, and its refusals carry the headers too.
+    flags += ["--middleware", IDENTITY]
     if release.has_scale_out:
         flags.append("--enable-scale-out")
     if options.device == "cpu":
         flags.append("--enforce-eager")
     words = [word for pair in values.items() for word in pair]
     argv = (sys.executable, "-m", SERVER_MODULE, *words, *flags, *options.engine_options)
-    return Command(argv, _defaults(options) | dict(environment) | _necessary(options, environment))
+    identity = {BOOT_ID_VARIABLE: boot_id, MAX_CONCURRENCY_VARIABLE: str(options.max_concurrency)}
+    return Command(argv, _defaults(options) | dict(environment) | _necessary(options, environment) | identity)
 
 
 def _defaults(options: Options) -> dict[str, str]:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from async_rl.errors import ProcessFailed
 from async_rl.protocol import HEALTH
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
+from inference_service.identity import new_boot_id
 from inference_service.options import TOKEN_VARIABLE, Options
 from inference_service.registration import Registration
 from inference_service.vllm_command import Command, server_command
@@ -44,9 +45,10 @@ def serve_vllm(options: Options, listener: socket.socket, environment: Mapping[s
     """
     release = require_vllm(installed_versions(), options.device)
     token = environment.get(TOKEN_VARIABLE) or None
-    registration = registration_of(options, listener, token)
+    boot_id = new_boot_id()
+    registration = registration_of(options, listener, token, boot_id)
     warn_if_exposed(options.host, token)
-    command = server_command(options, release, listener.getsockname()[1], environment)
+    command = server_command(options, release, listener.getsockname()[1], environment, boot_id)
     supervise(command, url_of(listener), registration)
 
 

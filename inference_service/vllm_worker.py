@@ -10,11 +10,20 @@ class WorkerExtension:
     """
 
     weight_transfer_engine: Any
+    vllm_config: Any
     noted_version_of_weights = "default"
 
     def weight_fingerprint(self) -> str | None:
         """Fingerprint of the last weight stream that arrived whole; None before the first."""
         return self.weight_transfer_engine.fingerprint
+
+    def engine_options(self) -> str:
+        """What of the engine's start decides how it loads weights."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        return (
+            f"{model.dtype}, quantization {model.quantization}, tensor parallel {parallel.tensor_parallel_size}, "
+            f"pipeline parallel {parallel.pipeline_parallel_size}"
+        )
 
     def note_weight_version(self, version: str) -> None:
         """Keeps the name of the weights now loaded, for a vLLM that keeps none itself."""

@@ -12,6 +12,7 @@ import torch
 from async_rl.errors import PublishError
 from async_rl.protocol import InitInfo, UpdateInfo
 from async_rl.weight_snapshot import read_snapshot
+from async_rl.weight_store import join_meeting
 from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup
 from inference_service.engine import RequestRefused
 
@@ -118,7 +119,7 @@ class WeightReceiver:
                 "the trainer is rank 0 and every worker one more",
                 "init_info.rank_offset",
             )
-        store = WeightGroup.join_store(info.master_address, info.master_port, info.timeout_s)
+        store = join_meeting(info.master_address, info.master_port, info.secret, info.timeout_s)
         self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
         self._info = info
 

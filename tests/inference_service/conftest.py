@@ -56,8 +56,8 @@ def ready() -> Callable[..., Instance]:
 
 @pytest.fixture(scope="session")
 def instance(launch_instance: Callable[..., Instance], tiny_model: Callable[..., Path]) -> Instance:
-    """A shared Qwen3 with processed log-probs; tests leave it running, unpaused, and with its weights."""
-    return launch_instance(tiny_model("qwen3"), "--logprobs-mode", "processed_logprobs")
+    """A shared Qwen3 under default settings; tests leave it running, unpaused, and with its weights."""
+    return launch_instance(tiny_model("qwen3"))
 
 
 @pytest.fixture(scope="session")

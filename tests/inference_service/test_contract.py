@@ -1,7 +1,8 @@
 """The wire alone: what a client may rely on. Set ASYNC_RL_CONTRACT_URL to run it against another server, e.g. vLLM's.
 
-The server must serve the tiny Qwen3 of these tests (vocabulary 96, 256 positions) under the name "tiny", and be fresh.
-If it asks for a bearer token, set ASYNC_RL_TOKEN, too.
+The server must serve the tiny Qwen3 of these tests (vocabulary 96, 256 positions) under the name "tiny", be fresh, and
+be started by `async-rl serve`, whose answers say which process makes them. If it asks for a bearer token, set
+ASYNC_RL_TOKEN, too.
 """
 
 import os
@@ -47,6 +48,19 @@ def test_health_and_ping_are_empty_200(client: httpx.Client) -> None:
     for path in ("/health", "/ping"):
         answer = client.get(path)
         assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_answers_and_refusals_name_the_process_and_how_many_responses_it_takes(
+    client: httpx.Client, generate: Callable[..., httpx.Response]
+) -> None:
+    refused = [generate(PROMPT, n=0), client.get("/no_such_route"), client.post("/collective_rpc", json={})]
+    body = {"model": "tiny", "token_ids": PROMPT, "stream": True, "sampling_params": {"max_tokens": 2}}
+    streamed = client.post("/inference/v1/generate", json=body)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    answers = [client.get("/health"), client.get("/metrics"), generate(PROMPT), streamed, *refused]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 200, 400, 404, 400]
+    assert len({answer.headers["x-async-rl-boot-id"] for answer in answers}) == 1
+    assert all(int(answer.headers["x-async-rl-max-concurrency"]) >= 1 for answer in answers)
 
 
 def test_version_and_models_say_who_serves_what(client: httpx.Client) -> None:

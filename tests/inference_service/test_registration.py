@@ -1,8 +1,10 @@
 """An instance and a fleet endpoint that is scripted here: registering, being let go, asking for it."""
 
+import itertools
 import json
 import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,25 +104,27 @@ def test_it_stops_when_the_fleet_lets_it_go(fleet: Fleet) -> None:
     assert not registration.leave_requested.is_set()
     fleet.leave = True
     assert registration.leave_requested.wait(10)
-    num_calls = len(fleet.calls)
-    time.sleep(0.6)
-    assert len(fleet.calls) == num_calls
+    wait_for(lambda: not any(thread.name == "registration of drained" for thread in threading.enumerate()))
 
 
 def test_it_waits_for_a_trainer_that_is_away_and_tells_only_changes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "inference_service")
-    gone = Fleet()
-    gone.close()
-    registration = Registration(gone.url, OWN_URL, "patient")
-    registration.start()
-    time.sleep(2.3)
-    back = Fleet(gone.port)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        port = deaf.getsockname()[1]
+        registration = Registration(f"http://127.0.0.1:{port}", OWN_URL, "patient")
+        registration.start()
+        for _ in range(3):
+            deaf.accept()[0].close()
+    back = Fleet(port)
     wait_for(lambda: len(back.registrations()) >= 2)
     back.leave = True
     assert registration.leave_requested.wait(10)
     back.close()
     said = [record.message for record in caplog.records]
-    assert [words in line for words, line in zip(["trying on", "registered", "let patient go"], said, strict=True)]
+    # Tried at least three times; a line for each other reason, none for the same one again.
+    assert all(line != following for line, following in itertools.pairwise(said))
+    assert all("trying on" in line for line in said[:-2])
+    assert "registered" in said[-2] and "let patient go" in said[-1]
 
 
 def test_a_wrong_token_is_a_warning_and_a_right_one_may_be_of_any_letters(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,12 +213,17 @@ def test_a_second_signal_ends_the_server_at_once(registered: Any, fleet: Fleet) 
     assert registered.process.wait(timeout=10) == 0
 
 
-def test_an_address_that_nobody_can_reach_ends_with_code_2(
+def test_all_interfaces_are_registered_as_the_address_on_the_way_to_the_fleet(
+    start_process: Callable[..., Any], tiny_model: Callable[..., Path], fleet: Fleet
+) -> None:
+    start_process("--model", str(tiny_model("qwen3")), "--port", "0", "--host", "0.0.0.0", "--register", fleet.url)
+    wait_for(lambda: len(fleet.registrations()) > 0, timeout_s=60)
+    assert fleet.registrations()[0]["url"].startswith("http://127.0.0.1:")
+
+
+def test_a_register_url_that_is_none_ends_with_code_2(
     start_process: Callable[..., Any], tiny_model: Callable[..., Path]
 ) -> None:
-    process = start_process(
-        "--model", str(tiny_model("qwen3")), "--port", "0", "--host", "0.0.0.0", "--register", "http://127.0.0.1:9"
-    )
+    process = start_process("--model", str(tiny_model("qwen3")), "--port", "0", "--register", "http://[::1:9")
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and "--advertise" in output
-    assert "whoever reaches the port" in output
+    assert process.returncode == 2 and "--register" in output and "Traceback" not in output

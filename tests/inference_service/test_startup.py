@@ -66,7 +66,8 @@ def test_signal_ends_a_busy_server_with_code_0(
         content = str(body).replace("'", '"').encode()
         head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
         waiting.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
-        time.sleep(0.2)
+        while instance.metric("vllm:num_requests_waiting") < 1:
+            assert instance.process.poll() is None, "the server ended before it was told to"
         started = time.monotonic()
         instance.process.send_signal(number)
         assert instance.process.wait(timeout=10) == 0

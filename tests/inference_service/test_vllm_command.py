@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.errors import ConfigError
 from inference_service.options import Options, parse_options
-from inference_service.vllm_command import server_command
+from inference_service.vllm_command import GUARD, IDENTITY, server_command
 from inference_service.vllm_versions import VllmRelease, require_vllm
 
 NEW = VllmRelease((0, 32))
@@ -24,7 +24,7 @@ def value(argv: tuple[str, ...], name: str) -> str:
 
 def test_the_options_of_an_instance_become_those_of_vllm() -> None:
     given = ("--tp", "4", "--dtype", "bfloat16", "--max-concurrency", "7", "--max-model-len", "99")
-    argv = server_command(options(*given, "--served-model-name", "n", "--device", "cuda"), NEW, 8123, {}).argv
+    argv = server_command(options(*given, "--served-model-name", "n", "--device", "cuda"), NEW, 8123, {}, "boot").argv
     expected = {
         "--model": "m",
         "--host": "127.0.0.1",
@@ -35,7 +35,7 @@ def test_the_options_of_an_instance_become_those_of_vllm() -> None:
         "--max-num-seqs": "7",
         "--max-model-len": "99",
         "--generation-config": "vllm",
-        "--logprobs-mode": "raw_logprobs",
+        "--logprobs-mode": "processed_logprobs",
     }
     assert {name: value(argv, name) for name in expected} == expected
     assert json.loads(value(argv, "--weight-transfer-config")) == {"backend": "async_rl"}
@@ -43,39 +43,44 @@ def test_the_options_of_an_instance_become_those_of_vllm() -> None:
 
 
 def test_the_users_arguments_come_last_so_that_they_win() -> None:
-    argv = server_command(options("--", "--max-num-seqs", "3", "--swap"), NEW, 1, {}).argv
+    argv = server_command(options("--", "--max-num-seqs", "3", "--swap"), NEW, 1, {}, "boot").argv
     assert argv[-3:] == ("--max-num-seqs", "3", "--swap")
 
 
 def test_only_a_release_with_scale_out_is_told_to_serve_it() -> None:
-    assert "--enable-scale-out" in server_command(options(), NEW, 1, {}).argv
-    assert "--enable-scale-out" not in server_command(options(), OLD, 1, {}).argv
+    assert "--enable-scale-out" in server_command(options(), NEW, 1, {}, "boot").argv
+    assert "--enable-scale-out" not in server_command(options(), OLD, 1, {}, "boot").argv
 
 
 @pytest.mark.parametrize(("token", "guarded"), [("s3cret", True), ("", False)])
 def test_a_token_puts_the_guard_before_every_route(token: str, guarded: bool) -> None:
-    command = server_command(options(), NEW, 1, {"ASYNC_RL_TOKEN": token})
-    assert ("--middleware" in command.argv) is guarded
+    command = server_command(options(), NEW, 1, {"ASYNC_RL_TOKEN": token}, "boot")
+    assert (GUARD in command.argv) is guarded and command.argv.count("--middleware") == 1 + guarded
+    last = max(i for i, word in enumerate(command.argv) if word == "--middleware")
+    assert command.argv[last + 1] == IDENTITY, "the outermost one: its headers are on refusals too"
+    assert command.env["ASYNC_RL_BOOT_ID"] == "boot" and command.env["ASYNC_RL_MAX_CONCURRENCY"] == "64"
     assert not any("s3cret" in word for word in command.argv), "the process list must not show it"
 
 
 def test_the_environment_is_kept_and_completed() -> None:
-    env = server_command(options(), NEW, 1, {"PATH": "/bin", "VLLM_CPU_KVCACHE_SPACE": "9"}).env
+    env = server_command(options(), NEW, 1, {"PATH": "/bin", "VLLM_CPU_KVCACHE_SPACE": "9"}, "boot").env
     assert env["PATH"] == "/bin" and env["VLLM_CPU_KVCACHE_SPACE"] == "9" and env["VLLM_SERVER_DEV_MODE"] == "1"
-    assert server_command(options(), NEW, 1, {}).env["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in server_command(options("--device", "cuda"), NEW, 1, {}).env
+    assert server_command(options(), NEW, 1, {}, "boot").env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in server_command(options("--device", "cuda"), NEW, 1, {}, "boot").env
 
 
 def test_a_list_of_plugins_is_given_the_transport_too() -> None:
-    assert server_command(options(), NEW, 1, {"VLLM_PLUGINS": "mine"}).env["VLLM_PLUGINS"] == "mine,async_rl"
-    assert "VLLM_PLUGINS" not in server_command(options(), NEW, 1, {}).env
+    assert server_command(options(), NEW, 1, {"VLLM_PLUGINS": "mine"}, "boot").env["VLLM_PLUGINS"] == "mine,async_rl"
+    assert "VLLM_PLUGINS" not in server_command(options(), NEW, 1, {}, "boot").env
 
 
 def test_weights_of_an_npu_stay_in_a_layout_that_can_be_replaced() -> None:
-    command = server_command(options("--device", "npu"), OLD, 1, {"VLLM_ASCEND_ENABLE_NZ": "1"})
+    command = server_command(options("--device", "npu"), OLD, 1, {"VLLM_ASCEND_ENABLE_NZ": "1"}, "boot")
     assert command.env["VLLM_ASCEND_ENABLE_NZ"] == "0"
     assert json.loads(value(command.argv, "--additional-config")) == {"weight_nz_mode": 0}
-    own = server_command(options("--device", "npu", "--", "--additional-config", '{"refresh":true}'), OLD, 1, {}).argv
+    own = server_command(
+        options("--device", "npu", "--", "--additional-config", '{"refresh":true}'), OLD, 1, {}, "boot"
+    ).argv
     assert own.count("--additional-config") == 1
 
 

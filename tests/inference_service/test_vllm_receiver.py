@@ -10,11 +10,13 @@ import torch
 
 from async_rl.errors import PublishError
 from async_rl.protocol import UpdateInfo
+from async_rl.weight_store import StoreServer
 from async_rl.weight_stream import TensorSpec, WeightGroup
 from inference_service.engine import RequestRefused
 from inference_service.weight_transfer.vllm_adapters import LoadsThroughCallback, ReloadsModel, form_of
 from inference_service.weight_transfer.vllm_receiver import WorkerReceiver, announced_specs, in_batches
 
+SECRET = "of this meeting" * 3
 TIMEOUT_S = 20.0
 BUCKET_BYTES = 64
 
@@ -58,10 +60,11 @@ class Sender:
     """Rank 0 of a group with `num_workers` others, whose end runs in a thread as a trainer's would."""
 
     def __init__(self, num_workers: int = 1) -> None:
-        self._store = WeightGroup.host_store("127.0.0.1", num_workers + 1, TIMEOUT_S)
+        self._server = StoreServer("127.0.0.1", SECRET)
         self.init_info = {
             "master_address": "127.0.0.1",
-            "master_port": self._store.port,
+            "master_port": self._server.port,
+            "secret": SECRET,
             "rank_offset": 1,
             "world_size": num_workers + 1,
             "bucket_bytes": BUCKET_BYTES,
@@ -72,7 +75,7 @@ class Sender:
 
     def send(self, stream: Sequence[tuple[TensorSpec, torch.Tensor]]) -> threading.Thread:
         def run() -> None:
-            group = WeightGroup(self._store, 0, self._world_size, "gloo", TIMEOUT_S)
+            group = WeightGroup(self._server.store(TIMEOUT_S), 0, self._world_size, "gloo", TIMEOUT_S)
             group.next_update()
             while group.missing():
                 threading.Event().wait(0.01)
@@ -82,6 +85,7 @@ class Sender:
                 pass  # A receiver that gave up closed the group.
             finally:
                 group.close()
+                self._server.close()
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()

@@ -17,7 +17,7 @@ PROMPT = [2 + i % 90 for i in range(70)]
 
 @pytest.fixture(scope="module")
 def server(launch_instance: Callable[..., Any], tiny_model: Callable[..., Path]) -> Any:
-    return launch_instance(tiny_model("qwen3", tied=True), "--logprobs-mode", "processed_logprobs")
+    return launch_instance(tiny_model("qwen3", tied=True))
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_snapshot_needs_no_weight_group_and_leaves_one_as_it_is(
     tmp_path: Path,
 ) -> None:
     update, fingerprint = write_snapshot(tmp_path / "weights.safetensors", trainer, models[2])
-    groupless = launch_instance(tiny_model("qwen3", tied=True), "--logprobs-mode", "processed_logprobs")
+    groupless = launch_instance(tiny_model("qwen3", tied=True))
     for instance in (groupless, server):
         instance.post("/pause")
         instance.post("/start_weight_update")
@@ -285,7 +285,7 @@ def test_snapshot_that_cannot_be_read_changes_nothing(
 
 def test_rendezvous_that_nobody_joins_is_an_error_and_harmless(server: Any, trainer: Any) -> None:
     info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    info |= {"backend": "gloo", "bucket_bytes": 1000, "timeout_s": 0.5}
+    info |= {"secret": "s" * 32, "backend": "gloo", "bucket_bytes": 1000, "timeout_s": 0.5}
     started = time.monotonic()
     assert_error(server, "/init_weight_transfer_engine", {"init_info": info}, 500, "127.0.0.1:1")
     assert time.monotonic() - started < 5.0
@@ -301,7 +301,7 @@ def test_two_instances_take_one_stream(
     models: list[torch.nn.Module],
     reference: Callable[..., list[float]],
 ) -> None:
-    other = launch_instance(tiny_model("qwen3", tied=True), "--logprobs-mode", "processed_logprobs")
+    other = launch_instance(tiny_model("qwen3", tied=True))
     both = trainer_side([server, other])
     fingerprint = both.publish(models[2], "both")
     for instance in (server, other):

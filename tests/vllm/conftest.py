@@ -1,16 +1,28 @@
-"""One vLLM server for all these tests, run by the Python of .venv-vllm on a model that its kernels take."""
+"""The vLLM servers of all these tests, run by the Python of .venv-vllm on a model that its kernels take.
 
+The files are in the order in which the server `vllm` can pass them: it is fresh for the first and gone after the last.
+"""
+
+import os
+import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 from running_instance import Instance, launch, wait_until_ready
 
+from inference_service.vllm_command import SERVER_MODULE
+
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
+"""Twenty seconds on a quiet machine; more than four minutes were seen on a busy one."""
 TOKEN = "s3cret"
+NO_REUSE = httpx.Limits(max_keepalive_connections=0)
+"""vLLM closes a connection after an answer of 500 without saying so in its headers."""
 
 
 @pytest.fixture(scope="session")
@@ -28,19 +40,117 @@ def vllm_model(tiny_model: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def vllm(vllm_python: str, vllm_model: Path) -> Iterator[Instance]:
     """The server; it asks for TOKEN, which `client` sends."""
+    with running_vllm(vllm_python, vllm_model) as instance:
+        yield instance
+
+
+@pytest.fixture(scope="session")
+def other_vllm(vllm_python: str, vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    """A server that somebody started by vLLM's own program, with the mending of tied heads taken out of the plugin.
+
+    So it is what vLLM 0.32 on CPU is by itself: it answers without async-rl's headers, asks for no token, and a reload
+    leaves its head as it was.
+    """
+    directory = tmp_path_factory.mktemp("no_mending")
+    (directory / "no_mending.py").write_text(NO_MENDING)
+    distribution = directory / "no_mending-1.0.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: no-mending\nVersion: 1.0\n")
+    (distribution / "entry_points.txt").write_text("[vllm.general_plugins]\nno_mending = no_mending:register\n")
+    port = free_port()
+    log = directory / "vllm.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [vllm_python, "-m", SERVER_MODULE, "--model", str(vllm_model), "--port", str(port), *BY_HAND],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **BY_HAND_ENVIRONMENT, "PYTHONPATH": str(directory)},
+            text=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_healthy(url, process, log)
+        with httpx.Client(base_url=url, timeout=60, limits=NO_REUSE) as client:
+            yield Instance(url, process, client)
+    finally:
+        end(process)
+
+
+NO_MENDING = """
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from inference_service.vllm_command import BACKEND
+from inference_service.weight_transfer import vllm_plugin
+
+
+def register():
+    vllm_plugin.register()
+    load = WeightTransferEngineFactory._registry[BACKEND]
+
+    def load_without_mending():
+        engine = load()
+        from inference_service.weight_transfer import vllm_engine
+
+        vllm_engine.pack_tied_heads = lambda model: None
+        return engine
+
+    WeightTransferEngineFactory._registry[BACKEND] = load_without_mending
+"""
+
+
+BY_HAND = (
+    *("--host", "127.0.0.1", "--served-model-name", "tiny", "--dtype", "float32", "--max-num-seqs", "8"),
+    *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out", "--enforce-eager"),
+    *("--weight-transfer-config", '{"backend": "async_rl"}'),
+    *("--worker-extension-cls", "inference_service.vllm_worker.WorkerExtension"),
+)
+BY_HAND_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+"""What docs/vllm.md says that a server needs, as far as it concerns the CPU."""
+
+
+@contextmanager
+def running_vllm(python: str, model: Path) -> Iterator[Instance]:
     process = launch(
-        *("--engine", "vllm", "--model", str(vllm_model), "--port", "0", "--served-model-name", "tiny"),
-        *("--logprobs-mode", "processed_logprobs", "--max-concurrency", "8"),
+        *("--engine", "vllm", "--model", str(model), "--port", "0", "--served-model-name", "tiny"),
+        *("--max-concurrency", "8"),
         env={"ASYNC_RL_TOKEN": TOKEN},
-        python=vllm_python,
+        python=python,
     )
-    url = wait_until_ready(process, timeout_s=START_TIMEOUT_S).url
-    # vLLM closes a connection after an answer of 500 without saying so in its headers.
-    no_reuse = httpx.Limits(max_keepalive_connections=0)
-    client = httpx.Client(base_url=url, timeout=60, headers={"Authorization": f"Bearer {TOKEN}"}, limits=no_reuse)
-    instance = Instance(url, process, client)
-    yield instance
-    instance.client.close()
+    try:
+        url = wait_until_ready(process, timeout_s=START_TIMEOUT_S).url
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        with httpx.Client(base_url=url, timeout=60, headers=headers, limits=NO_REUSE) as client:
+            yield Instance(url, process, client)
+    finally:
+        end(process)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_healthy(url: str, process: "subprocess.Popen[str]", log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        assert process.poll() is None, f"vLLM ended with {process.returncode}:\n{log.read_text()}"
+        assert time.monotonic() < deadline, f"not healthy after {START_TIMEOUT_S:g} s:\n{log.read_text()}"
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.25)
+
+
+def end(process: "subprocess.Popen[str]") -> None:
     process.terminate()
     try:
         process.wait(timeout=30)

@@ -1,0 +1,52 @@
+"""Says in every answer which process makes it, and how much it takes: a trainer then notices one that was started anew.
+
+Around the embedded engine's application, and around vLLM's own by its `--middleware` option; imports neither.
+"""
+
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from async_rl.protocol import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
+
+BOOT_ID_VARIABLE: Final = "ASYNC_RL_BOOT_ID"
+MAX_CONCURRENCY_VARIABLE: Final = "ASYNC_RL_MAX_CONCURRENCY"
+"""How the launcher tells vLLM's server, whose processes must all say the same."""
+
+
+def new_boot_id() -> str:
+    """A name for a process that has just started."""
+    return uuid.uuid4().hex
+
+
+def identity_headers(boot_id: str, max_concurrency: int | None) -> dict[str, str]:
+    """The headers of every answer."""
+    told = {} if max_concurrency is None else {MAX_CONCURRENCY_HEADER: str(max_concurrency)}
+    return {BOOT_ID_HEADER: boot_id} | told
+
+
+class Identity:
+    """Adds headers to every answer of `app`, those of other middlewares included if it is the outermost."""
+
+    def __init__(self, app: ASGIApp, headers: Mapping[str, str]) -> None:
+        self._app = app
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = message | {"headers": [*message.get("headers", ()), *self._headers]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers if scope["type"] == "http" else send)
+
+
+class IdentityFromEnvironment(Identity):
+    """For vLLM, which makes its middlewares with the application alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        told = os.environ.get(MAX_CONCURRENCY_VARIABLE, "")
+        super().__init__(app, identity_headers(os.environ[BOOT_ID_VARIABLE], int(told) if told.isdecimal() else None))

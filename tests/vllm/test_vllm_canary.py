@@ -1,0 +1,68 @@
+"""The loading canary on real vLLM: it finds the stale packed copy of a tied head, which async-rl's plugin mends.
+
+One publish to two servers: one as it is, and one whose plugin leaves the mending out.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running_instance import Instance
+
+from async_rl.canary import Canary
+from async_rl.config import (
+    AlgorithmSection,
+    ModelSection,
+    OptimizerSection,
+    PoolSection,
+    PublishSection,
+    RolloutSection,
+    TrainerSection,
+    TrainSection,
+)
+from async_rl.event_loop import EventLoopThread
+from async_rl.gap_limits import noise_scale
+from async_rl.pool import InferencePool
+from async_rl.publish import Publisher
+from trainer.devices import choose_device
+from trainer.ending import Ending
+from trainer.parallel import Parallel, init_parallel
+from trainer.replica import Replica
+from trainer.stop_signal import StopSignal
+from trainer.trainer import MegatronTrainer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+TOKEN = "s3cret"
+PROMPT = [5, 6, 7, 8, 9, 40, 41, 3]
+
+
+@pytest.fixture
+def parallel() -> Iterator[Parallel]:
+    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
+    yield parallel
+    parallel.close()
+
+
+def test_a_stale_tied_head_is_found_and_named_and_the_mended_one_serves(
+    vllm: Instance, other_vllm: Instance, vllm_model: Path, parallel: Parallel
+) -> None:
+    sections = (ModelSection(path=str(vllm_model)), RolloutSection(), AlgorithmSection(), OptimizerSection())
+    megatron = MegatronTrainer(parallel, TrainerSection(), *sections, TrainSection(iterations=1))
+    config = PublishSection(timeout_s=60.0)
+    loop = EventLoopThread()
+    pool = InferencePool(PoolSection(instances=(vllm.url, other_vllm.url)), TOKEN)
+    canary = Canary(config, RolloutSection(), PROMPT, noise_scale("float32"), "float32")
+    publisher = Publisher(pool, loop, config, wait_s=60.0, canary=canary)
+    try:
+        ending = Ending(parallel, StopSignal(), grace_s=60.0)
+        publication = Replica(megatron, parallel, "run", None, publisher, ending).publish_weights()
+        reasons = {member.url: member.reason for member in pool.members}
+        kinds = set(canary.kinds.values())
+    finally:
+        publisher.close()
+        loop.run(pool.close())
+        loop.close()
+    assert publication.instances == (vllm.url,), reasons
+    assert "computes with a stale copy of head:" in str(reasons[other_vllm.url])
+    assert len(kinds) == 1 and "1 workers of torch.float32, quantization None, tensor parallel 1" in kinds.pop()
