@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
+from async_rl.canary import Canary
 from async_rl.config import PublishSection
 from async_rl.errors import InstanceError, InstanceUnreachable
 from async_rl.fleet.member import Member
@@ -27,6 +28,8 @@ class Admission:
         self._timeout_s = config.timeout_s
         self._probes = config.probe_tokens > 0
         self.offer: Offer | None = None
+        self.canary: Canary | None = None
+        """Kinds of engines that it has not seen wait for it."""
 
     async def admit(self, member: Member) -> None:
         """Puts the current weights on `member` within `publish.timeout_s`: the next publish waits for it.
@@ -43,6 +46,11 @@ class Admission:
             raise InstanceError(
                 f"instance {member.url} joins with the next publish: its engine ({member.client.dialect.name}) is "
                 "compared with the trainer then (publish.probe_tokens)"
+            )
+        if self.canary is not None and await self.canary.due(member):
+            raise InstanceError(
+                f"instance {member.url} joins with the next publish: it has to show then that its engine takes "
+                "over every class of tensors (publish.canary)"
             )
         try:
             async with asyncio.timeout(self._timeout_s):

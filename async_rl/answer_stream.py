@@ -3,18 +3,25 @@
 Nothing is added to a draft that is not of the version asked for, comes twice, or follows on a gap.
 """
 
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NotRequired, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from async_rl.errors import InstanceError, StaleWeights
+from async_rl.dialect import DEAD_ENGINE
+from async_rl.errors import InstanceError, InstanceRestarted, InstanceStalled, StaleWeights
 from async_rl.fleet.drafts import Draft
+from async_rl.protocol import ErrorResponse
 from async_rl.types import WeightSpan, WeightVersion
 
 END_OF_EVENT = b"\n\n"
 DONE = b"[DONE]"
+MAX_SHOWN_BYTES = 300
+
+OnProgress = Callable[[int, int], None]
+"""Called after each event with the tokens and the ended responses of the whole answer so far."""
 
 
 # The fields that this side reads of the large answers, as plain dicts: a third of the time that models take.
@@ -75,15 +82,57 @@ class Answer:
     `says_versions`: the answer itself says which weights made each token; otherwise its reader finds out.
     """
 
-    def __init__(self, url: str, drafts: Sequence[Draft], version: WeightVersion, says_versions: bool) -> None:
+    def __init__(
+        self,
+        url: str,
+        drafts: Sequence[Draft],
+        version: WeightVersion,
+        says_versions: bool,
+        expected_boot_id: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
         self._url = url
-        self._drafts = drafts
-        self._version = version
+        self.drafts = drafts
+        self.version = version
         self.says_versions = says_versions
         self._starts = [len(draft.token_ids) for draft in drafts]
         self._proven = list(self._starts)
+        self._on_progress = on_progress
+        self._expected_boot_id = expected_boot_id
+        self._made_by: str | None = None
         self.num_tokens = 0
         """Tokens that have come in."""
+        self.heard_s = 0.0
+        """`time.monotonic()` of the last of them; 0 before."""
+
+    @property
+    def boot_id(self) -> str | None:
+        """Of the process that was put in service, where it is known."""
+        return self._expected_boot_id
+
+    @property
+    def is_of_process_in_service(self) -> bool:
+        """Whether the answer itself names the process that made it, and it is the one that was put in service."""
+        return self._made_by is not None and self._made_by == self._expected_boot_id
+
+    @property
+    def has_unproven(self) -> bool:
+        """Whether tokens came of which nothing said yet which weights made them."""
+        return any(len(draft.token_ids) > proven for draft, proven in zip(self.drafts, self._proven, strict=True))
+
+    def came_from(self, boot_id: str | None) -> None:
+        """Notes which process answers, if it says so.
+
+        Raises:
+            InstanceRestarted: it is another one than was put in service.
+        """
+        self._made_by = boot_id
+        if boot_id is not None and self._expected_boot_id not in (None, boot_id):
+            raise InstanceRestarted(
+                f"instance {self._url} was started anew: the process behind the address is {boot_id!r}, "
+                f"{self._expected_boot_id!r} was put in service; it needs the weights of the next publish",
+                boot_id,
+            )
 
     def feed(self, payload: bytes) -> None:
         """Takes one event, or a whole answer that came at once.
@@ -95,34 +144,40 @@ class Answer:
         try:
             event = _EVENT.validate_json(payload)
         except ValidationError as error:
-            shown = payload[:300].decode(errors="replace")
-            raise InstanceError(f"instance {self._url} answered something else than tokens: {shown}") from error
+            raise self._fault(payload) from error
         for choice in event["choices"]:
-            if not 0 <= choice["index"] < len(self._drafts):
+            if not 0 <= choice["index"] < len(self.drafts):
                 raise InstanceError(
-                    f"instance {self._url} answered choice {choice['index']} of a request for {len(self._drafts)}"
+                    f"instance {self._url} answered choice {choice['index']} of a request for {len(self.drafts)}"
                 )
             self._add(choice)
+        self._tell()
+
+    def _fault(self, payload: bytes) -> InstanceError:
+        """What an event without tokens says: a server that fails after its answer began can only tell it so."""
+        try:
+            info = ErrorResponse.model_validate_json(payload).error
+        except ValidationError:
+            shown = payload[:MAX_SHOWN_BYTES].decode(errors="replace")
+            return InstanceError(f"instance {self._url} answered something else than tokens: {shown}")
+        if DEAD_ENGINE in info.message:
+            return InstanceStalled(f"the engine of instance {self._url} has died: {info.message}")
+        return InstanceError(f"instance {self._url} broke its answer off: {info.message} ({info.type}, {info.code})")
 
     def vouch(self) -> None:
-        """Counts what has no version yet as made by the one asked for.
-
-        Either the server says so outside its answer, or the answer broke off: a server that reports versions with its
-        last chunk only cannot say so any more. It was put in service with that version, and only a publish changes it;
-        and the trainer's own log-probs of these tokens will be compared, as of all others.
-        """
-        for i, draft in enumerate(self._drafts):
+        """Counts what has no version yet as made by the one asked for: its reader found out outside the answer."""
+        for i, draft in enumerate(self.drafts):
             if len(draft.token_ids) > self._proven[i]:
                 self._prove(i, [])
 
     def take_back_unproven(self) -> None:
         """Removes the tokens of which nothing said which weights made them."""
-        for draft, proven in zip(self._drafts, self._proven, strict=True):
+        for draft, proven in zip(self.drafts, self._proven, strict=True):
             draft.cut(proven)
 
     def require_complete(self) -> None:
         """Raises InstanceError unless every draft has come to its end."""
-        for i, draft in enumerate(self._drafts):
+        for i, draft in enumerate(self.drafts):
             if draft.finish_reason is None:
                 raise InstanceError(
                     f"{self._name(i)}: the answer ended after {len(draft.token_ids)} tokens, unfinished"
@@ -130,7 +185,7 @@ class Answer:
 
     def _add(self, choice: _Choice) -> None:
         i = choice["index"]
-        draft, spans = self._drafts[i], choice.get("weight_versions")
+        draft, spans = self.drafts[i], choice.get("weight_versions")
         token_ids = choice.get("token_ids") or []
         logprobs = _logprobs_of(choice)
         if len(token_ids) != len(logprobs):
@@ -153,6 +208,8 @@ class Answer:
         draft.token_ids.extend(token_ids)
         draft.logprobs.extend(logprobs)
         self.num_tokens += len(token_ids)
+        if token_ids:
+            self.heard_s = time.monotonic()
         if spans:
             self._prove(i, spans)
         self._finish(i, choice.get("finish_reason"))
@@ -160,7 +217,7 @@ class Answer:
     def _finish(self, i: int, reason: str | None) -> None:
         if reason is None:
             return
-        draft = self._drafts[i]
+        draft = self.drafts[i]
         if reason not in ("stop", "length"):
             raise InstanceError(f"{self._name(i)}: finish_reason is {reason!r}, expected 'stop' or 'length'")
         if not draft.token_ids:
@@ -173,23 +230,28 @@ class Answer:
         draft.finish_reason, draft.instance = reason, self._url
 
     def _require_version(self, i: int, spans: Sequence[_Span]) -> None:
-        others = {span["version"] for span in spans} - {self._version}
+        others = {span["version"] for span in spans} - {self.version}
         if others:
             self.take_back_unproven()
             raise StaleWeights(
                 f"{self._name(i)} was sampled from weight version {', '.join(sorted(others))!r}, asked for "
-                f"{self._version!r}: the instance needs the weights of the next publish"
+                f"{self.version!r}: the instance needs the weights of the next publish"
             )
 
     def _prove(self, i: int, spans: Sequence[_Span]) -> None:
         """Notes the version of the tokens that came in this answer, in the draft's own counting."""
-        draft, start = self._drafts[i], self._starts[i]
+        draft, start = self.drafts[i], self._starts[i]
         draft.spans = [span for span in draft.spans if span.end <= start]
         if spans:
             draft.spans += [WeightSpan(s["version"], start + s["start"], start + s["end"]) for s in spans]
         elif len(draft.token_ids) > start:
-            draft.spans.append(WeightSpan(self._version, start, len(draft.token_ids)))
+            draft.spans.append(WeightSpan(self.version, start, len(draft.token_ids)))
         self._proven[i] = len(draft.token_ids)
+
+    def _tell(self) -> None:
+        """Says how much has come in all."""
+        if self._on_progress is not None:
+            self._on_progress(self.num_tokens, sum(draft.finish_reason is not None for draft in self.drafts))
 
     def _name(self, i: int) -> str:
         return f"instance {self._url}, choice {i}"

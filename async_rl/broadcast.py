@@ -7,6 +7,7 @@ An instance that breaks the group is named and left out; the caller then tries a
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from urllib.parse import urlsplit
 
 from async_rl.config import PublishSection
 from async_rl.errors import InstanceError, InstanceUnreachable, PublishError
@@ -14,8 +15,9 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.member import Member
 from async_rl.instance_calls import InstanceCalls
 from async_rl.instance_update import ANSWER_MARGIN_S, receive
+from async_rl.local_address import address_towards
 from async_rl.protocol import UpdateInfo
-from async_rl.weight_room import Rendezvous, WeightRoom
+from async_rl.weight_room import Rendezvous, WeightRoom, sender_address
 from async_rl.weight_stream import MakeStream
 
 Drop = Callable[[Mapping[Member, InstanceError]], None]
@@ -69,7 +71,7 @@ class Broadcast:
     def close(self) -> None:
         """Leaves the weight group; the instances notice with their next update."""
         if self._room is not None:
-            self._room.group.close()
+            self._room.close()
             self._room = None
 
     def _is_room_of(self, members: Sequence[Member]) -> bool:
@@ -86,7 +88,11 @@ class Broadcast:
         sizes = questions.results()
         if len(sizes) < len(members):
             return False
-        meeting = Rendezvous(sizes, self._config, self._backend)
+        routes = self._routes(members)
+        if len(routes) < len(members):
+            return False
+        address = sender_address(self._config.master_address, list(routes.values()))
+        meeting = Rendezvous(sizes, address, self._config, self._backend)
         calls = InstanceCalls(
             self._loop,
             members,
@@ -109,6 +115,17 @@ class Broadcast:
         elif failures or self._room is None:
             self._drop_guilty(failures, failures, meeting.problem)
         return self._room is not None and not failures
+
+    def _routes(self, members: Sequence[Member]) -> dict[Member, str]:
+        """The address of this host from which the way to each instance begins; drops those without one."""
+        routes, failures = {}, {}
+        for member in members:
+            try:
+                routes[member] = address_towards(urlsplit(member.url).hostname or "")
+            except OSError as error:
+                failures[member] = InstanceUnreachable(f"instance {member.url}: no route leads to it: {error}")
+        self._drop(failures)
+        return routes
 
     def _all_accept(self, calls: InstanceCalls[None]) -> bool:
         """Waits until every worker is about to receive; otherwise breaks the group off and drops who refuses."""

@@ -4,6 +4,8 @@ import os
 import sys
 
 from async_rl import __version__
+from async_rl.command_line import USAGE_ERROR
+from async_rl.config_keys import nearest
 
 PROGRAMS = {
     "quickstart": ("deploy.quickstart", "a small model learns on this machine, both pools included"),
@@ -30,7 +32,10 @@ def main() -> None:
         module, _ = PROGRAMS[command]
         os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
     else:
+        near = nearest(command, PROGRAMS)
+        meant = f"did you mean {near!r}? " if near else ""
         print(
-            f"async-rl: unknown command {command!r}: expected one of {', '.join(PROGRAMS)}\n\n{USAGE}", file=sys.stderr
+            f"async-rl: unknown command {command!r}: {meant}expected one of {', '.join(PROGRAMS)}\n\n{USAGE}",
+            file=sys.stderr,
         )
-        sys.exit(2)
+        sys.exit(USAGE_ERROR)

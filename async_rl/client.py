@@ -4,23 +4,41 @@ Every method runs on one event loop, and ends within its timeout in a result or 
 `InstanceError` that names the instance. No method retries: that is the pool's and the publisher's business.
 """
 
-import asyncio
 import logging
-import resource
+import re
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NoReturn, NotRequired, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
 
 from async_rl import protocol
-from async_rl.answer_stream import Answer, event_payloads
-from async_rl.dialect import VLLM, Dialect, dialect_of
-from async_rl.errors import InstanceError, InstanceRefused, InstanceTooSlow, InstanceUnreachable, StaleWeights
+from async_rl.answer_stream import Answer, OnProgress, event_payloads
+from async_rl.connections import Connections
+from async_rl.dialect import DEAD_ENGINE, VLLM, Dialect, dialect_of
+from async_rl.errors import (
+    ConnectionLost,
+    InstanceError,
+    InstanceRefused,
+    InstanceStalled,
+    InstanceTooSlow,
+    InstanceUnreachable,
+    StaleWeights,
+)
 from async_rl.fleet.drafts import Draft, request_of
+from async_rl.instance_bodies import (
+    MODELS,
+    RPC,
+    VERSION,
+    WEIGHT_INFO,
+    WORLD_SIZE,
+    Model,
+    completion_request,
+    generate_request,
+)
+from async_rl.patience import while_it_progresses
 from async_rl.protocol import SamplingParams
 from async_rl.types import WeightVersion
 
@@ -29,75 +47,43 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 CONTROL_TIMEOUT_S = 10.0
 
-KEEPALIVE_S = 2.0
-"""Idle connections are dropped before the server drops them (uvicorn: 5 s): a POST must not meet a closing socket."""
+VOUCH_TIMEOUT_S = 3.0
+"""To read version and boot id again when an answer broke off: an instance that is gone must not hold up its group."""
 
-OTHER_FILES = 256
-"""Open files left to the rest of the process; each connection takes one. Requests beyond wait for a free connection."""
+START_TIME_METRIC = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
 
 MAX_ERROR_CHARS = 500
 
 Body = TypeVar("Body")
 
 
-class _Model(TypedDict):
-    id: str
-    max_model_len: int
-    owned_by: NotRequired[str | None]
-
-
-class _Version(TypedDict):
-    version: str
-
-
-class _Models(TypedDict):
-    data: list[_Model]
-
-
-class _WeightInfo(TypedDict):
-    weight_version: str
-
-
-class _WorldSize(TypedDict):
-    world_size: int
-
-
-_VERSION = TypeAdapter(_Version)
-_MODELS = TypeAdapter(_Models)
-_WEIGHT_INFO = TypeAdapter(_WeightInfo)
-_WORLD_SIZE = TypeAdapter(_WorldSize)
 _UNBOUNDED = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-_RPC = TypeAdapter(protocol.RpcResponse)
 
 
-class Connections:
-    """The connections to all instances: one `aiohttp.ClientSession`, opened by the first call on the event loop."""
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Which weights an instance says it holds, and which process says so; see `protocol.BOOT_ID_HEADER`."""
 
-    def __init__(self, token: str | None = None) -> None:
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        self._session: aiohttp.ClientSession | None = None
-
-    def session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=_most_connections(), keepalive_timeout=KEEPALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        return self._session
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+    version: WeightVersion
+    boot_id: str | None
 
 
 class InstanceClient:
-    """Speaks to the instance at `url`; `request_timeout_s` bounds one generation, whose tokens come in chunks of
-    `stream_interval`."""
+    """Speaks to the instance at `url`; a generation ends when it makes no progress for `request_timeout_s`, and its
+    tokens come in chunks of `stream_interval`."""
 
     def __init__(self, connections: Connections, url: str, request_timeout_s: float, stream_interval: int) -> None:
         self.url = url.rstrip("/")
         self.dialect: Dialect = VLLM
         """What `learn_dialect` found; before that, that of a server about which nothing is known."""
+        self.max_concurrency: int | None = None
+        """How many responses it generates at once, where it says so; known after `learn_dialect`."""
+        self.server = ""
+        """Its release, as `learn_dialect` found it."""
         self.streams = True
         """Whether it answers generate requests token by token, as far as seen."""
+        self.has_streamed = False
+        """Whether it has done so."""
         self._connections = connections
         self._request_timeout_s = request_timeout_s
         self._stream_interval = stream_interval
@@ -111,6 +97,9 @@ class InstanceClient:
         request_id: str,
         version: WeightVersion,
         drafts: Sequence[Draft],
+        *,
+        boot_id: str | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         """Brings the drafts to their ends, all of weight version `version`; what arrives stays, also if it fails.
 
@@ -119,92 +108,148 @@ class InstanceClient:
 
         Args:
             drafts: of one prompt; see `request_of`.
+            boot_id: of the process that was put in service with this version; another one's tokens are refused.
+            on_progress: called with the tokens and the ended responses that each event brought.
 
         Raises:
             InstanceUnreachable, InstanceRefused: see errors.py.
-            InstanceTooSlow: it did not finish in time, but it does make tokens, for this request or for others.
-            StaleWeights: some token was sampled from other weights; it is not in the drafts.
+            InstanceStalled: no token of any request came for `request_timeout_s`.
+            InstanceTooSlow: the same of this request, while others went on.
+            StaleWeights: some token was sampled from other weights, or by another process; it is not in the drafts.
             InstanceError: the answer is incomplete or malformed, or the request was aborted.
         """
         began_s = time.monotonic()
-        answer = Answer(self.url, drafts, version, says_versions=self.dialect.has_generate)
+        answer = Answer(self.url, drafts, version, self.dialect.has_generate, boot_id, on_progress)
+
+        def last_progress_s() -> float:
+            # As long as none of its own came, it may wait in the instance's queue, behind others that go on.
+            return max(began_s, answer.heard_s or self._heard_s)
+
         try:
-            async with asyncio.timeout(self._request_timeout_s):
-                await self._ask(prompt_token_ids, sampling, request_id, version, drafts, answer)
+            async with while_it_progresses(last_progress_s, self._request_timeout_s):
+                await self._ask(prompt_token_ids, sampling, request_id, answer)
         except TimeoutError as error:
-            slow = f"instance {self.url} did not finish a request within {self._request_timeout_s:g} s"
-            if self._heard_s > began_s:
-                # It may still wait in the instance's own queue, behind others that go on.
-                raise InstanceTooSlow(f"{slow}, of which {answer.num_tokens} tokens came") from error
-            raise InstanceUnreachable(f"{slow}, and not one token came, of this or another one") from error
+            slow = f"instance {self.url} made no token of a request for {self._request_timeout_s:g} s"
+            if self._heard_s > time.monotonic() - self._request_timeout_s:
+                raise InstanceTooSlow(f"{slow}, after {answer.num_tokens} of it") from error
+            raise InstanceStalled(f"{slow}, nor of any other one") from error
         except StaleWeights:
             answer.take_back_unproven()
             raise
         finally:
-            answer.vouch()
+            await self._prove_rest(answer)
 
     async def _ask(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        request_id: str,
-        version: WeightVersion,
-        drafts: Sequence[Draft],
-        answer: Answer,
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str, answer: Answer
     ) -> None:
-        prompt, params = request_of(
-            prompt_token_ids, sampling, drafts, noise_by_position=self.dialect.noise_by_position
-        )
+        by_position = self.dialect.noise_by_position
+        prompt, params = request_of(prompt_token_ids, sampling, answer.drafts, noise_by_position=by_position)
         params = params.model_copy(update={"stream_interval": self._stream_interval})
         if self.dialect.has_generate:
             try:
-                await self._read(protocol.GENERATE, _generate_request(prompt, params, request_id), answer)
+                await self._read(protocol.GENERATE, generate_request(prompt, params, request_id), answer)
             except _RouteMissing as error:
                 logger.info("%s; using %s", error, protocol.COMPLETIONS)
                 self.dialect = replace(self.dialect, has_generate=False)
         if not self.dialect.has_generate:
             answer.says_versions = False
-            await self._require_version(version)
-            await self._read(protocol.COMPLETIONS, _completion_request(prompt, params, request_id), answer)
-            await self._require_version(version)
+            await self._require_holding(answer)
+            await self._read(protocol.COMPLETIONS, completion_request(prompt, params, request_id), answer)
+            await self._require_holding(answer)
+            answer.vouch()
         answer.require_complete()
 
     async def _read(self, path: str, body: BaseModel, answer: Answer) -> None:
         """POSTs a request and feeds `answer` with what comes, in events or at once."""
         try:
-            session = self._connections.session()
+            session = self._connections.generating
             data = body.model_dump_json(exclude_none=True).encode()
             async with session.post(self.url + path, data=data, timeout=_UNBOUNDED) as response:
+                answer.came_from(response.headers.get(protocol.BOOT_ID_HEADER))
                 if response.status != 200:
                     refusal = await response.read()
                     response.close()
                     self._refuse("POST", path, response.status, refusal)
                 self.streams = response.content_type == "text/event-stream"
                 if self.streams:
+                    self.has_streamed = True
                     async for payload in event_payloads(response.content):
-                        answer.feed(payload)
-                        self._heard_s = time.monotonic()
+                        self._feed(answer, payload)
                 else:
-                    answer.feed(await response.read())
-                    self._heard_s = time.monotonic()
+                    self._feed(answer, await response.read())
         except (aiohttp.ClientError, OSError) as error:
             raise self._unreachable("POST", path, error) from error
 
+    def _feed(self, answer: Answer, payload: bytes) -> None:
+        answer.feed(payload)
+        self._heard_s = time.monotonic()
+
+    async def _prove_rest(self, answer: Answer) -> None:
+        """Keeps the tokens of an answer that broke off if version and process show what made them; cuts them otherwise.
+
+        A server that reports versions with its last chunk only cannot say so any more. The head of the answer may name
+        the process that made it, which was put in service with this version. Version and boot id are read again: the
+        same process may hold other weights by now, given by somebody else; where another process answers, or none,
+        only that head is proof.
+        """
+        if not answer.has_unproven:
+            return
+        is_proven = answer.is_of_process_in_service
+        if answer.boot_id is not None:
+            try:
+                held = await self.holding(VOUCH_TIMEOUT_S)
+            except InstanceError as error:
+                logger.debug("%s", error)
+            else:
+                if held.boot_id == answer.boot_id:
+                    is_proven = held.version == answer.version
+        if is_proven:
+            answer.vouch()
+        else:
+            answer.take_back_unproven()
+
     async def learn_dialect(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Asks the server what it is; again after it may have been replaced by another one."""
-        version = self._parse(_VERSION, await self._get(protocol.VERSION, timeout_s), protocol.VERSION)["version"]
+        answer, headers = await self._exchange("GET", protocol.VERSION, None, _total(timeout_s))
+        version = self._parse(VERSION, answer, protocol.VERSION)["version"]
         self.dialect = dialect_of(version, (await self._model(timeout_s)).get("owned_by"))
+        told = headers.get(protocol.MAX_CONCURRENCY_HEADER, "")
+        self.max_concurrency = int(told) if told.isdecimal() and 0 < len(told) < 9 and int(told) else None
+        self.server = version
 
-    async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Returns if the instance is healthy; InstanceRefused with status 503 if it runs but cannot serve."""
-        await self._get(protocol.HEALTH, timeout_s)
+    async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> str | None:
+        """The boot id that the answer of a healthy instance names, if any; InstanceRefused with status 503 if it runs
+        but cannot serve."""
+        _, headers = await self._exchange("GET", protocol.HEALTH, None, _total(timeout_s))
+        return headers.get(protocol.BOOT_ID_HEADER)
+
+    async def holding(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Holding:
+        """Which weights it holds and which process it is: from one answer, or else the process is asked last, so that
+        a restart in between cannot pass for the process that held them."""
+        path, version = protocol.WEIGHT_INFO, ""
+        if self.dialect.keeps_version:
+            answer, headers = await self._exchange("GET", path, None, _total(timeout_s))
+            version = self._parse(WEIGHT_INFO, answer, path)["weight_version"]
+        else:
+            answer, headers = await self._ask_workers(protocol.NOTED_VERSION_METHOD, [], timeout_s)
+            version = self._versions_of(answer)
+        boot_id = headers.get(protocol.BOOT_ID_HEADER)
+        return Holding(version, boot_id if boot_id is not None else await self._start_time(timeout_s))
+
+    async def _start_time(self, timeout_s: float) -> str | None:
+        """When the server's process was started, as its figures say; None where they do not."""
+        try:
+            found = START_TIME_METRIC.search(await self._get(protocol.METRICS, timeout_s))
+        except InstanceRefused:
+            return None
+        return f"started-{found[1].decode(errors='replace')}" if found else None
 
     async def max_model_len(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """Prompt plus response tokens that the served model takes at most."""
         return (await self._model(timeout_s))["max_model_len"]
 
-    async def _model(self, timeout_s: float) -> _Model:
-        models = self._parse(_MODELS, await self._get(protocol.MODELS, timeout_s), protocol.MODELS)["data"]
+    async def _model(self, timeout_s: float) -> Model:
+        models = self._parse(MODELS, await self._get(protocol.MODELS, timeout_s), protocol.MODELS)["data"]
         if not models:
             raise InstanceError(f"instance {self.url} serves no model: its {protocol.MODELS} is empty")
         return models[0]
@@ -212,15 +257,19 @@ class InstanceClient:
     async def weight_version(self, timeout_s: float = CONTROL_TIMEOUT_S) -> WeightVersion:
         """What it was last given, as it says itself; after a start that is no version of ours."""
         if not self.dialect.keeps_version:
-            noted = set(await self._call_workers(protocol.NOTED_VERSION_METHOD, [], timeout_s))
-            return ", ".join(sorted(noted))
+            answer, _ = await self._ask_workers(protocol.NOTED_VERSION_METHOD, [], timeout_s)
+            return self._versions_of(answer)
         answer = await self._get(protocol.WEIGHT_INFO, timeout_s)
-        return self._parse(_WEIGHT_INFO, answer, protocol.WEIGHT_INFO)["weight_version"]
+        return self._parse(WEIGHT_INFO, answer, protocol.WEIGHT_INFO)["weight_version"]
+
+    def _versions_of(self, answer: bytes) -> WeightVersion:
+        """The version that the workers noted; several, if they do not agree."""
+        return ", ".join(sorted(set(self._results_of(answer))))
 
     async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """How many workers of the instance join the weight group."""
         answer = await self._get(protocol.GET_WORLD_SIZE, timeout_s)
-        return self._parse(_WORLD_SIZE, answer, protocol.GET_WORLD_SIZE)["world_size"]
+        return self._parse(WORLD_SIZE, answer, protocol.GET_WORLD_SIZE)["world_size"]
 
     async def pause(self, timeout_s: float) -> None:
         """Lets running requests finish, holds new ones back and empties the KV and prefix caches."""
@@ -252,16 +301,35 @@ class InstanceClient:
         """What each worker of the instance received last; see `async_rl.weight_stream.Fingerprint`."""
         return await self._call_workers(protocol.FINGERPRINT_METHOD, [], timeout_s)
 
+    async def engine_options(self, timeout_s: float) -> str:
+        """What of an engine's start decides how it loads weights, where its workers say so, and how many they are."""
+        if self.dialect.holds_what_it_received:
+            return "1 worker"
+        try:
+            options = await self._call_workers(protocol.OPTIONS_METHOD, [], timeout_s)
+        except InstanceRefused:
+            return f"{await self.world_size(timeout_s)} workers"
+        return f"{len(options)} workers of {', '.join(sorted(set(options)))}"
+
     async def _call_workers(self, method: str, args: list[str], timeout_s: float) -> list[str]:
         """One answer per worker of the instance."""
-        body = protocol.RpcRequest(method=method, args=args, timeout=timeout_s)
-        answer = await self._post(protocol.COLLECTIVE_RPC, body, _total(timeout_s))
-        return [str(result) for result in self._parse(_RPC, answer, protocol.COLLECTIVE_RPC).results]
+        answer, _ = await self._ask_workers(method, args, timeout_s)
+        return self._results_of(answer)
 
-    async def _require_version(self, version: WeightVersion) -> None:
-        if (actual := await self.weight_version()) != version:
+    async def _ask_workers(self, method: str, args: list[str], timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
+        body = protocol.RpcRequest(method=method, args=args, timeout=timeout_s).model_dump_json().encode()
+        return await self._exchange("POST", protocol.COLLECTIVE_RPC, body, _total(timeout_s))
+
+    def _results_of(self, answer: bytes) -> list[str]:
+        return [str(result) for result in self._parse(RPC, answer, protocol.COLLECTIVE_RPC).results]
+
+    async def _require_holding(self, answer: Answer) -> None:
+        """Raises StaleWeights unless the process in service holds the version asked for."""
+        held = await self.holding()
+        answer.came_from(held.boot_id)
+        if held.version != answer.version:
             raise StaleWeights(
-                f"instance {self.url} holds weight version {actual!r}, asked for {version!r}: "
+                f"instance {self.url} holds weight version {held.version!r}, asked for {answer.version!r}: "
                 "it needs the weights of the next publish"
             )
 
@@ -272,8 +340,15 @@ class InstanceClient:
         return await self._call("POST", path, body.model_dump_json().encode() if body else None, timeout)
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout: aiohttp.ClientTimeout) -> bytes:
+        answer, _ = await self._exchange(method, path, body, timeout)
+        return answer
+
+    async def _exchange(
+        self, method: str, path: str, body: bytes | None, timeout: aiohttp.ClientTimeout
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """Body and headers of the answer to a control call."""
         try:
-            session = self._connections.session()
+            session = self._connections.control
             async with session.request(method, self.url + path, data=body, timeout=timeout) as response:
                 answer = await response.read()
                 if response.status >= 500:
@@ -283,14 +358,17 @@ class InstanceClient:
             raise self._unreachable(method, path, error) from error
         if response.status != 200:
             self._refuse(method, path, response.status, answer)
-        return answer
+        return answer, response.headers
 
     def _unreachable(self, method: str, path: str, error: Exception) -> InstanceUnreachable:
         why = str(error) or type(error).__name__
-        return InstanceUnreachable(f"instance {self.url} did not answer {method} {path}: {why}")
+        kind = InstanceUnreachable if isinstance(error, TimeoutError) else ConnectionLost
+        return kind(f"instance {self.url} did not answer {method} {path}: {why}")
 
     def _refuse(self, method: str, path: str, status: int, answer: bytes) -> NoReturn:
         reason = _reason(answer)
+        if reason is not None and DEAD_ENGINE in reason:
+            raise InstanceStalled(f"the engine of instance {self.url} has died: {reason}")
         # 403: the route is switched off. 404 without an error body: there is no such route (an unknown model has one).
         missing = status == 403 or (status == 404 and reason is None)
         raise (_RouteMissing if missing else InstanceRefused)(
@@ -310,33 +388,6 @@ class InstanceClient:
 
 class _RouteMissing(InstanceRefused):
     """The server does not serve this path at all."""
-
-
-class _CompletionRequest(SamplingParams):
-    """POST /v1/completions with token ids; the sampling fields stand beside the prompt."""
-
-    prompt: list[int]
-    request_id: str
-    return_token_ids: bool = True
-    stream: bool = True
-
-
-def _generate_request(prompt: list[int], params: SamplingParams, request_id: str) -> protocol.GenerateRequest:
-    return protocol.GenerateRequest(token_ids=prompt, sampling_params=params, request_id=request_id, stream=True)
-
-
-def _completion_request(prompt: list[int], params: SamplingParams, request_id: str) -> _CompletionRequest:
-    # Servers without the generate route do not know the interval.
-    fields = params.model_dump(exclude={"stream_interval"})
-    return _CompletionRequest(prompt=prompt, request_id=request_id, **fields)
-
-
-def _most_connections() -> int:
-    """As many as the process may open files, which this raises as far as the system lets it, less some for others."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return max(1, hard - OTHER_FILES) if hard != resource.RLIM_INFINITY else 0
 
 
 def _reason(answer: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""The configuration of a run: pydantic models from TOML plus `--dotted.overrides`; imports nothing heavy.
+"""The configuration of a run: pydantic models, from TOML and `--section.key=VALUE` words; imports nothing heavy.
 
 Every entry point loads it first and hands each part only its own section. Unknown keys are errors.
 """
@@ -8,19 +8,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from async_rl.config_keys import explain_unknown, find_key, keys_of, kinds_of, read_value, set_dotted
 from async_rl.errors import ConfigError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """Infinity and NaN are no values of any key: each compares in a way that lets a limit through."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _means_what_it_says(cls, value: Any, info: ValidationInfo) -> Any:
+        # Both would be taken for something else: true for the number 1, and no path at all for the working directory.
+        kinds = kinds_of(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and bool not in kinds and {int, float} & kinds:
+            raise ValueError("Input should be a number, not a truth value")
+        if value == "" and Path in kinds:
+            raise ValueError("Input should be a path, not empty text; '.' is the working directory")
+        return value
 
 
 class RunSection(Section):
     dir: Path = Field(description="where metrics, ledger, checkpoints and logs of this run go")
     resume: bool = Field(False, description="go on from the newest checkpoint in run.dir, or start where there is none")
-    seed: int = Field(0, ge=0, description="decides the order of prompts and every sampling seed")
+    accept_changes: bool = Field(
+        False,
+        description="go on though settings, prompts or reward differ from the checkpoint's; the log names them",
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="decides the order of prompts and every sampling seed")
 
 
 class ModelSection(Section):
@@ -40,7 +58,7 @@ class PromptsSection(Section):
 
 
 class RolloutSection(Section):
-    responses_per_prompt: int = Field(8, ge=1, le=1024, description="G: responses of one group")
+    responses_per_prompt: int = Field(8, ge=1, le=1024, description="G: responses of one group; at least 2")
     max_response_tokens: int = Field(512, ge=1, description="a response ends here, with finish reason `length`")
     temperature: float = Field(1.0, gt=0.0, description="of sampling; the trainer divides its logits by it too")
     stop_token_ids: tuple[int, ...] = Field((), description="end a response, besides the model's own end of sequence")
@@ -48,13 +66,25 @@ class RolloutSection(Section):
 
 class RewardSection(Section):
     name: str = Field(description="reasoning_gym, math, or python:path/to/file.py:function")
-    timeout_s: float = Field(30.0, gt=0, description="for one group; a synchronous reward that hangs is killed")
-    num_workers: int = Field(1, ge=1, description="processes that score synchronous rewards")
+    timeout_s: float = Field(30.0, gt=0, description="for one group, from when its call begins")
+    num_workers: int = Field(1, ge=1, description="processes that run the reward")
+    max_concurrency: int = Field(
+        64, ge=1, description="calls of an asynchronous reward under way at once; a synchronous one has one per process"
+    )
+    on_error: Literal["fail", "retry"] = Field(
+        "fail", description="a call that raises, hangs or returns nonsense ends the run, or is made again first"
+    )
+    max_attempts: int = Field(3, ge=1, description="calls for one group at most, with `retry`")
+    skip_special_tokens: bool = Field(
+        True, description="leave special tokens (end of sequence, a chat template's) out of the text that is scored"
+    )
 
 
 class PoolSection(Section):
     instances: tuple[str, ...] = Field((), description="base URLs of inference instances that are there from the start")
-    dns: str | None = Field(None, description="HOST:PORT; every address of HOST is an instance, as they come and go")
+    dns: str | None = Field(
+        None, pattern=r"^.+:\d+$", description="HOST:PORT; every address of HOST is an instance, as they come and go"
+    )
     fleet_host: str = Field("127.0.0.1", description="where the fleet endpoint listens")
     fleet_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one (see run.dir/fleet.json)")
     join: Literal["now", "publish"] = Field(
@@ -62,7 +92,10 @@ class PoolSection(Section):
     )
     timeout_s: float = Field(120.0, gt=0, description="how long the run waits for an instance before it fails")
     request_timeout_s: float = Field(
-        600.0, gt=0, description="one generate request; what is unfinished then goes on at another instance"
+        600.0,
+        gt=0,
+        description="longest time without progress of a generate request, which then goes on at another instance: "
+        "without a new token of it or, while it waits in the instance's queue, of any request there",
     )
     stream_interval: int = Field(
         64,
@@ -79,7 +112,9 @@ class PoolSection(Section):
 class PublishSection(Section):
     timeout_s: float = Field(60.0, gt=0, description="every step of a publish: rendezvous, control call, bucket")
     bucket_bytes: int = Field(64 * 2**20, ge=1, description="how many bytes one broadcast carries at most")
-    master_address: str = Field("127.0.0.1", description="this trainer's address as the instances reach it")
+    master_address: str | None = Field(
+        None, description="this trainer's own address as the instances reach it; by default the one that routes to them"
+    )
     transport: Literal["broadcast", "snapshot"] = Field(
         "broadcast", description="a torch.distributed broadcast, or a file that the instances read"
     )
@@ -88,6 +123,11 @@ class PublishSection(Section):
     )
     probe_tokens: int = Field(
         8, ge=0, description="sampled tokens of a vLLM instance that the trainer compares after a publish; 0 for none"
+    )
+    canary: Literal["first", "always", "off"] = Field(
+        "first",
+        description="show with changed weights that every class of tensors reaches what an engine computes with: "
+        "before an engine of its kind first serves in a run, before every batch, or never (see proof.md)",
     )
     max_probe_gap: float = Field(0.5, gt=0, description="largest difference of their log-probs, in nats")
 
@@ -141,11 +181,29 @@ class TrainSection(Section):
     order: Literal["completion", "prompt"] = Field(
         "completion", description="train groups as they finish, or by place in the batch (bit for bit repeatable)"
     )
-    max_logprob_gap: float = Field(
-        1.0,
-        gt=0,
-        description="largest trainer - rollout log-prob, in nats; beyond it an iteration counts as off-policy",
+    on_nonfinite: Literal["skip", "fail"] = Field(
+        "skip",
+        description="a gradient that is infinite or not a number: take no step on it, at most 3 times in a row, or end "
+        "the run",
     )
+    logprob_noise: float | None = Field(
+        None,
+        gt=0,
+        description="RMS of trainer - rollout log-probs, in nats per token, that sound engines may have; by default "
+        "what the rounding of model.dtype explains (see proof.md)",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_largest_gap(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and "max_logprob_gap" in tree:
+            raise ValueError(
+                f"train.max_logprob_gap (value {tree['max_logprob_gap']!r}) is no setting any more: trainer - rollout "
+                "log-probs are judged by their RMS and mean, against limits that follow from model.dtype and the "
+                "number of tokens; remove it, and where engines are meant to be noisier than that, as quantized ones "
+                "are, set train.logprob_noise to their RMS"
+            )
+        return tree
 
 
 class TrainerSection(Section):
@@ -155,9 +213,11 @@ class TrainerSection(Section):
     )
     tensor_parallel: int = Field(1, ge=1, description="ranks that share every layer's tensors")
     pipeline_parallel: int = Field(1, ge=1, description="ranks that share the layers")
-    expert_parallel: int = Field(1, ge=1, description="ranks of a pipeline stage that share the experts")
+    expert_parallel: int = Field(
+        1, ge=1, description="ranks of a pipeline stage that share the experts, across replicas if need be"
+    )
     sequence_parallel: bool = Field(
-        False, description="tensor-parallel ranks also share rows between attention and MLP"
+        False, description="tensor-parallel ranks also share rows; a model of experts needs it under tensor_parallel"
     )
     distributed_optimizer: bool = Field(False, description="replicas share the optimizer's state")
     recompute: Literal["none", "selective", "full"] = Field(
@@ -203,6 +263,9 @@ class TrainerSection(Section):
 class CheckpointSection(Section):
     every: int = Field(50, ge=0, description="iterations between checkpoints; 0 saves none")
     keep: int = Field(2, ge=1, description="how many checkpoints stay, the newest ones")
+    grace_s: float = Field(
+        120.0, gt=0, description="how long a run that ends early may take to save and end; launchers wait for it"
+    )
 
 
 class InferenceSection(Section):
@@ -214,6 +277,22 @@ class InferenceSection(Section):
     tensor_parallel: int = Field(1, ge=1, description="workers of one instance; vllm only")
     max_concurrency: int = Field(64, ge=1, description="responses generated at once")
     engine_options: tuple[str, ...] = Field((), description="further arguments of vLLM's own server")
+
+    @model_validator(mode="after")
+    def _engine_has_what_is_asked(self) -> "InferenceSection":
+        if self.engine == "vllm":
+            return self
+        if self.tensor_parallel > 1:
+            raise ValueError(
+                f"inference.tensor_parallel is {self.tensor_parallel} with inference.engine = 'transformers', which "
+                "has one worker: set it to 1, or inference.engine to 'vllm'"
+            )
+        if self.engine_options:
+            raise ValueError(
+                f"inference.engine_options is {list(self.engine_options)} with inference.engine = 'transformers': they "
+                "are for vLLM's server; remove them, or set inference.engine to 'vllm'"
+            )
+        return self
 
 
 class EvaluationSet(Section):
@@ -268,6 +347,17 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> "Config":
+        # An error, not a warning: such a run would spend its time and end with the weights that it began with.
+        if self.rollout.responses_per_prompt == 1:
+            raise ValueError(
+                f"rollout.responses_per_prompt is 1, but algorithm.name = {self.algorithm.name!r} compares the "
+                "responses of a prompt with each other: the advantage of a single one is 0, and nothing is learned; "
+                "set it to 2 or more, 8 for example"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batch_feeds_every_replica(self) -> "Config":
         self.require_prompts_for(self.trainer.num_local_ranks)
         return self
@@ -288,23 +378,29 @@ class Config(Section):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML file and applies overrides such as `--train.iterations 10` or `--pool.instances=["http://..."]`.
+    """Reads a TOML file and applies overrides such as `--train.iterations=10`, as `async_rl.command_line` gives them.
 
-    Override values are read as TOML; what is not valid TOML is taken as a string.
+    A value of a key that takes text is taken as it is; others are read as TOML or JSON.
 
     Raises:
         ConfigError: the file is missing or not TOML, a key is unknown, or a value is out of range.
     """
     try:
-        tree: dict[str, Any] = tomllib.loads(path.read_text())
+        tree: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"cannot read the config {str(path)!r}: {error.strerror}; give the path of a TOML file"
         ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{str(path)!r} is not valid TOML: {error}") from error
-    for key, value in _parse_overrides(overrides):
-        _set(tree, key, value)
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is not valid TOML: {error}; correct it there") from error
+    for word in overrides:
+        name, equals, text = word.removeprefix("--").partition("=")
+        assert word.startswith("--") and equals, f"override {word!r} is not --section.key=VALUE"
+        key = find_key(Config, name)
+        try:
+            set_dotted(tree, name, key.read(text) if key else read_value(text))
+        except ValueError as error:
+            raise ConfigError(f"override --{name}: {error}") from error
     return parse_config(tree, source=str(path))
 
 
@@ -322,39 +418,18 @@ def parse_config(tree: dict[str, Any], source: str) -> Config:
 
 
 def _explain(item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"])
+    """One fault of a config: the key, its value, what was expected and what the key means."""
+    loc: tuple[str | int, ...] = item["loc"]
+    name = ".".join(str(part) for part in loc)
     if item["type"] == "extra_forbidden":
-        return f"unknown key {key!r} (value {item['input']!r}): remove it or correct its spelling"
+        return f"unknown key {name!r} (value {item['input']!r}): {explain_unknown(Config, loc)}"
+    if item["type"] == "missing" and len(loc) == 1:
+        needed = [key.name for key in keys_of(Config).values() if key.section == name and key.default is None]
+        return f"missing section [{name}]: set {', '.join(needed)}"
+    key = find_key(Config, name)
+    meaning = f"; {name} is: {key.description}" if key and key.description else ""
     if item["type"] == "missing":
-        return f"missing key {key!r}: it has no default"
-    return f"{key or 'config'}: {item['msg']} (got {item['input']!r})" if key else str(item["msg"])
-
-
-def _parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            raise ConfigError(f"override {word!r} does not start with '--': write --section.key VALUE")
-        key, equals, value = word[2:].partition("=")
-        if not equals:
-            if not words:
-                raise ConfigError(f"override {word!r} has no value: write --section.key VALUE")
-            value = words.pop(0)
-        try:
-            parsed = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            parsed = value
-        pairs.append((key, parsed))
-    return pairs
-
-
-def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, last = dotted.split(".")
-    node = tree
-    for parent in parents:
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"override --{dotted}: {parent!r} is a value, not a section")
-    node[last] = value
+        return f"missing key {name!r}: it has no default; set it in the file or as --{name} VALUE{meaning}"
+    # Our own validators say all of it themselves.
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return f"{name}: {message} (got {item['input']!r}){meaning}" if key or len(loc) > 1 else message

@@ -3,16 +3,24 @@
 AsyncRLError
 ├── ConfigError (also ValueError)   a setting, model or dataset that cannot work
 ├── OnPolicyViolation               the batch's proof does not hold: no optimizer step is taken
-├── NonFiniteGradient               the batch's gradient is infinite or not a number: no optimizer step is taken
+├── NonFiniteGradient               the gradient is infinite or not a number, once or too often (train.on_nonfinite)
 ├── InstanceError                   one inference instance failed a call
-│   ├── InstanceUnreachable         no connection, or it broke, or timed out
+│   ├── InstanceUnreachable         it did not answer in time
+│   │   ├── ConnectionLost          no connection, or it broke
+│   │   └── InstanceStalled         it took a request, and makes no tokens
 │   ├── InstanceTooSlow             it did not finish a request in time, but it makes tokens
 │   ├── InstanceRefused             it answered with an error status
-│   └── StaleWeights                it answered with tokens of another weight version
+│   ├── StaleWeights                it answered with tokens of another weight version
+│   │   └── InstanceRestarted       another process answers under its address than was put in service
+│   └── PromptFailed                instance after instance failed at the same prompt
 ├── UnknownInstance                 the fleet has no instance of that name
 ├── NoInstanceLeft                  every instance is out of service, for longer than pool.timeout_s
 ├── PublishError                    weights could not be moved to any instance
 ├── RewardError                     a reward raised, hung or returned something else than one float per response
+├── RolloutLost                     the rollout of a prompt ended without a group and without an error
+├── EventLoopLost                   the thread that makes rollouts ended, or a part of it was ended from beside
+├── WaitTimedOut (also TimeoutError)  something that was told to end did not
+├── RunStopped                      the run was told to end (SIGTERM)
 ├── LeaderFailed                    the training rank that makes a replica's rollouts failed
 └── ProcessFailed                   a process of a local deployment ended unexpectedly
 """
@@ -31,7 +39,7 @@ class OnPolicyViolation(AsyncRLError):
 
 
 class NonFiniteGradient(AsyncRLError):
-    """The gradient of a batch has an infinity or NaN: no optimizer step was taken."""
+    """The gradient has an infinity or NaN, and `train.on_nonfinite` ends the run; no optimizer step was taken on it."""
 
 
 class InstanceError(AsyncRLError):
@@ -39,11 +47,19 @@ class InstanceError(AsyncRLError):
 
 
 class InstanceUnreachable(InstanceError):
-    """No connection to the instance, or the connection broke, or the call took longer than its timeout."""
+    """No connection to the instance, or it broke, or the call took longer than its timeout, or its engine has died."""
+
+
+class ConnectionLost(InstanceUnreachable):
+    """There was no connection to the instance, or it broke: not a matter of time."""
+
+
+class InstanceStalled(InstanceUnreachable):
+    """The instance took a request, but made no token of any for `pool.request_timeout_s`, or its engine has died."""
 
 
 class InstanceTooSlow(InstanceError):
-    """The instance did not finish a request within its timeout, though it makes tokens, for this request or others."""
+    """The instance made no token of a request for `pool.request_timeout_s`, though it makes tokens for others."""
 
 
 class InstanceRefused(InstanceError):
@@ -56,6 +72,18 @@ class InstanceRefused(InstanceError):
 
 class StaleWeights(InstanceError):
     """The instance answered with tokens sampled from another weight version than the one asked for."""
+
+
+class InstanceRestarted(StaleWeights):
+    """Another process answers under the instance's address than the one that was put in service."""
+
+    def __init__(self, message: str, boot_id: str) -> None:
+        super().__init__(message)
+        self.boot_id = boot_id
+
+
+class PromptFailed(InstanceError):
+    """Instance after instance failed at the same prompt; they stay in service, the run ends with the prompt's name."""
 
 
 class UnknownInstance(AsyncRLError):
@@ -74,9 +102,29 @@ class RewardError(AsyncRLError):
     """A reward raised, hung, or returned something other than one finite float per response."""
 
 
+class RolloutLost(AsyncRLError):
+    """The rollout of a prompt ended without a group and without an error: it was cancelled from beside."""
+
+
+class EventLoopLost(AsyncRLError):
+    """The thread that makes rollouts ended, or something on it was ended by what runs beside it."""
+
+
+class WaitTimedOut(AsyncRLError, TimeoutError):
+    """Something that was told to end did not within its time; the message names it."""
+
+
+class RunStopped(AsyncRLError):
+    """The run was told to end before it was done, by SIGTERM to any of its training ranks."""
+
+
 class LeaderFailed(AsyncRLError):
     """The training rank that makes a replica's rollouts failed; raised on the replica's other ranks."""
 
 
 class ProcessFailed(AsyncRLError):
-    """A process of a local deployment ended before its work was done."""
+    """A process of a local deployment ended before its work was done; `cause` is its own named error, if it had one."""
+
+    def __init__(self, message: str, cause: str | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause

@@ -1,17 +1,28 @@
 """An asyncio loop in one background thread, so that the synchronous trainer can use asynchronous clients.
 
-The producer's coroutines and the publisher's control calls run on it; the main thread only waits for results.
+The producer's coroutines and the publisher's control calls run on it; the main thread only waits for results, and no
+wait outlives the thread. A user's code does not run here: rewards have processes of their own.
 """
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from async_rl.errors import EventLoopLost, WaitTimedOut
+
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 CLOSE_TIMEOUT_S = 10.0
+"""What is cancelled at the end closes connections and waits for processes to be reaped, which takes a second or two."""
+
+POLL_S = 1.0
+"""How often a thread that waits for the loop looks whether the loop's thread still lives."""
 
 
 class EventLoopThread:
@@ -28,6 +39,11 @@ class EventLoopThread:
         if self._closed:
             coro.close()
             raise RuntimeError("the event loop thread is closed: nothing can run on it any more")
+        try:
+            self.require_alive()
+        except EventLoopLost:
+            coro.close()
+            raise
         return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
@@ -36,35 +52,97 @@ class EventLoopThread:
         Leaving the wait early (Ctrl-C, timeout) cancels the coroutine.
 
         Raises:
-            TimeoutError: it took longer than `timeout_s`.
+            WaitTimedOut: it took longer than `timeout_s`; names the coroutine.
+            EventLoopLost: the loop's thread ended, or the coroutine ended by `SystemExit` or a cancellation, which are
+                not the caller's own.
         """
         assert threading.current_thread() is not self._thread, "EventLoopThread.run would wait for itself"
+        name = getattr(coro, "__qualname__", repr(coro))
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         future = self.submit(coro)
         try:
-            return future.result(timeout_s)
+            while not future.done():
+                self.require_alive()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise WaitTimedOut(
+                        f"waited {timeout_s:g} s for {name}, which did not end: its connections or processes do not "
+                        "answer; what is left of them ends with this process"
+                    )
+                concurrent.futures.wait([future], timeout=min(left, POLL_S))
+            return _result(future, name)
         finally:
             future.cancel()
 
+    def end(self, coro: Coroutine[Any, Any, object], timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Runs what closes something, on the way out: what fails or hangs is logged, and hides no other error."""
+        try:
+            self.run(coro, timeout_s)
+        except Exception as error:
+            log.error("closing: %s", error, exc_info=None if isinstance(error, WaitTimedOut) else error)
+
+    def require_alive(self) -> None:
+        """Checks that what was submitted can still end.
+
+        Raises:
+            EventLoopLost: the loop's thread has ended.
+        """
+        if not self._thread.is_alive():
+            raise EventLoopLost(
+                "the thread of rollouts and instances has ended, and with it all that ran there: its last words are in "
+                "the log above; go on from the checkpoint with run.resume = true"
+            )
+
     def close(self) -> None:
-        """Cancels what still runs, waits until it has ended, and joins the thread. A second call does nothing."""
+        """Cancels what still runs, waits until it has ended, and joins the thread. A second call does nothing.
+
+        Waits `CLOSE_TIMEOUT_S` at most, and names in the log what does not end; it ends with the process.
+        """
         if self._closed:
             return
         self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.error("the event loop's thread did not end within %g s: something blocks it", CLOSE_TIMEOUT_S)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while not self._closed:
+                self._run_until_stopped()
             self._loop.run_until_complete(_cancel_all(self._loop))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()
+
+    def _run_until_stopped(self) -> None:
+        try:
+            self._loop.run_forever()
+        except BaseException:
+            # asyncio lets `SystemExit` and `KeyboardInterrupt` of a task, which has them as its outcome, out of the
+            # loop too; the other tasks go on.
+            log.exception("a task tried to end the event loop, which goes on")
+
+
+def _result(future: "concurrent.futures.Future[T]", name: str) -> T:
+    """The outcome of a coroutine that has ended; what would end this thread, too, becomes an error."""
+    if future.cancelled():
+        raise EventLoopLost(f"{name} was cancelled by something that runs beside it on the event loop")
+    error = future.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise EventLoopLost(f"{name} ended by {error!r}") from error
+    return future.result()
 
 
 async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     tasks = [task for task in asyncio.all_tasks(loop) if task is not asyncio.current_task(loop)]
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if not tasks:
+        return
+    # Half of the time there is, so that the loop can still be closed in order.
+    _, late = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S / 2)
+    for task in late:
+        log.error("a task did not end when it was cancelled: %r", task)

@@ -8,6 +8,11 @@ from async_rl.types import WeightVersion
 class IdleWork(Protocol):
     """Work for an idle pool. Both methods run on the producer's event loop."""
 
+    @property
+    def max_delay_s(self) -> float:
+        """How long `stop` may wait for what is under way before it cancels it."""
+        ...
+
     async def run(self, iteration: int, version: WeightVersion) -> None:
         """Works with the weights in training, until it is done or told to stop.
 

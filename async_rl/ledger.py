@@ -3,21 +3,27 @@
 Before a step, `Ledger.require_on_policy` proves from the rows of all data-parallel leaders that
 
 - I1 one version: every response token was sampled from the version this iteration trains;
-- I2 exact batch: every prompt of the batch contributed exactly its G responses, once;
+- I2 exact batch: every prompt of the batch contributed exactly its G responses, once.
 
-and that the trainer's own log-probs of the sampled tokens agree with the rollout's, which no false version claim
-survives. Each proof, or what broke it, is one line of `ledger.jsonl`; its `samples` digest is equal in two runs that
-trained the same tokens.
+Both are strict. Beside them it compares the trainer's log-probs of the sampled tokens with the rollout's: every token
+must have both, and noise must explain what differs (`gap_limits.py`). That is statistics: it finds other weights that
+differ by enough, over enough tokens. Each proof, or what broke it, is one line of `ledger.jsonl`; its `samples` digest
+is equal in two runs that trained the same tokens.
 """
 
 import json
+import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from async_rl.errors import OnPolicyViolation
+from async_rl.gap_limits import MIN_TOKENS, NoiseLimits, Unit, unjudged
+from async_rl.logprob_gaps import MIXED, LogprobGaps
 from async_rl.types import Batch, GroupProof, Publication, digest_of
+
+log = logging.getLogger(__name__)
 
 MAX_VIOLATIONS_SHOWN = 8
 
@@ -28,13 +34,14 @@ class Ledger:
     Args:
         path: the ledger file, or None where another rank writes it.
         responses_per_prompt: G, the responses every prompt must contribute.
-        max_logprob_gap: largest |trainer - rollout| log-prob in nats that still counts as the same policy.
+        limits: which differences of log-probs noise explains.
     """
 
-    def __init__(self, path: Path | None, responses_per_prompt: int, max_logprob_gap: float) -> None:
+    def __init__(self, path: Path | None, responses_per_prompt: int, limits: NoiseLimits) -> None:
         self._path = path
         self._responses_per_prompt = responses_per_prompt
-        self._max_logprob_gap = max_logprob_gap
+        self._limits = limits
+        self._has_warned = False
 
     def require_on_policy(self, batch: Batch, publication: Publication, rows: Sequence[GroupProof]) -> None:
         """Proves the batch on-policy and complete, and records the proof.
@@ -67,7 +74,15 @@ class Ledger:
                 )
         for row in sorted(rows, key=lambda row: row.index):
             found += self._row_violations(row, batch, publication)
-        return found
+        return found + self._deviations(rows)
+
+    def _deviations(self, rows: Sequence[GroupProof]) -> list[str]:
+        """What log-probs say against the batch or an instance."""
+        by_instance = gaps_by_instance(rows)
+        found = self._limits.outliers([Unit(url, gaps) for row in rows for url, gaps in row.gaps])
+        for instance, gaps in by_instance.items():
+            found += self._limits.excesses(_named(instance), gaps)
+        return found + self._limits.excesses("the batch", LogprobGaps.total(by_instance.values()))
 
     def _row_violations(self, row: GroupProof, batch: Batch, publication: Publication) -> list[str]:
         name = f"group {row.index} (prompt {row.prompt_id!r})"
@@ -84,11 +99,17 @@ class Ledger:
                 f"{name} has weight versions {list(row.versions)}, but {publication.version!r} is training: "
                 "drain the instance that sampled it before publishing"
             )
-        if not row.max_logprob_gap <= self._max_logprob_gap:  # also catches nan
+        gaps = row.all_gaps
+        if gaps.count + gaps.num_bad != row.num_response_tokens:
             found.append(
-                f"{name} has a log-prob gap of {row.max_logprob_gap:.3g} nats between trainer and rollout, allowed is "
-                f"{self._max_logprob_gap:.3g}: the instance holds other weights, another temperature or dtype"
+                f"{name} has {row.num_response_tokens} response tokens, but log-probs of {gaps.count + gaps.num_bad} "
+                "were compared"
             )
+        found += [
+            f"{name}: {own.num_bad} log-probs are no finite number, of the trainer's or of those of {_named(instance)}"
+            for instance, own in row.gaps
+            if own.num_bad
+        ]
         return found
 
     def _append(
@@ -97,7 +118,9 @@ class Ledger:
         if self._path is None:
             return
         ordered = sorted(rows, key=lambda row: row.index)
-        gap = max((row.max_logprob_gap for row in rows), default=0.0)
+        by_instance = gaps_by_instance(rows)
+        total = LogprobGaps.total(by_instance.values())
+        power = self._power(total, by_instance)
         record = {
             "iteration": batch.iteration,
             "weight_version": publication.version,
@@ -110,9 +133,41 @@ class Ledger:
             "num_resampled": sum(row.num_resampled for row in rows),
             "samples": digest_of([row.samples for row in ordered]),
             "versions": sorted({version for row in rows for version in row.versions}),
-            "max_logprob_gap": gap if math.isfinite(gap) else None,
+            "max_logprob_gap": total.largest,
+            "logprob_gaps": {
+                **total.figures(),
+                "largest_rms": self._largest_rms(total),
+                "unjudged": power,
+                "instances": {url: gaps.figures() for url, gaps in by_instance.items()},
+            },
             "prompt_ids": [row.prompt_id for row in ordered],
             "violations": list(violations),
         }
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+    def _largest_rms(self, total: LogprobGaps) -> float | None:
+        """What the batch's RMS would have had to exceed; None where nothing is judged."""
+        limit = self._limits.largest_rms(total.count) if total.count >= MIN_TOKENS else math.inf
+        return limit if math.isfinite(limit) else None
+
+    def _power(self, total: LogprobGaps, by_instance: Mapping[str, LogprobGaps]) -> str | None:
+        """What the log-probs of this batch cannot show; said in the log the first time."""
+        reason = unjudged(total, by_instance)
+        if reason is not None and self._path is not None and not self._has_warned:
+            self._has_warned = True
+            log.warning("versions and counts are proven, log-probs are not: %s", reason)
+        return reason
+
+
+def gaps_by_instance(rows: Sequence[GroupProof]) -> dict[str, LogprobGaps]:
+    """Of a batch's rows, by the instance that sampled the tokens."""
+    parts: dict[str, list[LogprobGaps]] = {}
+    for row in rows:
+        for instance, gaps in row.gaps:
+            parts.setdefault(instance, []).append(gaps)
+    return {instance: LogprobGaps.total(parts[instance]) for instance in sorted(parts)}
+
+
+def _named(instance: str) -> str:
+    return instance if instance == MIXED else f"instance {instance}"

@@ -45,7 +45,10 @@ class Trainer(Protocol):
         ...
 
     def optimizer_step(self) -> StepStats:
-        """Divides the summed gradients by the count of all that was accumulated, once; clips; steps."""
+        """Divides the summed gradients by the count of all that was accumulated, once; clips; steps.
+
+        A gradient that is not finite is no step: its stats say so, or the run ends (`train.on_nonfinite`).
+        """
         ...
 
 

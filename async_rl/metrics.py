@@ -2,11 +2,15 @@
 
 All times are seconds. `wait_s` is what the trainer waited for rollouts, `train_s` what it spent on forward and
 backward passes; `timeline` and `samples`, and the rollouts' times, are those of the replica that writes the record, the
-rest is over the batch.
+rest is over the batch. Figures that are not finite are null.
+
+`untrained_groups` is the share of groups whose rewards give no gradient, on which no backward pass was spent;
+`skipped_steps` counts the steps that were not taken because the gradient was not finite.
 """
 
 import json
 import logging
+import math
 import statistics
 import time
 from collections import deque
@@ -20,12 +24,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from async_rl.fleet.advice import NUM_RECENT, IterationTimes, advise, desired_instances
+from async_rl.logprob_gaps import LogprobGaps
 from async_rl.types import Group, GroupProof, Publication, StepStats
 
 log = logging.getLogger(__name__)
-
-SOLVED_REWARD = 1.0
-"""A response counts as accurate from this reward on: the shipped rewards give 1 to a full solution."""
 
 NUM_SAMPLES = 3
 
@@ -66,7 +68,7 @@ class IterationRecord:
                 )
 
     def add_step(self, rows: Sequence[GroupProof], stats: StepStats) -> None:
-        """Notes a step that was taken, and the proof of the groups it was taken on."""
+        """Notes a step that was taken, or skipped, and the proof of the groups it was for."""
         self.rows += rows
         self.steps.append(stats)
 
@@ -79,6 +81,7 @@ class Recorder:
         iterations: how many iterations the run has, for progress.
         first_iteration: where it goes on; earlier records stay.
         on_record: is called with every record that is written.
+        correct_at: from which reward on a response is correct; None, and no accuracy, where the reward does not say.
     """
 
     def __init__(
@@ -87,10 +90,12 @@ class Recorder:
         iterations: int,
         first_iteration: int = 0,
         on_record: Callable[[Mapping[str, Any]], None] | None = None,
+        correct_at: float | None = None,
     ) -> None:
         self._path = run_dir / "metrics.jsonl" if run_dir else None
         self._iterations = iterations
         self._on_record = on_record
+        self._correct_at = correct_at
         self._recent: deque[IterationTimes] = deque(maxlen=NUM_RECENT)
         self._events = EventFileWriter(str(run_dir / "tensorboard")) if run_dir else None
         if self._events:
@@ -102,10 +107,10 @@ class Recorder:
         return IterationRecord(iteration)
 
     def end(self, record: IterationRecord, publication: Publication) -> None:
-        """Completes the record of an iteration whose proof holds and whose steps were taken, and writes it."""
+        """Completes the record of an iteration whose proof holds and whose steps are over, and writes it."""
         if self._path is None:
             return
-        line = self._summarize(record, publication)
+        line = {key: _as_json(value) for key, value in self._summarize(record, publication).items()}
         times = IterationTimes.of(line)
         self._recent.append(times)
         line["idle_training"], line["idle_inference"] = times.idle_training, times.idle_inference
@@ -116,14 +121,12 @@ class Recorder:
         if self._on_record is not None:
             self._on_record(line)
         log.info(
-            "iteration %d/%d: reward %.3f, accuracy %.3f, %.0f tokens/s, "
-            "%.2f s (waited %.2f, trained %.2f, published %.2f)",
+            "iteration %d/%d: reward %.3f, %s%.0f tokens/s, %.2f s (waited %.2f, trained %.2f, published %.2f)",
             record.iteration + 1,
             self._iterations,
-            *(
-                line[key]
-                for key in ("reward_mean", "accuracy", "tokens_per_s", "seconds", "wait_s", "train_s", "publish_s")
-            ),
+            line["reward_mean"],
+            f"accuracy {line['accuracy']:.3f}, " if "accuracy" in line else "",
+            *(line[key] for key in ("tokens_per_s", "seconds", "wait_s", "train_s", "publish_s")),
         )
 
     def close(self) -> None:
@@ -154,7 +157,7 @@ class Recorder:
             "first_group_s": min(finished, default=0.0),
             "reward_mean": statistics.fmean(rewards),
             "reward_std": statistics.pstdev(rewards),
-            "accuracy": statistics.fmean(reward >= SOLVED_REWARD for reward in rewards),
+            **self._accuracy(rewards),
             "response_tokens_mean": response_tokens / len(rewards),
             "prompt_tokens": prompt_tokens,
             "response_tokens": response_tokens,
@@ -164,8 +167,10 @@ class Recorder:
             "learning_rate": stats.learning_rate,
             **stats.metrics,
             "on_policy": True,
-            "max_logprob_gap": max(row.max_logprob_gap for row in rows),
+            **_gap_figures(rows),
             "num_groups": len(rows),
+            "untrained_groups": stats.num_untrained / len(rows),
+            "skipped_steps": sum(step.skipped for step in record.steps),
             "retries": sum(row.attempts - 1 for row in rows),
             "num_continued": sum(row.num_continued for row in rows),
             "num_resampled": sum(row.num_resampled for row in rows),
@@ -173,6 +178,11 @@ class Recorder:
             "timeline": record.timeline,
             "samples": record.samples,
         }
+
+    def _accuracy(self, rewards: Sequence[float]) -> dict[str, float]:
+        if self._correct_at is None:
+            return {}
+        return {"accuracy": statistics.fmean(reward >= self._correct_at for reward in rewards)}
 
     def _write_events(self, iteration: int, line: dict[str, Any]) -> None:
         assert self._events is not None
@@ -182,3 +192,22 @@ class Recorder:
             if isinstance(value, float | int) and not isinstance(value, bool) and not key.startswith("iteration")
         ]
         self._events.add_event(Event(wall_time=time.time(), step=iteration, summary=Summary(value=values)))
+
+
+def _gap_figures(rows: Sequence[GroupProof]) -> dict[str, float]:
+    """Trainer - rollout log-probs over the iteration, in nats; see `LogprobGaps`."""
+    gaps = LogprobGaps.total(row.all_gaps for row in rows)
+    return {
+        "max_logprob_gap": gaps.largest,
+        "logprob_gap_mean": gaps.mean,
+        "logprob_gap_mean_abs": gaps.mean_abs,
+        "logprob_gap_rms": gaps.rms,
+        "logprob_gap_p99": gaps.quantile(0.99),
+        "rollout_kl_k1": gaps.k1,
+        "rollout_kl_k3": gaps.k3,
+    }
+
+
+def _as_json(value: Any) -> Any:
+    """The value, or None for a number that JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,8 +1,9 @@
 """The pool of inference instances: who belongs to it, who is in service, who gets the next group, who takes over.
 
-An instance is ready while it holds the weights of the last publish. One that fails a call leaves service with the
-reason, and what it had begun goes on at others. It comes back with the next publish; one that was only unreachable may
-come back before, if it still reports the version in training. New instances join at the next publish, or at once.
+An instance is ready while it holds the weights of the last publish; `fleet/membership.py` decides it from what this
+module and the watch tell, and this module acts on it. One that fails a request is tried again after a pause; one whose
+answer shows that it must not serve leaves until the next publish; one that was only unreachable comes back before, if
+it is the same process with the same weights. New instances join at the next publish, or at once.
 
 Everything runs on the producer's event loop; `members` may be read from any thread.
 """
@@ -15,27 +16,37 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
-from async_rl.client import Connections, InstanceClient
+from async_rl.client import InstanceClient
 from async_rl.config import PoolSection
-from async_rl.errors import ConfigError, InstanceError, NoInstanceLeft, UnknownInstance
+from async_rl.connections import Connections
+from async_rl.errors import (
+    ConfigError,
+    ConnectionLost,
+    InstanceError,
+    InstanceRestarted,
+    UnknownInstance,
+)
+from async_rl.fleet.blame import blame_of
 from async_rl.fleet.group_rollout import GroupRollout
 from async_rl.fleet.member import Member
+from async_rl.fleet.membership import Event, Membership, Standing, Transition
+from async_rl.fleet.readiness import wait_until_healthy
 from async_rl.fleet.router import Router
-from async_rl.fleet.watch import LOG_INTERVAL_S, PROBE_TIMEOUT_S, REMEDY, Watch
-from async_rl.protocol import BaseUrl, InstanceInfo, InstanceState, SamplingParams
+from async_rl.fleet.watch import Watch
+from async_rl.protocol import BaseUrl, InstanceInfo, SamplingParams
 from async_rl.types import Response, WeightVersion
 
 logger = logging.getLogger(__name__)
 
 _BASE_URL = TypeAdapter(BaseUrl)
 
-READY_INTERVAL_S = 0.5
+ADMISSION_INTERVAL_S = 0.05
 
 ALIVE_S = 3.0
 """An instance that answered so recently has not been replaced by another one."""
 
-MAX_FAILED_PUBLISHES = 3
-"""An instance that failed so many publishes in a row is not asked again: it would slow down every further one."""
+HOLDING_TIMEOUT_S = 5.0
+"""For an instance to say, at the end of a publish, what it holds and which process it is."""
 
 
 class InferencePool:
@@ -56,9 +67,8 @@ class InferencePool:
         self._connections = Connections(token)
         self._left: dict[str, str | None] = {}
         self._admissions: set[asyncio.Task[None]] = set()
+        self._membership = Membership()
         self.members: tuple[Member, ...] = ()
-        self.version: WeightVersion | None = None
-        """What is in training; None before the first publish and while one goes on."""
         self.max_model_len: int | None = None
         """Prompt plus response tokens that every instance takes; known after `wait_until_ready`."""
         self.min_model_len = 0
@@ -70,6 +80,11 @@ class InferencePool:
         self._watch = Watch(self, config)
         for url in config.instances:
             self.add(url)
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """What is in training; None before the first publish and while one goes on."""
+        return self._membership.version
 
     @property
     def can_admit(self) -> bool:
@@ -119,7 +134,7 @@ class InferencePool:
                     f"the pool has an instance called {name!r} already, at {other.url}: choose another name"
                 )
         client = InstanceClient(self._connections, url, self._config.request_timeout_s, self._config.stream_interval)
-        member = Member(name, url, client, boot_id=boot_id)
+        member = Member(name, client, Standing(url, boot_id))
         self._left.pop(name, None)
         self.members = (*self.members, member)
         self._watch.follow(member)
@@ -136,22 +151,34 @@ class InferencePool:
             # From now on the bar is this process's alone.
             self._left[name] = boot_id
             return None
-        known = next((member for member in self.members if member.name == name or member.url == url), None)
+        self._require_free(name, url)
+        known = next((member for member in self.members if member.url == url), None)
         if known is None:
             logger.info("%s joins the fleet, at %s", name, url)
             return self.add(url, name, boot_id)
-        if known.url != url and time.monotonic() - known.last_seen_s < ALIVE_S:
-            raise ConfigError(
-                f"the pool has an instance called {known.name!r} already, which answers at {known.url}: "
-                "choose another --name"
-            )
-        if known.url != url or known.boot_id not in (None, boot_id):
+        if known.standing.registered_as not in (None, boot_id):
             # A new process: its weights are gone, and so is all that it had begun.
             self._drop(known, f"it was started anew, at {url}")
             return self.add(url, name, boot_id)
         # It may have been known by its address only.
-        known.name, known.boot_id = name, boot_id
+        known.name = name
+        self._membership.registered(known.standing, boot_id)
         return known
+
+    def _require_free(self, name: str, url: str) -> None:
+        """Takes the name away from an instance at another address that does not answer any more.
+
+        Raises:
+            ConfigError: it does answer: there would be two of that name.
+        """
+        owner = next((member for member in self.members if member.name == name and member.url != url), None)
+        if owner is None:
+            return
+        if time.monotonic() - owner.last_seen_s < ALIVE_S:
+            raise ConfigError(
+                f"the pool has an instance called {name!r} already, which answers at {owner.url}: choose another --name"
+            )
+        self._drop(owner, f"another instance, at {url}, has taken its name")
 
     def drain(self, name: str) -> Member:
         """Gives an instance nothing new; it leaves the pool when it has finished what it has.
@@ -160,8 +187,7 @@ class InferencePool:
             UnknownInstance: there is none of that name or URL.
         """
         member = self.find(name)
-        member.state, member.reason = "draining", "it finishes what it has"
-        self.router.wake()
+        self._act(member, self._membership.drained(member.standing))
         return member
 
     def remove(self, name: str) -> Member:
@@ -171,96 +197,149 @@ class InferencePool:
             UnknownInstance: there is none of that name or URL.
         """
         member = self.find(name)
-        self._left[member.name] = member.boot_id
+        self._left[member.name] = member.standing.registered_as
         self._drop(member, "it was removed from the pool")
         return member
 
     def _drop(self, member: Member, reason: str) -> None:
         self.members = tuple(other for other in self.members if other is not member)
-        self._lose(member, reason)
+        self._act(member, self._membership.removed(member.standing, reason))
 
-    def _lose(self, member: Member, reason: str) -> None:
-        """What it had begun goes on elsewhere. One that drains stays so and leaves the pool."""
-        if member.state != "draining":
-            member.state, member.reason = "dead", reason
-        for request in list(member.requests):
-            request.cancel()
-
-    # Service
-
-    def take_out(self, member: Member, reason: str, *, state: InstanceState = "stale") -> None:
-        """Takes an instance out of service: until it answers again if it is "dead", else until the next publish."""
-        was_in_service = member.state in ("ready", "draining")
-        if state == "dead":
-            self._lose(member, reason)
-        elif member.state != "draining":
-            member.state, member.reason, member.is_barred = state, reason, True
-        if was_in_service:
+    def _act(self, member: Member, transition: Transition) -> None:
+        """What follows from a transition."""
+        if transition.ends_requests:
+            for request in list(member.requests):
+                request.cancel()
+        if transition.after == "ready" and transition.event in (Event.RECEIVED, Event.RETURNED):
+            member.circuit.reset()
+        if transition.before == "ready" and transition.after in ("stale", "dead", "joining"):
             left = sum(other.state == "ready" for other in self.members)
-            logger.warning("%s leaves service, %d of %d left: %s", member.url, left, len(self.members), reason)
+            logger.warning("%s leaves service, %d of %d left: %s", member.url, left, len(self.members), member.reason)
+        self.router.wake()
 
-    def bring_back(self, member: Member) -> None:
-        """An instance that still holds the weights in training serves again."""
-        logger.info("%s is back in service: it holds weight version %s", member.url, self.version)
-        self._put_in_service(member, self.version)
+    # What is found out about an instance
+
+    def note_answer(self, member: Member, version: WeightVersion, boot_id: str | None) -> None:
+        """It says which weights it holds and which process it is; it may come back by that."""
+        transition = self._membership.answered(member.standing, version, boot_id)
+        if transition.after == "ready" and transition.before != "ready":
+            logger.info("%s is back in service: it holds weight version %s", member.url, version)
+        self._act(member, transition)
+
+    def note_process(self, member: Member, boot_id: str | None) -> None:
+        """It answered as this process, which may be another one than before."""
+        if (transition := self._membership.seen(member.standing, boot_id)) is not None:
+            self._act(member, transition)
+
+    def note_unwell(self, member: Member, reason: str) -> None:
+        """Its health check has failed for too long, though it answers."""
+        self._act(member, self._membership.unwell(member.standing, reason))
+
+    def note_lost(self, member: Member, reason: str) -> None:
+        """It does not answer: what it had begun goes on elsewhere, until it answers again."""
+        self._act(member, self._membership.lost(member.standing, reason))
+
+    def note_useless(self, member: Member, reason: str) -> None:
+        """It answers, but cannot serve this run as it is."""
+        self._act(member, self._membership.useless(member.standing, reason))
+
+    def note_failure(self, member: Member, reason: str) -> None:
+        """Something shows that it must not serve the version in training: it is out until the next publish."""
+        self._act(member, self._membership.failed(member.standing, reason))
+
+    def request_failed(self, member: Member, sent_s: float, error: InstanceError) -> None:
+        """Takes the consequences of a failed request: most faults pass, and cost the instance a pause only."""
+        blame = blame_of(error)
+        if isinstance(error, InstanceRestarted):
+            self.note_process(member, error.boot_id)
+        elif blame == "barred":
+            self.note_failure(member, str(error))
+        elif blame == "lost":
+            self.note_lost(member, str(error))
+        elif blame == "pause" and member.state in ("ready", "draining"):
+            if member.circuit.is_closed:
+                logger.warning("%s failed a request, and gets one to try it in a moment: %s", member.url, error)
+            member.circuit.failed(time.monotonic(), sent_s, str(error))
+            if isinstance(error, ConnectionLost):
+                self._watch.look_at(member)
+
+    def may_admit(self, member: Member) -> bool:
+        """Whether it may be given the weights in training now."""
+        return self.can_admit and self._membership.may_be_admitted(member.standing)
+
+    @property
+    def can_return(self) -> bool:
+        """Whether any instance may come back before the next publish."""
+        return self._membership.can_return(member.standing for member in self.members)
 
     async def admit_now(self, member: Member) -> None:
-        """Loads the weights in training into an instance and puts it in service.
-
-        Raises:
-            InstanceError: why that failed.
-        """
+        """Loads the weights in training into an instance and puts it in service; one that fails is not asked again
+        before the next publish."""
         assert self.admit is not None, "asked to admit without a way to"
         this_task = asyncio.current_task()
         assert this_task is not None
         version = self.version
+        assert version is not None, "during a publish nobody is admitted"
         self._admissions.add(this_task)
         try:
             await self.admit(member)
+            held = await member.client.holding(HOLDING_TIMEOUT_S)
+            if held.version != version:
+                raise InstanceError(f"instance {member.url} holds {held.version!r} after it was given {version!r}")
+        except InstanceError as error:
+            self.note_failure(member, f"it could not join: {error}")
+            return
         finally:
             self._admissions.discard(this_task)
-        if self.version == version and member in self.members and member.state != "draining":
+        transition = self._membership.admitted(member.standing, version, held.boot_id)
+        if transition is not None:
             logger.info("%s joins in the middle of a period with weight version %s", member.url, version)
-            self._put_in_service(member, version)
+            member.last_seen_s = time.monotonic()
+            self._act(member, transition)
+
+    # Publishing
 
     async def begin_publish(self) -> list[Member]:
         """Ends the service of the present version; the instances that may receive the next one.
 
         Waits for an instance that is just being admitted: two updates must not meet.
         """
-        self.version = None
+        self._membership.begin_publish()
         while self._admissions:
-            await asyncio.sleep(READY_INTERVAL_S / 10)
-        for member in self.members:
-            member.is_barred = False
-        return [
-            member
-            for member in self.members
-            if member.state != "draining" and member.failed_publishes < MAX_FAILED_PUBLISHES
-        ]
+            await asyncio.sleep(ADMISSION_INTERVAL_S)
+        # What failed while it waited, failed under the version before.
+        self._membership.begin_publish()
+        return [member for member in self.members if self._membership.may_receive(member.standing)]
+
+    def publish_failed(self, member: Member, reason: str) -> None:
+        """It failed a step or a check of the publish under way; it may have been given up in that before."""
+        self._act(member, self._membership.publish_failed(member.standing, reason))
 
     async def end_publish(self, version: WeightVersion, urls: Collection[str]) -> None:
-        """Puts exactly the instances at `urls` in service with `version`; the others keep or get a reason to be out."""
-        self.version = version
-        for member in self.members:
-            member.num_returns = 0
-            if member.state == "draining":
-                continue
-            # Who says that it holds this version, but is not among these, failed a check of the publish.
-            member.is_barred = member.url not in urls and (member.is_barred or not self.can_admit)
-            if member.url in urls:
-                if member.state != "ready" and member.version is not None:
-                    logger.info("%s is back in service", member.url)
-                member.failed_publishes = 0
-                self._put_in_service(member, version)
-            elif member.state == "ready":
-                self.take_out(member, f"it did not receive weight version {version!r}")
-        self.router.wake()
+        """Puts the instances at `urls` in service with `version`, exactly those; the others keep or get a reason to be
+        out. Each is asked once more what it holds, and which process it is: one that was started anew is left out."""
+        receivers = [member for member in self.members if member.url in urls]
+        holders = dict(await asyncio.gather(*(self._ask_holding(member, version) for member in receivers)))
+        present = self.members
+        transitions = self._membership.end_publish(version, [m.standing for m in present], holders)
+        for member, transition in zip(present, transitions, strict=True):
+            if transition.before not in ("ready", "joining") and transition.after == "ready":
+                logger.info("%s is back in service", member.url)
+            if transition.after == "ready":
+                member.last_seen_s = time.monotonic()
+            self._act(member, transition)
 
-    def _put_in_service(self, member: Member, version: WeightVersion | None) -> None:
-        member.state, member.reason, member.version = "ready", None, version
-        member.last_seen_s = time.monotonic()
-        self.router.wake()
+    async def _ask_holding(self, member: Member, version: WeightVersion) -> tuple[str, str | None]:
+        """URL and boot id of an instance that holds `version`; an empty URL for one that does not."""
+        try:
+            held = await member.client.holding(HOLDING_TIMEOUT_S)
+        except InstanceError as error:
+            self.note_failure(member, str(error))
+            return "", None
+        if held.version != version:
+            self.note_failure(member, f"it holds weight version {held.version!r} after {version!r} was published")
+            return "", None
+        return member.url, held.boot_id
 
     # Rollouts
 
@@ -283,6 +362,7 @@ class InferencePool:
         Raises:
             NoInstanceLeft: no instance is in service, and none came back or joined within `pool.timeout_s`.
             InstanceRefused: the request itself is bad; no other instance is tried.
+            PromptFailed: instance after instance failed at it.
         """
         expected = sampling.max_tokens if expected_tokens is None else expected_tokens
         return await GroupRollout(self, prompt_token_ids, sampling, request_id, version, expected).run()
@@ -295,25 +375,8 @@ class InferencePool:
         Raises:
             NoInstanceLeft: none was healthy in time.
         """
-        deadline = time.monotonic() + self._config.timeout_s
-        next_log = 0.0
-        healthy: dict[Member, None] = {}
-        while True:
-            waiting = [member for member in self.members if member not in healthy]
-            results = await asyncio.gather(*(self._ask_ready(member) for member in waiting))
-            healthy |= dict.fromkeys(m for m, is_ready in zip(waiting, results, strict=True) if is_ready)
-            waiting = [member for member in self.members if member not in healthy]
-            if (healthy and not waiting) or time.monotonic() > deadline:
-                break
-            if time.monotonic() >= next_log:
-                next_log = time.monotonic() + LOG_INTERVAL_S
-                logger.info("waiting for %s", ", ".join(m.url for m in waiting) or "an instance to register")
-            await asyncio.sleep(READY_INTERVAL_S)
-        for member in waiting:
-            logger.warning("going on without %s: %s", member.url, member.reason)
-        if not healthy:
-            what = f"no instance became healthy within {self._config.timeout_s:g} s"
-            raise NoInstanceLeft(f"{self.describe(what)}\n{REMEDY}")
+        length = await wait_until_healthy(self, self._config.timeout_s)
+        self.max_model_len = min(length, self.max_model_len or length)
         self._watch.start()
 
     async def close(self) -> None:
@@ -323,22 +386,11 @@ class InferencePool:
     def require_length(self, member: Member, max_model_len: int) -> None:
         """Raises InstanceError for an instance that came later and is too small for this run."""
         if max_model_len < self.min_model_len:
-            member.reason = f"its model takes {max_model_len} tokens, this run needs {self.min_model_len}"
-            raise InstanceError(f"instance {member.url}: {member.reason}")
+            reason = f"its model takes {max_model_len} tokens, this run needs {self.min_model_len}"
+            self.note_useless(member, reason)
+            raise InstanceError(f"instance {member.url}: {reason}")
 
     def describe(self, what: str) -> str:
         """`what`, and why no instance helps."""
         reasons = "".join(f"\n  {member.url}: {member.reason}" for member in self.members)
         return f"{what}:{reasons or ' the pool is empty'}"
-
-    async def _ask_ready(self, member: Member) -> bool:
-        try:
-            await member.client.health(PROBE_TIMEOUT_S)
-            await member.client.learn_dialect(PROBE_TIMEOUT_S)
-            length = await member.client.max_model_len(PROBE_TIMEOUT_S)
-        except InstanceError as error:
-            member.reason = str(error)
-            return False
-        member.last_seen_s = time.monotonic()
-        self.max_model_len = min(length, self.max_model_len or length)
-        return True

@@ -1,9 +1,9 @@
 """Compares engines with the trainer after a publish: the log-probs of a few tokens that each of them samples.
 
 A fingerprint proves what an instance received. Where a loader stands between that and the memory it computes with, only
-its answers show what became of the tensors. The request is a rollout's, under the run's temperature and a fixed seed: a
-greedy one has no temperature, so its log-probs could not be compared with those that rollouts report and the trainer
-computes. Instances may draw different tokens; each one's own are scored.
+its answers show what became of the tensors. The request is a rollout's, under the run's temperature: a greedy one has
+no temperature, so its log-probs could not be compared with those that rollouts report and the trainer computes.
+Instances draw different tokens; each one's own are scored.
 """
 
 import asyncio

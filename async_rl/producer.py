@@ -8,11 +8,12 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
 from async_rl.config import RolloutSection
-from async_rl.errors import InstanceRefused
+from async_rl.errors import InstanceRefused, PromptFailed, RolloutLost, WaitTimedOut
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.expected_length import ExpectedLength
 from async_rl.idle_work import IdleWork
@@ -29,6 +30,13 @@ SEED_SPACING_BITS = 10
 """Response j of a group is sampled with the group's seed + j, and a request has at most 1024 responses."""
 
 
+START_TIMEOUT_S = 600.0
+"""For a reward's processes, which have limits of their own: whatever hangs beyond these."""
+
+LEAVE_TIMEOUT_S = 30.0
+"""For what is cancelled at the end of a batch: it closes connections, and asks no instance or reward for anything."""
+
+
 class Producer:
     """Makes the rollouts of one data-parallel leader."""
 
@@ -41,8 +49,16 @@ class Producer:
         rollout: RolloutSection,
         seed: int,
         idle_work: IdleWork | None = None,
+        *,
+        skip_special_tokens: bool = True,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts the reward, and waits for it. `idle_work` gets the pool when the rollouts of a batch are done.
+        """Starts the reward, and waits for it.
+
+        Args:
+            idle_work: gets the pool when the rollouts of a batch are done.
+            skip_special_tokens: of the responses' texts.
+            watch: is called by the training loop while it waits for a group; what it raises ends the batch.
 
         Raises:
             ConfigError: the reward cannot be loaded.
@@ -55,15 +71,17 @@ class Producer:
         self._seed = seed
         self.idle_work = idle_work
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
-        loop.run(reward.start())
+        self._skip_special_tokens = skip_special_tokens
+        self.watch = watch
+        loop.run(reward.start(), START_TIMEOUT_S)
 
     def start(self, batch: Batch, version: WeightVersion) -> "RolloutRun":
         """Dispatches the whole batch to the instances that serve `version`, and returns at once."""
         return RolloutRun(self, self._loop, batch, version)
 
     def close(self) -> None:
-        """Ends the reward's processes."""
-        self._loop.run(self._reward.close())
+        """Ends the reward's processes; whatever it does, within `LEAVE_TIMEOUT_S`."""
+        self._loop.end(self._reward.close(), LEAVE_TIMEOUT_S)
 
     async def roll_out(self, iteration: int, index: int, prompt: Prompt, version: WeightVersion) -> Group:
         """Takes one prompt to its scored group."""
@@ -83,8 +101,15 @@ class Producer:
         except InstanceRefused as error:
             error.add_note(f"asked for prompt {prompt.prompt_id}, place {index} of iteration {iteration}")
             raise
+        except PromptFailed as error:
+            raise PromptFailed(
+                f"prompt {prompt.prompt_id!r}, place {index} of iteration {iteration}: {error}\n"
+                "the instances stay in service: take the prompt out of the data, or repair what it meets there"
+            ) from error
         self._expected_length.note(prompt.prompt_id, sampled)
-        texts = self._tokenizer.batch_decode([list(r.token_ids) for r in sampled], skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode(
+            [list(r.token_ids) for r in sampled], skip_special_tokens=self._skip_special_tokens
+        )
         responses: tuple[Response, ...] = tuple(replace(r, text=t) for r, t in zip(sampled, texts, strict=True))
         rewards = await self._reward.score(prompt, responses)
         return Group(
@@ -111,7 +136,7 @@ class RolloutRun:
         self._loop = loop
         self._batch = batch
         self._version = version
-        self._queue = SampleQueue(len(batch.prompts), version)
+        self._queue = SampleQueue(len(batch.prompts), version, self._watch)
         self._task = loop.run(self._start())
 
     def __enter__(self) -> "RolloutRun":
@@ -124,11 +149,31 @@ class RolloutRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Waits for the end of what still runs.
+
+        Raises:
+            WaitTimedOut: it does not end, and nothing else is being raised.
+        """
         self._queue.close()
-        self._loop.run(self._stop())
+        idle_work = self._producer.idle_work
+        delay_s = idle_work.max_delay_s if idle_work is not None else 0.0
+        try:
+            self._loop.run(self._stop(), delay_s + LEAVE_TIMEOUT_S)
+        except WaitTimedOut as late:
+            if error is None:
+                raise
+            logger.error("leaving the batch of iteration %d: %s", self._batch.iteration, late)
+
+    def _watch(self) -> None:
+        """What the training loop looks at while it waits: whether the thread of the rollouts lives, and its own."""
+        self._loop.require_alive()
+        self._producer.watch()
 
     async def _start(self) -> "asyncio.Task[None]":
-        return asyncio.create_task(self._run(), name=f"rollouts of iteration {self._batch.iteration}")
+        task = asyncio.create_task(self._run(), name=f"rollouts of iteration {self._batch.iteration}")
+        # However it ended: cancelled by us, after `close`, it tells nobody anything.
+        task.add_done_callback(lambda _: self._queue.end())
+        return task
 
     async def _stop(self) -> None:
         if self._producer.idle_work is not None:
@@ -156,6 +201,17 @@ class RolloutRun:
             # the siblings.
             self._queue.fail(error)
             raise
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            # Not ours: the task group would take such a cancellation for success, and the loop would end by the rest.
+            lost = RolloutLost(
+                f"the rollout of prompt {prompt.prompt_id}, place {index} of iteration {self._batch.iteration}, was "
+                f"ended by {error!r} from beside"
+            )
+            self._queue.fail(lost)
+            raise lost from error
 
 
 def group_seed(run_seed: int, iteration: int, index: int) -> int:

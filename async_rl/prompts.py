@@ -7,17 +7,16 @@ the places t*B to t*B + B - 1 of that line. A batch that crosses an epoch's end 
 import json
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import pyarrow
-import pyarrow.parquet
-
 from async_rl.config import PromptsSection
 from async_rl.errors import ConfigError
+from async_rl.prompt_table import PromptTable
 from async_rl.types import Batch, Prompt
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class Tokenizer(Protocol):
 class PromptSource:
     """The tokenized prompts of a run. `prompt_id` is the row's number in the source, counted from 0."""
 
-    def __init__(self, prompts: Sequence[Prompt], prompts_per_batch: int, seed: int) -> None:
+    def __init__(self, prompts: PromptTable, prompts_per_batch: int, seed: int) -> None:
         if len(prompts) < prompts_per_batch:
             raise ConfigError(
                 f"{len(prompts)} prompts are left for prompts.prompts_per_batch = {prompts_per_batch}: "
@@ -66,6 +65,15 @@ class PromptSource:
         """
         return cls(load_prompts(config, tokenizer, seed), config.prompts_per_batch, seed)
 
+    @classmethod
+    def by_name(cls, numbers: Sequence[int], config: PromptsSection, seed: int) -> "PromptSource":
+        """The same batches, of prompts without tokens and rows: all that a rank needs that makes no rollouts."""
+        return cls(PromptTable.of_numbers(numbers), config.prompts_per_batch, seed)
+
+    @property
+    def table(self) -> PromptTable:
+        return self._prompts
+
     def __len__(self) -> int:
         return len(self._prompts)
 
@@ -84,7 +92,7 @@ class PromptSource:
         return self._prompts[self._order(epoch)[offset]]
 
 
-def load_prompts(config: PromptsSection, tokenizer: Tokenizer, seed: int, max_rows: int | None = None) -> list[Prompt]:
+def load_prompts(config: PromptsSection, tokenizer: Tokenizer, seed: int, max_rows: int | None = None) -> PromptTable:
     """The first `max_rows` rows of the source, or all, rendered and tokenized.
 
     Raises:
@@ -94,11 +102,7 @@ def load_prompts(config: PromptsSection, tokenizer: Tokenizer, seed: int, max_ro
     texts = _render(rows, config, tokenizer)
     # A chat template writes the special tokens itself.
     tokenized = _tokenize(texts, tokenizer, add_special_tokens=not config.chat_template)
-    prompts = [
-        Prompt(str(number), tuple(token_ids), row)
-        for number, (token_ids, row) in enumerate(zip(tokenized, rows, strict=True))
-    ]
-    return _without_unusable(prompts, config)
+    return _without_unusable(zip(tokenized, rows, strict=True), config)
 
 
 def _epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
@@ -107,16 +111,31 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
+def first_rows(config: PromptsSection, max_rows: int) -> list[Row]:
+    """The first `max_rows` rows of a file, or all, checked as far as that needs no tokenizer.
+
+    Raises:
+        ConfigError: the file cannot be read, or one of these rows has no prompt that can be rendered.
+    """
+    rows = _file_rows(config, max_rows)
+    _require_renderable(rows, config)
+    return rows
+
+
 def _load_rows(config: PromptsSection, seed: int) -> list[Row]:
     if config.source.startswith(REASONING_GYM):
         return _reasoning_gym_rows(config, seed)
+    return _file_rows(config)
+
+
+def _file_rows(config: PromptsSection, max_rows: int | None = None) -> list[Row]:
     path = Path(config.source)
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
             f"prompts.source is {config.source!r}: expected a .jsonl or .parquet file, or {REASONING_GYM}TASK"
         )
     try:
-        rows = list(_jsonl_rows(path)) if path.suffix == ".jsonl" else _parquet_rows(path)
+        rows = list(islice(_jsonl_rows(path), max_rows)) if path.suffix == ".jsonl" else _parquet_rows(path, max_rows)
     except OSError as error:
         raise ConfigError(
             f"prompts.source {config.source!r} cannot be read: {error.strerror}; check the path"
@@ -148,10 +167,16 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             yield row
 
 
-def _parquet_rows(path: Path) -> list[Row]:
+def _parquet_rows(path: Path, max_rows: int | None) -> list[Row]:
+    # Only here: programs that show their help, or read JSON lines, need not wait for it.
+    pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     try:
         with path.open("rb") as file:
-            rows: list[Row] = pyarrow.parquet.read_table(file).to_pylist()
+            if max_rows is None:
+                rows: list[Row] = parquet.read_table(file).to_pylist()
+            else:
+                batches = parquet.ParquetFile(file).iter_batches(batch_size=max_rows)
+                rows = list(islice((row for batch in batches for row in batch.to_pylist()), max_rows))
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{path} is not a Parquet file: {error}") from error
     return rows
@@ -183,32 +208,50 @@ def _reasoning_gym_rows(config: PromptsSection, seed: int) -> list[Row]:
 
 
 def _render(rows: list[Row], config: PromptsSection, tokenizer: Tokenizer) -> list[str]:
-    column = "question" if config.source.startswith(REASONING_GYM) else config.column
+    _require_renderable(rows, config)
+    column = _column(config)
     values = [row[column] for row in rows]
-    if config.chat_template:
-        if tokenizer.chat_template is None:
-            raise ConfigError("the tokenizer has no chat template: set prompts.chat_template = false")
-        conversations = [_conversation(value, column, number, config) for number, value in enumerate(values)]
-        return tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
-    if config.system_prompt is not None:
+    if not config.chat_template:
+        return values
+    if tokenizer.chat_template is None:
+        raise ConfigError("the tokenizer has no chat template: set prompts.chat_template = false")
+    conversations = [_conversation(value, config) for value in values]
+    return tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+
+
+def _column(config: PromptsSection) -> str:
+    return "question" if config.source.startswith(REASONING_GYM) else config.column
+
+
+def _require_renderable(rows: list[Row], config: PromptsSection) -> None:
+    """Checks that every row's prompt is what the config says: text, or with a chat template messages, too.
+
+    Raises:
+        ConfigError: one is not; names its row.
+    """
+    if config.system_prompt is not None and not config.chat_template:
         raise ConfigError("prompts.system_prompt is set, but prompts.chat_template = false leaves no place for it")
-    for number, value in enumerate(values):
-        if not isinstance(value, str):
+    column = _column(config)
+    for number, row in enumerate(rows):
+        value = row[column]
+        if isinstance(value, str):
+            continue
+        if not config.chat_template:
             raise ConfigError(
                 f"row {number}: column {column!r} is {type(value).__name__}, expected text; "
                 "chat messages need prompts.chat_template = true"
             )
-    return values
+        if not (isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)):
+            raise ConfigError(
+                f"row {number}: column {column!r} is {value!r:.80}, expected text or a list of chat messages with a "
+                "role: set prompts.column"
+            )
 
 
-def _conversation(value: Any, column: str, number: int, config: PromptsSection) -> list[dict[str, Any]]:
+def _conversation(value: Any, config: PromptsSection) -> list[dict[str, Any]]:
     system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt is not None else []
     if isinstance(value, str):
         return [*system, {"role": "user", "content": value}]
-    if not (isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)):
-        raise ConfigError(
-            f"row {number}: column {column!r} is {value!r:.80}, expected text or a list of chat messages with a role"
-        )
     return value if value[0]["role"] == "system" else [*system, *value]
 
 
@@ -218,15 +261,23 @@ def _tokenize(texts: list[str], tokenizer: Tokenizer, *, add_special_tokens: boo
         yield from tokenizer(chunk, add_special_tokens=add_special_tokens)["input_ids"]
 
 
-def _without_unusable(prompts: list[Prompt], config: PromptsSection) -> list[Prompt]:
+def _without_unusable(rows: Iterable[tuple[list[int], Row]], config: PromptsSection) -> PromptTable:
     limit = config.max_prompt_tokens
-    kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= limit]
-    empty = [prompt.prompt_id for prompt in prompts if not prompt.token_ids]
+    kept = PromptTable()
+    empty: list[str] = []
+    longer: dict[str, int] = {}
+    for number, (token_ids, row) in enumerate(rows):
+        if not token_ids:
+            empty.append(str(number))
+        elif len(token_ids) > limit:
+            longer[str(number)] = len(token_ids)
+        else:
+            kept.append(number, token_ids, row)
+    num_rows = len(kept) + len(empty) + len(longer)
     if empty:
-        logger.warning("%d of %d prompts are empty and left out: rows %s", len(empty), len(prompts), _named(empty))
-    longer = {prompt.prompt_id: len(prompt.token_ids) for prompt in prompts if len(prompt.token_ids) > limit}
+        logger.warning("%d of %d prompts are empty and left out: rows %s", len(empty), num_rows, _named(empty))
     if longer:
-        report = f"{len(longer)} of {len(prompts)} prompts have more than prompts.max_prompt_tokens = {limit} tokens"
+        report = f"{len(longer)} of {num_rows} prompts have more than prompts.max_prompt_tokens = {limit} tokens"
         report += f" (longest: {max(longer.values())}): rows {_named(list(longer))}"
         if not kept:
             raise ConfigError(f"{report}; none is left: raise the limit or shorten the prompts")

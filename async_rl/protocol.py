@@ -30,6 +30,9 @@ COLLECTIVE_RPC = "/collective_rpc"
 FINGERPRINT_METHOD = "weight_fingerprint"
 """Worker method behind `/collective_rpc` that answers with the fingerprint of the last received weight stream."""
 
+OPTIONS_METHOD = "engine_options"
+"""Worker method of vLLM's servers that says what of their start decides how weights are loaded, in words."""
+
 NOTE_VERSION_METHOD = "note_weight_version"
 """Worker method of servers that keep no weight version themselves (vLLM 0.23): keeps the one given as only argument."""
 
@@ -43,6 +46,13 @@ FLEET_DRAIN = "/fleet/drain"
 FLEET_REMOVE = "/fleet/remove"
 FLEET_SYNC = "/fleet/sync"
 """The trainer's own routes, see `async_rl.fleet`: GET /fleet lists the instances, the others change the fleet."""
+
+BOOT_ID_HEADER = "X-Async-RL-Boot-Id"
+"""Of every answer of the embedded engine's server and of a vLLM that our launcher started: names the process, new with
+each start. Of another vLLM, `process_start_time_seconds` of its /metrics does."""
+
+MAX_CONCURRENCY_HEADER = "X-Async-RL-Max-Concurrency"
+"""Beside it: how many responses the engine generates at once."""
 
 OWNED_BY_EMBEDDED = "async-rl"
 """`owned_by` of the embedded engine's model card; vLLM's is "vllm"."""
@@ -163,12 +173,16 @@ class GenerateResponse(Body):
 
 
 class InitInfo(Body):
-    """How a worker joins the trainer's weight group: worker rank = rank_offset + its rank in the instance."""
+    """How a worker joins the trainer's weight group: worker rank = rank_offset + its rank in the instance.
+
+    `secret` is of this group alone; only who knows it can enter the store at the master address.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     master_address: str
     master_port: int = Field(ge=1, le=65535)
+    secret: str = Field(min_length=32, max_length=1024, repr=False)
     rank_offset: int = Field(ge=1)
     world_size: int = Field(ge=2)
     backend: Literal["gloo", "nccl", "hccl"] = "gloo"

@@ -2,7 +2,8 @@
 
 The main thread calls it; the HTTP calls run on the producer's event loop, to all instances at once:
 
-    end admissions -> leave out who does not answer -> move the stream, by broadcast or snapshot -> compare fingerprints
+    end admissions -> leave out who does not answer -> canary, where it is due (`canary.py`)
+    -> move the stream, by broadcast or snapshot -> compare fingerprints
     -> finish with the version -> resume -> read the version back -> compare log-probs -> in service
 
 An instance that fails a step leaves service with the reason, until the next publish; none serves anything but the whole
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 from async_rl.admission import Admission, Offer
 from async_rl.broadcast import Broadcast
+from async_rl.canary import Canary, CanaryTrainer
 from async_rl.config import PublishSection
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, PublishError
 from async_rl.event_loop import EventLoopThread
@@ -24,7 +26,6 @@ from async_rl.instance_calls import InstanceCalls
 from async_rl.instance_update import announcement, put_in_service, receive
 from async_rl.pool import InferencePool
 from async_rl.probe import Probe, Score
-from async_rl.protocol import InstanceState
 from async_rl.snapshot_store import SnapshotStore
 from async_rl.types import Publication, WeightVersion
 from async_rl.weight_stream import MakeStream, TensorSpec
@@ -54,6 +55,7 @@ class Publisher:
         snapshots: SnapshotStore | None = None,
         admission: Admission | None = None,
         probe: Probe | None = None,
+        canary: Canary | None = None,
     ) -> None:
         """What is None is not done.
 
@@ -62,6 +64,7 @@ class Publisher:
             snapshots: where every version is written to; needed by the transport "snapshot". Its owner closes it.
             admission: told of every snapshot.
             probe: compares the engines that may hold something else than what they received.
+            canary: tries each kind of engine with changed weights before the true ones.
         """
         assert config.transport == "broadcast" or snapshots is not None, "the snapshot transport needs a store"
         self._pool = pool
@@ -71,6 +74,7 @@ class Publisher:
         self._snapshots = snapshots
         self._admission = admission
         self._probe = probe
+        self._canary = canary
         self._broadcast = Broadcast(loop, config, backend, self._drop)
         self._dropped: dict[Member, InstanceError] = {}
 
@@ -80,6 +84,7 @@ class Publisher:
         specs: Sequence[TensorSpec],
         make_stream: MakeStream,
         score: Score | None = None,
+        canary_trainer: CanaryTrainer | None = None,
     ) -> Publication:
         """Puts `version` on every instance that is reachable, and exactly those in service.
 
@@ -87,6 +92,7 @@ class Publisher:
             specs: the tensors of the stream, in its order.
             make_stream: starts the stream; called again where a broken group makes the rest receive it again.
             score: the trainer's own log-probs, for the probe.
+            canary_trainer: the trainer, for the canary.
 
         Raises:
             PublishError: no instance received the weights; lists each one's reason.
@@ -98,6 +104,8 @@ class Publisher:
             self._admission.offer = None
         while True:
             members = self._reachable(deadline)
+            if self._canary is not None and canary_trainer is not None:
+                members = self._let_canary_pass(self._canary, members, canary_trainer, version, specs, make_stream)
             offer, members = self._move(members, version, specs, make_stream)
             if offer is not None:
                 members = self._put_in_service(members, offer, score)
@@ -132,7 +140,8 @@ class Publisher:
             self._dropped |= silent
             reachable = self._remaining(members)
             if reachable or time.monotonic() > deadline:
-                self._take_out({m: error for m, error in silent.items() if m.state == "ready"}, state="dead")
+                ready = {member: error for member, error in silent.items() if member.state == "ready"}
+                self._note(self._pool.note_lost, ready)
                 return reachable
             if time.monotonic() >= next_log:
                 next_log = time.monotonic() + LOG_INTERVAL_S
@@ -142,7 +151,7 @@ class Publisher:
     async def _require_answer(self, member: Member) -> None:
         client = member.client
         try:
-            await client.health(HEALTH_TIMEOUT_S)
+            self._pool.note_process(member, await client.health(HEALTH_TIMEOUT_S))
         except InstanceRefused as error:
             # 503: it runs, and a broken update may be why it cannot serve; a whole one mends that.
             if error.status != 503:
@@ -151,6 +160,28 @@ class Publisher:
             # It is new, or another server may have taken its place.
             await client.learn_dialect(HEALTH_TIMEOUT_S)
             self._pool.require_length(member, await client.max_model_len(HEALTH_TIMEOUT_S))
+
+    def _let_canary_pass(
+        self,
+        canary: Canary,
+        members: Sequence[Member],
+        trainer: CanaryTrainer,
+        version: WeightVersion,
+        specs: Sequence[TensorSpec],
+        make_stream: MakeStream,
+    ) -> list[Member]:
+        """Those of `members` that may serve; the others have shown that they do not follow changed weights."""
+        due = [member for member, is_due in self._ask(members, canary.due).items() if is_due]
+        if due:
+            trial, timeout_s = f"{version}-canary", self._config.timeout_s
+            with canary.changed(trainer):
+                offer, due = self._move(due, trial, specs, make_stream)
+                if offer is not None:
+                    fingerprint = offer.fingerprint
+                    self._ask(due, lambda member: put_in_service(member.client, fingerprint, trial, timeout_s))
+                    answers = self._ask(self._remaining(due), lambda member: canary.ask(member.client, trial))
+                    self._drop(canary.judge(answers, trainer))
+        return self._remaining(members)
 
     def _move(
         self, members: Sequence[Member], version: WeightVersion, specs: Sequence[TensorSpec], make_stream: MakeStream
@@ -208,18 +239,18 @@ class Publisher:
     def _drop(self, failures: Mapping[Member, InstanceError]) -> None:
         """Takes instances out of this publish, and out of service."""
         self._dropped |= failures
-        for member in failures:
-            member.failed_publishes += 1
-        # Not "dead", which may come back by itself: it may hold the version, but failed to prove it.
-        self._take_out(failures, state="stale")
+        # Not lost, which may come back by itself: it may hold the version, but failed to prove it.
+        self._note(self._pool.publish_failed, failures)
 
-    def _take_out(self, failures: Mapping[Member, InstanceError], state: InstanceState) -> None:
-        async def take_out() -> None:
+    def _note(self, note: Callable[[Member, str], None], failures: Mapping[Member, InstanceError]) -> None:
+        """Tells the pool of each failure, on its loop."""
+
+        async def tell() -> None:
             for member, error in failures.items():
-                self._pool.take_out(member, str(error), state=state)
+                note(member, str(error))
 
         if failures:
-            self._loop.run(take_out())
+            self._loop.run(tell())
 
     def _remaining(self, members: Iterable[Member]) -> list[Member]:
         return [member for member in members if member not in self._dropped]

@@ -4,10 +4,28 @@ import json
 import os
 from pathlib import Path
 
+from async_rl.config import RunSection
 from async_rl.errors import ConfigError
 
 RECORDS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl")
 """Files of a run directory."""
+
+
+def require_no_records(run: RunSection) -> None:
+    """Refuses a directory with records of another run, unless the run goes on with them.
+
+    Raises:
+        ConfigError: it has some.
+    """
+    if not run.resume and any((run.dir / name).exists() for name in RECORDS):
+        raise holds_another_run(run)
+
+
+def holds_another_run(run: RunSection) -> ConfigError:
+    return ConfigError(
+        f"run.dir {str(run.dir)!r} holds the records of another run: name a new one, remove it, or set "
+        "run.resume = true to go on with it"
+    )
 
 
 def cut_run_records(run_dir: Path, first_iteration: int) -> int:

@@ -1,13 +1,17 @@
 """The bounded queue between the producer's coroutines and the training loop: exactly one batch of groups.
 
 The producer puts groups as they finish, from the event loop's thread; the training loop takes what is ready in the main
-thread, and may wait there. It is woken by the next group, by the producer's failure, or by `close`.
+thread, and may wait there. It is woken by the next group, by the producer's failure or end, or by `close`; and it looks
+itself, every `POLL_S`, whether whoever should wake it still can.
 """
 
 import threading
+from collections.abc import Callable
 
-from async_rl.errors import OnPolicyViolation
+from async_rl.errors import OnPolicyViolation, RolloutLost
 from async_rl.types import Group, WeightVersion
+
+POLL_S = 0.5
 
 
 class SampleQueue:
@@ -16,9 +20,11 @@ class SampleQueue:
     It never makes a producer wait: it has room for the whole batch and refuses anything beyond it.
     """
 
-    def __init__(self, num_groups: int, version: WeightVersion) -> None:
+    def __init__(self, num_groups: int, version: WeightVersion, watch: Callable[[], None] = lambda: None) -> None:
+        """`watch` is called by a consumer that waits, and raises when there is nothing to wait for any more."""
         self._num_groups = num_groups
         self._version = version
+        self._watch = watch
         self._groups: list[Group] = []
         self._seen: set[int] = set()
         self._num_taken = 0
@@ -47,6 +53,18 @@ class SampleQueue:
                 self._failure = error
             self._changed.notify_all()
 
+    def end(self) -> None:
+        """Nothing more will come: a consumer of an incomplete batch gets a `RolloutLost`."""
+        with self._changed:
+            num_missing = self._num_groups - len(self._seen)
+        if num_missing:
+            self.fail(
+                RolloutLost(
+                    f"{num_missing} of {self._num_groups} rollouts ended without a group and without an error: "
+                    "something beside them cancelled them; go on from the checkpoint with run.resume = true"
+                )
+            )
+
     def close(self) -> None:
         """Ends the batch from the consumer's side; a consumer still waiting gets a RuntimeError."""
         with self._changed:
@@ -62,10 +80,12 @@ class SampleQueue:
         Raises:
             BaseException: whatever the producer failed with, with its own traceback.
             RuntimeError: the queue was closed before the batch was complete.
+            AsyncRLError: whatever `watch` raises.
         """
         with self._changed:
             while wait and not self._groups and self._num_taken < self._num_groups and not self._ended:
-                self._changed.wait()
+                self._watch()
+                self._changed.wait(POLL_S)
             if self._failure is not None:
                 raise self._failure
             if self._closed:

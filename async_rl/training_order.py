@@ -4,7 +4,7 @@
 by their place in the batch, holding back what finished early, so that sums are formed in the same order in every run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from async_rl.config import TrainSection
@@ -31,6 +31,8 @@ class TrainingOrder:
         self._due: list[int] = []
         self._held: list[Group] = []
         self._all_arrived = False
+        self.watch: Callable[[], None] = lambda: None
+        """Called whenever groups are asked for; what it raises ends the batch."""
 
     def begin_mini_batch(self) -> None:
         """From now on `take` hands out the groups of the next mini-batch; those of later ones wait."""
@@ -42,6 +44,7 @@ class TrainingOrder:
         With `wait` at least one, and none only when the mini-batch is over. It is over when all its places were handed
         out, and the last one only when the whole batch has arrived: a group too many must not go unnoticed.
         """
+        self.watch()
         if not wait:
             self._fetch(wait=False)
         while True:

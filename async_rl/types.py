@@ -11,6 +11,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from async_rl.logprob_gaps import LogprobGaps
+
 WeightVersion = str
 """Opaque name of one published set of weights, unique across runs (`<run id>-<publish number>`)."""
 
@@ -132,8 +134,8 @@ class Publication:
 class GroupProof:
     """One ledger row: what a trained group was made of and how far the trainer's log-probs were from the rollout's.
 
-    `versions` are all weight versions its tokens were sampled from; `max_logprob_gap` is the largest
-    |trainer logprob - rollout logprob| over its response tokens, in nats; `samples` digests its response tokens.
+    `versions` are all weight versions its tokens were sampled from; `gaps` compares the trainer's log-probs of its
+    response tokens with the rollout's, by instance; `samples` digests its response tokens.
     """
 
     index: int
@@ -144,14 +146,14 @@ class GroupProof:
     versions: tuple[WeightVersion, ...]
     rewards: tuple[float, ...]
     attempts: int
-    max_logprob_gap: float
+    gaps: tuple[tuple[str, LogprobGaps], ...]
     num_continued: int = 0
     num_resampled: int = 0
     samples: str = ""
 
     @classmethod
-    def of(cls, group: Group, max_logprob_gap: float) -> "GroupProof":
-        """The row of a group that was trained with the given gap."""
+    def of(cls, group: Group, gaps: Mapping[str, LogprobGaps]) -> "GroupProof":
+        """The row of a group that was trained with the given gaps, by instance."""
         return cls(
             index=group.index,
             prompt_id=group.prompt.prompt_id,
@@ -161,11 +163,23 @@ class GroupProof:
             versions=tuple(sorted(frozenset().union(*(r.weight_versions for r in group.responses)))),
             rewards=group.rewards,
             attempts=group.attempts,
-            max_logprob_gap=max_logprob_gap,
+            gaps=tuple(gaps.items()),
             num_continued=sum(response.num_continued for response in group.responses),
             num_resampled=sum(response.num_resampled for response in group.responses),
             samples=digest_of([response.token_ids for response in group.responses]),
         )
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> "GroupProof":
+        """The row that `asdict` made of one, as JSON carried it."""
+        gaps = tuple((instance, LogprobGaps.from_json(value)) for instance, value in row["gaps"])
+        lists = {"versions": tuple(row["versions"]), "rewards": tuple(row["rewards"])}
+        return cls(**{**row, **lists, "gaps": gaps})
+
+    @property
+    def all_gaps(self) -> LogprobGaps:
+        """Over all its response tokens."""
+        return LogprobGaps.total(gaps for _, gaps in self.gaps)
 
 
 def digest_of(parts: Sequence[Any]) -> str:
@@ -175,20 +189,29 @@ def digest_of(parts: Sequence[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Figures of one optimizer step, over the whole batch: `loss` is normalised, `metrics` are named means."""
+    """Figures of one optimizer step, over the whole batch: `loss` is normalised, `metrics` are named means.
+
+    `num_untrained` groups had no gradient, and no backward pass was spent on them. `skipped` tells that the gradient
+    was not finite and no step was taken: weights and moments are what they were.
+    """
 
     loss: float
     grad_norm: float
     learning_rate: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    num_untrained: int = 0
+    skipped: bool = False
 
     @classmethod
     def mean(cls, steps: "Sequence[StepStats]") -> "StepStats":
-        """The figures of several steps as one."""
-        names = steps[0].metrics
+        """The figures of several steps as one: means over those that were taken, if any was; the number is a sum."""
+        taken = [step for step in steps if not step.skipped]
+        counted = taken or steps
         return cls(
-            fmean(step.loss for step in steps),
-            fmean(step.grad_norm for step in steps),
-            fmean(step.learning_rate for step in steps),
-            {name: fmean(step.metrics[name] for step in steps) for name in names},
+            fmean(step.loss for step in counted),
+            fmean(step.grad_norm for step in counted),
+            fmean(step.learning_rate for step in counted),
+            {name: fmean(step.metrics[name] for step in counted) for name in counted[0].metrics},
+            sum(step.num_untrained for step in steps),
+            not taken,
         )

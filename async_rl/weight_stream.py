@@ -10,27 +10,22 @@ refused list never leaves it stuck in a collective.
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from importlib import import_module
 from math import prod
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import xxhash
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported only where torch has distributed
 
+from async_rl.collectives import NUM_IN_FLIGHT, open_collectives
 from async_rl.errors import ConfigError, PublishError
+from async_rl.store_wire import NotInvited
+from async_rl.weight_store import MeetingStore
 
 T = TypeVar("T")
 
 ALONE_BYTES = 2**20
 """A tensor of this size is worth a message of its own: copying it into a bucket costs more than the message."""
-
-NUM_IN_FLIGHT = 2
-"""Messages that travel at once; gloo works on as many, so a peer that is silent costs one timeout, not one for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,38 +117,25 @@ class WeightGroup:
     After any error the group is unusable on all ends: close it and open a new one.
     """
 
-    def __init__(self, store: TCPStore, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    def __init__(self, store: MeetingStore, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        """Returns when all members are there, and have proven to each other that they were invited.
+
+        Raises:
+            PublishError: they did not all meet within the timeout.
+            NotInvited: a stranger took the place of a member.
+        """
         self._store = store
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._num_updates = 0
-        self._device = torch.device({"gloo": "cpu", "nccl": "cuda", "hccl": "npu"}[backend])
         try:
-            self._group = _make_group(store, rank, world_size, backend, timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise PublishError(
-                f"not all {world_size} members of the weight group met within {timeout_s:g} s: {error}"
-            ) from error
-
-    @staticmethod
-    def host_store(address: str, world_size: int, timeout_s: float) -> TCPStore:
-        """Opens the rendezvous store on the sender, at a free port (`store.port`); returns at once."""
-        return TCPStore(
-            address, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
-
-    @staticmethod
-    def join_store(address: str, port: int, timeout_s: float) -> TCPStore:
-        """Connects a receiver to the sender's store.
-
-        Raises:
-            PublishError: nothing answers at that address within the timeout.
-        """
-        try:
-            return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise PublishError(
-                f"no weight store at {address}:{port} within {timeout_s:g} s: check publish.master_address"
+            self._collectives = open_collectives(store, rank, world_size, backend, timeout_s)
+        except (RuntimeError, PublishError) as error:
+            store.close()
+            kind = NotInvited if isinstance(error, NotInvited) else PublishError
+            raise kind(
+                f"not all {world_size} members of the weight group met within {timeout_s:g} s, this one at "
+                f"{store.address}: {error}"
             ) from error
 
     def announce(self, rank: int) -> None:
@@ -179,11 +161,10 @@ class WeightGroup:
         """
         fingerprint = Fingerprint()
         in_flight: deque[_Message] = deque()
+        device = self._collectives.device
         try:
             for items in _messages(stream, lambda item: item[0], bucket_bytes):
-                parts = [
-                    tensor.detach().to(self._device).contiguous().view(-1).view(torch.uint8) for _, tensor in items
-                ]
+                parts = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in items]
                 data = parts[0] if len(parts) == 1 else torch.cat(parts)
                 in_flight.append(self._start(data, [spec for spec, _ in items]))
                 for (spec, _), part in zip(items, parts, strict=True):
@@ -193,7 +174,7 @@ class WeightGroup:
             while in_flight:
                 self._wait(in_flight.popleft())
         finally:
-            _let_end(in_flight)
+            self._collectives.let_end(message.work for message in in_flight)
             if isinstance(stream, Generator):
                 stream.close()
         return fingerprint.hexdigest()
@@ -223,34 +204,29 @@ class WeightGroup:
                 self._wait(arrived)
                 yield from _put_in_place(arrived, places)
         finally:
-            _let_end(in_flight)
+            self._collectives.let_end(message.work for message in in_flight)
 
     def _room_for(self, message: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> torch.Tensor:
         place = places.get(message[0].name) if len(message) == 1 else None
         if place is not None and place.is_contiguous():
             return place.view(-1).view(torch.uint8)
-        return torch.empty(sum(spec.num_bytes for spec in message), dtype=torch.uint8, device=self._device)
+        return torch.empty(sum(spec.num_bytes for spec in message), dtype=torch.uint8, device=self._collectives.device)
 
     def close(self) -> None:
         """Drops the connections, which ends the wait of any other member; a second call does nothing."""
-        if self._group is not None:
-            self._group.shutdown()
-            # gloo closes its sockets only with the object itself.
-            self._group = None
+        self._collectives.close()
+        self._store.close()
 
     def _start(self, data: torch.Tensor, specs: list[TensorSpec]) -> _Message:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
         try:
-            return _Message(self._group.broadcast([data], options), data, specs)
+            return _Message(self._collectives.broadcast(data), data, specs)
         except RuntimeError as error:
             raise PublishError(f"the weight broadcast broke: {error}") from error
 
     def _wait(self, message: _Message) -> None:
         started = time.monotonic()
         try:
-            message.work.wait()
+            self._collectives.wait(message.work)
         except RuntimeError as error:
             waited = time.monotonic() - started
             raise PublishError(
@@ -271,21 +247,3 @@ def _put_in_place(message: _Message, places: Mapping[str, torch.Tensor]) -> Iter
         if place is not None and place.data_ptr() != tensor.data_ptr():
             tensor = place.copy_(tensor)
         yield spec, tensor
-
-
-def _let_end(messages: Iterable[_Message]) -> None:
-    """Waits for what an error left under way: until then it holds connections, and writes where it was told to."""
-    for message in messages:
-        with suppress(RuntimeError):
-            message.work.wait()
-
-
-def _make_group(store: TCPStore, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    # torch_npu is there only where there is an NPU; it has no type of its own in torch.distributed.
-    module = dist if backend == "nccl" else import_module("torch_npu._C._distributed_c10d")
-    group_type = getattr(module, f"ProcessGroup{backend.upper()}")
-    options = group_type.Options()
-    options._timeout = timeout
-    return group_type(store, rank, world_size, options)

@@ -3,7 +3,7 @@
 Shape legend: G responses of one group, N response tokens of one group (all its responses, concatenated).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,8 +31,12 @@ class Algorithm(Protocol):
         """Whether `loss_sum` reads `ref_logprobs_N`; the trainer keeps no reference model otherwise."""
         ...
 
-    def advantages(self, rewards_G: torch.Tensor) -> torch.Tensor:
-        """Rewards of one group, float32 [G] -> advantages, float32 [G]."""
+    def has_gradient(self, rewards: Sequence[float]) -> bool:
+        """Whether a group with these rewards has any gradient; where it has none, no backward pass is spent on it."""
+        ...
+
+    def advantages(self, rewards: Sequence[float]) -> torch.Tensor:
+        """Rewards of one group, all finite -> advantages, float64 [G]."""
         ...
 
     def loss_sum(
@@ -49,7 +53,7 @@ class Algorithm(Protocol):
             logprobs_N: policy log-probs of the response tokens, float32 [N], with gradient.
             old_logprobs_N: log-probs under the policy that sampled, float32 [N], no gradient.
             ref_logprobs_N: log-probs under the reference, float32 [N], or None where `needs_reference` is False.
-            advantages_G: float32 [G].
+            advantages_G: [G], in the dtype of the log-probs.
             lengths_G: response lengths, int64 [G], summing to N; tokens of response g lie together, in order.
         """
         ...

@@ -9,8 +9,16 @@ Per token t of response g, with ratio r = exp(logprob - old_logprob) and advanta
 counts response tokens (DAPO, arXiv 2503.14476, eq. 8). Departure from the paper: the denominator is that of the whole
 batch instead of one group; with `"sequence"` and equal group sizes the two are the same.
 
+Second departure: beyond a log-ratio of 20, r and k3 go on along their tangent instead of as an exponential, which
+overflows float32 at 88.7. Below it they are the formulas above, to the last bit; beyond it value and gradient stay
+finite and keep their direction. verl clamps the same log-ratios at 20, where the gradient then is 0 (`low_var_kl` and
+the policy loss in `verl/trainer/ppo/core_algos.py`); the tangent still pulls back a token that went so far.
+
 Shape legend: G responses of one group, N response tokens of the group.
 """
+
+import math
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +26,10 @@ from async_rl.algorithms.base import LossSum
 from async_rl.config import AlgorithmSection
 
 STD_EPS = 1e-6
+
+MAX_LOG_RATIO = 20.0
+"""Nats. A ratio of exp(20) = 5e8 is no estimate of anything, and the square of a million tokens' sum of such gradients,
+which the gradient norm takes in float32, is 2e29: far from its end at 3e38."""
 
 
 class GRPO:
@@ -28,12 +40,21 @@ class GRPO:
     def needs_reference(self) -> bool:
         return self._config.kl_coef > 0
 
-    def advantages(self, rewards_G: torch.Tensor) -> torch.Tensor:
-        """(r - mean) / (std + 1e-6), with the sample standard deviation; only the mean without `scale_by_std`."""
+    def has_gradient(self, rewards: Sequence[float]) -> bool:
+        """Only the KL to a reference moves a group whose rewards are all equal."""
+        return self.needs_reference or min(rewards) != max(rewards)
+
+    def advantages(self, rewards: Sequence[float]) -> torch.Tensor:
+        """(r - mean) / (std + 1e-6), with the sample standard deviation; only r - mean without `scale_by_std`.
+
+        Exactly 0 where all rewards are equal: the rounded mean of equal numbers may differ from them, and a difference
+        of one sign for the whole group, divided by the 1e-6 alone, is no small one.
+        """
+        rewards_G = torch.tensor(rewards, dtype=torch.float64)
+        if min(rewards) == max(rewards):
+            return torch.zeros_like(rewards_G)
         centered_G = rewards_G - rewards_G.mean()
-        if not self._config.scale_by_std or len(rewards_G) < 2:
-            return centered_G
-        return centered_G / (rewards_G.std() + STD_EPS)
+        return centered_G / (rewards_G.std() + STD_EPS) if self._config.scale_by_std else centered_G
 
     def loss_sum(
         self,
@@ -45,16 +66,25 @@ class GRPO:
     ) -> LossSum:
         config = self._config
         advantages_N = advantages_G.repeat_interleave(lengths_G)
-        ratio_N = torch.exp(logprobs_N - old_logprobs_N)
+        ratio_N = _exp(logprobs_N - old_logprobs_N)
         clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
         loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
         metrics = {"clip_fraction": (clipped_N != ratio_N).float().sum().detach()}
         if ref_logprobs_N is not None:
             log_ratio_N = ref_logprobs_N - logprobs_N
-            kl_N = torch.exp(log_ratio_N) - log_ratio_N - 1
+            kl_N = _exp(log_ratio_N) - log_ratio_N - 1
             loss_N = loss_N + config.kl_coef * kl_N
             metrics["kl"] = kl_N.sum().detach()
         if config.normalize == "sequence":
             weights_N = (1.0 / lengths_G.to(loss_N.dtype)).repeat_interleave(lengths_G)
             return LossSum((loss_N * weights_N).sum(), len(lengths_G), metrics)
         return LossSum(loss_N.sum(), len(loss_N), metrics)
+
+
+def _exp(log_ratio_N: torch.Tensor) -> torch.Tensor:
+    """exp, and beyond `MAX_LOG_RATIO` its tangent there."""
+    beyond_N = log_ratio_N > MAX_LOG_RATIO
+    # Bounded before, not after: the branch that is not chosen has a gradient, too, and infinity times 0 is no number.
+    exact_N = torch.exp(log_ratio_N.clamp(max=MAX_LOG_RATIO))
+    tangent_N = math.exp(MAX_LOG_RATIO) * (1 + log_ratio_N - MAX_LOG_RATIO)
+    return torch.where(beyond_N, tangent_N, exact_N)

@@ -6,7 +6,6 @@ and scored by its reward. Writes DIR/progress.jsonl, a line per finished prompt,
 Exit codes: 0 all evaluated, 1 a fault, some prompt's included, 2 bad input.
 """
 
-import argparse
 import asyncio
 import json
 import logging
@@ -21,12 +20,14 @@ from typing import Any, cast
 
 from transformers import AutoTokenizer
 
+from async_rl.command_line import USAGE_ERROR, Parser
 from async_rl.config import Config, EvaluationSection, load_config
 from async_rl.errors import AsyncRLError, ConfigError, InstanceError, StaleWeights
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import load_sets
+from async_rl.failure_report import report_failure
 from async_rl.pool import InferencePool
 from async_rl.prompts import Tokenizer
 from async_rl.rewards import make_reward
@@ -38,19 +39,22 @@ log = logging.getLogger("async_rl.evaluation")
 def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGTERM, _end)
-    parser = argparse.ArgumentParser(prog="python -m async_rl.evaluation", description="Evaluate running instances.")
+    parser = Parser(
+        "python -m async_rl.evaluation",
+        "Evaluates what running instances serve.",
+        "CONFIG --out DIR [--section.key VALUE ...]",
+        Config,
+    )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, as that of a run")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
-    options, overrides = parser.parse_known_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        config = load_config(options.config, overrides)
+        config = load_config(options.config, parser.overrides)
         asyncio.run(evaluate(config, options.out, os.environ.get("ASYNC_RL_TOKEN")))
-    except ConfigError as error:
-        log.error("ConfigError: %s", error)
-        return 2
     except AsyncRLError as error:
+        report_failure(error, os.environ)
         log.error("%s: %s", type(error).__name__, error)
-        return 1
+        return USAGE_ERROR if isinstance(error, ConfigError) else 1
     return 0
 
 
@@ -77,7 +81,14 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
         version = await _put_in_service(pool)
         await reward.start()
         closing.push_async_callback(reward.close)
-        sampler = Sampler(pool, reward, tokenizer, config.rollout, config.run.seed)
+        sampler = Sampler(
+            pool,
+            reward,
+            tokenizer,
+            config.rollout,
+            config.run.seed,
+            skip_special_tokens=config.reward.skip_special_tokens,
+        )
 
         def show(set_name: str) -> None:
             progress.write(json.dumps({"set": set_name, "total_prompts": total}) + "\n")

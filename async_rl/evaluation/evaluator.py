@@ -48,7 +48,12 @@ class _Evaluation:
     scored: dict[_Item, ScoredPrompt] = field(default_factory=dict)
     failed: set[_Item] = field(default_factory=set)
 
-    def result(self, loaded: LoadedSet) -> SetResult:
+    def is_whole(self, loaded: LoadedSet) -> bool:
+        """Whether every prompt of a set was scored."""
+        return sum(item.loaded is loaded for item in self.scored) == len(loaded.prompts)
+
+    def result(self, loaded: LoadedSet, correct_at: float | None) -> SetResult:
+        """What was found on a set; figures only on the whole of it, since short responses are done first."""
         scored = [score for item, score in self.scored.items() if item.loaded is loaded]
         return SetResult(
             iteration=self.iteration,
@@ -60,14 +65,14 @@ class _Evaluation:
             num_samples=loaded.config.num_samples,
             temperature=loaded.config.temperature,
             seconds=time.monotonic() - self.started_s,
-            figures=figures_of(scored),
+            figures=figures_of(scored, correct_at) if self.is_whole(loaded) else {},
         )
 
 
 class Evaluator:
     """The evaluations of a run: one every `evaluation.every` iterations, each of one weight version.
 
-    One that had to stop says how far it came; the next begins with the prompts that it left out.
+    A set that was not evaluated to its end has no figures, and is the first of the next evaluation.
     """
 
     def __init__(
@@ -84,10 +89,10 @@ class Evaluator:
         self._sampler = sampler
         self._sets = tuple(sets)
         self._every = config.every
-        self._max_delay_s = config.max_delay_s
+        self.max_delay_s = config.max_delay_s
         self._report = report
         self._on_scored = on_scored
-        self._order = [_Item(loaded, prompt) for loaded in sets for prompt in loaded.prompts]
+        self._order = list(sets)
         self._stopping = asyncio.Event()
         self._running = asyncio.Lock()
         self._workers: set[asyncio.Task[None]] = set()
@@ -95,7 +100,8 @@ class Evaluator:
     @property
     def longest(self) -> Prompt | None:
         """The prompt with the most tokens, of all sets."""
-        return max((item.prompt for item in self._order), key=lambda prompt: len(prompt.token_ids), default=None)
+        prompts = (prompt for loaded in self._sets for prompt in loaded.prompts)
+        return max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
 
     async def run(self, iteration: int, version: WeightVersion) -> None:
         """Evaluates `version`, if an evaluation is due, as soon as no leader has a rollout under way."""
@@ -103,19 +109,21 @@ class Evaluator:
             return
         async with self._running:
             self._stopping.clear()
-            evaluation = _Evaluation(iteration, version, deque(self._order))
+            items = deque(_Item(loaded, prompt) for loaded in self._order for prompt in loaded.prompts)
+            evaluation = _Evaluation(iteration, version, items)
             try:
                 await self._wait_until_idle()
                 await self._work(evaluation)
             finally:
-                self._order.sort(key=evaluation.scored.__contains__)  # stable: those left out come first, as they were
-                self._report([evaluation.result(loaded) for loaded in self._sets])
+                self._order.sort(key=evaluation.is_whole)  # stable: those left out come first, as they were
+                correct_at = self._sampler.correct_at
+                self._report([evaluation.result(loaded, correct_at) for loaded in self._sets])
 
     async def stop(self) -> None:
         """Begins nothing more, waits `evaluation.max_delay_s` at most for what is under way, and cancels the rest."""
         self._stopping.set()
         if self._workers:
-            _, late = await asyncio.wait(self._workers, timeout=self._max_delay_s)
+            _, late = await asyncio.wait(self._workers, timeout=self.max_delay_s)
             for worker in late:
                 worker.cancel()
         async with self._running:
@@ -144,7 +152,7 @@ class Evaluator:
             self._workers = set()
 
     async def _score_next(self, evaluation: _Evaluation) -> None:
-        """Scores one prompt after the other; one that fails is named, and left to the next evaluation."""
+        """Scores one prompt after the other; one that fails is named, and leaves its set without figures."""
         while evaluation.waiting and not self._stopping.is_set():
             item = evaluation.waiting.popleft()
             name = item.loaded.name

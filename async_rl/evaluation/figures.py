@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from async_rl.metrics import SOLVED_REWARD
 from async_rl.types import Response
 
 
@@ -25,18 +24,18 @@ class ScoredPrompt:
             num_cut=sum(response.finish_reason == "length" for response in responses),
         )
 
-    @property
-    def num_solved(self) -> int:
-        return sum(reward >= SOLVED_REWARD for reward in self.rewards)
+    def num_correct(self, correct_at: float) -> int:
+        """How many responses have a reward of `correct_at` or more."""
+        return sum(reward >= correct_at for reward in self.rewards)
 
 
-def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """The chance that k of a prompt's samples, drawn without replacement, have a solved one: 1 - C(n-c, k) / C(n, k).
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that k of a prompt's samples, drawn without replacement, have a correct one: 1 - C(n-c, k) / C(n, k).
 
-    The unbiased estimate of the chance that one of k new samples solves it (arXiv 2107.03374); needs 1 <= k <= n.
+    The unbiased estimate of the chance that one of k new samples is correct (arXiv 2107.03374); needs 1 <= k <= n.
     """
-    assert 1 <= k <= num_samples and 0 <= num_solved <= num_samples, f"n {num_samples}, c {num_solved}, k {k}"
-    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+    assert 1 <= k <= num_samples and 0 <= num_correct <= num_samples, f"n {num_samples}, c {num_correct}, k {k}"
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def ks_of(num_samples: int) -> list[int]:
@@ -44,16 +43,19 @@ def ks_of(num_samples: int) -> list[int]:
     return sorted({*(2**i for i in range(num_samples.bit_length())), num_samples})
 
 
-def figures_of(scored: Sequence[ScoredPrompt]) -> dict[str, float]:
-    """Means over prompts, each with equally many responses; none where there is no prompt."""
-    if not scored:
-        return {}
+def figures_of(scored: Sequence[ScoredPrompt], correct_at: float | None) -> dict[str, float]:
+    """Means over the prompts of a whole set, each with equally many responses.
+
+    pass@k only for a reward that says from where on a response is correct.
+    """
     num_samples = len(scored[0].rewards)
     num_responses = num_samples * len(scored)
-    passes = {
-        f"pass@{k}": fmean(pass_at_k(num_samples, prompt.num_solved, k) for prompt in scored)
-        for k in ks_of(num_samples)
-    }
+    passes = {}
+    if correct_at is not None:
+        passes = {
+            f"pass@{k}": fmean(pass_at_k(num_samples, prompt.num_correct(correct_at), k) for prompt in scored)
+            for k in ks_of(num_samples)
+        }
     return passes | {
         "reward_mean": fmean(reward for prompt in scored for reward in prompt.rewards),
         "response_tokens_mean": sum(prompt.num_tokens for prompt in scored) / num_responses,

@@ -24,8 +24,9 @@ FILE = "evaluations.jsonl"
 class SetResult:
     """What one evaluation found on one set, all of one weight version.
 
-    `num_prompts` of the set's `total_prompts` were sampled and scored in time, and the `figures` are theirs; at
-    `num_failed` others, an instance or the reward failed. `seconds` are those of the whole evaluation.
+    `num_prompts` of the set's `total_prompts` were sampled and scored in time; at `num_failed` others, an instance or
+    the reward failed. `figures` are those of all prompts, and empty where some are missing: what is done first is what
+    has short responses. `seconds` are those of the whole evaluation.
     """
 
     iteration: int
@@ -39,11 +40,15 @@ class SetResult:
     seconds: float
     figures: Mapping[str, float]
 
+    @property
+    def is_complete(self) -> bool:
+        return self.num_prompts == self.total_prompts
+
     def record(self) -> dict[str, Any]:
         """The line of `evaluations.jsonl`: the fields, and the figures beside them."""
         fields = asdict(self)
         figures = fields.pop("figures")
-        return {**fields, **figures}
+        return {**fields, "complete": self.is_complete, **figures}
 
 
 class EvaluationRecorder:
@@ -75,4 +80,6 @@ def _describe(result: SetResult) -> str:
     head = f"evaluation at iteration {result.iteration + 1}, {result.set}: "
     figures = "".join(f"{name} {value:.3f}, " for name, value in result.figures.items())
     failed = f", {result.num_failed} failed" if result.num_failed else ""
+    if not result.is_complete:
+        figures = "incomplete, and so without figures (evaluation.max_delay_s, max_prompts), "
     return f"{head}{figures}{result.num_prompts} of {result.total_prompts} prompts{failed}, {result.seconds:.1f} s"

@@ -18,13 +18,26 @@ class Sampler:
     """Samples at the instances of `pool` and scores with `reward`, which is started and closed by others."""
 
     def __init__(
-        self, pool: InferencePool, reward: Reward, tokenizer: Tokenizer, rollout: RolloutSection, seed: int
+        self,
+        pool: InferencePool,
+        reward: Reward,
+        tokenizer: Tokenizer,
+        rollout: RolloutSection,
+        seed: int,
+        *,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._pool = pool
         self._reward = reward
         self._tokenizer = tokenizer
         self._rollout = rollout
         self._seed = seed
+        self._skip_special_tokens = skip_special_tokens
+
+    @property
+    def correct_at(self) -> float | None:
+        """See `Reward.correct_at`."""
+        return self._reward.correct_at
 
     async def score(self, loaded: LoadedSet, prompt: Prompt, version: WeightVersion) -> ScoredPrompt:
         """Samples the set's `num_samples` responses with the weights `version`.
@@ -42,7 +55,9 @@ class Sampler:
         )
         request_id = f"{version}-evaluation-{loaded.name}-{prompt.prompt_id}"
         sampled, _ = await self._pool.generate_group(prompt.token_ids, sampling, request_id, version)
-        texts = self._tokenizer.batch_decode([list(r.token_ids) for r in sampled], skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode(
+            [list(r.token_ids) for r in sampled], skip_special_tokens=self._skip_special_tokens
+        )
         responses = tuple(replace(r, text=text) for r, text in zip(sampled, texts, strict=True))
         return ScoredPrompt.of(responses, await self._reward.score(prompt, responses))
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from async_rl.command_line import Commands, Parser
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.fleet.endpoint import EndpointFailed, FleetClient, find_endpoint
 from async_rl.protocol import FLEET_ADD, FLEET_DRAIN, FLEET_REMOVE, AddRequest, FleetInfo, NameRequest
@@ -100,36 +101,35 @@ def _body(kind: type[Body], **fields: str | None) -> Body:
         raise ConfigError(f"{first['loc'][0]} {first['input']!r}: {first['msg']}") from error
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--url", help="the fleet endpoint")
-    where.add_argument(
-        "--run", type=Path, metavar="RUN_DIR", help="run.dir of the run; by default the newest in ./runs"
-    )
-    parser = argparse.ArgumentParser(prog="async-rl fleet", description="The instances of a run that goes on.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    listing = commands.add_parser("ls", parents=[where], help="show the instances")
+def _parsers() -> dict[str, Parser]:
+    """The parser of each command; all take where the endpoint is."""
+    listing = Parser("async-rl fleet ls", "Shows the instances.", "[OPTIONS]")
     listing.add_argument("--json", action="store_true", help="as the endpoint answers")
-    listing.set_defaults(command=_list)
-    add = commands.add_parser("add", parents=[where], help="add an instance that does not register itself")
+    add = Parser("async-rl fleet add", "Adds an instance that does not register itself.", "URL [OPTIONS]")
     add.add_argument("instance_url", metavar="URL", help="http://host:port of the instance")
     add.add_argument("--name", help="by default its host and port")
-    add.set_defaults(command=_add)
-    drain = commands.add_parser("drain", parents=[where], help="let an instance finish what it has, then leave")
+    drain = Parser("async-rl fleet drain", "Lets an instance finish what it has, then leave.", "NAME [OPTIONS]")
     drain.add_argument("name", metavar="NAME", help="its name or URL")
     drain.add_argument("--wait", action="store_true", help="return when it has left")
-    drain.set_defaults(command=_drain)
-    remove = commands.add_parser("remove", parents=[where], help="take an instance out at once")
+    remove = Parser("async-rl fleet remove", "Takes an instance out at once.", "NAME [OPTIONS]")
     remove.add_argument("name", metavar="NAME", help="its name or URL")
-    remove.set_defaults(command=_remove)
-    return parser.parse_args(argv)
+    parsers = {"ls": listing, "add": add, "drain": drain, "remove": remove}
+    for parser in parsers.values():
+        parser.add_argument("--url", help="the fleet endpoint")
+        parser.add_argument(
+            "--run", type=Path, metavar="RUN_DIR", help="run.dir of the run; by default the newest in ./runs"
+        )
+    return parsers
+
+
+COMMANDS = {"ls": _list, "add": _add, "drain": _drain, "remove": _remove}
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = _parse(argv)
+    command, arguments = Commands("async-rl fleet", "The instances of a run that goes on.", _parsers()).parse(argv)
     try:
         client = FleetClient(find_endpoint(arguments.url, arguments.run), os.environ.get("ASYNC_RL_TOKEN"))
-        arguments.command(client, arguments)
+        COMMANDS[command](client, arguments)
     except (ConfigError, UnknownInstance) as error:
         print(f"async-rl fleet: {error}", file=sys.stderr)
         return 2

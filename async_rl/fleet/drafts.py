@@ -1,6 +1,5 @@
 """A response as it arrives: what an instance has sampled of it stays, whatever becomes of the instance."""
 
-import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,25 +50,21 @@ def request_of(
     """Prompt and sampling of the request that brings these drafts further.
 
     Either none of them has a token yet, and their seeds follow one another, as those of the children of one request
-    do; or it is a single one, whose tokens so far become part of the prompt. Where the server's noise does not depend
-    on the position, the continuation gets a seed of its own: under the first one its noise would repeat that which has
-    shaped the prefix.
+    do; or it is a single one, whose tokens so far become part of the prompt. Seeds are sent where the server's noise is
+    a function of seed and position, so that a continuation gets the very noise that would have come. Elsewhere they
+    would buy nothing: results depend on the batch too, and the noise of a continuation under the same seed would repeat
+    that which has shaped the prefix.
     """
     first, length = drafts[0], len(drafts[0].token_ids)
+    seed = first.seed if noise_by_position else None
     if not length:
         assert [draft.seed for draft in drafts] == list(range(first.seed, first.seed + len(drafts)))
-        return list(prompt_token_ids), sampling.model_copy(update={"n": len(drafts), "seed": first.seed})
+        return list(prompt_token_ids), sampling.model_copy(update={"n": len(drafts), "seed": seed})
     assert len(drafts) == 1, "a continuation is a request of its own"
     rest = {
         "n": 1,
         "max_tokens": sampling.max_tokens - length,
         "min_tokens": max(0, sampling.min_tokens - length),
-        "seed": first.seed if noise_by_position else _continued_seed(first.seed, length),
+        "seed": seed,
     }
     return [*prompt_token_ids, *first.token_ids], sampling.model_copy(update=rest)
-
-
-def _continued_seed(seed: int, length: int) -> int:
-    """A seed in [0, 2^63) that depends on both and on nothing else."""
-    digest = hashlib.sha256(f"continued/{seed}/{length}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

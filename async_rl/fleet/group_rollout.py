@@ -5,14 +5,17 @@ afresh whatever was in flight would favour short responses, since those had come
 """
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
-from async_rl.errors import InstanceError, InstanceRefused, InstanceTooSlow, InstanceUnreachable
+from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, PromptFailed
+from async_rl.fleet.attempts import Attempts
 from async_rl.fleet.drafts import Draft
 from async_rl.fleet.member import Member
+from async_rl.fleet.request import Request
 from async_rl.fleet.router import Router
-from async_rl.protocol import InstanceState, SamplingParams
+from async_rl.protocol import SamplingParams
 from async_rl.types import Response, WeightVersion
 
 BAD_REQUEST = (400, 413, 422)
@@ -24,7 +27,9 @@ class Fleet(Protocol):
 
     router: Router
 
-    def take_out(self, member: Member, reason: str, *, state: InstanceState = "stale") -> None: ...
+    def request_failed(self, member: Member, sent_s: float, error: InstanceError) -> None:
+        """Takes the consequences of a failed request for its instance."""
+        ...
 
 
 class GroupRollout:
@@ -49,75 +54,113 @@ class GroupRollout:
         self._expected_tokens = expected_tokens
         self._drafts = [Draft(sampling.seed + j) for j in range(sampling.n)]
         self._num_requests = 0
-        self._num_failures = 0
+        self._attempts = Attempts()
 
     async def run(self) -> tuple[list[Response], int]:
         """All responses, and how often a request had to be repeated or continued, plus one.
 
         Raises:
-            NoInstanceLeft, InstanceRefused: see `InferencePool.generate_group`.
+            NoInstanceLeft, InstanceRefused, PromptFailed: see `InferencePool.generate_group`.
         """
         await self._finish(self._drafts)
-        return [draft.response() for draft in self._drafts], 1 + self._num_failures
+        return [draft.response() for draft in self._drafts], 1 + self._attempts.num_failures
 
-    async def _finish(self, drafts: Sequence[Draft], avoid: Member | None = None) -> None:
-        """Takes these drafts to their ends, at one instance or shared among several."""
+    async def _finish(self, drafts: Sequence[Draft], last: Member | None = None, num_moves: int = 0) -> None:
+        """Takes these drafts to their ends, at one instance or shared among several; `last` had them before."""
         cost = self._cost(drafts)
+        avoid = self._attempts.refused_by | ({last.url} if last is not None else set())
         members = await self._fleet.router.acquire(
-            cost, self._expected_tokens, self._version, num_parts=len(drafts), avoid=avoid
+            cost, self._expected_tokens, self._version, num_responses=len(drafts), avoid=avoid
         )
         shares = [
             drafts[len(drafts) * i // len(members) : len(drafts) * (i + 1) // len(members)] for i in range(len(members))
         ]
         part = Router.part_of(cost, len(members))
-        await _all(self._finish_at(member, share, part) for member, share in zip(members, shares, strict=True))
+        await _all(
+            self._finish_at(member, Request(share, part, num_moves))
+            for member, share in zip(members, shares, strict=True)
+        )
 
-    async def _finish_at(self, member: Member, drafts: Sequence[Draft], cost: int) -> None:
+    async def _finish_at(self, member: Member, request: Request) -> None:
         """Sends one request, and what it leaves unfinished elsewhere."""
-        tokens_before = sum(len(draft.token_ids) for draft in drafts)
         try:
-            await self._ask(member, drafts)
+            await self._ask(member, request)
         except InstanceError as error:
             if isinstance(error, InstanceRefused) and error.status in BAD_REQUEST:
                 raise
-            member.num_failures += 1
-            self._num_failures += 1
-            # Its other requests fail too; the first reason tells the most. A straggler goes on with what it has.
-            if member.state in ("ready", "draining") and not isinstance(error, InstanceTooSlow):
-                unreachable = isinstance(error, InstanceUnreachable)
-                self._fleet.take_out(member, str(error), state="dead" if unreachable else "stale")
+            self._note_failure(member, request, error)
         finally:
-            member.num_tokens += max(0, sum(len(draft.token_ids) for draft in drafts) - tokens_before)
-            self._fleet.router.release(member, cost)
-        for draft in drafts:
+            self._fleet.router.release(member, request.cost)
+        for draft in request.drafts:
             # All its tokens came, only the word that it ended did not: there is nothing left to ask for.
             if draft.finish_reason is None and len(draft.token_ids) >= self._sampling.max_tokens:
                 draft.finish_reason, draft.instance = "length", member.url
-        rest = [draft for draft in drafts if draft.finish_reason is None]
+        rest = [draft for draft in request.drafts if draft.finish_reason is None]
+        num_cut = request.num_before + request.num_tokens - sum(len(draft.token_ids) for draft in request.drafts)
         for draft in rest:
             if draft.token_ids:
                 draft.num_continued += 1
-            elif not member.client.streams:
+            elif num_cut > 0 or not member.client.streams:
                 draft.num_resampled += 1
-        await _all(self._finish(piece, avoid=member) for piece in _requests(rest))
+        num_moves = request.num_moves + request.is_moved
+        await _all(self._finish(piece, last=member, num_moves=num_moves) for piece in _requests(rest))
 
-    async def _ask(self, member: Member, drafts: Sequence[Draft]) -> None:
+    async def _ask(self, member: Member, request: Request) -> None:
         """One request; it ends with an error, too, when the pool gives the instance up and cancels it."""
         self._num_requests += 1
         request_id = f"{self._request_id}-{self._num_requests}"
-        request = asyncio.create_task(
-            member.client.generate(self._prompt, self._sampling, request_id, self._version, drafts)
+        request.task = asyncio.create_task(
+            member.client.generate(
+                self._prompt,
+                self._sampling,
+                request_id,
+                self._version,
+                request.drafts,
+                boot_id=member.boot_id,
+                on_progress=lambda num_tokens, num_ended: self._note_progress(member, request, num_tokens, num_ended),
+            )
         )
-        member.requests.add(request)
+        member.begin(request)
         try:
-            await request
+            await request.task
         except asyncio.CancelledError as error:
             this_task = asyncio.current_task()
             if this_task is not None and this_task.cancelling():
+                member.circuit.reset_trial()
                 raise
-            raise InstanceUnreachable(f"instance {member.url} was given up: {member.reason}") from error
+            if request.is_moved:
+                return
+            raise ConnectionLost(f"instance {member.url} was given up: {member.reason}") from error
         finally:
-            member.requests.discard(request)
+            member.end(request)
+        member.response_speed = request.speed(time.monotonic()) or member.response_speed
+
+    def _note_progress(self, member: Member, request: Request, num_tokens: int, num_ended: int) -> None:
+        member.heard_s = time.monotonic()
+        if (num_tokens, num_ended) == (request.num_tokens, request.num_ended):
+            return
+        member.circuit.succeeded(request.sent_s)
+        if request.waits or num_ended != request.num_ended:
+            self._fleet.router.wake()
+        member.progress(request, num_tokens, num_ended, member.heard_s)
+
+    def _note_failure(self, member: Member, request: Request, error: InstanceError) -> None:
+        """What a failed request means for its instance, and for this group.
+
+        Raises:
+            PromptFailed: the group has failed often enough.
+        """
+        member.num_failures += 1
+        self._fleet.request_failed(member, request.sent_s, error)
+        if member.state == "gone":
+            # It was taken out of the pool: that says nothing about the prompt, however often it happens.
+            self._attempts.interrupted()
+            return
+        self._attempts.failed(member.url, error, request.num_tokens)
+        if (verdict := self._attempts.verdict) is not None:
+            raise PromptFailed(
+                f"request {self._request_id!r} of {len(self._prompt)} prompt tokens {verdict}"
+            ) from error
 
     def _cost(self, drafts: Sequence[Draft]) -> int:
         """Expected tokens of a request for these drafts."""

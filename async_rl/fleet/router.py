@@ -1,16 +1,24 @@
-"""Which instance takes the next request: longest expected first, to the instance with the fewest outstanding tokens.
+"""Which instance takes the next request: longest expected first, to whoever is likely to be done with it first.
 
-Coroutines wait in `acquire`; they are woken when an instance gets room, joins or comes back. All on one event loop.
+An instance gets what keeps its engine full and no more; the rest of a batch waits here, so that one that joins or is
+faster finds work (`credit.py`). Coroutines wait in `acquire`; they are woken when an instance gets room, joins or comes
+back. What an instance has taken, but not begun, may be moved to an idle one (`moves.py`). All on one event loop.
 """
 
 import asyncio
 import heapq
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from async_rl.fleet.credit import MAX_QUEUED, QUEUE_S
 from async_rl.fleet.member import Member
+from async_rl.fleet.moves import next_moves
 from async_rl.types import WeightVersion
+
+MAX_PASSED_OVER = 16
+"""Waiting requests looked at that no instance with room should take, because each has failed it before."""
 
 
 @dataclass(slots=True, order=True)
@@ -19,7 +27,7 @@ class _Waiting:
     cost: int = field(compare=False)
     num_parts: int = field(compare=False)
     version: WeightVersion = field(compare=False)
-    avoid: Member | None = field(compare=False)
+    avoid: Collection[str] = field(compare=False)
     assigned: "asyncio.Future[list[Member]]" = field(compare=False)
 
 
@@ -41,6 +49,7 @@ class Router:
         self._waiting: list[_Waiting] = []
         self._counter = count()
         self._is_due = False
+        self._promised: dict[Member, int] = {}
 
     async def acquire(
         self,
@@ -48,30 +57,32 @@ class Router:
         expected_tokens: float,
         version: WeightVersion,
         *,
-        num_parts: int = 1,
-        avoid: Member | None = None,
+        num_responses: int = 1,
+        avoid: Collection[str] = (),
     ) -> list[Member]:
         """Waits for room for a request of `cost` tokens at an instance that serves `version`.
 
         Args:
             expected_tokens: of its longest response; more go first.
-            num_parts: into how many requests it could be divided.
-            avoid: an instance that gets it only if there is no other.
+            num_responses: into as many requests it could be divided.
+            avoid: URLs of instances that get it only if no other one serves.
 
         Returns:
             One instance, or several that each take a part of the request. Their outstanding tokens count it already;
             the caller gives it back with `release`.
         """
         assigned: asyncio.Future[list[Member]] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting((-expected_tokens, next(self._counter)), cost, num_parts, version, avoid, assigned)
-        heapq.heappush(self._waiting, waiting)
+        order = (-expected_tokens, next(self._counter))
+        heapq.heappush(self._waiting, _Waiting(order, cost, num_responses, version, avoid, assigned))
         self.wake()
         try:
-            return await assigned
+            members = await assigned
         except asyncio.CancelledError:
-            if assigned.done() and not assigned.cancelled():
-                self._give_back(assigned.result(), cost)
+            if assigned.done() and not assigned.cancelled() and assigned.exception() is None:
+                self._give_back(assigned.result(), cost, num_responses)
             raise
+        self._keep_promise(members, num_responses)
+        return members
 
     def release(self, member: Member, cost: int) -> None:
         """Ends a request, or its part, of `cost` tokens."""
@@ -92,7 +103,7 @@ class Router:
 
     def wake(self) -> None:
         """Looks for room soon, when everybody who starts to wait at this moment does wait: order is among them."""
-        if self._waiting and not self._is_due:
+        if not self._is_due and (self._waiting or any(member.requests for member in self._members())):
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._assign)
 
@@ -103,26 +114,38 @@ class Router:
 
     def _assign(self) -> None:
         self._is_due = False
-        left_over = []
-        while self._waiting:
+        passed_over: list[_Waiting] = []
+        while self._waiting and len(passed_over) < MAX_PASSED_OVER:
             waiting = heapq.heappop(self._waiting)
             if waiting.assigned.done():
                 continue
-            chosen = self._choose(waiting)
+            with_room = [m for m in self._members() if m.takes(waiting.version) and self._has_room(m, waiting.cost)]
+            chosen = self._choose(waiting, with_room)
             if not chosen:
-                left_over.append(waiting)
-                break
+                passed_over.append(waiting)
+                if not with_room:
+                    break
+                continue
             for member in chosen:
                 member.outstanding_tokens += self.part_of(waiting.cost, len(chosen))
+                self._promised[member] = self._promised.get(member, 0) + -(-waiting.num_parts // len(chosen))
+                member.circuit.sent()
             waiting.assigned.set_result(chosen)
-        for waiting in left_over:
+        for waiting in passed_over:
             heapq.heappush(self._waiting, waiting)
+        if not self._waiting:
+            for request in next_moves(self._members(), self._has_credit, time.monotonic()):
+                request.move()
 
-    def _choose(self, waiting: _Waiting) -> list[Member]:
-        serving = [member for member in self._members() if member.serves(waiting.version)]
-        others = [member for member in serving if member is not waiting.avoid]
-        candidates = [member for member in others or serving if self._has_room(member, waiting.cost)]
-        candidates.sort(key=lambda member: member.outstanding_tokens + member.outstanding_elsewhere)
+    def _choose(self, waiting: _Waiting, with_room: Sequence[Member]) -> list[Member]:
+        candidates = [member for member in with_room if member.url not in waiting.avoid]
+        if not candidates and not any(
+            member.serves(waiting.version) and member.url not in waiting.avoid for member in self._members()
+        ):
+            candidates = list(with_room)
+        usual = [member.speed for member in self._members() if member.speed]
+        unknown = sum(usual) / len(usual) if usual else 1.0
+        candidates.sort(key=lambda m: (m.outstanding_tokens + m.outstanding_elsewhere) / (m.speed or unknown))
         num_parts = 1
         if self._split_tail:
             num_idle = sum(member.outstanding_tokens == 0 for member in candidates)
@@ -132,8 +155,30 @@ class Router:
 
     def _has_room(self, member: Member, cost: int) -> bool:
         limit = self._max_outstanding_tokens
-        return limit is None or member.outstanding_tokens == 0 or member.outstanding_tokens + cost <= limit
+        if member.outstanding_tokens == 0:
+            return True
+        return self._has_credit(member) and (limit is None or member.outstanding_tokens + cost <= limit)
 
-    def _give_back(self, members: Sequence[Member], cost: int) -> None:
+    def _has_credit(self, member: Member) -> bool:
+        """Whether its engine has a place free, or will have one as soon as any response ends."""
+        if member.num_open + self._promised.get(member, 0) >= member.credit.responses(member.client.max_concurrency):
+            return False
+        # One whose newest tokens are older than a request does not show that it passes that over.
+        heard_s = member.heard_s
+        num_queued = sum(heard_s - request.sent_s > QUEUE_S for request in member.waiting)
+        return num_queued < MAX_QUEUED
+
+    def _keep_promise(self, members: Sequence[Member], num_responses: int) -> None:
+        """What was assigned is about to be sent, and counts among the member's requests from then on."""
         for member in members:
+            left = self._promised.get(member, 0) - -(-num_responses // len(members))
+            if left > 0:
+                self._promised[member] = left
+            else:
+                self._promised.pop(member, None)
+
+    def _give_back(self, members: Sequence[Member], cost: int, num_responses: int) -> None:
+        self._keep_promise(members, num_responses)
+        for member in members:
+            member.circuit.reset_trial()
             self.release(member, self.part_of(cost, len(members)))

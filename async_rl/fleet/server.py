@@ -17,11 +17,11 @@ from async_rl.fleet.app import make_app
 from async_rl.fleet.endpoint import ADDRESS_FILE
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
+from async_rl.local_address import address_for_others
 from async_rl.pool import InferencePool
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 START_POLL_S = 0.01
 CLOSE_CONNECTIONS_S = 1
 """How long a stopping server waits for answers that are under way."""
@@ -32,7 +32,8 @@ class FleetServer:
 
     Args:
         run_dir: where the address is written; None writes it nowhere.
-        address: under which other hosts reach this one, where `pool.fleet_host` stands for all its interfaces.
+        address: under which other hosts reach this one, where `pool.fleet_host` stands for all its interfaces; None
+            finds one.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class FleetServer:
         config: PoolSection,
         token: str | None = None,
         run_dir: Path | None = None,
-        address: str = LOOPBACK,
+        address: str | None = None,
     ) -> None:
         self.metrics = FleetMetrics(lambda: pool.members)
         """What /metrics shows; its `note` takes the records of the run."""
@@ -128,10 +129,10 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket, address: str) -> str:
+def _url(listener: socket.socket, address: str | None) -> str:
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
-        host = address
+        host = address or address_for_others()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

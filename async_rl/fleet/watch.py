@@ -8,13 +8,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, Protocol
 
 from async_rl.config import PoolSection
-from async_rl.errors import InstanceError, InstanceRefused, NoInstanceLeft
+from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, NoInstanceLeft
 from async_rl.fleet.member import Member
 from async_rl.fleet.router import Router
-from async_rl.protocol import InstanceState
 from async_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -27,12 +27,12 @@ LOG_INTERVAL_S = 10.0
 SPEED_MEMORY_S = 10.0
 REMEDY = "start or repair an instance, then start the run again: it can go on from its last checkpoint"
 
-MAX_RETURNS = 3
-"""Returns of one instance between two publishes: one that flaps must not keep a group going round for ever."""
+RECHECK_S = 0.2
+"""After a broken connection and a health check that found none either, before the instance counts as gone."""
 
 
 class Fleet(Protocol):
-    """What the watch sees of the pool, and does to it."""
+    """What the watch sees of the pool, and tells it."""
 
     router: Router
 
@@ -45,13 +45,26 @@ class Fleet(Protocol):
     @property
     def can_admit(self) -> bool: ...
 
+    def may_admit(self, member: Member) -> bool: ...
+
+    @property
+    def can_return(self) -> bool: ...
+
     async def admit_now(self, member: Member) -> None:
         """Loads the weights in training into an instance that lacks them, and puts it in service."""
         ...
 
-    def bring_back(self, member: Member) -> None: ...
+    def note_answer(self, member: Member, version: WeightVersion, boot_id: str | None) -> None: ...
 
-    def take_out(self, member: Member, reason: str, *, state: InstanceState = "stale") -> None: ...
+    def note_process(self, member: Member, boot_id: str | None) -> None: ...
+
+    def note_unwell(self, member: Member, reason: str) -> None: ...
+
+    def note_lost(self, member: Member, reason: str) -> None: ...
+
+    def note_failure(self, member: Member, reason: str) -> None: ...
+
+    def note_useless(self, member: Member, reason: str) -> None: ...
 
     def remove(self, name: str) -> Member: ...
 
@@ -68,7 +81,9 @@ class Watch:
         self._config = config
         self._probe_timeout_s = min(PROBE_TIMEOUT_S, config.heartbeat_timeout_s / 2)
         self._tasks: dict[Member | None, asyncio.Task[None]] = {}
-        self._refused_versions: dict[Member, WeightVersion] = {}
+        self._suspicions: dict[Member, asyncio.Event] = {}
+        self._well_s: dict[Member, float] = {}
+        """When each was last healthy, by `time.monotonic()`."""
         self._without_since_s: float | None = None
         self._next_log_s = 0.0
         self._num_tokens: dict[Member, int] = {}
@@ -86,6 +101,11 @@ class Watch:
             member.last_seen_s = member.last_seen_s or time.monotonic()
             self._spawn(member, self._watch(member))
 
+    def look_at(self, member: Member) -> None:
+        """Checks it at once: a connection to it broke."""
+        if member in self._suspicions:
+            self._suspicions[member].set()
+
     async def stop(self) -> None:
         tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:
@@ -99,64 +119,76 @@ class Watch:
         task.add_done_callback(_report)
 
     async def _watch(self, member: Member) -> None:
+        suspicion = self._suspicions[member] = asyncio.Event()
+        self._well_s[member] = time.monotonic()
         while member in self._fleet.members:
-            await self._check(member)
-            without = self._without_since_s is not None
-            await asyncio.sleep(INTERVAL_WITHOUT_S if without else INTERVAL_S)
+            is_suspected = suspicion.is_set()
+            suspicion.clear()
+            error = await self._check(member)
+            if is_suspected and isinstance(error, ConnectionLost):
+                await asyncio.sleep(RECHECK_S)
+                if isinstance(await self._check(member), ConnectionLost) and member.state != "dead":
+                    self._fleet.note_lost(member, str(error))
+            interval_s = INTERVAL_S if self._without_since_s is None else INTERVAL_WITHOUT_S
+            with suppress(TimeoutError):
+                await asyncio.wait_for(suspicion.wait(), interval_s)
+        del self._suspicions[member], self._well_s[member]
         self._tasks.pop(member, None)
 
-    async def _check(self, member: Member) -> None:
+    async def _check(self, member: Member) -> InstanceError | None:
+        """Asks for its health, and draws the consequences; what went wrong, if anything."""
         try:
-            await member.client.health(self._probe_timeout_s)
+            boot_id = await member.client.health(self._probe_timeout_s)
         except InstanceRefused as error:
-            # 503 and the like: it runs, but cannot serve; a whole publish may mend that.
-            member.last_seen_s = time.monotonic()
-            if member.state in ("ready", "dead"):
-                self._fleet.take_out(member, str(error))
-            return
+            self._note_refusal(member, error)
+            return error
         except InstanceError as error:
             silent_s = time.monotonic() - member.last_seen_s
             if silent_s > self._config.heartbeat_timeout_s and member.state != "dead":
-                self._fleet.take_out(member, f"silent for {silent_s:.0f} s: {error}", state="dead")
-            return
-        member.last_seen_s = time.monotonic()
-        if member.state not in ("ready", "draining") and not member.is_barred:
+                self._fleet.note_lost(member, f"silent for {silent_s:.0f} s: {error}")
+            return error
+        member.last_seen_s = self._well_s[member] = time.monotonic()
+        self._fleet.note_process(member, boot_id)
+        if not member.standing.is_in_service:
             try:
                 await self._welcome(member)
             except InstanceError as error:
                 logger.debug("%s", error)
+        return None
+
+    def _note_refusal(self, member: Member, error: InstanceRefused) -> None:
+        """It runs. With a server error it cannot serve at the moment, which may pass, and which a whole publish may
+        mend; anything else, such as a refused token, will not pass."""
+        member.last_seen_s = time.monotonic()
+        unwell_s = time.monotonic() - self._well_s[member]
+        if error.status < 500:
+            if member.state in ("ready", "dead"):
+                self._fleet.note_failure(member, str(error))
+        elif member.state == "dead" or (member.state == "ready" and unwell_s > self._config.heartbeat_timeout_s):
+            self._fleet.note_unwell(member, str(error))
 
     async def _welcome(self, member: Member) -> None:
         """An instance that answers and is not in service: it comes back, is admitted, or waits for the next publish."""
         version = self._fleet.version
         if version is None:
             if member.state == "dead":
-                member.state = "stale"
+                self._fleet.note_useless(member, member.reason or "it waits for the publish under way")
             return
         # Another server may have taken its place.
         await member.client.learn_dialect(self._probe_timeout_s)
         self._fleet.require_length(member, await member.client.max_model_len(self._probe_timeout_s))
-        actual = await member.client.weight_version(self._probe_timeout_s)
-        is_gone = member not in self._fleet.members
-        if is_gone or self._fleet.version != version or member.is_barred or member.state in ("ready", "draining"):
+        held = await member.client.holding(self._probe_timeout_s)
+        if self._fleet.version != version or member.standing.is_in_service:
             return
-        if actual == version and member.num_returns < MAX_RETURNS:
-            member.num_returns += 1
-            self._fleet.bring_back(member)
-        elif self._fleet.can_admit and self._refused_versions.get(member) != version:
-            try:
-                await self._fleet.admit_now(member)
-            except InstanceError as error:
-                # Once for each version: what it refused it will refuse again.
-                self._refused_versions[member] = version
-                self._fleet.take_out(member, f"it could not join: {error}")
-        else:
-            member.state = "stale" if member.version else "joining"
-            member.reason = f"it holds weight version {actual!r}: it needs the next publish"
+        self._fleet.note_answer(member, held.version, held.boot_id)
+        if self._fleet.may_admit(member):
+            await self._fleet.admit_now(member)
 
     async def _watch_all(self) -> None:
         while True:
             self._measure()
+            # Pauses end, queues grow long and instances fall idle without any event.
+            self._fleet.router.wake()
             for member in self._fleet.members:
                 if member.state == "draining" and not member.outstanding_tokens and not member.outstanding_elsewhere:
                     logger.info("%s is drained and leaves the pool", member.name)
@@ -169,10 +201,11 @@ class Watch:
         share = INTERVAL_WITHOUT_S / SPEED_MEMORY_S
         members = self._fleet.members
         for member in members:
-            gained = member.num_tokens - self._num_tokens.get(member, member.num_tokens)
-            member.tokens_per_s += share * (gained / INTERVAL_WITHOUT_S - member.tokens_per_s)
+            rate = (member.num_tokens - self._num_tokens.get(member, member.num_tokens)) / INTERVAL_WITHOUT_S
+            member.tokens_per_s += share * (rate - member.tokens_per_s)
+            if member.requests and (rate or member.speed is not None):
+                member.speed = rate if member.speed is None else member.speed + share * (rate - member.speed)
         self._num_tokens = {member: member.num_tokens for member in members}
-        self._refused_versions = {m: v for m, v in self._refused_versions.items() if m in self._num_tokens}
 
     def _require_somebody(self) -> None:
         """Fails the requests that wait where no instance is in service for too long, or none can be any more."""
@@ -194,18 +227,16 @@ class Watch:
             logger.warning(self._fleet.describe(f"no instance is in service; waiting {left_s:.0f} s more for one"))
 
     def _serve(self, version: WeightVersion) -> bool:
-        return any(member.serves(version) for member in self._fleet.members)
+        return any(member.serves(version) and member.circuit.is_closed for member in self._fleet.members)
 
     def _is_hopeless(self) -> bool:
         """Nobody can come back before the next publish, and nobody new can be let in."""
         if self._fleet.can_admit:
             return False
         version = self._fleet.version
-        return not any(
-            not member.is_barred and member.num_returns < MAX_RETURNS and member.version == version
-            for member in self._fleet.members
-            if member.state in ("dead", "stale")
-        )
+        if version is not None and any(member.serves(version) for member in self._fleet.members):
+            return False
+        return not self._fleet.can_return
 
 
 def _report(task: "asyncio.Task[None]") -> None:

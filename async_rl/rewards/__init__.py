@@ -1,14 +1,13 @@
 """One file per reward: a function (prompt, responses, row) -> one float per response.
 
-Synchronous ones run in worker processes, asynchronous ones on the producer's event loop; both within
-`reward.timeout_s`.
+All of them run in worker processes, so that none can hold up or take down the trainer: synchronous ones one call at a
+time, asynchronous ones many at once on a loop of their own; each call within `reward.timeout_s`.
 """
 
 from async_rl.config import RewardSection
 from async_rl.errors import ConfigError
-from async_rl.rewards.async_reward import AsyncReward
 from async_rl.rewards.base import Reward
-from async_rl.rewards.function import PREFIX, is_async, load_function
+from async_rl.rewards.function import PREFIX, find_file
 from async_rl.rewards.process_reward import ProcessReward
 
 __all__ = ["Reward", "make_reward"]
@@ -17,18 +16,15 @@ BUILT_IN = ("reasoning_gym", "math")
 
 
 def make_reward(config: RewardSection) -> Reward:
-    """The reward a config names.
+    """The reward a config names; its own code is loaded by `start`, in the processes that run it.
 
     Raises:
-        ConfigError: no such reward, or the file or the function of a `python:` reward does not exist or fails to load.
+        ConfigError: no such reward, or the file of a `python:` reward does not exist.
     """
-    if config.name in BUILT_IN:
-        return ProcessReward(config.name, config.timeout_s, config.num_workers)
-    if not config.name.startswith(PREFIX):
+    if config.name.startswith(PREFIX):
+        find_file(config.name)
+    elif config.name not in BUILT_IN:
         raise ConfigError(
             f"reward.name is {config.name!r}: expected {', '.join(BUILT_IN)} or {PREFIX}path/to/file.py:function"
         )
-    function = load_function(config.name)
-    if is_async(function):
-        return AsyncReward(config.name, function, config.timeout_s)
-    return ProcessReward(config.name, config.timeout_s, config.num_workers)
+    return ProcessReward(config)

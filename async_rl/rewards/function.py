@@ -1,20 +1,59 @@
-"""From a reward's name to its function. Runs in the trainer's process and in the workers, and imports nothing heavy."""
+"""From a reward's name to its function, and what the function says of itself.
+
+Functions are loaded in the workers only: what a user's file does when it is loaded is not the trainer's to suffer.
+"""
 
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
+from async_rl.rewards.base import CORRECT_AT
 
 PREFIX = "python:"
 
 RewardFunction = Callable[..., Any]
 """function(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> one float per response"""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a reward function says of itself: whether it is asynchronous, and from where on responses are correct."""
+
+    is_async: bool
+    correct_at: float | None
+
+    @classmethod
+    def of(cls, function: RewardFunction) -> "Traits":
+        """The traits of a loaded function.
+
+        Raises:
+            ConfigError: its `correct_at` is no finite number.
+        """
+        threshold = getattr(function, CORRECT_AT, None)
+        if threshold is not None and not (isinstance(threshold, int | float) and math.isfinite(threshold)):
+            raise ConfigError(f"its {CORRECT_AT} is {threshold!r}: expected a number, the least reward that is correct")
+        return cls(is_async(function), None if threshold is None else float(threshold))
+
+
+def find_file(name: str) -> tuple[Path, str]:
+    """The file and the function's name of `python:path/to/file.py:function`.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    file, colon, attribute = name.removeprefix(PREFIX).rpartition(":")
+    path = Path(file)
+    if not colon or not path.is_file():
+        raise ConfigError(f"reward.name {name!r}: no such file {file!r}; write {PREFIX}path/to/file.py:function")
+    return path, attribute
 
 
 def load_function(name: str) -> RewardFunction:
@@ -26,10 +65,7 @@ def load_function(name: str) -> RewardFunction:
     if not name.startswith(PREFIX):
         function: RewardFunction = importlib.import_module(f"async_rl.rewards.{name}").score
         return function
-    file, colon, attribute = name.removeprefix(PREFIX).rpartition(":")
-    path = Path(file)
-    if not colon or not path.is_file():
-        raise ConfigError(f"reward.name {name!r}: no such file {file!r}; write {PREFIX}path/to/file.py:function")
+    path, attribute = find_file(name)
     module = _load_file(path, name)
     found: RewardFunction | None = getattr(module, attribute, None)
     if found is None or not callable(found):
@@ -53,6 +89,14 @@ def _load_file(path: Path, name: str) -> Any:
     sys.path.append(str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"reward.name {name!r}: loading {path} failed:\n{traceback.format_exc()}") from error
+    except BaseException as error:  # sys.exit() at the top of a file is a fault like any other
+        raise ConfigError(f"reward.name {name!r}: loading {path} failed:\n{_from(path, error)}") from error
     return module
+
+
+def _from(path: Path, error: BaseException) -> str:
+    """The traceback of what a file's own code met: the way to it is ours and the importer's."""
+    trace = error.__traceback__
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != path.resolve():
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))

@@ -5,9 +5,11 @@ from typing import Any
 
 from math_verify import parse, verify
 
+from async_rl.rewards.base import correct_at
 from async_rl.types import Prompt, Response
 
 
+@correct_at(1.0)
 def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
     """`row["answer"]`: an expression, plain or in LaTeX, with or without `$` or `\\boxed`; or GSM8K's `... #### 42`."""
     if row.get("answer") is None:

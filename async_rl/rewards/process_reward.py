@@ -1,64 +1,136 @@
-"""A synchronous reward: scored in worker processes, so that it can neither hold up nor take down the trainer."""
+"""Scores groups in worker processes, so that no reward can hold up or take down the trainer."""
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
+from async_rl.config import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.base import as_rewards
-from async_rl.rewards.worker_process import WorkerDied, WorkerFailed, WorkerProcess
+from async_rl.rewards.function import Traits
+from async_rl.rewards.worker_process import (
+    WorkerDied,
+    WorkerFailed,
+    WorkerProcess,
+    WorkerStopped,
+    WorkerTimeout,
+)
 from async_rl.types import Prompt, Response
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """A worker imports the reward's packages; on a cold disk that takes long."""
 
+RETRY_PAUSE_S = 0.5
+"""Before the second attempt, and twice as long before each further one: what a call asks over a network may recover."""
+
+
+class _Worker:
+    """A worker process, how many calls it has, and when it was last used."""
+
+    def __init__(self, name: str) -> None:
+        self.process = WorkerProcess(name)
+        self.starting = asyncio.Lock()
+        self.num_calls = 0
+        self.last_used = 0
+
 
 class ProcessReward:
-    """Implements `Reward` with `num_workers` processes; a hung or cancelled one is killed and started anew."""
+    """Implements `Reward` with `reward.num_workers` processes.
 
-    def __init__(self, name: str, timeout_s: float, num_workers: int) -> None:
-        self._name = name
-        self._timeout_s = timeout_s
-        self._workers = [WorkerProcess(name) for _ in range(num_workers)]
-        # The last one used comes first: it is awake and its caches are warm.
-        self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
-        for worker in self._workers:
-            self._idle.put_nowait(worker)
+    A synchronous function has one call per process, an asynchronous one `reward.max_concurrency` calls in all. A
+    process that does not let go of a call is killed and started anew; other calls it had are made again.
+    """
+
+    def __init__(self, config: RewardSection) -> None:
+        self._config = config
+        self._max_attempts = config.max_attempts if config.on_error == "retry" else 1
+        self._traits: Traits | None = None
+        self._workers: list[_Worker] = []
+        self._slots = asyncio.Semaphore(1)
+        self._num_uses = 0
+
+    @property
+    def correct_at(self) -> float | None:
+        assert self._traits is not None, "asked before the reward was started"
+        return self._traits.correct_at
 
     async def start(self) -> None:
-        await asyncio.gather(*(self._start(worker) for worker in self._workers))
+        if self._traits is not None:
+            return
+        self._workers = [_Worker(self._config.name) for _ in range(self._config.num_workers)]
+        try:
+            traits = await asyncio.gather(*(worker.process.start(START_TIMEOUT_S) for worker in self._workers))
+        except WorkerFailed as error:
+            raise ConfigError(f"reward {self._config.name!r} cannot be loaded:\n{error}") from error
+        except (WorkerDied, WorkerTimeout) as error:
+            raise ConfigError(
+                f"reward {self._config.name!r} cannot be loaded: its worker process ended ({error})"
+            ) from error
+        self._traits = traits[0]
+        self._slots = asyncio.Semaphore(
+            self._config.max_concurrency if self._traits.is_async else self._config.num_workers
+        )
 
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[float]:
-        where = f"reward {self._name!r}, prompt {prompt.prompt_id}"
-        worker = await self._idle.get()
-        try:
-            if not worker.running:
-                await self._start(worker)
-            async with asyncio.timeout(self._timeout_s) as limit:
-                returned = await worker.score(prompt, tuple(responses))
-            return as_rewards(returned, len(responses))
-        except TimeoutError as error:
-            assert limit.expired()
-            raise RewardError(
-                f"{where}: no answer within reward.timeout_s = {self._timeout_s:g} s; its process was killed"
-            ) from error
-        except WorkerFailed as error:
-            raise RewardError(f"{where} failed:\n{error}") from error
-        except WorkerDied as error:
-            raise RewardError(f"{where}: its process ended ({error}); it may have crashed or called exit") from error
-        finally:
-            # Put back even when this call was cancelled: a killed worker starts again when it is next needed.
-            self._idle.put_nowait(worker)
+        attempt = 1
+        while True:
+            try:
+                return await self._attempt(prompt, tuple(responses))
+            except _AttemptFailed as error:
+                what = f"reward {self._config.name!r}, prompt {prompt.prompt_id}"
+                if self._max_attempts > 1:
+                    what += f", attempt {attempt} of {self._max_attempts}"
+                if attempt == self._max_attempts:
+                    raise RewardError(f"{what}{error}") from error
+                log.warning("%s%s", what, error)
+            await asyncio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
+            attempt += 1
 
     async def close(self) -> None:
-        await asyncio.gather(*(worker.close() for worker in self._workers))
+        await asyncio.gather(*(worker.process.close() for worker in self._workers))
 
-    async def _start(self, worker: WorkerProcess) -> None:
+    async def _attempt(self, prompt: Prompt, responses: tuple[Response, ...]) -> list[float]:
+        """One call, however often a process that others took down has to be replaced for it."""
+        timeout_s = self._config.timeout_s
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await worker.start()
-        except TimeoutError as error:
-            raise RewardError(f"reward {self._name!r}: its process was not ready in {START_TIMEOUT_S:g} s") from error
+            while True:
+                async with self._worker() as worker:
+                    try:
+                        return as_rewards(await worker.score(prompt, responses, timeout_s), len(responses))
+                    except WorkerStopped:
+                        continue
+        except WorkerTimeout as error:
+            raise _AttemptFailed(f": no answer within reward.timeout_s = {timeout_s:g} s; {error}") from error
         except WorkerFailed as error:
-            raise ConfigError(f"reward {self._name!r} cannot be loaded in its worker process:\n{error}") from error
+            raise _AttemptFailed(f" failed:\n{error}") from error
         except WorkerDied as error:
-            raise ConfigError(f"reward {self._name!r}: its worker process ended at start ({error})") from error
+            raise _AttemptFailed(
+                f": its process ended ({error}); it, or a call beside it, may have crashed or called exit"
+            ) from error
+
+    @asynccontextmanager
+    async def _worker(self) -> AsyncIterator[WorkerProcess]:
+        """The least busy process, running; of several, the one used last: it is awake and its caches are warm."""
+        async with self._slots:
+            worker = min(self._workers, key=lambda worker: (worker.num_calls, -worker.last_used))
+            self._num_uses += 1
+            worker.num_calls, worker.last_used = worker.num_calls + 1, self._num_uses
+            try:
+                async with worker.starting:
+                    if not worker.process.running:
+                        await worker.process.start(START_TIMEOUT_S)
+                yield worker.process
+            except asyncio.CancelledError:
+                if self._traits is not None and not self._traits.is_async:
+                    # It cannot be called off, and the next call has to find its process free.
+                    worker.process.kill()
+                raise
+            finally:
+                worker.num_calls -= 1
+
+
+class _AttemptFailed(Exception):
+    """One call failed; the text goes on after the names of reward and prompt."""

@@ -11,11 +11,13 @@ from typing import Any
 
 import reasoning_gym
 
+from async_rl.rewards.base import correct_at
 from async_rl.types import Prompt, Response
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
+@correct_at(1.0)
 def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
     """`row`: an entry of the task (question, answer, metadata), with its `task` and `task_options` where known."""
     task = row.get("task") or row.get("metadata", {}).get("source_dataset")

@@ -1,9 +1,13 @@
-"""The worker process of a synchronous reward: `python -m async_rl.rewards.worker REWARD_NAME`.
+"""The worker process of a reward: `python -m async_rl.rewards.worker REWARD_NAME`.
 
-Reads groups from its standard input and answers on its standard output until the input ends; what the reward prints
+Reads calls from its standard input and answers on its standard output until the input ends; what the reward prints
 goes to standard error. It imports the reward and the words it speaks, and nothing of the trainer.
+
+A synchronous reward has the main thread, one call after the other; an asynchronous one has an event loop there, with
+all its calls under way at once. Whatever a call raises, `SystemExit` and a cancellation too, is its answer.
 """
 
+import asyncio
 import os
 import pickle
 import queue
@@ -11,54 +15,150 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from async_rl.errors import ConfigError
 from async_rl.rewards.base import as_rewards
-from async_rl.rewards.function import load_function
-from async_rl.rewards.worker_process import LENGTH
+from async_rl.rewards.function import Traits, load_function
+from async_rl.rewards.worker_process import LENGTH, LOADED, Outcome
 from async_rl.types import Prompt, Response
+
+STUCK_AFTER_S = 0.3
+"""A call that was asked to end and has not after so long is reported with where it is; the parent then ends us."""
+
+Call = tuple[Prompt, tuple[Response, ...]] | None
+"""What the parent wants of a call number: to score this, or (None) to end."""
+
+
+class Answers:
+    """The way back to the parent; used by all threads. It knows which calls are under way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._open: set[int] = set()
+
+    def begin(self, number: int) -> None:
+        with self._lock:
+            self._open.add(number)
+
+    def end(self, number: int, outcome: Outcome, answer: Any) -> None:
+        """Answers a call, unless that was done before."""
+        message = pickle.dumps((number, outcome, answer), protocol=pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            if number not in self._open:
+                return
+            self._open.remove(number)
+            self._file.write(LENGTH.pack(len(message)) + message)
+            self._file.flush()
 
 
 def main(reward_name: str) -> None:
     # Ctrl-C goes to the whole group of processes; the trainer ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests = sys.stdin.buffer
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # Out of reach of the reward, and of the programs that it starts: one that reads its standard input, as generated
+    # code may, finds it empty.
+    requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
+    answers = Answers(os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    groups: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    # Its own thread, so that the parent's end is noticed while a reward computes. The reward has the main thread,
-    # because some limit themselves with signals.
-    threading.Thread(target=_read, args=(requests, groups), daemon=True).start()
+    answers.begin(LOADED)
     try:
         function = load_function(reward_name)
+        traits = Traits.of(function)
     except Exception as error:
-        _answer(answers, True, f"{type(error).__name__}: {error}")
+        said = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        answers.end(LOADED, "failed", said)
         return
-    _answer(answers, False, None)
+    serve = _serve_async if traits.is_async else _serve
+    serve(function, requests, answers, lambda: answers.end(LOADED, "scored", traits))
+
+
+def _serve(function: Any, requests: BinaryIO, answers: Answers, ready: Callable[[], None]) -> None:
+    """Calls one after the other, in the main thread: some rewards limit themselves with signals."""
+    calls: queue.SimpleQueue[tuple[int, Prompt, tuple[Response, ...]]] = queue.SimpleQueue()
+
+    def receive(number: int, call: Call) -> None:
+        if call is not None:
+            calls.put((number, *call))
+
+    _start_reader(requests, answers, receive)
+    ready()
     while True:
-        prompt, responses = pickle.loads(groups.get())
-        failed, answer = _score(function, prompt, responses)
-        _answer(answers, failed, answer)
+        number, prompt, responses = calls.get()
+        try:
+            scores = as_rewards(function(prompt, responses, prompt.row), len(responses))
+        except BaseException:
+            answers.end(number, "failed", traceback.format_exc())
+        else:
+            answers.end(number, "scored", scores)
 
 
-def _score(function: Any, prompt: Prompt, responses: tuple[Response, ...]) -> tuple[bool, Any]:
+def _serve_async(function: Any, requests: BinaryIO, answers: Answers, ready: Callable[[], None]) -> None:
+    """All calls at once, on an event loop in the main thread."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def score(number: int, prompt: Prompt, responses: tuple[Response, ...]) -> None:
+        try:
+            scores = as_rewards(await function(prompt, responses, prompt.row), len(responses))
+        except BaseException:
+            answers.end(number, "failed", traceback.format_exc())
+        else:
+            answers.end(number, "scored", scores)
+
+    def forget(number: int) -> None:
+        del tasks[number]
+        # One that was cancelled before its first step has not answered.
+        answers.end(number, "failed", "it was cancelled before it began")
+
+    def begin_or_end(number: int, call: Call) -> None:
+        if call is not None:
+            tasks[number] = loop.create_task(score(number, *call))
+            tasks[number].add_done_callback(lambda _: forget(number))
+        elif number in tasks:
+            tasks[number].cancel()
+
+    _start_reader(requests, answers, lambda number, call: loop.call_soon_threadsafe(begin_or_end, number, call))
+    ready()
     try:
-        return False, as_rewards(function(prompt, responses, prompt.row), len(responses))
-    except Exception:
-        return True, traceback.format_exc()
+        loop.run_forever()
+    except BaseException:
+        traceback.print_exc()
+    # The reward stopped the loop, or a task of its own raised `SystemExit`; threads must not keep us alive.
+    os._exit(1)
 
 
-def _read(requests: BinaryIO, groups: "queue.SimpleQueue[bytes]") -> None:
-    while header := requests.read(LENGTH.size):
-        (length,) = LENGTH.unpack(header)
-        groups.put(requests.read(length))
-    os._exit(0)
+def _start_reader(requests: BinaryIO, answers: Answers, receive: Callable[[int, Call], object]) -> None:
+    """Reads in a thread of its own, so that the parent's end is noticed while a reward computes."""
+
+    def report(number: int) -> None:
+        answers.end(number, "stuck", _where(main_thread))
+
+    def read() -> None:
+        while header := requests.read(LENGTH.size):
+            (length,) = LENGTH.unpack(header)
+            number, call = pickle.loads(requests.read(length))
+            if call is None:
+                timer = threading.Timer(STUCK_AFTER_S, report, [number])
+                timer.daemon = True
+                timer.start()
+            else:
+                answers.begin(number)
+            receive(number, call)
+        os._exit(0)
+
+    main_thread = threading.get_ident()
+    threading.Thread(target=read, daemon=True).start()
 
 
-def _answer(answers: BinaryIO, failed: bool, answer: Any) -> None:
-    message = pickle.dumps((failed, answer), protocol=pickle.HIGHEST_PROTOCOL)
-    answers.write(LENGTH.pack(len(message)) + message)
-    answers.flush()
+def _where(thread: int) -> str:
+    """What a thread is doing, as a traceback."""
+    return "".join(traceback.format_stack(sys._current_frames()[thread]))
 
 
 if __name__ == "__main__":

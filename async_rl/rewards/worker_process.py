@@ -1,19 +1,40 @@
-"""The trainer's end of one worker process: starts it, sends it groups, gets floats back, kills it.
+"""The trainer's end of one worker process: starts it, sends it calls, gets floats back, kills it.
 
 A fresh interpreter runs `async_rl.rewards.worker`, not a fork: the trainer's threads, its torch and its network
-connections stay out of it. Messages are pickles on the two pipes between parent and child, each after its length.
+connections stay out of it. Messages are pickles on the two pipes between parent and child, each after its length; calls
+have numbers, so that many of them may be under way.
+
+Every wait for a worker has an end: its answer, the end of the process, or a time; a process that does not let go of a
+call is killed with all that it started.
 """
 
 import asyncio
+import contextlib
+import itertools
+import os
 import pickle
+import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
-from typing import Any
+from typing import Any, Literal
 
+from async_rl.rewards.function import Traits
 from async_rl.types import Prompt, Response
 
 LENGTH = struct.Struct(">Q")
+
+LOADED = 0
+"""The number under which a worker says that it has loaded its reward; those of calls follow."""
+
+END_GRACE_S = 1.0
+"""How long a call that was asked to end may take for it before its process is killed."""
+
+REAP_TIMEOUT_S = 5.0
+"""How long a killed process may take to disappear; it is not waited for any longer."""
+
+Outcome = Literal["scored", "failed", "stuck"]
+"""Of a call: its floats; its traceback; or, once it was asked to end and does not, where it is."""
 
 
 class WorkerFailed(Exception):
@@ -24,65 +45,166 @@ class WorkerDied(Exception):
     """The process ended without an answer."""
 
 
+class WorkerTimeout(Exception):
+    """A call did not end in time; the text says where it was, and what became of its process."""
+
+
+class WorkerStopped(Exception):
+    """We killed the process because of another call; this one has to be made again."""
+
+
 class WorkerProcess:
-    """One worker; one call at a time. A call that does not come to its end leaves no process behind."""
+    """One worker with any number of calls; those that must not run side by side are the caller's to order."""
 
     def __init__(self, reward_name: str) -> None:
         self._reward_name = reward_name
         self._process: Process | None = None
+        self._calls: dict[int, asyncio.Future[tuple[Outcome, Any]]] = {}
+        self._numbers = itertools.count(LOADED + 1)
+        self._background: set[asyncio.Task[Any]] = set()
 
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    async def start(self) -> None:
-        """Starts the process and waits until it has loaded the reward and scored nothing once.
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self, timeout_s: float) -> Traits:
+        """Starts the process and waits until it has loaded the reward.
 
         Raises:
-            WorkerFailed, WorkerDied: the reward could not be loaded.
+            WorkerFailed, WorkerDied, WorkerTimeout: the reward could not be loaded.
         """
         self.kill()
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "async_rl.rewards.worker", self._reward_name, stdin=PIPE, stdout=PIPE
+        process = self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "async_rl.rewards.worker", self._reward_name),
+            stdin=PIPE,
+            stdout=PIPE,
+            # Its own group of processes, which ends as a whole.
+            start_new_session=True,
         )
-        await self._receive()
+        loaded = self._calls[LOADED] = asyncio.get_running_loop().create_future()
+        self._spawn(self._read(process))
+        try:
+            await asyncio.wait({loaded}, timeout=timeout_s)
+            if not loaded.done():
+                raise WorkerTimeout(f"it had not loaded the reward after {timeout_s:g} s")
+            traits: Traits = _answer(*loaded.result())
+        except BaseException:
+            await self.close()
+            raise
+        return traits
 
-    async def score(self, prompt: Prompt, responses: tuple[Response, ...]) -> list[float]:
-        """What the reward function returns for the group.
+    async def score(self, prompt: Prompt, responses: tuple[Response, ...], timeout_s: float) -> list[float]:
+        """What the reward function returns for the group; the time counts from now.
+
+        To cancel it ends the call: nothing of it holds up the next one.
 
         Raises:
-            WorkerFailed, WorkerDied: see there.
+            WorkerFailed, WorkerDied, WorkerTimeout, WorkerStopped: see there.
         """
-        assert self._process is not None and self._process.stdin is not None
-        message = pickle.dumps((prompt, responses), protocol=pickle.HIGHEST_PROTOCOL)
-        self._process.stdin.write(LENGTH.pack(len(message)) + message)
-        returned: list[float] = await self._receive()
-        return returned
+        process = self._process
+        if process is None:
+            raise WorkerDied("it ended before the call began")
+        number = next(self._numbers)
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._send(number, (prompt, responses))
+        try:
+            await asyncio.wait({future}, timeout=timeout_s)
+            if not future.done():
+                raise WorkerTimeout(await self._end(process, number, future))
+        except asyncio.CancelledError:
+            self._spawn(self._end(process, number, future))
+            raise
+        self._calls.pop(number, None)
+        scores: list[float] = _answer(*future.result())
+        return scores
 
     def kill(self) -> None:
-        """Ends the process without waiting for it; the loop reaps it."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-        self._process = None
+        """Ends the process and what it started, without waiting for it; other calls of it have to be made again."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        self._fail(WorkerStopped("its process was ended because of another call"))
 
     async def close(self) -> None:
+        """Kills the process and waits for its end, at most `REAP_TIMEOUT_S`."""
         process = self._process
         self.kill()
         if process is not None:
-            await process.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), REAP_TIMEOUT_S)
+        for task in self._background:
+            task.cancel()
 
-    async def _receive(self) -> Any:
-        """The next answer. Whatever ends the wait early, a timeout or a cancellation, ends the process too."""
-        process = self._process
-        assert process is not None and process.stdout is not None
-        try:
-            (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-            failed, answer = pickle.loads(await process.stdout.readexactly(length))
-        except asyncio.IncompleteReadError as error:
-            raise WorkerDied(f"exit code {await process.wait()}") from error
-        except BaseException:
+    async def _end(self, process: Process, number: int, future: "asyncio.Future[tuple[Outcome, Any]]") -> str:
+        """Ends a call that is not wanted any more, or its process; says where the call was."""
+        if process is self._process:
+            self._send(number, None)
+        await asyncio.wait({future}, timeout=END_GRACE_S)
+        self._calls.pop(number, None)
+        if future.done() and future.exception() is None:
+            outcome, answer = future.result()
+            if outcome != "stuck":
+                return f"it was stopped:\n{answer}" if outcome == "failed" else "it came just too late"
+            where = f"it was at:\n{answer}"
+        else:
+            where = "it does not let the interpreter go"
+        if process is self._process:
             self.kill()
-            raise
-        if failed:
-            raise WorkerFailed(answer)
+        return f"its process was killed; {where}"
+
+    def _send(self, number: int, call: tuple[Prompt, tuple[Response, ...]] | None) -> None:
+        """To a process that is gone, or going, nothing is sent: its reader says so to all calls."""
+        if self._process is None or self._process.stdin is None or self._process.stdin.is_closing():
+            return
+        message = pickle.dumps((number, call), protocol=pickle.HIGHEST_PROTOCOL)
+        self._process.stdin.write(LENGTH.pack(len(message)) + message)
+
+    async def _read(self, process: Process) -> None:
+        """Takes the answers of one process to the calls that wait for them, until it ends."""
+        assert process.stdout is not None
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+                number, *answer = pickle.loads(await process.stdout.readexactly(length))
+                future = self._calls.get(number)
+                if future is not None and not future.done():
+                    future.set_result((answer[0], answer[1]))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        if process is self._process:
+            code = await _exit_code(process)
+            self._process = None
+            self._fail(WorkerDied(f"exit code {code}"))
+
+    def _fail(self, error: Exception) -> None:
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # whoever waits gets it; a call that was given up has nobody who does
+
+    def _spawn(self, coro: Any) -> None:
+        task = asyncio.create_task(coro)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+async def _exit_code(process: Process) -> int | str:
+    """The exit code of a process whose output has ended; it may have closed that and live on, which it shall not."""
+    try:
+        return await asyncio.wait_for(process.wait(), END_GRACE_S)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return "unknown: it closed its output and was killed"
+
+
+def _answer(outcome: Outcome, answer: Any) -> Any:
+    if outcome == "scored":
         return answer
+    raise WorkerFailed(answer)

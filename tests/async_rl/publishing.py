@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from async_rl.admission import Admission
+from async_rl.canary import Canary
 from async_rl.config import PoolSection, PublishSection, RolloutSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool import InferencePool
@@ -47,7 +48,12 @@ class Publishing:
         self._made: list[tuple[Publisher, InferencePool, SnapshotStore | None]] = []
 
     def make(
-        self, *instances: Any, wait_s: float = 0.0, snapshot_dir: Path | None = None, **options: Any
+        self,
+        *instances: Any,
+        wait_s: float = 0.0,
+        snapshot_dir: Path | None = None,
+        canary: Canary | None = None,
+        **options: Any,
     ) -> tuple[Publisher, InferencePool]:
         """`options` are settings of the pool or publish section; late joiners are admitted if they say so."""
         urls = tuple(instance.url for instance in instances)
@@ -58,10 +64,18 @@ class Publishing:
         config = PublishSection(snapshot_dir=snapshot_dir, **settings)
         snapshots = SnapshotStore(snapshot_dir, "run") if snapshot_dir else None
         admission = Admission(config)
+        admission.canary = canary
         pool.admit = admission.admit
         probe = Probe(config, RolloutSection(), PROMPT) if config.probe_tokens else None
         publisher = Publisher(
-            pool, self._loop, config, wait_s=wait_s, snapshots=snapshots, admission=admission, probe=probe
+            pool,
+            self._loop,
+            config,
+            wait_s=wait_s,
+            snapshots=snapshots,
+            admission=admission,
+            probe=probe,
+            canary=canary,
         )
         self._made.append((publisher, pool, snapshots))
         return publisher, pool

@@ -18,6 +18,7 @@ from scripted_instance import Instance, refusal, serve
 
 from async_rl.errors import PublishError
 from async_rl.weight_snapshot import read_snapshot
+from async_rl.weight_store import join_meeting
 from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup
 
 
@@ -81,7 +82,7 @@ class ReceivingInstance(Instance):
 
     def join(self) -> WeightGroup:
         info = self.init
-        store = WeightGroup.join_store(info["master_address"], info["master_port"], info["timeout_s"])
+        store = join_meeting(info["master_address"], info["master_port"], info["secret"], info["timeout_s"])
         return WeightGroup(store, info["rank_offset"], info["world_size"], info["backend"], info["timeout_s"])
 
     async def start(self, request: web.Request) -> web.Response:

@@ -7,11 +7,16 @@ engine's.
 Script: version; max_model_len; delay_s before answering; slow_token: prompts with it get no answer; die_at, hang_at,
 refuse_at, abort_at: the generate request (counted from 0) that meets that fate; serve_generate = false: only
 completions; stale: the version it answers with; token; health: status of /health; short: answers one log-prob too few;
-server, owner: of /version and the model card.
+server, owner: of /version and the model card; boot_id: of the process, null for none;
+start_time: of its figures; concurrency: told with it;
+port: to listen at; slots: requests that it works at side by side, others wait; busy_at: requests that get busy_status
+(503); poison: prompts with this token get a 500; mute: /health does not answer.
 
-Streaming, with stream = true: token_s after each token; stop_after: tokens of every response after which the process
-ends (fate "die"), or says no more ("hang"), or is out of step ("skip", "repeat": a chunk is left out, or sent twice);
-versions_at_end: weight versions with the last chunk only, as vLLM; endless: no chunk says that it is the last.
+Streaming, with stream = true: token_s after each token; stop_after: tokens of every response (or of those of
+the request fate_of) after which the process
+ends (fate "die"), or says no more ("hang"), or only that its engine died ("engine death"), or is out of step ("skip",
+"repeat": a chunk is left out, or sent twice), or breaks the connection ("tear"); versions_at_end: weight versions with
+the last chunk only, as vLLM; endless: no chunk says that it is the last.
 """
 
 import asyncio
@@ -32,12 +37,22 @@ DEFAULTS = {
     "server": "0.32.0",
     "owner": "async-rl",
     "stream": False,
+    "boot_id": "",
+    "busy_status": 503,
+    "port": 0,
     "token_s": 0.0,
 }
 
 
+ENGINE_DEATH = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+"""What vLLM 0.32 says in an answer that has begun."""
+
 END = 2
 """The token that ends a response."""
+
+
+class Busy(Exception):
+    """The status to answer with."""
 
 
 class Instance:
@@ -46,6 +61,7 @@ class Instance:
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.num_cancelled = 0
+        self.slots = asyncio.Semaphore(self.script.get("slots", 10**6))
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -55,6 +71,7 @@ class Instance:
             web.get("/version", self.server_version),
             web.get("/v1/models", self.models),
             web.get("/weight_info", self.weight_info),
+            web.get("/metrics", self.metrics),
             web.post("/inference/v1/generate", self.generate),
             web.post("/v1/completions", self.complete),
         ]
@@ -66,11 +83,24 @@ class Instance:
             return refusal(401, "a bearer token is needed")
         if request.path not in ("/script", "/seen"):
             self.calls.append(request.path)
+        if request.path == "/health" and self.script.get("mute"):
+            await asyncio.sleep(3600)
         try:
-            return await handler(request)
+            response = await handler(request)
+            if not response.prepared:
+                response.headers.update(self.identity())
+            return response
+        except Busy as busy:
+            return web.Response(status=busy.args[0], text="the engine is busy")
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
+
+    def identity(self) -> dict[str, str]:
+        """Headers of every answer; `boot_id` "" stands for one of this process's own."""
+        boot_id, told = self.script["boot_id"], self.script.get("concurrency")
+        headers = {} if boot_id is None else {"X-Async-RL-Boot-Id": boot_id or f"process-{os.getpid()}"}
+        return headers | ({} if told is None else {"X-Async-RL-Max-Concurrency": str(told)})
 
     async def rescript(self, request: web.Request) -> web.Response:
         self.script |= await request.json()
@@ -93,6 +123,11 @@ class Instance:
     async def weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.script["version"]})
 
+    async def metrics(self, request: web.Request) -> web.Response:
+        started = self.script.get("start_time")
+        line = f"process_start_time_seconds {started}\n" if started else ""
+        return web.Response(text=f"# HELP vllm:x y\n{line}python_info 1.0\n")
+
     async def generate(self, request: web.Request) -> web.Response:
         if not self.script["serve_generate"]:
             raise web.HTTPNotFound(text='{"detail":"Not Found"}')
@@ -105,7 +140,7 @@ class Instance:
             return await self.stream(request, body)
         choices = []
         for j in range(sampling["n"]):
-            token_ids, logprobs = sample(sampling["seed"] + j, len(body["token_ids"]), sampling["max_tokens"])
+            token_ids, logprobs = sample(seed_of(sampling) + j, len(body["token_ids"]), sampling["max_tokens"])
             if number == self.script.get("abort_at"):
                 token_ids, logprobs = token_ids[:1], logprobs[:1]
             version = self.script.get("stale", self.script["version"])
@@ -127,16 +162,37 @@ class Instance:
     async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """All children side by side, a token of each at a time."""
         sampling = body["sampling_params"]
-        seeds = [sampling["seed"] + j for j in range(sampling["n"])]
+        first_seed = seed_of(sampling)
+        seeds = [first_seed + j for j in range(sampling["n"])]
         samples = [sample(seed, len(body["token_ids"]), sampling["max_tokens"]) for seed in seeds]
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"} | self.identity())
         await response.prepare(request)
+        async with self.slots:
+            await self.send_tokens(request, response, body, samples)
+        return response
+
+    async def send_tokens(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        body: dict[str, Any],
+        samples: list[tuple[list[int], list[float]]],
+    ) -> None:
         for k in range(max(len(token_ids) for token_ids, _ in samples)):
-            fate = self.script.get("fate") if k == self.script.get("stop_after") else None
+            is_meant = body["request_id"] == self.script.get("fate_of", body["request_id"])
+            fate = self.script.get("fate") if k == self.script.get("stop_after") and is_meant else None
             if fate == "die":
                 os._exit(1)
             if fate == "hang":
                 await asyncio.sleep(3600)
+            if fate == "engine death":
+                error = {"message": ENGINE_DEATH, "type": "InternalServerError", "param": None, "code": 500}
+                await response.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+                break
+            if fate == "tear":
+                assert request.transport is not None
+                request.transport.abort()
+                return
             if fate == "skip":
                 continue
             for j, (token_ids, logprobs) in enumerate(samples):
@@ -146,7 +202,6 @@ class Instance:
                         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             await asyncio.sleep(self.script["token_s"])
         await response.write(b"data: [DONE]\n\n")
-        return response
 
     def event(
         self, body: dict[str, Any], j: int, k: int, token_ids: list[int], logprobs: list[float]
@@ -168,7 +223,7 @@ class Instance:
         await self.suffer(body)
         choices = []
         for j in range(body["n"]):
-            token_ids, logprobs = sample(body["seed"] + j, len(body["prompt"]), body["max_tokens"])
+            token_ids, logprobs = sample(seed_of(body) + j, len(body["prompt"]), body["max_tokens"])
             answer = {"index": j, "finish_reason": "stop", "logprobs": {"token_logprobs": logprobs}}
             choices.append(answer | {"token_ids": token_ids, "text": ""})
         return web.json_response({"choices": choices})
@@ -181,11 +236,18 @@ class Instance:
             os._exit(1)
         if number == self.script.get("hang_at"):
             await asyncio.sleep(3600)
-        if number == self.script.get("refuse_at"):
+        if number == self.script.get("refuse_at") or self.script.get("poison") in body.get("token_ids", ()):
             raise web.HTTPInternalServerError(text="engine is broken")
+        if number in self.script.get("busy_at", ()):
+            raise Busy(self.script["busy_status"])
         slow = self.script.get("slow_token") in body.get("token_ids", ())
         await asyncio.sleep(3600 if slow else self.script["delay_s"])
         return number
+
+
+def seed_of(sampling: dict[str, Any]) -> int:
+    """The seed asked for, or one of the instance's own, which is always the same."""
+    return int(sampling.get("seed", 0))
 
 
 def sample(seed: int, start: int, max_tokens: int) -> tuple[list[int], list[float]]:
@@ -210,7 +272,7 @@ async def serve(instance: Instance) -> None:
     app.add_routes(instance.routes())
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", instance.script["port"])
     await site.start()
     print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
     await asyncio.to_thread(sys.stdin.read)

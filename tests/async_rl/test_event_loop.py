@@ -1,8 +1,12 @@
 import asyncio
+import sys
 import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
+from async_rl.errors import EventLoopLost, WaitTimedOut
 from async_rl.event_loop import EventLoopThread
 
 
@@ -60,3 +64,79 @@ def test_close_ends_what_still_runs_and_refuses_more() -> None:
     with pytest.raises(RuntimeError, match="closed"):
         loop.submit(doubled(1))
     loop.close()
+
+
+async def exit_early() -> None:
+    sys.exit(3)
+
+
+async def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+async def cancel_itself() -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("end", [exit_early, interrupt, cancel_itself])
+def test_a_coroutine_that_would_end_the_loop_is_an_error_and_the_loop_goes_on(
+    loop: EventLoopThread, end: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    beside = loop.submit(asyncio.sleep(0.2, "whole"))
+    with pytest.raises(EventLoopLost, match=end.__name__):
+        loop.run(end(), timeout_s=10)
+    assert beside.result(10) == "whole"
+    assert loop.run(doubled(2)) == 4
+
+
+def test_nobody_waits_for_a_thread_that_has_ended(loop: EventLoopThread) -> None:
+    """Whatever ended it: here the loop is stopped for good from inside."""
+
+    async def end_thread() -> None:
+        loop._closed = True
+        asyncio.get_running_loop().stop()
+
+    waiting = loop.submit(asyncio.sleep(0))
+    waiting.result(10)
+    loop.submit(end_thread())
+    loop._thread.join(10)
+    loop._closed = False
+    with pytest.raises(EventLoopLost, match="has ended"):
+        loop.run(doubled(1), timeout_s=10)
+    loop.close()
+
+
+def test_a_wait_that_ends_names_what_it_waited_for(loop: EventLoopThread) -> None:
+    release = threading.Event()
+
+    async def blocks() -> None:
+        release.wait(30)
+
+    try:
+        with pytest.raises(WaitTimedOut, match=r"waited 0.05 s for .*blocks, which did not end"):
+            loop.run(blocks(), timeout_s=0.05)
+    finally:
+        release.set()
+
+
+def test_close_ends_though_a_task_swallows_its_cancellation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("async_rl.event_loop.CLOSE_TIMEOUT_S", 0.5)
+    loop = EventLoopThread()
+    started, release = threading.Event(), threading.Event()
+
+    async def stay() -> None:
+        while not release.is_set():
+            try:
+                started.set()
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                pass
+
+    loop.submit(stay())
+    assert started.wait(5)
+    loop.close()
+    assert not loop._thread.is_alive()
+    assert "did not end when it was cancelled" in caplog.text and "stay" in caplog.text
+    release.set()

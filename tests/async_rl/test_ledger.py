@@ -3,13 +3,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from async_rl.errors import OnPolicyViolation
+from async_rl.gap_limits import NoiseLimits, noise_scale
 from async_rl.ledger import Ledger
+from async_rl.logprob_gaps import LogprobGaps
 from async_rl.types import Batch, GroupProof, Prompt, Publication
+from trainer.logprob_gaps import sums_of
 
+LIMITS = NoiseLimits(noise_scale("float32"))
+NAN, INF = float("nan"), float("inf")
 PUBLICATION = Publication(version="run-7", fingerprint="abc", instances=("http://a",), num_bytes=1, seconds=0.1)
 BATCH = Batch(7, {i: Prompt(f"row-{i}", (1, 2), {}) for i in range(3)})
+
+
+def gaps_of(gaps: list[float], instance: str = "http://a") -> tuple[tuple[str, LogprobGaps], ...]:
+    return ((instance, sums_of(torch.tensor(gaps, dtype=torch.float64), LIMITS.clip)),)
 
 
 def row(index: int) -> GroupProof:
@@ -22,13 +32,13 @@ def row(index: int) -> GroupProof:
         versions=("run-7",),
         rewards=(0.0, 1.0),
         attempts=1,
-        max_logprob_gap=1e-6,
+        gaps=gaps_of(5 * [1e-6]),
     )
 
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path / "ledger.jsonl", responses_per_prompt=2, max_logprob_gap=1e-3)
+    return Ledger(tmp_path / "ledger.jsonl", responses_per_prompt=2, limits=LIMITS)
 
 
 def test_an_exact_batch_of_one_version_is_proven_and_recorded(ledger: Ledger, tmp_path: Path) -> None:
@@ -40,6 +50,12 @@ def test_an_exact_batch_of_one_version_is_proven_and_recorded(ledger: Ledger, tm
     assert record["fingerprint"] == "abc"
     assert record["num_responses"] == 6
     assert record["max_logprob_gap"] == 1e-6
+    figures = record["logprob_gaps"]
+    assert (figures["tokens"], figures["mean"], figures["rms"]) == (15, pytest.approx(1e-6), pytest.approx(1e-6))
+    assert figures["k1"] == pytest.approx(-1e-6)
+    assert set(figures["instances"]) == {"http://a"}
+    assert "15 response tokens are too few to judge" in figures["unjudged"]
+    assert figures["largest_rms"] is None
 
 
 @pytest.mark.parametrize(
@@ -56,8 +72,17 @@ def test_an_exact_batch_of_one_version_is_proven_and_recorded(ledger: Ledger, tm
         ),
         ([row(0), row(1), replace(row(2), versions=("run-6", "run-7"))], "'run-6', 'run-7'"),
         ([row(0), row(1), replace(row(2), versions=())], r"weight versions \[\]"),
-        ([row(0), row(1), replace(row(2), max_logprob_gap=0.5)], "log-prob gap of 0.5 nats"),
-        ([row(0), row(1), replace(row(2), max_logprob_gap=float("nan"))], "log-prob gap of nan"),
+        (
+            [row(0), row(1), replace(row(2), gaps=gaps_of([0, 0, 0, 0, NAN]))],
+            r"group 2 .*: 1 log-probs are no finite number, .* of instance http://a",
+        ),
+        ([row(0), row(1), replace(row(2), gaps=gaps_of([0, 0, 0, -INF, INF]))], "2 log-probs are no finite number"),
+        ([row(0), row(1), replace(row(2), gaps=gaps_of([0] * 4))], "5 response tokens, but log-probs of 4 were"),
+        ([row(0), row(1), replace(row(2), gaps=())], "5 response tokens, but log-probs of 0 were"),
+        (
+            [row(0), row(1), replace(row(2), num_response_tokens=300, gaps=gaps_of(300 * [0.01], "http://b"))],
+            "instance http://b: .* log-probs of 300 tokens, each cut at 0.00195 nats, have RMS 0.00195, noise",
+        ),
     ],
 )
 def test_whatever_breaks_the_proof_is_named_and_recorded(

@@ -9,13 +9,16 @@ import pytest
 
 from async_rl.config import TrainSection
 from async_rl.errors import OnPolicyViolation, RewardError
+from async_rl.gap_limits import NoiseLimits
 from async_rl.ledger import Ledger
+from async_rl.logprob_gaps import LogprobGaps
 from async_rl.loop import Window, train
 from async_rl.metrics import Recorder
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, GroupProof, Prompt, Publication, Response, StepStats, WeightSpan
 
 NUM_PROMPTS = 4
+LIMITS = NoiseLimits(1.0)
 
 
 def make_group(index: int, version: str, iteration: int = 0) -> Group:
@@ -53,7 +56,10 @@ class ScriptedTrainer:
     def accumulate(self, window: Window) -> list[GroupProof]:
         groups = [group for micro_batch in window for group in micro_batch]
         self.calls += [f"train {group.index}" for group in groups]
-        return [GroupProof.of(group, max_logprob_gap=0.0) for group in groups]
+        return [
+            GroupProof.of(group, gaps={group.responses[0].instance: LogprobGaps(group.num_response_tokens)})
+            for group in groups
+        ]
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
         return list(rows)
@@ -116,8 +122,8 @@ def run(
         trainer,
         Prompts(),
         ScriptedRollouts(trainer.calls, order),
-        Ledger(tmp_path / "ledger.jsonl", responses_per_prompt=2, max_logprob_gap=1.0),
-        Recorder(tmp_path, iterations=1),
+        Ledger(tmp_path / "ledger.jsonl", 2, LIMITS),
+        Recorder(tmp_path, iterations=1, correct_at=1.0),
     )
     return trainer.calls
 
@@ -173,7 +179,7 @@ def test_each_complete_iteration_is_announced(tmp_path: Path) -> None:
         trainer,
         Prompts(),
         ScriptedRollouts(trainer.calls, (0, 1, 2, 3)),
-        Ledger(None, 2, 1.0),
+        Ledger(None, 2, LIMITS),
         Recorder(None, 3),
         first_iteration=1,
         after_iteration=lambda iteration: seen.append((iteration, trainer.calls.count("step"))),
@@ -188,7 +194,7 @@ def test_weights_move_once_per_iteration(tmp_path: Path) -> None:
         trainer,
         Prompts(),
         ScriptedRollouts(trainer.calls, (0, 1, 2, 3)),
-        Ledger(None, 2, 1.0),
+        Ledger(None, 2, LIMITS),
         Recorder(None, 3),
     )
     assert [c for c in trainer.calls if c.startswith(("publish", "step"))] == [
@@ -201,7 +207,7 @@ def test_no_step_without_the_proof(tmp_path: Path, order: Sequence[int], version
     trainer = ScriptedTrainer()
     rollouts = ScriptedRollouts(trainer.calls, order, version)
     with pytest.raises(OnPolicyViolation):
-        train(TrainSection(iterations=1), trainer, Prompts(), rollouts, Ledger(None, 2, 1.0), Recorder(None, 1))
+        train(TrainSection(iterations=1), trainer, Prompts(), rollouts, Ledger(None, 2, LIMITS), Recorder(None, 1))
     assert "step" not in trainer.calls
 
 
@@ -222,7 +228,7 @@ def test_a_failing_producer_ends_the_run_and_is_closed(tmp_path: Path) -> None:
 
     rollouts = Failing(trainer.calls, ())
     with pytest.raises(RewardError, match="row-1"):
-        train(TrainSection(iterations=1), trainer, Prompts(), rollouts, Ledger(None, 2, 1.0), Recorder(None, 1))
+        train(TrainSection(iterations=1), trainer, Prompts(), rollouts, Ledger(None, 2, LIMITS), Recorder(None, 1))
     assert rollouts.closed
     assert "step" not in trainer.calls
 

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from async_rl.logprob_gaps import LogprobGaps
 from async_rl.metrics import Recorder
 from async_rl.types import Group, GroupProof, Prompt, Publication, Response, StepStats, WeightSpan
 
@@ -25,7 +26,7 @@ def run_iteration(recorder: Recorder, iteration: int, groups: list[Group], train
         for each in groups:
             with record.training([[each]]):
                 time.sleep(train_s)
-    record.add_step([GroupProof.of(each, 0.0) for each in groups], StepStats(0.0, 0.0, 0.0))
+    record.add_step([GroupProof.of(each, {"http://a": LogprobGaps(2)}) for each in groups], StepStats(0.0, 0.0, 0.0))
     instances = tuple(f"http://{i}" for i in range(num_instances))
     recorder.end(record, Publication(VERSION, "", instances, 0, 0.0))
 
@@ -68,3 +69,36 @@ def test_a_rank_that_writes_no_records_hands_none_on() -> None:
     run_iteration(recorder, 0, [group(0, 0.01)], train_s=0.0, num_instances=1)
     recorder.close()
     assert seen == []
+
+
+def test_a_skipped_step_is_told_and_figures_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, iterations=2)
+    good, bad = (
+        StepStats(0.5, 1.0, 1e-3, {"kl": 0.25}, 1),
+        StepStats(float("nan"), float("inf"), 1e-3, {"kl": 9.0}, 0, True),
+    )
+    for iteration, steps in enumerate(([good, bad], [bad])):
+        record = recorder.begin(iteration)
+        for stats in steps:
+            record.add_step([GroupProof.of(group(0, 0.0), {"http://a": LogprobGaps(2)})], stats)
+        recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
+    recorder.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert not any(word in line for word in ("NaN", "Infinity") for line in lines)
+    first, second = (json.loads(line) for line in lines)
+    assert (first["skipped_steps"], first["loss"], first["grad_norm"], first["kl"]) == (1, 0.5, 1.0, 0.25)
+    assert first["untrained_groups"] == 0.5
+    assert (second["skipped_steps"], second["loss"], second["grad_norm"]) == (1, None, None)
+
+
+def test_accuracy_is_recorded_only_for_a_reward_that_says_what_is_correct(tmp_path: Path, caplog: Any) -> None:
+    for name, correct_at in (("silent", None), ("strict", 1.5), ("lenient", 1.0)):
+        (tmp_path / name).mkdir()
+        recorder = Recorder(tmp_path / name, iterations=1, correct_at=correct_at)
+        with caplog.at_level(logging.INFO):
+            run_iteration(recorder, 0, [group(0, 0.01)], train_s=0.0, num_instances=1)
+        recorder.close()
+    records = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/metrics.jsonl")}
+    assert "accuracy" not in records["silent"]
+    assert (records["strict"]["accuracy"], records["lenient"]["accuracy"]) == (0.0, 1.0)
+    assert caplog.text.count("accuracy") == 2

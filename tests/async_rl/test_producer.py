@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import sys
 import threading
 import time
 import traceback
@@ -11,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from async_rl.config import PoolSection, RewardSection, RolloutSection
-from async_rl.errors import InstanceRefused, NoInstanceLeft, RewardError
+from async_rl.errors import InstanceRefused, NoInstanceLeft, RewardError, RolloutLost, RunStopped
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool import InferencePool
 from async_rl.producer import Producer, RolloutRun, group_seed
@@ -191,6 +192,7 @@ class Idle:
     def __init__(self, fault: str | None = None) -> None:
         self.events: list[str] = []
         self.fault = fault
+        self.max_delay_s = 0.0
 
     async def run(self, iteration: int, version: str) -> None:
         self.events.append(f"run {iteration} {version}")
@@ -225,3 +227,60 @@ def test_a_batch_that_is_left_early_stops_idle_work_that_never_began(instances, 
     with pytest.raises(ValueError), make_producer(instance, idle_work=idle).start(batch(2), "v1"):
         raise ValueError
     assert idle.events == ["stop"]
+
+
+class StrangeReward:
+    """Does in the producer's own thread what a reward could do before it had a process of its own."""
+
+    correct_at = None
+
+    def __init__(self, fault: Callable[[], Any]) -> None:
+        self.fault = fault
+
+    async def start(self) -> None:
+        pass
+
+    async def score(self, prompt: Prompt, responses: Any) -> list[float]:
+        await asyncio.sleep(0)
+        self.fault()
+        return [1.0] * len(responses)
+
+    async def close(self) -> None:
+        pass
+
+
+def cancelled_from_beside() -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("fault", [cancelled_from_beside, sys.exit], ids=["cancelled", "exits"])
+def test_a_rollout_that_is_ended_from_beside_is_an_error_and_never_a_success(
+    instances, make_producer, fault: Callable[[], Any]
+) -> None:
+    producer = make_producer(*instances({}))
+    real, producer._reward = producer._reward, StrangeReward(fault)
+    with pytest.raises(RolloutLost, match="row0, place 0 of iteration 0"), producer.start(batch(1), "v1") as run:
+        drain(run)
+    producer._reward = real
+    with producer.start(batch(3), "v1") as run:
+        assert len(drain(run)) == 3
+
+
+def test_whoever_waits_for_a_group_can_be_called_away(instances, make_producer) -> None:
+    producer = make_producer(*instances({"delay_s": 30}))
+
+    def stop() -> None:
+        raise RunStopped("SIGTERM")
+
+    producer.watch = stop
+    with pytest.raises(RunStopped), producer.start(batch(1), "v1") as run:
+        drain(run)
+
+
+def test_special_tokens_are_in_the_text_where_a_reward_asks_for_them(instances, make_producer, tokenizer) -> None:
+    producer = make_producer(*instances({}), skip_special_tokens=False)
+    with producer.start(batch(6), "v1") as run:
+        responses = [response for group in drain(run) for response in group.responses]
+    ended = [response for response in responses if response.token_ids[-1] == tokenizer.eos_token_id]
+    assert all(r.text == tokenizer.decode(list(r.token_ids), skip_special_tokens=False) for r in responses)
+    assert all(response.text.endswith("<eos>") for response in ended)

@@ -1,5 +1,7 @@
 import json
 import logging
+import random
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from async_rl.config import PromptsSection
 from async_rl.errors import ConfigError
+from async_rl.prompt_table import PromptTable
 from async_rl.prompts import PromptSource
 
 
@@ -158,3 +161,38 @@ def test_unknown_task_and_bad_task_options_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"prompts.source '{source}' with prompts.task_options"):
         PromptSource.load(section(source, task_options=options), tokenizer, seed=0)
+
+
+def test_a_rank_without_rollouts_has_the_same_batches_by_name(words: Path, tokenizer: Any) -> None:
+    whole = PromptSource.load(section(words), tokenizer, seed=3)
+    names = PromptSource.by_name(whole.table.numbers, section(words), seed=3)
+    for iteration in range(5):
+        assert ids(whole, iteration) == ids(names, iteration)
+    assert names.batch(0).prompts[0].token_ids == ()
+
+
+def test_a_table_gives_back_what_was_put_in_and_tells_where_it_differs() -> None:
+    rng = random.Random(0)
+    rows = [(i, [rng.randrange(2**31) for _ in range(rng.randrange(1, 9))], {"t": ["x"] * i}) for i in range(200)]
+    table, other = PromptTable(), PromptTable()
+    for number, tokens, row in rows:
+        table.append(number, tokens, row)
+        other.append(number, tokens, row | ({"t": []} if number == 100 else {}))
+    assert [(p.prompt_id, list(p.token_ids), p.row) for p in table] == [(str(n), t, r) for n, t, r in rows]
+    assert table[-1].prompt_id == "199" and len(table[2:5]) == 3
+    with pytest.raises(IndexError):
+        table[200]
+    (changed,) = [name for name, digest in table.digests().items() if other.digests()[name] != digest]
+    first, last = map(int, changed.split(" to "))
+    assert first <= 100 <= last < first + 5
+
+
+def test_a_table_takes_four_bytes_a_token_beside_its_rows() -> None:
+    table, row = PromptTable(), {"a": 1}
+    tokens = list(range(1000))
+    tracemalloc.start()
+    for number in range(1000):
+        table.append(number, tokens, row)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 1000 * 1000 * 4 * 1.25, "an array grows by an eighth at a time"

@@ -210,10 +210,12 @@ def test_anything_but_one_finite_float_per_response_is_an_error(
         ("python:{dir}/broken.py:score", "(?s)loading .*broken.py failed:.*SyntaxError"),
     ],
 )
-def test_reward_that_cannot_be_loaded_is_a_config_error(user_file: Path, name: str, message: str) -> None:
+def test_reward_that_cannot_be_loaded_is_a_config_error(
+    started: Callable[..., Reward], user_file: Path, name: str, message: str
+) -> None:
     (user_file.parent / "broken.py").write_text("def score(:")
     with pytest.raises(ConfigError, match=message):
-        make_reward(RewardSection(name=name.format(dir=user_file.parent)))
+        started(name.format(dir=user_file.parent))
 
 
 def test_worker_ends_with_its_parent_even_amid_a_hung_reward(user_file: Path) -> None:
@@ -228,7 +230,7 @@ async def main():
     await reward.start()
     asyncio.create_task(reward.score(Prompt("row7", (3,), {{"hang": True}}), ()))
     await asyncio.sleep(0.2)
-    print(reward._workers[0]._process.pid, flush=True)
+    print(reward._workers[0].process.pid, flush=True)
     os._exit(1)
 
 asyncio.run(main())

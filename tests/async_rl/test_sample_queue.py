@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_rl.errors import OnPolicyViolation
+from async_rl.errors import EventLoopLost, OnPolicyViolation, RolloutLost
 from async_rl.sample_queue import SampleQueue
 from async_rl.types import Group, Prompt, Response, WeightSpan
 
@@ -86,3 +86,32 @@ def test_duplicate_and_surplus_groups_are_refused() -> None:
         queue.put(group(4))
     with pytest.raises(OnPolicyViolation, match="after all 1 groups"):
         queue.put(group(5))
+
+
+def test_the_end_of_the_producers_ends_the_wait_for_what_is_missing() -> None:
+    queue = SampleQueue(3, "v1")
+    queue.put(group(0))
+    assert len(queue.ready(wait=True)) == 1
+    threading.Timer(0.05, queue.end).start()
+    with pytest.raises(RolloutLost, match="2 of 3 rollouts ended without a group"):
+        queue.ready(wait=True)
+
+
+def test_the_end_of_the_producers_of_a_complete_batch_is_no_fault() -> None:
+    queue = SampleQueue(1, "v1")
+    queue.put(group(0))
+    queue.end()
+    assert len(queue.ready(wait=True)) == 1
+    assert queue.ready(wait=True) == []
+
+
+def test_a_waiting_consumer_looks_whether_there_is_still_something_to_wait_for() -> None:
+    looks: list[float] = []
+
+    def watch() -> None:
+        looks.append(time.monotonic())
+        if len(looks) == 3:
+            raise EventLoopLost("the thread has ended")
+
+    with pytest.raises(EventLoopLost):
+        SampleQueue(1, "v1", watch).ready(wait=True)

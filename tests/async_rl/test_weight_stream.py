@@ -11,11 +11,15 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from async_rl.collectives import make_group
 from async_rl.errors import ConfigError, PublishError
-from async_rl.weight_stream import ALONE_BYTES, Fingerprint, TensorSpec, WeightGroup, _make_group, buckets
+from async_rl.weight_store import StoreServer, join_meeting
+from async_rl.weight_stream import ALONE_BYTES, Fingerprint, TensorSpec, WeightGroup, buckets
 
 pytestmark = pytest.mark.distributed
 SPAWN = multiprocessing.get_context("spawn")
+HOST = "127.0.0.1"
+SECRET = "of this meeting"
 
 
 def make_tensors() -> list[tuple[TensorSpec, torch.Tensor]]:
@@ -43,8 +47,7 @@ def receive(port: int, rank: int, world_size: int, bucket_bytes: int, timeout_s:
 
     An even rank receives into places of its own, for all but one tensor, of which one is not contiguous.
     """
-    store = WeightGroup.join_store("127.0.0.1", port, timeout_s)
-    group = WeightGroup(store, rank, world_size, "gloo", timeout_s)
+    group = WeightGroup(join_meeting(HOST, port, SECRET, timeout_s), rank, world_size, "gloo", timeout_s)
     command = pipe.recv()
     if command == "die":
         return
@@ -64,19 +67,19 @@ def receive(port: int, rank: int, world_size: int, bucket_bytes: int, timeout_s:
 
 
 class Workers:
-    def __init__(self, number: int, bucket_bytes: int, timeout_s: float = 20.0) -> None:
+    def __init__(self, number: int, bucket_bytes: int, timeout_s: float = 120.0) -> None:
         self.world_size = number + 1
-        self.store = WeightGroup.host_store("127.0.0.1", self.world_size, timeout_s)
+        self.server = StoreServer(HOST, SECRET)
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(1, self.world_size):
             ours, theirs = SPAWN.Pipe()
-            arguments = (self.store.port, rank, self.world_size, bucket_bytes, timeout_s, theirs)
+            arguments = (self.server.port, rank, self.world_size, bucket_bytes, timeout_s, theirs)
             process = SPAWN.Process(target=receive, args=arguments, daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
-        self.group = WeightGroup(self.store, 0, self.world_size, "gloo", timeout_s)
+        self.group = WeightGroup(self.server.store(timeout_s), 0, self.world_size, "gloo", timeout_s)
 
     def tell(self, command: str) -> None:
         for pipe in self.pipes:
@@ -130,14 +133,14 @@ def test_a_receiver_that_dies_ends_the_broadcast_in_a_named_error() -> None:
 
 
 def test_a_receiver_that_never_joins_ends_the_rendezvous_in_a_named_error() -> None:
-    store = WeightGroup.host_store("127.0.0.1", 2, 0.5)
+    store = StoreServer(HOST, SECRET).store(0.5)
     with pytest.raises(PublishError, match=r"not all 2 members of the weight group met within 0\.5 s"):
         WeightGroup(store, 0, 2, "gloo", 0.5)
 
 
 def test_a_missing_sender_ends_the_rendezvous_in_a_named_error() -> None:
     with pytest.raises(PublishError, match=r"no weight store at 127\.0\.0\.1:1 .*publish\.master_address"):
-        WeightGroup.join_store("127.0.0.1", 1, timeout_s=0.5)
+        join_meeting(HOST, 1, SECRET, timeout_s=0.5)
 
 
 def test_buckets_hold_at_most_their_size_except_single_large_tensors() -> None:
@@ -181,5 +184,8 @@ def test_an_accelerators_group_is_made_from_its_own_backend(monkeypatch: pytest.
     module = types.ModuleType("torch_npu._C._distributed_c10d")
     module.ProcessGroupHCCL = FakeHccl  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    group = _make_group("store", 1, 3, "hccl", timedelta(seconds=5))  # type: ignore[arg-type]
-    assert group.made_with == ("store", 1, 3, timedelta(seconds=5))
+    server = StoreServer(HOST, SECRET)
+    store = server.store(5.0)
+    group = make_group(store, 1, 3, "hccl", timedelta(seconds=5))
+    assert group.made_with == (store, 1, 3, timedelta(seconds=5))
+    server.close()

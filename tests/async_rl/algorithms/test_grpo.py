@@ -3,9 +3,12 @@
 import itertools
 import math
 import random
+from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from async_rl.algorithms import make_algorithm
 from async_rl.config import AlgorithmSection
@@ -80,19 +83,90 @@ def test_the_sum_over_groups_does_not_depend_on_how_they_are_cut() -> None:
     assert whole.count == first.count + second.count
 
 
-def test_advantages_are_centered_and_scaled_by_the_sample_deviation() -> None:
-    rewards = torch.tensor([0.0, 1.0, 1.0, 0.5])
-    scaled = make_algorithm(AlgorithmSection()).advantages(rewards)
-    mean, std = 0.625, math.sqrt(sum((r - 0.625) ** 2 for r in (0.0, 1.0, 1.0, 0.5)) / 3)
-    torch.testing.assert_close(scaled, (rewards - mean) / (std + 1e-6))
-    centered = make_algorithm(AlgorithmSection(scale_by_std=False)).advantages(rewards)
-    torch.testing.assert_close(centered, rewards - mean)
+SCALES = (5e-324, 1e-300, 1e-6, 0.7, 1000.1, 1e30)
+REWARDS = st.lists(
+    st.one_of(
+        st.sampled_from([0.0, -0.0, 0.1, 0.7, *SCALES, *(-scale for scale in SCALES)]),
+        st.floats(-1e30, 1e30, allow_nan=False),
+        st.floats(0.7, 0.7 + 1e-12),
+    ),
+    min_size=1,
+    max_size=12,
+)
 
 
-@pytest.mark.parametrize("rewards", [[1.0], [0.5, 0.5, 0.5]])
-def test_a_group_without_contrast_has_no_advantage(rewards: list[float]) -> None:
-    advantages = make_algorithm(AlgorithmSection()).advantages(torch.tensor(rewards))
-    assert torch.equal(advantages, torch.zeros(len(rewards)))
+def exact_advantages(rewards: list[float], scale_by_std: bool) -> list[float]:
+    """In rational numbers, but for the square root."""
+    exact = [Fraction(reward) for reward in rewards]
+    mean = sum(exact) / len(exact)
+    if not scale_by_std or len(exact) < 2:
+        return [float(reward - mean) for reward in exact]
+    std = Fraction(math.sqrt(sum((reward - mean) ** 2 for reward in exact) / (len(exact) - 1)))
+    return [float((reward - mean) / (std + Fraction(1e-6))) for reward in exact]
+
+
+@settings(deadline=None)
+@given(rewards=REWARDS, scale_by_std=st.booleans())
+def test_advantages_are_the_exact_ones_within_the_rounding_of_rewards(rewards: list[float], scale_by_std: bool) -> None:
+    advantages = make_algorithm(AlgorithmSection(scale_by_std=scale_by_std)).advantages(rewards)
+    expected = exact_advantages(rewards, scale_by_std)
+    assert advantages.dtype == torch.float64 and advantages.isfinite().all()
+    # The mean is off by a rounding of its terms, relative to the largest, over what the difference is divided by.
+    largest = max(map(abs, rewards))
+    spread = max(rewards) - min(rewards)
+    off = len(rewards) * 2.0**-52 * largest
+    if scale_by_std:
+        off /= spread / (2 * len(rewards) ** 0.5) + 1e-6
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-9, abs=4 * off + 1e-300)
+
+
+@settings(deadline=None)
+@given(
+    reward=st.one_of(st.sampled_from([0.0, -0.0, *SCALES]), st.floats(-1e30, 1e30)),
+    group_size=st.one_of(st.integers(1, 20), st.just(1024)),
+    scale_by_std=st.booleans(),
+)
+def test_equal_rewards_have_no_advantage_and_no_gradient(reward: float, group_size: int, scale_by_std: bool) -> None:
+    algorithm = make_algorithm(AlgorithmSection(scale_by_std=scale_by_std))
+    assert torch.equal(algorithm.advantages([reward] * group_size), torch.zeros(group_size, dtype=torch.float64))
+    assert not algorithm.has_gradient([reward] * group_size)
+    assert make_algorithm(AlgorithmSection(kl_coef=0.1)).has_gradient([reward] * group_size)
+
+
+def test_zeros_of_either_sign_are_equal_and_a_difference_in_the_last_bit_is_one() -> None:
+    algorithm = make_algorithm(AlgorithmSection())
+    assert not algorithm.advantages([0.0, -0.0, 0.0]).any() and not algorithm.has_gradient([0.0, -0.0])
+    assert algorithm.has_gradient([0.3, 0.1 + 0.2])
+    assert algorithm.advantages([0.3, 0.1 + 0.2]).abs().max() < 1e-9  # far below the 1e-6 beside the deviation
+
+
+@pytest.mark.parametrize("log_ratio", [20.0, 21.0, 90.0, 1e4, -90.0, -1e4])
+@pytest.mark.parametrize("advantage", [-1.5, 0.0, 1.5])
+def test_any_log_ratio_has_a_finite_loss_and_gradient(log_ratio: float, advantage: float) -> None:
+    algorithm = make_algorithm(AlgorithmSection(kl_coef=0.1))
+    logprobs = torch.tensor([-0.5], requires_grad=True)
+    others = torch.tensor([-0.5 + log_ratio]), torch.tensor([-0.5 - log_ratio])
+    for old, ref in (others, others[::-1]):
+        result = algorithm.loss_sum(logprobs, old, ref, torch.tensor([advantage]), torch.tensor([1]))
+        (gradient,) = torch.autograd.grad(result.loss, logprobs)
+        assert result.loss.isfinite() and gradient.isfinite()
+        assert result.metrics["kl"].isfinite()
+        # A far reference still pulls the policy up, as k3 does; the policy's own part may push it further down.
+        if ref > logprobs and advantage >= 0:
+            assert gradient < 0
+
+
+def test_beyond_the_bound_k3_goes_on_along_its_tangent() -> None:
+    algorithm = make_algorithm(AlgorithmSection(kl_coef=1.0))
+    steps = torch.tensor([19.999, 20.0, 20.001, 25.0], dtype=torch.float64)
+    logprobs = (-steps).requires_grad_()
+    loss = algorithm.loss_sum(logprobs, logprobs.detach(), torch.zeros(4), torch.zeros(1), torch.tensor([4])).loss
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    slope = math.exp(20) - 1
+    expected = [math.exp(19.999) - 1, slope, slope, slope]
+    assert (-gradient).tolist() == pytest.approx(expected, rel=1e-12)
+    at_bound = math.exp(20) - 21
+    assert float(loss.detach()) == pytest.approx(math.exp(19.999) - 20.999 + 3 * at_bound + slope * 5.001, rel=1e-12)
 
 
 def test_no_reference_is_needed_without_kl() -> None:

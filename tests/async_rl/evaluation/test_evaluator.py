@@ -23,6 +23,9 @@ async def score(prompt, responses, row):
     if row.get("broken"):
         raise KeyError("broken row")
     return [row["reward"]] * len(responses)
+
+
+score.correct_at = 1.0
 """
 SLOW = 59
 """A prompt with this token gets no answer."""
@@ -72,6 +75,8 @@ def make_stage(
 ) -> Iterator[Callable[..., Stage]]:
     (tmp_path / "reward.py").write_text(REWARD)
     pools: list[InferencePool] = []
+    reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score"))
+    loop.run(reward.start())
 
     def make(*instances: Any) -> Stage:
         urls = tuple(instance.url for instance in instances)
@@ -80,12 +85,12 @@ def make_stage(
         loop.run(pool.wait_until_ready())
         loop.run(pool.begin_publish())
         loop.run(pool.end_publish("v1", urls))
-        reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score"))
         rollout = RolloutSection(max_response_tokens=8, stop_token_ids=(7,))
         sampler = Sampler(pool, reward, tokenizer, rollout, seed=1)
         return Stage(loop, pool, sampler, (reward, tokenizer, rollout))
 
     yield make
+    loop.run(reward.close())
     for pool in pools:
         loop.run(pool.close())
 
@@ -148,23 +153,31 @@ def test_requests_ask_for_the_sets_temperature_and_the_rollouts_lengths(instance
     assert (sampling["temperature"], sampling["max_tokens"], sampling["stop_token_ids"]) == (0.0, 8, [7])
 
 
-def test_what_is_not_done_in_time_is_cancelled_and_comes_first_next_time(instances, make_stage) -> None:
+def test_a_set_that_is_not_done_in_time_has_no_figures_and_comes_first_next_time(instances, make_stage) -> None:
     (instance,) = instances({"slow_token": SLOW})
     stage = make_stage(instance)
-    evaluator = stage.evaluator(a_set("words", 6, slow=(1, 4)), a_set("sums", 2, slow=(0,)))
+    evaluator = stage.evaluator(a_set("letters", 3), a_set("words", 6, slow=(1, 4)), a_set("sums", 2, slow=(0,)))
     under_way = stage.begin(evaluator)
-    wait_for(lambda: len(stage.scored) == 5)
+    wait_for(lambda: len(stage.scored) == 8)
     begun = time.monotonic()
     stage.loop.run(evaluator.stop())
     assert 0.15 < time.monotonic() - begun < 2.0
     under_way.result(5)
-    assert [(r.num_prompts, r.total_prompts, r.num_failed) for r in stage.results[0]] == [(4, 6, 0), (1, 2, 0)]
+    results = stage.results[0]
+    assert [(r.num_prompts, r.total_prompts, r.num_failed) for r in results] == [(3, 3, 0), (4, 6, 0), (1, 2, 0)]
+    assert [bool(result.figures) for result in results] == [True, False, False], "those done first are the short ones"
     assert stage.pool.is_idle
     wait_for(lambda: instance.seen()["num_cancelled"] == 3)
     instance.rescript(slow_token=None)
+    stage.scored.clear()
     stage.run(evaluator, 1)
-    assert sorted(places(instance)[8:11]) == [0, 1, 4]
-    assert [result.num_prompts for result in stage.results[1]] == [6, 2]
+    assert [result.set for result in stage.results[1]] == ["letters", "words", "sums"]
+    assert [(result.num_prompts, bool(result.figures)) for result in stage.results[1]] == [
+        (3, True),
+        (6, True),
+        (2, True),
+    ]
+    assert sorted(places(instance)[11:19]) == sorted([*range(6), *range(2)]), "whole sets, those left out first"
 
 
 def test_a_stop_lets_what_is_under_way_finish_and_begins_nothing_more(instances, make_stage) -> None:
@@ -212,7 +225,7 @@ def test_a_prompt_that_fails_is_counted_and_costs_no_other(instances, make_stage
     good, bad = a_set("words", 4), a_set("words", 1, broken=True)
     evaluator = stage.evaluator(LoadedSet(good.config, (*good.prompts, *bad.prompts)))
     (result,) = stage.run(evaluator)
-    assert (result.num_prompts, result.num_failed, result.total_prompts) == (4, 1, 5)
+    assert (result.num_prompts, result.num_failed, result.total_prompts, result.figures) == (4, 1, 5, {})
     assert "evaluation set words, prompt 0: reward" in caplog.text and "broken row" in caplog.text
 
 

@@ -33,11 +33,7 @@ def test_figures_are_means_over_prompts_and_responses() -> None:
         Response((1,), (0.0,), "", "length", (), "http://a"),
     ]
     scored = [ScoredPrompt.of(responses, [1.0, 0.25]), ScoredPrompt.of(responses, [0.0, 0.5])]
-    assert figures_of(scored) == {
-        "pass@1": 0.25,
-        "pass@2": 0.5,
-        "reward_mean": 0.4375,
-        "response_tokens_mean": 2.0,
-        "cut_share": 0.5,
-    }
-    assert figures_of([]) == {}
+    means = {"reward_mean": 0.4375, "response_tokens_mean": 2.0, "cut_share": 0.5}
+    assert figures_of(scored, 1.0) == {"pass@1": 0.25, "pass@2": 0.5} | means
+    assert figures_of(scored, 0.5) == {"pass@1": 0.5, "pass@2": 1.0} | means
+    assert figures_of(scored, None) == means, "a reward that does not say what is correct"

@@ -15,6 +15,9 @@ from async_rl.evaluation.__main__ import evaluate, main
 REWARD = """
 async def score(prompt, responses, row):
     return [row["reward"]] * len(responses)
+
+
+score.correct_at = 1.0
 """
 
 

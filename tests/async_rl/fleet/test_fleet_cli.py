@@ -37,7 +37,7 @@ def fleet(*arguments: str, cwd: Path | None = None, token: str | None = None) ->
 
 def test_ls_shows_every_instance_and_why_it_is_not_ready(make_pool, serve) -> None:
     pool = make_pool(A, B)
-    pool.members[0].reason = "it said [bold]\x1b[31mno\x1b[0m"
+    pool.note_useless(pool.members[0], "it said [bold]\x1b[31mno\x1b[0m")
     pool.members[0].num_tokens, pool.members[0].tokens_per_s = 12, 3456.7
     endpoint = serve(pool)
     endpoint.server.metrics.note({"desired_instances": 3})

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from async_rl.fleet.metrics import FleetMetrics
@@ -49,8 +51,14 @@ def test_every_instance_has_its_figures(make_pool) -> None:
 def test_exactly_one_state_of_an_instance_holds(make_pool) -> None:
     pool = make_pool(A)
     metrics = metrics_of(pool)
-    for state in ("ready", "draining", "dead"):
-        pool.members[0].state = state
+    (member,) = pool.members
+    happen: dict[str, Callable[[], object]] = {
+        "stale": lambda: pool.note_failure(member, "it said v0"),
+        "dead": lambda: pool.note_lost(member, "silent"),
+        "draining": lambda: pool.drain(A),
+    }
+    for state, event in happen.items():
+        event()
         lines = [line for line in metrics.render().decode().splitlines() if line.startswith("async_rl_instance_state{")]
         (holds,) = (line for line in lines if line.endswith(" 1.0"))
         assert len(lines) == 5 and f'state="{state}"' in holds

@@ -1,0 +1,165 @@
+"""The keys of a config, read from its pydantic models: dotted names, what each takes, and which one a typo meant."""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+CLOSE = 0.6
+"""Similarity from which a key counts as what a misspelt one meant; difflib's own default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key: `name` is dotted, `takes` says what values look like; `default` is as in TOML, None for a required key.
+
+    `is_text` keys take a word of the command line as it is, others read it as TOML or JSON; `is_table` keys have keys
+    of the user's own below them.
+    """
+
+    name: str
+    section: str
+    takes: str
+    default: str | None
+    description: str
+    is_text: bool
+    is_table: bool
+
+    def read(self, text: str) -> Any:
+        """A value written on the command line; what is neither TOML nor JSON stays text, for the model to judge."""
+        return text if self.is_text else read_value(text)
+
+
+@cache
+def keys_of(model: type[BaseModel]) -> Mapping[str, Key]:
+    """Every key of a config of sections, by its dotted name, in the order of the model."""
+    found: dict[str, Key] = {}
+    for section, field in model.model_fields.items():
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel), section
+        for name, setting in field.annotation.model_fields.items():
+            found[f"{section}.{name}"] = _key(section, name, setting)
+    return found
+
+
+def find_key(model: type[BaseModel], name: str) -> Key | None:
+    """The key called `name`, or the table that `name` is a key of, such as prompts.task_options.min_word_len."""
+    keys = keys_of(model)
+    if name in keys:
+        return keys[name]
+    table = keys.get(".".join(name.split(".")[:2]))
+    return Key(name, table.section, "VALUE", None, "", False, False) if table and table.is_table else None
+
+
+def explain_unknown(model: type[BaseModel], path: Sequence[str | int]) -> str:
+    """What the unknown key at `path` may have meant: the nearest key, and what its section has."""
+    name = ".".join(map(str, path))
+    if any(isinstance(part, int) for part in path):
+        return _explain_in_list(model, path)
+    keys = keys_of(model)
+    section = name.split(".")[0]
+    in_section = [key.name for key in keys.values() if key.section == section]
+    near = nearest(name, keys) or _same_last_part(name, keys)
+    if "." in name and in_section:
+        # A key that another section has under this very name is meant rather than one that only looks like it.
+        near = next((key for key in keys if key.endswith("." + name.rpartition(".")[2])), near)
+    meant = f"did you mean {near!r}? " if near else "correct its spelling or remove it; "
+    if in_section:
+        return f"{meant}[{section}] has {', '.join(key.partition('.')[2] for key in in_section)}"
+    sections = dict.fromkeys(key.section for key in keys.values())
+    return f"{meant}the sections are {', '.join(sections)}"
+
+
+def _explain_in_list(model: type[BaseModel], path: Sequence[str | int]) -> str:
+    """The same for a key of a table in a list, such as evaluation.sets.0.nmae."""
+    annotation: Any = model
+    for part in path[:-1]:
+        annotation = get_args(annotation)[0] if isinstance(part, int) else annotation.model_fields[part].annotation
+    names = list(annotation.model_fields)
+    near = nearest(str(path[-1]), names)
+    meant = f"did you mean {near!r}? " if near else "correct its spelling or remove it; "
+    return f"{meant}each of {'.'.join(str(part) for part in path[:-2])} has {', '.join(names)}"
+
+
+def nearest(name: str, names: Sequence[str] | Mapping[str, Any]) -> str | None:
+    """The most similar of `names`; None where none is similar."""
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=CLOSE)
+    return found[0] if found else None
+
+
+def read_value(text: str) -> Any:
+    """Text as TOML, else as JSON, else as it is."""
+    try:
+        read = tomllib.loads(f"value = {text}")
+        if read.keys() == {"value"}:
+            return read["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        pass
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def set_dotted(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Sets the key `name` of a config as nested dicts.
+
+    Raises:
+        ValueError: on the way to it is a value where there should be a table.
+    """
+    *parents, last = name.split(".")
+    node = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ValueError(f"{parent!r} is a value, not a section")
+    node[last] = value
+
+
+def _same_last_part(name: str, keys: Mapping[str, Key]) -> str | None:
+    """The key of another section that is called, or nearly called, the same: learning_rate, train.learning_rate."""
+    last_parts = {key.name.rpartition(".")[2]: key.name for key in keys.values()}
+    near = nearest(name.rpartition(".")[2], last_parts)
+    return last_parts[near] if near else None
+
+
+def _key(section: str, name: str, setting: FieldInfo) -> Key:
+    default = None
+    if not setting.is_required():
+        default = json.dumps(setting.get_default(call_default_factory=True), default=str)
+    kinds = kinds_of(setting.annotation)
+    return Key(
+        f"{section}.{name}",
+        section,
+        _takes(setting.annotation),
+        default,
+        setting.description or "",
+        is_text=kinds <= {str, Path},
+        is_table=dict in kinds,
+    )
+
+
+def kinds_of(annotation: Any) -> set[Any]:
+    """The plain types that values of `annotation` may have, None left out."""
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return {type(choice) for choice in get_args(annotation)}
+    if origin in (Union, UnionType):
+        return {kind for part in get_args(annotation) if part is not type(None) for kind in kinds_of(part)}
+    return {origin or annotation}
+
+
+def _takes(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "|".join(str(choice) for choice in get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return "|".join(_takes(part) for part in get_args(annotation) if part is not type(None))
+    names = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", tuple: "LIST", dict: "TABLE"}
+    return names[get_origin(annotation) or annotation]

@@ -1,0 +1,52 @@
+"""How a process tells the program that started it which named error it ended with, apart from its log.
+
+The starter sets `VARIABLE` to a path; each process below writes a file of its own beside it. torchrun has a variable
+of its own, and shows what is written there last.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_rl.errors import AsyncRLError, LeaderFailed
+
+VARIABLE = "ASYNC_RL_FAILURE_FILE"
+TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A named error: the name of its class and its message."""
+
+    kind: str
+    message: str
+
+
+def report_failure(error: AsyncRLError, environment: Mapping[str, str]) -> None:
+    """Writes `error` where the program that started this one looks for it, if it does; the first report stays."""
+    kind, now = type(error).__name__, time.time()
+    if VARIABLE in environment:
+        content = {"kind": kind, "message": str(error), "time": now}
+        _write(Path(f"{environment[VARIABLE]}.{os.getpid()}"), content)
+    if TORCHRUN_VARIABLE in environment:
+        said = f"{kind}: {error}"
+        extra = {"py_callstack": said, "timestamp": str(int(now))}
+        _write(Path(environment[TORCHRUN_VARIABLE]), {"message": {"message": said, "extraInfo": extra}})
+
+
+def read_failure(path: Path) -> Failure | None:
+    """What processes reported to `path`, the value of their `VARIABLE`: the first error that is not a consequence."""
+    reports = [json.loads(file.read_text()) for file in path.parent.glob(f"{path.name}.*[0-9]")]
+    reports.sort(key=lambda report: (report["kind"] == LeaderFailed.__name__, report["time"]))
+    return Failure(reports[0]["kind"], reports[0]["message"]) if reports else None
+
+
+def _write(path: Path, content: object) -> None:
+    if path.exists():
+        return
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)

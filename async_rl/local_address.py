@@ -1,0 +1,95 @@
+"""Which address of this host leads to another one, as the kernel's routes say; both pools ask it.
+
+The name of a host does not tell: Debian resolves it to 127.0.1.1, others to whichever network was configured first.
+"""
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator, MutableMapping
+
+LOOPBACK = "127.0.0.1"
+
+ANY_REMOTE_ADDRESS = "203.0.113.1"
+"""Of a network that is reserved for documentation, so it is routed as any other address of the internet is."""
+
+DISCARD_PORT = 9
+SIOCGIFADDR = 0x8915
+IFREQ_BYTES = 40
+NAME_BYTES = 15
+
+
+def address_towards(host: str, port: int = DISCARD_PORT) -> str:
+    """The local address from which this host speaks to `host`; nothing is sent.
+
+    Raises:
+        OSError: the name is not known, or no route leads there.
+    """
+    problem: OSError | None = None
+    for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind, proto) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            problem = error
+    raise problem or OSError(f"{host!r} has no address")
+
+
+def leads_to_this_host(host: str) -> bool:
+    """Whether an address of `host` is one of our own.
+
+    Raises:
+        OSError: the name is not known, or no route leads there.
+    """
+    own = address_towards(host)
+    known = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)
+    return is_loopback(own) or own in {str(address[0]) for *_, address in known}
+
+
+def address_for_others() -> str:
+    """An address under which other hosts may reach this one, where nobody of them is known yet.
+
+    That of the default route, else the first one that is not loopback; loopback where there is no other.
+    """
+    try:
+        return address_towards(ANY_REMOTE_ADDRESS)
+    except OSError:
+        others = (address for _, address in _interfaces() if not is_loopback(address))
+        return next(others, LOOPBACK)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only programs of this host reach the address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface with this IPv4 address; None where none is found."""
+    return next((name for name, own in _interfaces() if own == address), None)
+
+
+def choose_interface(backend: str, address: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Lets nccl or hccl use the network of `address`, unless the environment says which one; gloo is told otherwise.
+
+    They read their variables when the process makes its first communicator, so what an earlier one chose stays.
+    """
+    interface = interface_of(address)
+    if backend == "nccl" and interface is not None:
+        # "=": the very name; otherwise it stands for all names that begin so.
+        environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    if backend == "hccl" and "HCCL_SOCKET_IFNAME" not in environment:
+        environment.setdefault("HCCL_IF_IP", address)
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Name and IPv4 address of each network interface that has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack(f"{IFREQ_BYTES}s", name.encode()[:NAME_BYTES]))
+            except OSError:
+                continue
+            yield name, socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,59 @@
+"""What a config, its model, data and reward can tell before any process of a run starts: everything wrong, at once.
+
+Cheap on purpose: it imports neither torch nor transformers, reads the first rows only, and executes nothing of a
+reward. What takes longer, such as the length of every prompt, the trainer finds before it trains.
+"""
+
+from collections.abc import Callable
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.preflight.data import require_evaluation_sets, require_prompts
+from async_rl.preflight.model import ModelFiles, require_divisible, require_fit, require_tokens, require_trainable
+from async_rl.preflight.places import require_places
+from async_rl.preflight.reward import require_reward
+
+__all__ = ["require_sound"]
+
+
+def require_sound(config: Config, *, trains: bool, serves: bool) -> None:
+    """Checks all that can be told beforehand.
+
+    Args:
+        trains: whether a trainer is started, and not only an evaluation.
+        serves: whether instances are started, which are told the longest prompt and response that they must take;
+            where they run already, the trainer compares the longest prompt that there is with what they take.
+
+    Raises:
+        ConfigError: with one line for each thing that cannot work.
+    """
+    faults: list[ConfigError] = []
+    _note(faults, lambda: _require_model(config, trains, serves))
+    _note(faults, lambda: require_reward(config.reward))
+    _note(faults, lambda: require_evaluation_sets(config))
+    if trains:
+        _note(faults, lambda: require_prompts(config.prompts))
+        _note(faults, lambda: require_places(config))
+    if faults:
+        raise ConfigError("\n".join(map(str, faults)))
+
+
+def _require_model(config: Config, trains: bool, serves: bool) -> None:
+    files = ModelFiles.find(config.model.path)
+    faults: list[ConfigError] = []
+    if trains:
+        _note(faults, lambda: require_trainable(config, files))
+    if trains and serves:
+        _note(faults, lambda: require_divisible(config, files))
+    if serves:
+        _note(faults, lambda: require_fit(config, files))
+    _note(faults, lambda: require_tokens(config, files))
+    if faults:
+        raise ConfigError("\n".join(map(str, faults)))
+
+
+def _note(faults: list[ConfigError], check: Callable[[], None]) -> None:
+    try:
+        check()
+    except ConfigError as fault:
+        faults.append(fault)

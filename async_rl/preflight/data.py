@@ -1,0 +1,51 @@
+"""Whether prompts and evaluation sets can be read, as far as their first rows tell."""
+
+from importlib.util import find_spec
+
+from async_rl.config import Config, PromptsSection
+from async_rl.errors import ConfigError
+from async_rl.prompts import REASONING_GYM, first_rows
+
+NUM_ROWS = 1000
+"""How many rows are looked at: enough to find a wrong column or a broken file, few enough to be read at once."""
+
+
+def require_prompts(config: PromptsSection) -> None:
+    """Checks the first rows of `prompts.source`, and that there are enough for one batch.
+
+    Raises:
+        ConfigError: it cannot be read, a row does not have what the config says, or there are too few rows.
+    """
+    num_rows = _look_at(config, max(NUM_ROWS, config.prompts_per_batch))
+    if num_rows < config.prompts_per_batch:
+        raise ConfigError(
+            f"prompts.source {config.source!r} has {num_rows} rows, fewer than prompts.prompts_per_batch = "
+            f"{config.prompts_per_batch}: give more rows or a smaller batch"
+        )
+
+
+def require_evaluation_sets(config: Config) -> None:
+    """Checks the first rows of every evaluation set.
+
+    Raises:
+        ConfigError: one cannot be read, or two have one name.
+    """
+    names = [each.name for each in config.evaluation.sets]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"evaluation.sets have the names {names}: give each a name of its own")
+    for each in config.evaluation.sets:
+        changes = {"source": each.source, "num_rows": each.max_prompts or config.prompts.num_rows}
+        try:
+            _look_at(config.prompts.model_copy(update=changes), min(NUM_ROWS, each.max_prompts or NUM_ROWS))
+        except ConfigError as error:
+            raise ConfigError(f"evaluation set {each.name!r}: {error}") from error
+
+
+def _look_at(config: PromptsSection, max_rows: int) -> int:
+    """How many rows there are, `max_rows` at most, all of them sound."""
+    if config.source.startswith(REASONING_GYM):
+        # Importing it takes two seconds; the trainer makes the task.
+        if find_spec("reasoning_gym") is None:
+            raise ConfigError(f"prompts.source {config.source!r} needs reasoning-gym: install async-rl[tasks]")
+        return config.num_rows
+    return len(first_rows(config, max_rows))

@@ -1,0 +1,182 @@
+"""What the files of a checkpoint say about its model, read as JSON."""
+
+import json
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.layout import require_layout
+
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
+"""`model_type` of the models that the trainer trains."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A checkpoint: its directory, None for one of the hub, of which only `config` and `tokenizer_config` are read."""
+
+    name: str
+    directory: Path | None
+    config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+
+    @classmethod
+    def find(cls, name: str) -> "ModelFiles":
+        """The files of the checkpoint called `name`: a directory or a hub name.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or it has no config or no tokenizer.
+        """
+        directory = Path(name)
+        if not directory.exists():
+            return cls._of_hub(name)
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"model.path {name!r} has no config.json: give a Hugging Face checkpoint directory")
+        if not any((directory / file).is_file() for file in TOKENIZER_FILES):
+            raise ConfigError(
+                f"model.path {name!r} has no tokenizer: expected {' or '.join(TOKENIZER_FILES)} in it; save the "
+                "tokenizer into the checkpoint's directory (tokenizer.save_pretrained)"
+            )
+        tokenizer_config = directory / "tokenizer_config.json"
+        return cls(
+            name,
+            directory,
+            _read_json(name, directory / "config.json"),
+            _read_json(name, tokenizer_config) if tokenizer_config.is_file() else {},
+        )
+
+    @classmethod
+    def _of_hub(cls, name: str) -> "ModelFiles":
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ConfigError(f"model.path {name!r} does not exist: give a Hugging Face checkpoint directory")
+        # Only here: it takes a quarter of a second to import.
+        hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+        try:
+            config = Path(hub.hf_hub_download(name, "config.json"))
+        except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"model.path {name!r} is neither a directory nor a model that can be fetched from the hub: {reason}; "
+                "give a directory with config.json, or check the name and the network"
+            ) from error
+        try:
+            tokenizer = _read_json(name, Path(hub.hf_hub_download(name, "tokenizer_config.json")))
+        except (errors.HfHubHTTPError, OSError):
+            tokenizer = {}
+        return cls(name, None, _read_json(name, config), tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether its tokenizer has one; of a checkpoint of the hub only the trainer knows for sure."""
+        if self.directory is None or "chat_template" in self.tokenizer_config:
+            return True
+        return any((self.directory / file).is_file() for file in TEMPLATE_FILES)
+
+
+def require_trainable(config: Config, files: ModelFiles) -> None:
+    """Checks that the trainer knows the model's architecture and that its weights are there.
+
+    Raises:
+        ConfigError: not so.
+    """
+    family = files.config.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"model.path {files.name!r} has model_type {family!r}, which the trainer does not support: expected one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    if files.directory is not None and not any(files.directory.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path {files.name!r} has no *.safetensors: save its weights as safetensors (save_pretrained)"
+        )
+    if config.prompts.chat_template and not files.has_chat_template:
+        raise ConfigError(
+            f"prompts.chat_template is true, but the tokenizer in model.path {files.name!r} has no chat template: set "
+            "prompts.chat_template = false, or save one with the tokenizer"
+        )
+
+
+def require_fit(config: Config, files: ModelFiles) -> None:
+    """Checks that the longest prompt and response fit into the model.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    positions = files.config.get("max_position_embeddings")
+    prompt, response = config.prompts.max_prompt_tokens, config.rollout.max_response_tokens
+    if isinstance(positions, int) and prompt + response > positions:
+        remedy = (
+            f"lower prompts.max_prompt_tokens to at most {positions - response}, or the responses"
+            if positions > response
+            else f"lower rollout.max_response_tokens below {positions}, and leave room for prompts"
+        )
+        raise ConfigError(
+            f"prompts.max_prompt_tokens = {prompt} and rollout.max_response_tokens = {response} make sequences of "
+            f"{prompt + response} tokens, more than the model's {positions} positions (max_position_embeddings of "
+            f"model.path {files.name!r}): {remedy}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What ranks divide among them; `async_rl.layout.DividedModel`."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    ffn_size: int
+    experts: _Experts | None
+
+
+def require_divisible(config: Config, files: ModelFiles) -> None:
+    """Checks that the training ranks of `async-rl run` can divide the model, where its config has all sizes.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
+    sizes = [files.config.get(name) for name in names]
+    # Saved anew by transformers 5, a checkpoint has the second name.
+    experts = files.config.get("num_experts", files.config.get("num_local_experts"))
+    layers, heads, kv_heads, vocabulary, ffn = (size if isinstance(size, int) else 0 for size in sizes)
+    if all(isinstance(size, int) for size in sizes) and isinstance(experts, int | None):
+        divided = _Sizes(layers, heads, kv_heads, vocabulary, ffn, None if experts is None else _Experts(experts))
+        require_layout(config.trainer, divided, config.trainer.num_local_ranks)
+
+
+def require_tokens(config: Config, files: ModelFiles) -> None:
+    """Checks that stop tokens are tokens of the model.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    vocabulary = files.config.get("vocab_size")
+    outside = [token for token in config.rollout.stop_token_ids if isinstance(vocabulary, int) and token >= vocabulary]
+    if outside or min(config.rollout.stop_token_ids, default=0) < 0:
+        raise ConfigError(
+            f"rollout.stop_token_ids is {list(config.rollout.stop_token_ids)}, but tokens of model.path "
+            f"{files.name!r} are 0 to {vocabulary - 1 if isinstance(vocabulary, int) else '...'}: "
+            "look the ids up in its tokenizer"
+        )
+
+
+def _read_json(name: str, file: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {name!r}: {file} cannot be read: {error}; download or save it again") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"model.path {name!r}: {file} holds {type(read).__name__}, expected an object")
+    return read

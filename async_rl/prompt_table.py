@@ -1,0 +1,70 @@
+"""Tokenized prompts in flat arrays: four bytes a token, where a tuple of ints takes eight, and objects beside."""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+from async_rl.types import Prompt
+
+NUM_RANGES = 64
+"""Digests of a data set, each of a stretch of prompts: few enough to keep, enough to say where it differs."""
+
+
+class PromptTable(Sequence[Prompt]):
+    """Prompts that are made when they are asked for; `prompt_id` is the number of their row."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+        self._ends = array("q", [0])
+        self._tokens = array("i")
+        self._rows: list[Mapping[str, Any]] = []
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> "PromptTable":
+        """Prompts by name alone, for a rank that samples nothing: without tokens and rows."""
+        table = cls()
+        nothing: Mapping[str, Any] = {}
+        for number in numbers:
+            table.append(number, (), nothing)
+        return table
+
+    def append(self, number: int, token_ids: Sequence[int], row: Mapping[str, Any]) -> None:
+        self._numbers.append(number)
+        self._tokens.extend(token_ids)
+        self._ends.append(len(self._tokens))
+        self._rows.append(row)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The row numbers of all prompts."""
+        return self._numbers.tolist()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        token_ids = self._tokens[self._ends[place] : self._ends[place + 1]]
+        return Prompt(str(self._numbers[place]), tuple(token_ids), self._rows[place])
+
+    def digests(self) -> dict[str, str]:
+        """A digest of the names, tokens and rows of each stretch of prompts, named after its first and last one."""
+        found: dict[str, str] = {}
+        for part in range(min(NUM_RANGES, len(self))):
+            first, end = (len(self) * bound // min(NUM_RANGES, len(self)) for bound in (part, part + 1))
+            digest = hashlib.sha256()
+            for place in range(first, end):
+                digest.update(json.dumps([self._numbers[place], self._rows[place]], default=repr).encode())
+                digest.update(self._tokens[self._ends[place] : self._ends[place + 1]].tobytes())
+            found[f"{self._numbers[first]} to {self._numbers[end - 1]}"] = digest.hexdigest()[:16]
+        return found

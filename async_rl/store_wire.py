@@ -1,0 +1,127 @@
+"""Connections of a weight store: how both ends prove that they know the secret, and the frames after that.
+
+    host: nonce -> member: nonce, proof over both -> host: proof over both -> requests and answers
+
+Proofs are HMACs under the secret, frames a length and JSON; nothing is encrypted.
+"""
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+import time
+from contextlib import suppress
+from typing import Any, Final
+
+from async_rl.errors import PublishError
+
+NONCE_BYTES: Final = 32
+PROOF_BYTES: Final = 32
+REFUSED: Final = bytes(PROOF_BYTES)
+"""Instead of a proof: the other end's was wrong."""
+
+MAX_FRAME_BYTES: Final = 16 * 2**20
+MIN_WAIT_S: Final = 0.05
+_LENGTH: Final = struct.Struct("!I")
+
+
+class NotInvited(PublishError):
+    """The other end does not know the secret of the invitation."""
+
+
+def listen(address: str, backlog: int) -> socket.socket:
+    """A socket that listens at this address alone, on a free port; OSError where it is none of this host."""
+    family, kind, proto, _, bound = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.bind(bound)
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def admit(connection: socket.socket, secret: str, deadline: float) -> bool:
+    """The host's part: whether the other end knows the secret; one that does not is told so.
+
+    Raises:
+        OSError: the connection broke, or the proof did not come by the deadline.
+    """
+    ours = secrets.token_bytes(NONCE_BYTES)
+    connection.settimeout(max(MIN_WAIT_S, deadline - time.monotonic()))
+    connection.sendall(ours)
+    theirs = _receive(connection, NONCE_BYTES, deadline)
+    proof = _receive(connection, PROOF_BYTES, deadline)
+    is_right = hmac.compare_digest(proof, _proof(secret, "member", ours, theirs))
+    connection.sendall(_proof(secret, "host", ours, theirs) if is_right else REFUSED)
+    connection.settimeout(None)
+    return is_right
+
+
+def enter(address: str, port: int, secret: str, deadline: float) -> socket.socket:
+    """The member's part: a connection on which both ends have proven themselves.
+
+    Raises:
+        NotInvited: the two do not know the same secret.
+        OSError: nothing answers there, or the connection broke.
+    """
+    connection = socket.create_connection((address, port), max(MIN_WAIT_S, deadline - time.monotonic()))
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        theirs = _receive(connection, NONCE_BYTES, deadline)
+        ours = secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(ours + _proof(secret, "member", theirs, ours))
+        proof = _receive(connection, PROOF_BYTES, deadline)
+        if not hmac.compare_digest(proof, _proof(secret, "host", theirs, ours)):
+            whose = "this member's" if proof == REFUSED else "its own"
+            raise NotInvited(f"the weight store at {address}:{port} stays closed: {whose} secret is of another meeting")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def send_frame(connection: socket.socket, body: Any) -> None:
+    data = json.dumps(body).encode()
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_frame(connection: socket.socket, deadline: float | None) -> Any:
+    """
+    Raises:
+        OSError: the connection broke, or the frame did not come by the deadline.
+        ValueError: it is too long, or not JSON.
+    """
+    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, deadline))
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {length} bytes, expected {MAX_FRAME_BYTES} at most")
+    return json.loads(_receive(connection, length, deadline))
+
+
+def shut(connection: socket.socket) -> None:
+    """Wakes whoever waits for it, here and at the other end."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _proof(secret: str, role: str, of_host: bytes, of_member: bytes) -> bytes:
+    """That `role` knows the secret, for this connection alone."""
+    return hmac.digest(secret.encode(), role.encode() + of_host + of_member, "sha256")
+
+
+def _receive(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
+    """Exactly so many bytes, by the deadline however slowly they come."""
+    data = b""
+    while len(data) < num_bytes:
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(left_s)
+        part = connection.recv(num_bytes - len(data))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        data += part
+    return data

@@ -1,0 +1,317 @@
+"""Every way in which a reward can misbehave, synchronous and asynchronous, in a batch and at its end."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from async_rl.config import RewardSection
+from async_rl.errors import ConfigError, RewardError
+from async_rl.event_loop import EventLoopThread
+from async_rl.rewards import Reward, make_reward
+from async_rl.types import Prompt, Response, WeightSpan
+
+TIMEOUT_S = 0.5
+IN_TIME_S = 15.0
+"""An error that comes by itself, or by the timeout, does so at once; a machine under load starts processes slowly."""
+
+REWARDS = """
+import asyncio, os, sys, threading, time
+
+never = asyncio.Event()
+
+def spoil(fault, row, responses):
+    if fault == "raises": raise KeyError("no such column")
+    if fault == "wrong shape": return [1.0]
+    if fault == "nan": return [float("nan")] * len(responses)
+    if fault == "strings": return ["1.0"] * len(responses)
+    if fault == "huge": return [10 ** 400] * len(responses)
+    if fault == "endless": return iter(int, 1)
+    if fault == "sys.exit": sys.exit(3)
+    if fault == "os._exit": os._exit(3)
+    if fault == "closes its files": os.closerange(0, 64)
+    if fault == "keyboard": raise KeyboardInterrupt
+    if fault == "generator exit": raise GeneratorExit
+    if fault == "cancelled": raise asyncio.CancelledError
+    if fault == "blocks": time.sleep(3600)
+    if fault == "spins":
+        while True: pass
+    if fault == "floods":
+        for _ in range(200): print("x" * 10_000)
+        sys.stdout.flush()
+    if fault == "starts what reads its input":
+        import subprocess
+        program = [sys.executable, "-c", "import sys; print(len(sys.stdin.read()))"]
+        return [float(subprocess.run(program, capture_output=True, text=True).stdout) + 1.0] * len(responses)
+    if fault == "reads its input": return [float(len(sys.stdin.read())) + 1.0] * len(responses)
+    if fault == "mutates":
+        row.clear()
+        if isinstance(responses, list): responses.clear()
+    return [1.0] * len(responses)
+
+def plain(prompt, responses, row):
+    fault = row.get("fault")
+    if fault == "threads": threading.Thread(target=time.sleep, args=(3600,)).start()
+    return spoil(fault, row, responses)
+
+async def eventual(prompt, responses, row):
+    fault = row.get("fault")
+    await asyncio.sleep(0)
+    if fault == "swallows":
+        while True:
+            try: await never.wait()
+            except asyncio.CancelledError: pass
+    if fault == "sleeps": await asyncio.sleep(3600)
+    if fault == "tasks":
+        for _ in range(100): asyncio.get_running_loop().create_task(never.wait())
+    if fault == "cancels itself":
+        asyncio.current_task().cancel()
+        await asyncio.sleep(1)
+    if fault == "exits in a task":
+        async def end(): sys.exit(3)
+        asyncio.get_running_loop().create_task(end())
+        await asyncio.sleep(3600)
+    if fault == "stops the loop":
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(3600)
+    return spoil(fault, row, responses)
+"""
+
+EITHER = {
+    "raises": "no such column",
+    "wrong shape": "returned 1 values, expected 2",
+    "nan": "returned nan",
+    "strings": "returned '1.0'",
+    "huge": "OverflowError|returned 1000",
+    "endless": "returned more, expected 2",
+    "sys.exit": "SystemExit: 3",
+    "os._exit": "its process ended .exit code 3.",
+    "closes its files": "its process ended|its process was killed",
+    "keyboard": "KeyboardInterrupt",
+    "generator exit": "GeneratorExit",
+    "cancelled": "CancelledError",
+    "blocks": r"(?s)no answer within reward.timeout_s = 0.5 s; its process was killed; it was at:.*time.sleep\(3600\)",
+    "spins": "(?s)no answer within reward.timeout_s = 0.5 s; its process was killed; it was at:.*while True",
+}
+ASYNCHRONOUS = {
+    "swallows": "no answer within reward.timeout_s = 0.5 s; its process was killed",
+    "sleeps": r"(?s)no answer within reward.timeout_s = 0.5 s; it was stopped:.*asyncio.sleep\(3600\)",
+    "cancels itself": "CancelledError",
+    "exits in a task": "its process ended",
+    "stops the loop": "its process ended",
+}
+SCORES = ("floods", "mutates", "reads its input", "starts what reads its input")
+HARMLESS = {"plain": (*SCORES, "threads"), "eventual": (*SCORES, "tasks")}
+HANGS = {"plain": ("blocks", "spins"), "eventual": ("blocks", "swallows", "sleeps")}
+FAULTS = [("plain", fault) for fault in EITHER] + [("eventual", fault) for fault in EITHER | ASYNCHRONOUS]
+
+RESPONSES = tuple(
+    Response((5, 6), (-0.1, -0.2), text, "stop", (WeightSpan("v1", 0, 2),), "http://i") for text in ("a", "bcd")
+)
+
+
+def prompt(fault: str | None = None) -> Prompt:
+    return Prompt(f"row of {fault}", (3, 4), {"fault": fault})
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "reward.py"
+    path.write_text(REWARDS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared_loop() -> Iterator[EventLoopThread]:
+    loop = EventLoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def rewards(file: Path, shared_loop: EventLoopThread) -> Iterator[dict[str, Reward]]:
+    """One reward of each kind for all tests: each fault meets what the faults before it left."""
+    made = {
+        name: make_reward(RewardSection(name=f"python:{file}:{name}", timeout_s=TIMEOUT_S))
+        for name in ("plain", "eventual")
+    }
+    for reward in made.values():
+        shared_loop.run(reward.start())
+    yield made
+    for reward in made.values():
+        shared_loop.run(reward.close(), IN_TIME_S)
+
+
+@pytest.mark.parametrize(("kind", "fault"), FAULTS)
+def test_every_fault_is_a_named_error_in_time_and_the_next_group_is_scored(
+    rewards: dict[str, Reward], shared_loop: EventLoopThread, kind: str, fault: str
+) -> None:
+    message = (EITHER | ASYNCHRONOUS)[fault]
+    with pytest.raises(RewardError, match=f"reward.py:{kind}', prompt row of {fault}") as caught:
+        shared_loop.run(rewards[kind].score(prompt(fault), RESPONSES), IN_TIME_S)
+    assert caught.match(message)
+    assert shared_loop.run(rewards[kind].score(prompt(), RESPONSES), IN_TIME_S) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind, faults in HARMLESS.items() for fault in faults])
+def test_what_harms_nobody_else_is_no_fault(
+    rewards: dict[str, Reward], shared_loop: EventLoopThread, kind: str, fault: str
+) -> None:
+    given = prompt(fault)
+    assert shared_loop.run(rewards[kind].score(given, RESPONSES), IN_TIME_S) == [1.0, 1.0]
+    assert given.row == {"fault": fault}
+
+
+@pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind, faults in HANGS.items() for fault in faults])
+def test_a_batch_that_is_left_amid_a_call_leaves_the_worker_to_the_next(
+    rewards: dict[str, Reward], shared_loop: EventLoopThread, kind: str, fault: str
+) -> None:
+    with pytest.raises(TimeoutError):
+        shared_loop.run(rewards[kind].score(prompt(fault), RESPONSES), 0.1)
+    assert shared_loop.run(rewards[kind].score(prompt(), RESPONSES), IN_TIME_S) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("kind", "faults"), HANGS.items())
+def test_close_ends_whatever_is_under_way(
+    file: Path, shared_loop: EventLoopThread, kind: str, faults: tuple[str, ...]
+) -> None:
+    reward: Any = make_reward(RewardSection(name=f"python:{file}:{kind}", num_workers=len(faults)))
+    shared_loop.run(reward.start())
+    processes = [psutil.Process(worker.process.pid) for worker in reward._workers]
+    calls = [shared_loop.submit(reward.score(prompt(fault), RESPONSES)) for fault in faults]
+    begun = time.monotonic()
+    for call in calls:
+        call.cancel()
+    shared_loop.run(reward.close(), IN_TIME_S)
+    assert psutil.wait_procs(processes, timeout=IN_TIME_S)[1] == []
+    assert time.monotonic() - begun < IN_TIME_S
+
+
+def test_calls_beside_one_that_blocks_are_made_again_and_lose_nothing(
+    file: Path, shared_loop: EventLoopThread, tmp_path: Path
+) -> None:
+    reward = make_reward(RewardSection(name=f"python:{file}:eventual", timeout_s=2.0))
+    shared_loop.run(reward.start())
+    blocking = shared_loop.submit(reward.score(prompt("blocks"), RESPONSES))
+    time.sleep(1.0)  # so that the others' time is not over when the first one's is
+    others = [shared_loop.submit(reward.score(prompt(), RESPONSES)) for _ in range(8)]
+    with pytest.raises(RewardError, match="row of blocks"):
+        blocking.result(IN_TIME_S)
+    assert [other.result(IN_TIME_S) for other in others] == [[1.0, 1.0]] * 8
+    shared_loop.run(reward.close())
+
+
+FLAKY = """
+import asyncio, os, pathlib
+
+under_way = 0
+most = 0
+
+def count(row):
+    path = pathlib.Path(row["file"])
+    number = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(number))
+    return number
+
+def flaky(prompt, responses, row):
+    number = count(row)
+    if number < row["good_from"]:
+        raise ConnectionError(f"the judge is away, time {number}")
+    return [float(number)] * len(responses)
+
+async def crowded(prompt, responses, row):
+    global under_way, most
+    under_way += 1
+    most = max(most, under_way)
+    await asyncio.sleep(0.2)
+    under_way -= 1
+    return [most] * len(responses)
+"""
+
+
+@pytest.fixture
+def flaky(tmp_path: Path, loop: EventLoopThread) -> Iterator[Callable[..., Reward]]:
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    rewards: list[Reward] = []
+
+    def start(function: str, **options: Any) -> Reward:
+        rewards.append(make_reward(RewardSection(name=f"python:{tmp_path / 'flaky.py'}:{function}", **options)))
+        loop.run(rewards[-1].start())
+        return rewards[-1]
+
+    yield start
+    for reward in rewards:
+        loop.run(reward.close())
+
+
+def test_retry_makes_a_failed_call_again_so_often_and_no_more(
+    flaky: Callable[..., Reward], loop: EventLoopThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = flaky("flaky", on_error="retry", max_attempts=3)
+    third = Prompt("row7", (3,), {"file": str(tmp_path / "third"), "good_from": 3})
+    assert loop.run(reward.score(third, RESPONSES)) == [3.0, 3.0]
+    assert "prompt row7, attempt 2 of 3 failed" in caplog.text and "the judge is away, time 2" in caplog.text
+    fourth = Prompt("row8", (3,), {"file": str(tmp_path / "fourth"), "good_from": 4})
+    with pytest.raises(RewardError, match=r"(?s)prompt row8, attempt 3 of 3 failed:.*time 3"):
+        loop.run(reward.score(fourth, RESPONSES))
+    assert (tmp_path / "fourth").read_text() == "3"
+
+
+def test_a_failed_call_is_not_made_again_unless_asked(
+    flaky: Callable[..., Reward], loop: EventLoopThread, tmp_path: Path
+) -> None:
+    row = {"file": str(tmp_path / "count"), "good_from": 2}
+    with pytest.raises(RewardError, match="prompt row7 failed"):
+        loop.run(flaky("flaky").score(Prompt("row7", (3,), row), RESPONSES))
+    assert (tmp_path / "count").read_text() == "1"
+
+
+def test_asynchronous_calls_are_limited_and_their_time_begins_when_they_do(
+    flaky: Callable[..., Reward], loop: EventLoopThread
+) -> None:
+    """Twelve calls of 0.2 s, three at once, take 0.8 s: more than each may take once it runs."""
+    reward = flaky("crowded", max_concurrency=3, timeout_s=0.7)
+    calls = [loop.submit(reward.score(Prompt(f"row{i}", (3,), {}), RESPONSES)) for i in range(12)]
+    assert max(call.result(IN_TIME_S)[0] for call in calls) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("import os; os._exit(4)", "exit code 4"),
+        ("raise KeyError", "KeyE"),
+    ],
+)
+def test_a_file_that_fails_when_it_is_loaded_is_a_config_error(
+    tmp_path: Path, loop: EventLoopThread, top: str, message: str
+) -> None:
+    (tmp_path / "reward.py").write_text(top)
+    reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score"))
+    with pytest.raises(ConfigError, match=message) as caught:
+        loop.run(reward.start())
+    assert "importlib" not in str(caught.value), "the traceback is of the file's own code"
+    loop.run(reward.close())
+
+
+@pytest.mark.parametrize(
+    ("line", "threshold"), [("", None), ("score.correct_at = 0.5", 0.5), ("score.correct_at = 1", 1.0)]
+)
+def test_a_reward_says_from_where_on_a_response_is_correct(
+    tmp_path: Path, loop: EventLoopThread, line: str, threshold: float | None
+) -> None:
+    (tmp_path / "reward.py").write_text(f"def score(prompt, responses, row):\n    return [1.0]\n{line}\n")
+    reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score"))
+    loop.run(reward.start())
+    assert reward.correct_at == threshold
+    loop.run(reward.close())
+
+
+def test_a_threshold_that_is_no_number_is_a_config_error(tmp_path: Path, loop: EventLoopThread) -> None:
+    (tmp_path / "reward.py").write_text("def score(*_): pass\nscore.correct_at = 'all'\n")
+    reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score"))
+    with pytest.raises(ConfigError, match="its correct_at is 'all': expected a number"):
+        loop.run(reward.start())
