@@ -18,10 +18,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from async_rl.command_line import Parser
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError
-from deploy.local import free_ports, own_cores, wait_until_healthy
-from deploy.plan import Process, log_path, num_ports, plan
+from async_rl.preflight import require_sound
+from deploy.local import wait_until_healthy
+from deploy.machine import free_ports, this_machine
+from deploy.plan import Process, log_path, num_ports, plan_instances
 from deploy.processes import Deployment, Stopped, explain_end, stop_on_signals
 from deploy.progress import JsonlTail
 
@@ -29,12 +32,14 @@ Result = Mapping[str, Any]
 """A line of the program's `results.jsonl`."""
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and what is left for the config."""
-    parser = argparse.ArgumentParser(
-        prog="async-rl eval",
-        description="Samples a model on held-out prompts and scores its responses: pass@k, mean reward, lengths.",
-        epilog="Every key of the config can be set as --section.key VALUE, such as --prompts.chat_template false.",
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """The options, and the keys of the config."""
+    parser = Parser(
+        "async-rl eval",
+        "Samples a model on held-out prompts and scores its responses: pass@k, mean reward, lengths. The options below "
+        "set keys of the config by shorter names; other keys, such as --prompts.chat_template false, can be set too.",
+        "MODEL --data SOURCE --reward NAME [OPTIONS] [--section.key VALUE ...]",
+        Config,
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a directory or a hub name")
     parser.add_argument("--data", required=True, help="a .jsonl or .parquet file, or reasoning-gym:TASK")
@@ -51,7 +56,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--num-instances", type=int, default=1, help="of its own (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object, on the last line")
-    return parser.parse_known_args(argv)
+    return parser.parse_args(argv), parser.overrides
 
 
 def config_text(options: argparse.Namespace, run_dir: Path) -> str:
@@ -91,17 +96,18 @@ def set_name(source: str) -> str:
 
 
 @contextmanager
-def instances(deployment: Deployment, config_path: Path, config: Config, console: Console) -> Iterator[Sequence[str]]:
+def instances(deployment: Deployment, config: Config, console: Console) -> Iterator[Sequence[str]]:
     """URLs of instances that serve the model: those of `pool.instances`, or its own."""
     if config.pool.instances:
         yield config.pool.instances
         return
-    started = plan(config_path, config, (), cores=own_cores(), ports=free_ports(num_ports(config)))
-    with console.status(f"starting {len(started.instances)} instance(s)"):
-        running = [deployment.start(process) for process in started.instances]
-        for instance, url in zip(running, started.urls, strict=True):
+    ports = free_ports(num_ports(config))
+    processes, urls = plan_instances(config, machine=this_machine(config.trainer.device), ports=ports)
+    with console.status(f"starting {len(processes)} instance(s)"):
+        running = [deployment.start(process) for process in processes]
+        for instance, url in zip(running, urls, strict=True):
             wait_until_healthy(instance, url)
-    yield started.urls
+    yield urls
 
 
 def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> list[Result]:
@@ -112,8 +118,9 @@ def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> l
         ProcessFailed: an instance did not come up, or the program failed; with its last log lines.
     """
     config = load_config(config_path, overrides)
+    require_sound(config, trains=False, serves=not config.pool.instances)
     out = config.run.dir
-    with Deployment() as deployment, instances(deployment, config_path, config, console) as urls:
+    with Deployment() as deployment, instances(deployment, config, console) as urls:
         argv = (
             *(sys.executable, "-m", "async_rl.evaluation", str(config_path), "--out", str(out), *overrides),
             *("--pool.instances", json.dumps(list(urls))),
@@ -149,16 +156,16 @@ def _shown(value: Any) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
+    options, overrides = parse(argv)
     console = Console()
     stop_on_signals()
-    options, overrides = parse(argv)
     try:
         with tempfile.TemporaryDirectory(prefix="async-rl-eval-") as name:
             config_path = Path(name) / "evaluation.toml"
             config_path.write_text(config_text(options, Path(name)))
             results = evaluate(config_path, overrides, console)
     except (Stopped, AsyncRLError) as end:
-        return explain_end(end, console)
+        return explain_end(end)
     show_results(console, results)
     if options.json:
         print(json.dumps({"model": options.model, "sets": results}))

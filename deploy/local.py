@@ -1,26 +1,26 @@
-"""Runs a config on this machine: `python -m deploy.local CONFIG [--dotted.overrides]`.
+"""Runs a config on this machine: `async-rl run CONFIG [--section.key VALUE ...]`.
 
 Starts the instances, waits until they answer, starts the trainer and shows its progress. However it ends (success,
 Ctrl-C, SIGTERM, a failed part, `kill -9`), every process it started ends too, see `deploy.keeper`.
 """
 
-import argparse
-import os
 import shutil
-import socket
+import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
+from async_rl.command_line import Parser
 from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
-from deploy.plan import HOST, Plan, num_ports, plan
+from async_rl.preflight import require_sound
+from deploy.machine import free_ports, this_machine
+from deploy.plan import Plan, Process, describe, num_ports, plan
 from deploy.processes import POLL_S, Deployment, Running, Stopped, explain_end, stop_on_signals
 from deploy.progress import JsonlTail, RunView, make_run_view
 
@@ -78,20 +78,6 @@ def wait_until_healthy(instance: Running, url: str, timeout_s: float = START_TIM
         time.sleep(POLL_S)
 
 
-def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports of the loopback interface that nobody listens on."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-
-
-def own_cores() -> list[int]:
-    """CPU cores this process may use; empty where the system does not tell (macOS), which means no pinning."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
 def _answers(url: str) -> bool:
     # Without the proxies of the environment, which would be asked for the loopback address too.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -102,40 +88,81 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _parse(argv: Sequence[str]) -> tuple[Path, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="deploy.local",
-        description="Starts the inference instances and the trainer of a config on this machine.",
-        epilog="Every key of the config can be set as --section.key VALUE.",
+def make_parser() -> Parser:
+    parser = Parser(
+        "async-rl run",
+        "Starts the inference instances and the trainer of a config on this machine, and ends them all when it ends.",
+        "CONFIG [--section.key VALUE ...]",
+        Config,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, the run's config")
-    arguments, overrides = parser.parse_known_args(argv)
-    return arguments.config, overrides
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would be started, on which cores, devices and ports, and start nothing",
+    )
+    return parser
+
+
+def make_plan(config_path: Path, config: Config, overrides: Sequence[str]) -> Plan:
+    """The plan of a run on this machine's cores, devices and free ports.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    machine = this_machine(config.trainer.device)
+    return plan(config_path, config, overrides, machine=machine, ports=free_ports(num_ports(config)))
 
 
 def run_config(config_path: Path, config: Config, overrides: Sequence[str], console: Console) -> Plan:
     """Plans a run for this machine's cores and free ports and runs it to its end; returns what was run.
 
     Raises:
-        ConfigError: the run cannot be planned, or inference.python is no program.
+        ConfigError: it cannot work, as far as that can be told before anything is started.
     """
-    python = config.inference.python
-    if python is not None and shutil.which(python) is None:
-        raise ConfigError(f"inference.python is {python!r}, which is no program: {HOW_TO_GET_VLLM}")
-    this_plan = plan(config_path, config, overrides, cores=own_cores(), ports=free_ports(num_ports(config)))
+    this_plan = make_plan(config_path, config, overrides)
+    require_sound(config, trains=True, serves=True)
+    require_engine(config, this_plan.instances[0])
     with make_run_view(console, config.train.iterations) as view:
         run_plan(this_plan, JsonlTail(config.run.dir / "metrics.jsonl"), view)
     return this_plan
 
 
+def require_engine(config: Config, instance: Process) -> None:
+    """Checks that the interpreter of the instances is one, and has the engine.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    python = config.inference.python
+    if python is not None and shutil.which(python) is None:
+        raise ConfigError(f"inference.python is {python!r}, which is no program: {HOW_TO_GET_VLLM}")
+    if python is None and config.inference.engine == "transformers":
+        return  # The launcher's own, which has it.
+    separator = instance.argv.index("--") if "--" in instance.argv else len(instance.argv)
+    argv = [*instance.argv[:separator], "--check", *instance.argv[separator:]]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it says nothing"]
+        raise ConfigError(
+            f"inference.engine is {config.inference.engine!r} with inference.python = {python!r}, which cannot serve: "
+            f"{said[0].removeprefix('inference_service: ')}"
+        )
+
+
 def main(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
     console = Console()
     stop_on_signals()
     try:
-        config_path, overrides = _parse(argv)
-        run_config(config_path, load_config(config_path, overrides), overrides, console)
+        config = load_config(arguments.config, parser.overrides)
+        if arguments.dry_run:
+            print(describe(make_plan(arguments.config, config, parser.overrides)))
+            return 0
+        run_config(arguments.config, config, parser.overrides, console)
     except (Stopped, AsyncRLError) as end:
-        return explain_end(end, console)
+        return explain_end(end)
     return 0
 
 

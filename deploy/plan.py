@@ -1,26 +1,34 @@
 """From a config to the processes of a run: pure data, nothing is started. Called by every launcher.
 
-The launcher says what its machine offers (cores, ports), so the same inputs always give the same plan.
+The launcher says what its machine offers (cores, devices, ports), so the same inputs always give the same plan;
+`deploy.share` shares it out.
 """
 
 import json
+import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from deploy.machine import HOST, VISIBLE, Machine
+from deploy.share import Share, share_out
 
-HOST = "127.0.0.1"
-LOGPROBS_MODE = "processed_logprobs"
-"""Instances answer with log-probs after temperature, the ones the responses were sampled with."""
+GRACE_S = 10.0
+"""For a process that has nothing to save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process to start: `env` is added to the launcher's own, `cores` are the CPU cores it stays on."""
+    """One process to start: `env` is added to the launcher's own, `cores` are the CPU cores it stays on.
+
+    `devices` are what `env` lets it see, for people to read.
+    Told to end (SIGTERM), it has `grace_s` for it before it is killed.
+    """
 
     name: str
     role: Literal["instance", "trainer", "program"]
@@ -28,6 +36,8 @@ class Process:
     log_file: Path
     cores: tuple[int, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    grace_s: float = GRACE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,48 +55,79 @@ def num_ports(config: Config) -> int:
 
 
 def plan(
-    config_path: Path, config: Config, overrides: Sequence[str], *, cores: Sequence[int], ports: Sequence[int]
+    config_path: Path, config: Config, overrides: Sequence[str], *, machine: Machine, ports: Sequence[int]
 ) -> Plan:
     """The processes of a run on one host.
 
     Args:
         config_path: the TOML file `config` was read from; the trainer reads it again.
         config: the loaded config, overrides applied.
-        overrides: the `--dotted.overrides` it was loaded with, handed on to the trainer.
-        cores: CPU cores to share among the processes; empty for no pinning.
+        overrides: the `--section.key=value` words it was loaded with, handed on to the trainer.
+        machine: cores and devices to share among the processes.
         ports: `num_ports(config)` free TCP ports of the loopback interface.
 
     Raises:
-        ConfigError: `pool.instances` is set (they run elsewhere), or too few ports were given.
+        ConfigError: `pool.instances` is set (they run elsewhere), or the machine does not have what is asked for.
     """
     if config.pool.instances:
         raise ConfigError(
             f"pool.instances is {list(config.pool.instances)}, but this launcher starts its own "
             f"{config.inference.num_instances}: remove the key, or start the trainer alone with torchrun -m trainer"
         )
-    if len(ports) != num_ports(config):
-        raise ConfigError(f"{len(ports)} ports were given, expected {num_ports(config)}: one per instance")
-    instance_cores, trainer_cores = split_cores(cores, config.inference.num_instances)
-    instances = tuple(_instance(config, i, port, instance_cores[i : i + 1]) for i, port in enumerate(ports))
-    urls = tuple(f"http://{HOST}:{port}" for port in ports)
-    trainer = _trainer(config_path, config, overrides, urls, trainer_cores)
-    return Plan(instances, trainer, urls)
+    _require_engine_for_device(config)
+    shares, trainer_share = share_out(config, machine)
+    instances, urls = _instances(config, shares, ports)
+    return Plan(instances, _trainer(config_path, config, overrides, urls, trainer_share), urls)
 
 
-def split_cores(cores: Sequence[int], num_instances: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """One core per instance, and the others to the trainer, who gets at least one of its own.
+def plan_instances(
+    config: Config, *, machine: Machine, ports: Sequence[int]
+) -> tuple[tuple[Process, ...], tuple[str, ...]]:
+    """Instances alone, as `async-rl eval` starts them, and where they will answer.
 
-    Returns:
-        `num_instances` cores, shared among instances where there are too few, and the trainer's. With fewer than two
-        cores both are empty: there is nothing to keep apart.
+    Raises:
+        ConfigError: the machine does not have what is asked for.
     """
-    if len(cores) < 2:
-        return (), ()
-    num_shared = min(num_instances, len(cores) - 1)
-    return tuple(cores[i % num_shared] for i in range(num_instances)), tuple(cores[num_shared:])
+    _require_engine_for_device(config)
+    return _instances(config, share_out(config, machine, with_trainer=False)[0], ports)
 
 
-def _instance(config: Config, index: int, port: int, cores: tuple[int, ...]) -> Process:
+def describe(plan: Plan) -> str:
+    """A plan for people: what would be started, on what, and with which command."""
+    lines = []
+    for process in (*plan.instances, plan.trainer):
+        lines += [
+            f"{process.name}",
+            f"  cores    {', '.join(map(str, process.cores)) or 'any'}",
+            f"  threads  {process.env['OMP_NUM_THREADS']}",
+            f"  devices  {', '.join(process.devices) or 'CPU'}",
+            f"  log      {process.log_file}",
+            f"  command  {shlex.join([*(f'{key}={value}' for key, value in process.env.items()), *process.argv])}",
+        ]
+        if process.role == "instance":
+            lines.insert(-1, f"  port     {process.argv[process.argv.index('--port') + 1]}")
+    return "\n".join(lines)
+
+
+def _require_engine_for_device(config: Config) -> None:
+    if config.trainer.device == "npu" and config.inference.engine == "transformers":
+        raise ConfigError(
+            "trainer.device is 'npu' with inference.engine = 'transformers', which does not run there: set "
+            "inference.engine to 'vllm' (with vllm-ascend)"
+        )
+
+
+def _instances(
+    config: Config, shares: Sequence[Share], ports: Sequence[int]
+) -> tuple[tuple[Process, ...], tuple[str, ...]]:
+    assert len(ports) == len(shares), f"{len(ports)} ports for {len(shares)} instances"
+    processes = tuple(
+        _instance(config, i, port, share) for i, (port, share) in enumerate(zip(ports, shares, strict=True))
+    )
+    return processes, tuple(f"http://{HOST}:{port}" for port in ports)
+
+
+def _instance(config: Config, index: int, port: int, share: Share) -> Process:
     name = f"instance-{index}"
     max_model_len = config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
     options = {
@@ -99,14 +140,13 @@ def _instance(config: Config, index: int, port: int, cores: tuple[int, ...]) -> 
         "--dtype": config.model.dtype,
         "--max-concurrency": config.inference.max_concurrency,
         "--max-model-len": max_model_len,
-        "--logprobs-mode": LOGPROBS_MODE,
     }
     argv = [config.inference.python or sys.executable, "-m", "inference_service"]
     for key, value in options.items():
         argv += [key, str(value)]
     if config.inference.engine_options:
         argv += ["--", *config.inference.engine_options]
-    return _process(config, name, "instance", argv, cores)
+    return _process(config, name, "instance", argv, share)
 
 
 def _trainer(
@@ -114,24 +154,28 @@ def _trainer(
     config: Config,
     overrides: Sequence[str],
     urls: Sequence[str],
-    cores: tuple[int, ...],
+    share: Share,
 ) -> Process:
     argv = [
         *(sys.executable, "-m", "torch.distributed.run"),
         # Finds the port of its rendezvous itself, and so cannot lose it to another process in between.
         *("--standalone", "--local-addr", HOST, "--nproc-per-node", str(config.trainer.num_local_ranks)),
+        *("--shutdown-timeout", str(math.ceil(config.checkpoint.grace_s + GRACE_S))),
         *("-m", "trainer", str(config_path), *overrides),
         *("--pool.instances", json.dumps(list(urls))),
     ]
-    return _process(config, "trainer", "trainer", argv, cores)
+    # The trainer ends by itself within its own grace time; torchrun waits longer, and the launcher longest.
+    process = _process(config, "trainer", "trainer", argv, share)
+    return replace(process, grace_s=config.checkpoint.grace_s + 2 * GRACE_S)
 
 
 def _process(
-    config: Config, name: str, role: Literal["instance", "trainer"], argv: Sequence[str], cores: tuple[int, ...]
+    config: Config, name: str, role: Literal["instance", "trainer"], argv: Sequence[str], share: Share
 ) -> Process:
-    # One thread each: two busy processes with two torch threads each ran three times slower on two cores.
-    env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    return Process(name, role, tuple(argv), log_path(config.run.dir, name), cores, env)
+    env = {"OMP_NUM_THREADS": str(share.threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if share.devices:
+        env[VISIBLE[config.trainer.device]] = ",".join(share.devices)
+    return Process(name, role, tuple(argv), log_path(config.run.dir, name), share.cores, env, share.devices)
 
 
 def log_path(run_dir: Path, name: str) -> Path:

@@ -5,18 +5,21 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO
 
 from rich.console import Console
 from rich.markup import escape
 
-from async_rl.errors import AsyncRLError, ProcessFailed
+from async_rl.command_line import USAGE_ERROR
+from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
+from async_rl.failure_report import VARIABLE, read_failure
 from deploy.plan import Process
 
-GRACE_S = 10.0
 POLL_S = 0.2
 NUM_LOG_LINES = 20
 TORCHRUN_REPORT = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic.*$", re.MULTILINE)
@@ -31,12 +34,16 @@ class Stopped(BaseException):
 
 
 class Running:
-    """A started process, held through its keeper; `log_start` is where its output begins in the log file."""
+    """A started process, held through its keeper.
 
-    def __init__(self, process: Process, keeper: subprocess.Popen[bytes], log_start: int) -> None:
+    `log_start` is where its output begins in the log file, `report` where it tells its named error.
+    """
+
+    def __init__(self, process: Process, keeper: subprocess.Popen[bytes], log_start: int, report: Path) -> None:
         self.process = process
         self._keeper = keeper
         self._log_start = log_start
+        self._report = report
 
     def exit_code(self) -> int | None:
         """None while it runs; 128 + N where signal N ended it."""
@@ -50,13 +57,20 @@ class Running:
     def wait_end(self) -> None:
         """Waits until the process and all its descendants are gone, at most a little longer than the grace time."""
         try:
-            self._keeper.wait(GRACE_S + 5.0)
+            self._keeper.wait(self.process.grace_s + 5.0)
         except subprocess.TimeoutExpired:
             self._keeper.kill()
             self._keeper.wait()
 
     def failure(self) -> ProcessFailed:
-        """What to raise when it ended and should not have: its name, how it ended, and its last log lines."""
+        """What to raise when it ended and should not have.
+
+        Its own named error alone, with the path of its log; or else how it ended, and its last log lines.
+        """
+        if reported := read_failure(self._report):
+            return ProcessFailed(
+                f"{reported.message}\n(from {self.process.name}; its log is {self.process.log_file})", reported.kind
+            )
         lines = "\n".join(f"    {line}" for line in self.last_lines())
         return ProcessFailed(
             f"{self.process.name} {_how_it_ended(self.exit_code())}; the end of {self.process.log_file}:\n{lines}"
@@ -74,6 +88,7 @@ class Deployment:
 
     def __init__(self) -> None:
         self._running: list[Running] = []
+        self._reports = tempfile.TemporaryDirectory(prefix="async-rl-reports-")
 
     def __enter__(self) -> "Deployment":
         return self
@@ -83,12 +98,13 @@ class Deployment:
     ) -> None:
         _end_all([running for running in self._running if running.process.role != "instance"])
         _end_all([running for running in self._running if running.process.role == "instance"])
+        self._reports.cleanup()
 
     def start(self, process: Process) -> Running:
-        process.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with process.log_file.open("ab") as log:
+        with _open_log(process.log_file) as log:
             log_start = log.tell()
-            running = Running(process, _start_keeper(process, log), log_start)
+            report = Path(self._reports.name) / process.name
+            running = Running(process, _start_keeper(process, log, report), log_start, report)
         self._running.append(running)
         return running
 
@@ -113,27 +129,51 @@ def stop_on_signals() -> None:
         signal.signal(signum, _raise_stopped)
 
 
-def explain_end(end: Stopped | AsyncRLError, console: Console) -> int:
-    """Says why a program that starts processes ended early; what it exits with."""
+def explain_end(end: Stopped | AsyncRLError) -> int:
+    """Says on standard error why a program that starts processes ended early; what it exits with."""
+    console = Console(stderr=True)
     if isinstance(end, Stopped):
         console.print(f"{end}; all its processes have ended")
         return end.exit_code
-    console.print(f"[bold red]{type(end).__name__}[/]: {escape(str(end))}", highlight=False, soft_wrap=True)
-    return 1
+    cause = end.cause if isinstance(end, ProcessFailed) else None
+    kind = cause or type(end).__name__
+    console.print(f"[bold red]{escape(kind)}[/]: {escape(str(end))}", highlight=False, soft_wrap=True)
+    return USAGE_ERROR if kind == ConfigError.__name__ else 1
 
 
 def _raise_stopped(signum: int, _frame: FrameType | None) -> None:
     raise Stopped(signum)
 
 
-def _start_keeper(process: Process, log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _open_log(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        raise ConfigError(
+            f"the log {str(path)!r} cannot be written: {error.strerror}; make room there, or name another directory "
+            "as run.dir"
+        ) from error
+
+
+def _start_keeper(process: Process, log: IO[bytes], report: Path) -> subprocess.Popen[bytes]:
     cores = ",".join(str(core) for core in process.cores)
     return subprocess.Popen(
-        [sys.executable, "-m", "deploy.keeper", "--cores", cores, "--grace-s", str(GRACE_S), "--", *process.argv],
+        [
+            sys.executable,
+            "-m",
+            "deploy.keeper",
+            "--cores",
+            cores,
+            "--grace-s",
+            str(process.grace_s),
+            "--",
+            *process.argv,
+        ],
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **process.env},
+        env={**os.environ, **process.env, VARIABLE: str(report)},
         # Out of the terminal's foreground group: Ctrl-C reaches the deployer alone, which then ends all in order.
         start_new_session=True,
     )

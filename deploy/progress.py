@@ -152,9 +152,12 @@ class LiveView:
 def describe(record: Record) -> str:
     """The figures of one iteration in a line."""
     shares = "  ".join(f"{name} {share:.0%}" for name, share in time_shares([record]).items())
+    skipped = "NO STEP TAKEN (gradient not finite)  " if record.get("skipped_steps") else ""
+    untrained = f"no gradient {share:.0%}  " if (share := record.get("untrained_groups")) else ""
+    accuracy = f"accuracy {record['accuracy']:.3f}  " if "accuracy" in record else ""
     return (
-        f"reward {record['reward_mean']:.3f}  accuracy {record['accuracy']:.3f}  "
-        f"response {record['response_tokens_mean']:.1f} tokens  {record['tokens_per_s']:.0f} tokens/s  "
+        f"{skipped}reward {record['reward_mean']:.3f}  {accuracy}"
+        f"{untrained}response {record['response_tokens_mean']:.1f} tokens  {record['tokens_per_s']:.0f} tokens/s  "
         f"{record['seconds']:.2f} s  ({shares})"
     )
 
@@ -181,10 +184,11 @@ def _figures(recent: list[Record]) -> Table:
     mean = {
         key: sum(record[key] for record in recent) / len(recent)
         for key in ("reward_mean", "accuracy", "response_tokens_mean", "tokens_per_s", "seconds")
+        if key in recent[-1]
     }
     columns = {
         "reward": f"{mean['reward_mean']:.3f}",
-        "accuracy": f"{mean['accuracy']:.3f}",
+        **({"accuracy": f"{mean['accuracy']:.3f}"} if "accuracy" in mean else {}),
         "response": f"{mean['response_tokens_mean']:.1f} tokens",
         "throughput": f"{mean['tokens_per_s']:.0f} tokens/s",
         "iteration": f"{mean['seconds']:.2f} s",
@@ -200,7 +204,9 @@ def _figures(recent: list[Record]) -> Table:
 def _curves(records: list[Record]) -> Table:
     table = Table.grid(padding=(0, 2))
     for key, name in (("reward_mean", "reward"), ("accuracy", "accuracy")):
-        values = [record[key] for record in records]
+        values = [record[key] for record in records if key in record]
+        if not values:  # The reward does not say what is correct.
+            continue
         table.add_row(Text(name, style="dim"), Text(sparkline(values), style="cyan"), f"{values[-1]:.3f}")
     return table
 

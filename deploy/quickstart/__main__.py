@@ -4,7 +4,6 @@ Phases, each in processes of its own: warm start (makes the base model), evaluat
 the same time), evaluation. Then the summary and the report. Everything lands in the run's folder.
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -17,7 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.config import load_config
+from async_rl.command_line import Parser
+from async_rl.config import Config, load_config
 from async_rl.errors import AsyncRLError, ConfigError
 from deploy.local import run_config
 from deploy.plan import Plan, Process, log_path
@@ -74,7 +74,7 @@ class Quickstart:
             "--reward.name": f"python:{REWARD}:spelled_backward",
             "--run.seed": self._seed,
         }
-        words = [*(str(word) for pair in paths.items() for word in pair), *overrides]
+        words = [*(f"{key}={value}" for key, value in paths.items()), *overrides]
         with self._phase("training"):
             return run_config(CONFIG, load_config(CONFIG, words), words, self._console)
 
@@ -162,26 +162,29 @@ def quickstart(run_dir: Path, seed: int, overrides: Sequence[str], console: Cons
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="async-rl quickstart",
-        description=__doc__,
-        epilog=f"Every key of {CONFIG.name} can be set as --section.key VALUE.",
+    parser = Parser(
+        "async-rl quickstart",
+        "A small model learns on this machine, both pools included, in about five minutes. Its config, "
+        f"{CONFIG.name}, sets the keys below otherwise than their defaults; each can be set here, too.",
+        "[OPTIONS] [--section.key VALUE ...]",
+        Config,
     )
     parser.add_argument("--seed", type=int, default=0, help="of the model, the words and the sampling")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"), help="where everything goes")
     parser.add_argument("--iterations", type=int, help="instead of the config's")
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers", help="what generates")
-    arguments, overrides = parser.parse_known_args(argv)
+    arguments = parser.parse_args(argv)
+    overrides = list(parser.overrides)
     if arguments.iterations is not None:
-        overrides += ["--train.iterations", str(arguments.iterations)]
+        overrides.append(f"--train.iterations={arguments.iterations}")
     console = Console()
     stop_on_signals()
     try:
         if arguments.engine == "vllm":
-            overrides += ["--inference.engine", "vllm", "--inference.python", find_vllm_python()]
+            overrides += ["--inference.engine=vllm", f"--inference.python={find_vllm_python()}"]
         summary = quickstart(arguments.run_dir, arguments.seed, overrides, console)
     except (Stopped, AsyncRLError) as end:
-        return explain_end(end, console)
+        return explain_end(end)
     show_summary(console, summary, arguments.run_dir)
     return 0
 

@@ -126,7 +126,7 @@ def _proof(summary: Mapping[str, Any]) -> str:
     verdict = '<span class="right">holds</span>' if summary["on_policy"] else '<span class="wrong">does not hold</span>'
     return (
         f"<p>The proof {verdict} for {summary['iterations']} iterations: every response of a batch was sampled from "
-        "exactly the weights that its iteration trained, and every prompt contributed exactly its responses, once. The "
+        "the weight version that its iteration trained, and every prompt contributed exactly its responses, once. The "
         "largest difference between a token's log-probability at the trainer and at the instance that sampled it was "
         f"{summary['max_logprob_gap']:.1e} nats. <code>ledger.jsonl</code> has a row per iteration.</p>"
     )

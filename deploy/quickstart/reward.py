@@ -20,3 +20,6 @@ def spelled_backward(prompt: Any, responses: Sequence[Any], row: Mapping[str, An
         else 0.0
         for response in responses
     ]
+
+
+spelled_backward.correct_at = 1.0  # type: ignore[attr-defined]

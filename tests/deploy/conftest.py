@@ -14,10 +14,14 @@ CONFIG = """
 [run]
 dir = "run"
 [model]
-path = "no-model"
+path = "model"
 [prompts]
-source = "no-prompts.jsonl"
+source = "rows.jsonl"
 prompts_per_batch = 1
+max_prompt_tokens = 100
+chat_template = false
+[rollout]
+max_response_tokens = 28
 [reward]
 name = "math"
 [train]
@@ -106,6 +110,11 @@ class Ground:
     def __init__(self, path: Path) -> None:
         self.path = path
         (path / "config.toml").write_text(CONFIG)
+        (path / "rows.jsonl").write_text('{"prompt": "What is 1 + 1?", "answer": "2"}\n')
+        (path / "model").mkdir()
+        (path / "model" / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 128}')
+        for name in ("tokenizer_config.json", "model.safetensors"):
+            (path / "model" / name).write_text("{}")
         (path / "inference_service.py").write_text(INSTANCE)
         (path / "trainer.py").write_text(TRAINER)
 

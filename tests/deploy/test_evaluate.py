@@ -15,6 +15,9 @@ from deploy.evaluate import config_text, parse, set_name
 REWARD = """
 def short(prompt, responses, row):
     return [1.0 if len(r.text) < row["limit"] else 0.0 for r in responses]
+
+
+short.correct_at = 1.0
 """
 
 
@@ -31,7 +34,7 @@ def evaluate(model: Path, data: Path, *arguments: str) -> "subprocess.CompletedP
     reward = f"python:{data.parent / 'reward.py'}:short"
     command = [sys.executable, "-m", "deploy.evaluate", str(model), "--data", str(data), "--reward", reward, *arguments]
     command += ["--prompts.chat_template", "false", "--prompts.max_prompt_tokens", "64"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.distributed
@@ -52,8 +55,8 @@ def test_a_model_is_evaluated_from_start_to_figures(tiny_model: Callable[..., Pa
 
 def test_a_value_that_cannot_work_is_named_before_anything_starts(tmp_path: Path, data: Path) -> None:
     done = evaluate(tmp_path, data, "--samples", "0")
-    assert done.returncode == 1
-    assert "evaluation.sets.0.num_samples: Input should be greater than or equal to 1 (got 0)" in done.stdout
+    assert done.returncode == 2
+    assert "evaluation.sets.0.num_samples: Input should be greater than or equal to 1 (got 0)" in done.stderr
 
 
 def test_options_become_a_config_with_one_set(tmp_path: Path) -> None:

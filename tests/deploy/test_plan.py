@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +6,8 @@ import pytest
 
 from async_rl.config import Config, parse_config
 from async_rl.errors import ConfigError
-from deploy.plan import num_ports, plan, split_cores
+from deploy.machine import Machine
+from deploy.plan import describe, num_ports, plan, plan_instances
 
 
 def make_config(**changes: Any) -> Config:
@@ -27,7 +29,7 @@ def option(argv: tuple[str, ...], name: str) -> str:
 
 
 def test_an_instance_is_started_with_the_configs_values() -> None:
-    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1, 2, 3], ports=[8001, 8002])
+    made = plan(Path("c.toml"), make_config(), [], machine=Machine((0, 1, 2, 3)), ports=[8001, 8002])
     argv = made.instances[1].argv
     assert argv[1:3] == ("-m", "inference_service")
     expected = {
@@ -39,7 +41,6 @@ def test_an_instance_is_started_with_the_configs_values() -> None:
         "--dtype": "bfloat16",
         "--max-concurrency": "7",
         "--max-model-len": "128",
-        "--logprobs-mode": "processed_logprobs",
     }
     assert {name: option(argv, name) for name in expected} == expected
     assert made.urls == ("http://127.0.0.1:8001", "http://127.0.0.1:8002")
@@ -53,7 +54,7 @@ def test_an_instance_of_vllm_runs_under_its_own_python_with_its_own_arguments() 
         "tensor_parallel": 2,
         "engine_options": ["--enforce-eager", "--seed=3"],
     }
-    (process,) = plan(Path("c.toml"), make_config(inference=inference), [], cores=[], ports=[8001]).instances
+    (process,) = plan(Path("c.toml"), make_config(inference=inference), [], machine=Machine(), ports=[8001]).instances
     assert process.argv[:3] == ("other/bin/python", "-m", "inference_service")
     assert option(process.argv, "--engine") == "vllm" and option(process.argv, "--tp") == "2"
     assert process.argv[-3:] == ("--", "--enforce-eager", "--seed=3")
@@ -61,7 +62,7 @@ def test_an_instance_of_vllm_runs_under_its_own_python_with_its_own_arguments() 
 
 def test_the_trainer_runs_under_torchrun_with_overrides_and_the_instances() -> None:
     overrides = ["--train.iterations", "5"]
-    made = plan(Path("c.toml"), make_config(), overrides, cores=[], ports=[8001, 8002])
+    made = plan(Path("c.toml"), make_config(), overrides, machine=Machine(), ports=[8001, 8002])
     argv = made.trainer.argv
     assert argv[1:3] == ("-m", "torch.distributed.run")
     assert "--standalone" in argv and option(argv, "--nproc-per-node") == "2"
@@ -71,8 +72,8 @@ def test_the_trainer_runs_under_torchrun_with_overrides_and_the_instances() -> N
     )
 
 
-def test_every_process_has_one_thread_and_a_log_of_its_own() -> None:
-    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1], ports=[8001, 8002])
+def test_on_two_cores_every_process_has_one_thread_and_a_log_of_its_own() -> None:
+    made = plan(Path("c.toml"), make_config(), [], machine=Machine((0, 1)), ports=[8001, 8002])
     processes = [*made.instances, made.trainer]
     assert all(process.env["OMP_NUM_THREADS"] == "1" for process in processes)
     assert [str(process.log_file) for process in processes] == [
@@ -80,40 +81,37 @@ def test_every_process_has_one_thread_and_a_log_of_its_own() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("cores", "num_instances", "expected"),
-    [
-        ([], 1, ((), ())),
-        ([3], 2, ((), ())),
-        ([4, 5], 1, ((4,), (5,))),
-        ([0, 1], 3, ((0, 0, 0), (1,))),
-        ([0, 1, 2, 3], 2, ((0, 1), (2, 3))),
-    ],
-)
-def test_instances_take_the_first_cores_and_the_trainer_the_others(
-    cores: list[int], num_instances: int, expected: tuple[tuple[int, ...], tuple[int, ...]]
-) -> None:
-    assert split_cores(cores, num_instances) == expected
-
-
 def test_processes_are_kept_on_their_cores() -> None:
-    made = plan(Path("c.toml"), make_config(), [], cores=[0, 1, 2], ports=[8001, 8002])
+    made = plan(Path("c.toml"), make_config(), [], machine=Machine((0, 1, 2)), ports=[8001, 8002])
     assert [process.cores for process in made.instances] == [(0,), (1,)]
     assert made.trainer.cores == (2,)
 
 
 def test_without_cores_nothing_is_pinned() -> None:
-    made = plan(Path("c.toml"), make_config(), [], cores=[], ports=[8001, 8002])
+    made = plan(Path("c.toml"), make_config(), [], machine=Machine(), ports=[8001, 8002])
     assert [process.cores for process in (*made.instances, made.trainer)] == [(), (), ()]
 
 
 def test_instances_that_run_elsewhere_are_refused() -> None:
     config = make_config(pool={"instances": ["http://other:8000"]})
     with pytest.raises(ConfigError, match=r"pool\.instances is \['http://other:8000'\]"):
-        plan(Path("c.toml"), config, [], cores=[], ports=[1, 2, 3])
+        plan(Path("c.toml"), config, [], machine=Machine(), ports=[1, 2, 3])
 
 
-def test_a_port_for_each_instance_is_needed() -> None:
+def test_a_run_needs_a_port_for_each_instance() -> None:
     assert num_ports(make_config()) == 2
-    with pytest.raises(ConfigError, match="1 ports were given, expected 2"):
-        plan(Path("c.toml"), make_config(), [], cores=[], ports=[1])
+
+
+def test_instances_alone_take_no_device_for_a_trainer() -> None:
+    config = make_config(trainer={"device": "cuda"}, inference={"engine": "vllm", "num_instances": 1})
+    (process,), urls = plan_instances(config, machine=Machine((), ("7",)), ports=[8001])
+    assert process.env["CUDA_VISIBLE_DEVICES"] == "7" and urls == ("http://127.0.0.1:8001",)
+
+
+def test_a_plan_is_described_with_all_that_would_be_started() -> None:
+    config = make_config(trainer={"device": "npu", "num_processes": 2}, inference={"engine": "vllm"})
+    text = describe(plan(Path("c.toml"), config, [], machine=Machine(tuple(range(16)), ("0", "2", "5")), ports=[8001]))
+    assert re.findall(r"^\S+", text, flags=re.MULTILINE) == ["instance-0", "trainer"]
+    assert re.findall(r"devices  (.*)", text) == ["5", "0, 2"]
+    assert "port     8001" in text and "log      runs/one/logs/trainer.log" in text
+    assert re.search(r"command  OMP_NUM_THREADS=\d+ .*ASCEND_RT_VISIBLE_DEVICES=0,2 .* -m trainer c.toml", text)

@@ -60,7 +60,7 @@ def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
 def test_a_bad_override_ends_before_the_warm_start(tmp_path: Path) -> None:
     process = start("--run-dir", str(tmp_path / "run"), "--optimizer.learningrate", "1")
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "unknown key 'optimizer.learningrate'" in output
     assert not (tmp_path / "run").exists()
 

@@ -1,0 +1,117 @@
+"""What this machine offers a run: CPU cores, accelerators and free ports. Nothing here imports torch."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_rl.errors import ConfigError
+
+HOST = "127.0.0.1"
+
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""Environment variable with the devices that a process may use, by `trainer.device`."""
+
+COUNT_TIMEOUT_S = 60.0
+"""For `nvidia-smi`, which wakes the driver, or for torch, which has to be imported."""
+
+WITH_TORCH = {
+    "cuda": "import torch; print(torch.cuda.device_count())",
+    "npu": "import torch, torch_npu; print(torch_npu.npu.device_count())",
+}
+
+Run = Callable[[list[str]], str]
+"""The output of a command, empty where it fails or does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`cores` to share, none for no pinning; `devices` as the kind's variable names them, none on a CPU."""
+
+    cores: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
+
+
+def this_machine(kind: str) -> Machine:
+    """What this process may use here, for a run with `trainer.device` = `kind`."""
+    return Machine(own_cores(), find_devices(kind, os.environ))
+
+
+def own_cores() -> tuple[int, ...]:
+    """CPU cores this process may use; empty where the system does not tell (macOS), which means no pinning."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
+def free_ports(count: int) -> list[int]:
+    """`count` different TCP ports of the loopback interface that nobody listens on."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def output_of(command: list[str]) -> str:
+    """What a command prints; empty where it is not installed, fails, or hangs."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COUNT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def find_devices(
+    kind: str, environment: Mapping[str, str], run: Run = output_of, dev: Path = Path("/dev")
+) -> tuple[str, ...]:
+    """The devices that processes started here may be given; none on a CPU.
+
+    A restriction that is set already (`CUDA_VISIBLE_DEVICES`, `ASCEND_RT_VISIBLE_DEVICES`) is kept: what it names is
+    shared out, in its order and under its names.
+
+    Raises:
+        ConfigError: the restriction names a device twice.
+    """
+    if kind == "cpu":
+        return ()
+    present = _count(kind, run, dev)
+    restriction = environment.get(VISIBLE[kind])
+    if restriction is None:
+        return tuple(str(i) for i in range(present))
+    named = _usable(restriction, present)
+    if len(set(named)) < len(named):
+        raise ConfigError(f"{VISIBLE[kind]} is {restriction!r}, which names a device twice: name each once")
+    return named
+
+
+def _usable(restriction: str, present: int) -> tuple[str, ...]:
+    """The devices of a list up to the first that does not exist, as CUDA reads it; names such as GPU-8a2 are kept."""
+    usable: list[str] = []
+    for name in (part.strip() for part in restriction.split(",")):
+        is_number = re.fullmatch(r"-?\d+", name) is not None
+        if not name or (is_number and not 0 <= int(name) < present):
+            break
+        usable.append(name)
+    return tuple(usable)
+
+
+def _count(kind: str, run: Run, dev: Path) -> int:
+    """How many devices there are, whatever is visible: asked of the driver, else of torch in a process of its own."""
+    if kind == "cuda":
+        listed = [line for line in run(["nvidia-smi", "--list-gpus"]).splitlines() if line.startswith("GPU ")]
+    else:
+        listed = [path.name for path in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", path.name)]
+    if listed:
+        return len(listed)
+    # Without the restriction, which numbers devices anew.
+    answer = run(["env", "-u", VISIBLE[kind], sys.executable, "-c", WITH_TORCH[kind]]).strip()
+    return int(answer) if answer.isdigit() else 0

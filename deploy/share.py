@@ -1,0 +1,133 @@
+"""Shares a machine among the processes of a run: pure arithmetic on cores and devices; for `deploy.plan`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from deploy.machine import VISIBLE, Machine
+
+MAX_THREADS = 16
+"""Of one process: beyond it operators on a host gain little, and what they wait for each other grows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one process gets: the cores it stays on (none: any), threads for each of its workers, its devices."""
+
+    cores: tuple[int, ...]
+    threads: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one process has to feed: `workers` that compute, each on a device where there are any.
+
+    `fixed_core` is for the embedded engine on a CPU: one core, one thread is what measured best.
+    """
+
+    workers: int
+    fixed_core: bool = False
+
+
+def share_out(config: Config, machine: Machine, *, with_trainer: bool = True) -> tuple[list[Share], Share]:
+    """The shares of all instances and of the trainer, which is one process to the launcher.
+
+    Raises:
+        ConfigError: there are too few devices.
+    """
+    on_cpu = config.trainer.device == "cpu"
+    embedded = on_cpu and config.inference.engine == "transformers"
+    claims = [Claim(config.inference.tensor_parallel, embedded) for _ in range(config.inference.num_instances)]
+    if with_trainer:
+        claims.append(Claim(config.trainer.num_local_ranks))
+    devices = [()] * len(claims) if on_cpu else _share_devices(config, claims, machine, with_trainer)
+    cores = share_cores(machine.cores, claims, spare=not on_cpu)
+    shares = [
+        Share(its_cores, _threads(claim, its_cores), its_devices)
+        for claim, its_cores, its_devices in zip(claims, cores, devices, strict=True)
+    ]
+    return (shares[:-1], shares[-1]) if with_trainer else (shares, Share((), 1, ()))
+
+
+def share_cores(cores: Sequence[int], claims: Sequence[Claim], *, spare: bool) -> list[tuple[int, ...]]:
+    """Neighbouring cores for every claim, in its proportion; the last claim takes what does not divide.
+
+    Args:
+        spare: every process gets one more than its workers, for what it does besides computing: an HTTP server and a
+            scheduler, or the producer and the rewards.
+
+    Returns:
+        No cores at all where they are too few to keep processes apart; claims with a fixed core share fewer.
+    """
+    fixed = [claim for claim in claims if claim.fixed_core]
+    others = [claim for claim in claims if not claim.fixed_core]
+    if fixed:
+        # At least one core stays for the others.
+        num_shared = min(len(fixed), len(cores) - len(others))
+        if num_shared < 1 or len(cores) < 2:
+            return [()] * len(claims)
+        rest = iter(share_cores(cores[num_shared:], others, spare=spare) if others else [])
+        ones = iter((cores[i % num_shared],) for i in range(len(fixed)))
+        return [next(ones) if claim.fixed_core else next(rest) for claim in claims]
+    weights = [claim.workers + spare for claim in others]
+    least = weights if spare else [1] * len(weights)
+    return _split(cores, least, weights) if len(cores) >= sum(least) else [()] * len(claims)
+
+
+def _split(cores: Sequence[int], least: Sequence[int], weights: Sequence[int]) -> list[tuple[int, ...]]:
+    """Runs of `cores`: to each at least its `least`, and of what is left a part in proportion to its weight."""
+    total, free = sum(weights), len(cores) - sum(least)
+    ends = [first + free * part // total for first, part in zip(accumulate(least), accumulate(weights), strict=True)]
+    return [tuple(cores[start:end]) for start, end in pairwise([0, *ends])]
+
+
+def _threads(claim: Claim, cores: tuple[int, ...]) -> int:
+    """Threads of each worker so that all of them and the process's other work have a core of their own.
+
+    Two threads that wait for each other on one busy core are many times slower than one.
+    """
+    if claim.fixed_core:
+        return 1
+    return max(1, min(MAX_THREADS, (len(cores) - 1) // claim.workers))
+
+
+def _share_devices(
+    config: Config, claims: Sequence[Claim], machine: Machine, with_trainer: bool
+) -> list[tuple[str, ...]]:
+    """Neighbouring devices for every claim, one per worker, the widest first.
+
+    So blocks of 2, 4 or 8 begin at a multiple of their size, within what is wired together.
+    """
+    needed = sum(claim.workers for claim in claims)
+    if needed > len(machine.devices):
+        raise _too_few(config, machine, needed, with_trainer)
+    given: dict[int, tuple[str, ...]] = {}
+    left = list(machine.devices)
+    for i in sorted(range(len(claims)), key=lambda i: -claims[i].workers):
+        given[i], left = tuple(left[: claims[i].workers]), left[claims[i].workers :]
+    return [given[i] for i in range(len(claims))]
+
+
+def _too_few(config: Config, machine: Machine, needed: int, with_trainer: bool) -> ConfigError:
+    kind, inference, trainer = config.trainer.device, config.inference, config.trainer
+    ranks = f"trainer.num_processes = {trainer.num_local_ranks} + " if with_trainer else ""
+    have = f"{len(machine.devices)} ({', '.join(machine.devices)})" if machine.devices else "none"
+    remedy = (
+        f"let {VISIBLE[kind]} name more, ask for fewer, or start the instances on another host and name them in "
+        "pool.instances (torchrun -m trainer)"
+    )
+    if not machine.devices:
+        tool = "nvidia-smi" if kind == "cuda" else "npu-smi info"
+        remedy = f"check `{tool}` and {VISIBLE[kind]}, or set trainer.device to 'cpu'"
+    elif len(machine.devices) == 1 and with_trainer:
+        # nccl and hccl refuse a group with two ranks on one device, and either pool takes most of its memory.
+        remedy += "; trainer and instances cannot share one device"
+    instances = f"inference.num_instances = {inference.num_instances} x "
+    instances += f"inference.tensor_parallel = {inference.tensor_parallel}"
+    return ConfigError(
+        f"trainer.device is {kind!r}, and this run needs {needed} devices: {ranks}{instances}; there are {have}: "
+        f"{remedy}"
+    )
