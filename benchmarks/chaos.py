@@ -4,9 +4,9 @@
 
 The trainer and instances of the embedded engine are real processes. While they run, instances are killed, stalled,
 slowed down, cut off, drained, restarted and added, also in the middle of a publish; twice there is none at all. A proxy
-before each instance repeats events of its answers, breaks them off, holds them back until the trainer has given them
-up, and lies about weight versions. Then the same run is made on two sound instances. As noise depends on the position
-only, both must train the same tokens and end with the same weights, bit for bit.
+before each instance turns requests away, repeats events of its answers, breaks them off, holds them back until the
+trainer has given them up, and lies about weight versions. Then the same run is made on two sound instances. As noise
+depends on the position only, both must train the same tokens and end with the same weights, bit for bit.
 
 The last line is one JSON object; `benchmarks/chaos_report.py` says how it is counted. The exit code is 1 if a group was
 lost or trained twice, a token of other weights was trained, a run hung, or the two runs differ.
@@ -34,14 +34,23 @@ from benchmarks.chaos_log import FaultLog
 from benchmarks.chaos_proxy import Disturbance
 from benchmarks.chaos_report import is_sound, report
 from benchmarks.chaos_run import MAX_MODEL_LEN, REQUEST_TIMEOUT_S, Outcome, TrainerRun, make_inputs
-from deploy.local import free_ports
+from deploy.machine import free_ports
 from deploy.processes import Stopped, stop_on_signals
 
 SHARED_MEMORY = Path("/dev/shm")
 INSTANCES_WITHOUT_FAULTS = 2
 
 FAULTY = Disturbance(
-    shares={"duplicate": 0.3, "late duplicate": 0.02, "lie": 0.04, "truncate": 0.02, "tear": 0.05, "hold": 0.06},
+    shares={
+        "duplicate": 0.3,
+        "late duplicate": 0.02,
+        "lie": 0.04,
+        "truncate": 0.02,
+        "tear": 0.05,
+        "hold": 0.06,
+        "refuse": 0.04,
+        "reset": 0.04,
+    },
     pace_s=0.04,
     hold_s=REQUEST_TIMEOUT_S + 1.0,
 )

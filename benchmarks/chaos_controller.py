@@ -25,6 +25,7 @@ OPERATOR_INTERVAL_S = 0.3
 DECK = (
     *["kill"] * 4,
     *["kill in publish"] * 2,
+    *["quick restart"] * 2,
     *["stall"] * 3,
     "stall in publish",
     *["slow"] * 2,
@@ -76,8 +77,17 @@ class Controller:
                 await self._join()
                 continue
             whole = [each for each in self._crew.instances if each.is_running and not each.is_hurt]
-            if len(whole) > 1:
-                await self._hurt(kind, self._draw.choice(whole))
+            victim = self._draw.choice(whole) if whole else None
+            if victim is not None and await self._has_another(victim):
+                await self._hurt(kind, victim)
+
+    async def _has_another(self, victim: Instance) -> bool:
+        """Whether another instance is in service: on a slow machine faults would else come faster than starts, and only
+        show that nobody can work then. With nobody at all the run is left by the outages."""
+        info = await self._info()
+        return info is not None and any(
+            member.state == "ready" and member.name != victim.name for member in info.instances
+        )
 
     async def operate(self) -> None:
         """Keeps the fleet alive, until it is cancelled: starts instances, and retires those that are of no use."""
@@ -118,6 +128,8 @@ class Controller:
             self._kill(instance)
         elif kind == "kill in publish":
             proxy.on_weights = lambda: self._kill(instance)
+        elif kind == "quick restart":
+            self._restart(instance)
         elif kind == "stall":
             self._stall(instance)
         elif kind == "stall in publish":
@@ -145,6 +157,12 @@ class Controller:
             self._log.note("restart")
 
         self._mend(instance, SHORT_S, start_again)
+
+    def _restart(self, instance: Instance) -> None:
+        """Another process is behind the same URL before anybody can have noticed that the first one is gone."""
+        self._log.note("quick restart")
+        instance.kill()
+        instance.start()
 
     def _stall(self, instance: Instance) -> None:
         self._log.note("stall")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.chaos_log import FaultLog
 from benchmarks.chaos_proxy import Disturbance, Proxy, Published
-from deploy.local import free_ports
+from deploy.machine import free_ports
 from inference_service.__main__ import main as run_instance
 
 PR_SET_PDEATHSIG = 1
@@ -81,7 +81,7 @@ class Crew:
     ) -> None:
         self.instances: list[Instance] = []
         self._options = ["--model", str(model), "--max-model-len", str(max_model_len), "--register", fleet_url]
-        self._options += ["--logprobs-mode", "processed_logprobs", "--max-concurrency", "32"]
+        self._options += ["--max-concurrency", "32"]
         self._logs = logs
         self._disturbance = disturbance
         self._draw = draw

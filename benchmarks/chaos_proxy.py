@@ -25,12 +25,16 @@ NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 SPOILED_EVENTS = 8
 """A fault comes with one of the first so many events of a stream."""
 
-Spoil = Literal["duplicate", "late duplicate", "lie", "truncate", "tear", "hold"]
+Spoil = Literal["duplicate", "late duplicate", "lie", "truncate", "tear", "hold", "refuse", "reset"]
+
+REFUSALS = (500, 502, 503, 429)
+"""Statuses of an overloaded engine, or of a gateway before it; the next request passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """How streams are spoiled: the share of each kind, the seconds between two events, and those one is held back."""
+    """How generate requests are spoiled: the share of each kind; the seconds between two events of a stream, and those
+    that one is held back."""
 
     shares: dict[Spoil, float]
     pace_s: float
@@ -130,22 +134,35 @@ class Proxy:
         assert self._session is not None, "the proxy is started first"
         headers = {"Content-Type": "application/json"}
         url = self.target + request.path_qs
+        spoil = self._choose_spoil() if request.path == protocol.GENERATE else None
+        if spoil in ("refuse", "reset"):
+            return self._turn_away(spoil)
         async with self._session.request(request.method, url, data=body or None, headers=headers) as answer:
             if answer.content_type == "text/event-stream":
-                return await self._relay(request, answer)
+                return await self._relay(request, answer, spoil)
             content = await answer.read()
             await self._is_heard.wait()
             self._require_connection()
             if request.path == protocol.WEIGHT_INFO and self.lies_about_version:
                 self._log.note("false weight info")
                 content = json.dumps({"weight_version": self._published.versions[-1]}).encode()
-            return web.Response(body=content, status=answer.status, content_type=answer.content_type)
+            headers = _identity(answer)
+            return web.Response(body=content, status=answer.status, content_type=answer.content_type, headers=headers)
 
-    async def _relay(self, request: web.BaseRequest, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    def _turn_away(self, spoil: Spoil) -> web.Response:
+        """Lets a request not even begin: an error status, or a broken connection."""
+        self._log.note(spoil)
+        if spoil == "reset":
+            raise ConnectionResetError("the connection was reset")
+        return web.Response(status=self._draw.choice(REFUSALS), text="not now")
+
+    async def _relay(
+        self, request: web.BaseRequest, answer: aiohttp.ClientResponse, spoil: Spoil | None
+    ) -> web.StreamResponse:
         """Passes a stream on, event by event, and spoils it at a place that is drawn."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"} | _identity(answer))
         await response.prepare(request)
-        spoil, place = self._choose_spoil(), self._draw.randrange(SPOILED_EVENTS)
+        place = self._draw.randrange(SPOILED_EVENTS)
         number, kept = 0, b""
         async for payload in event_payloads(answer.content):
             await asyncio.sleep(self._disturbance.pace_s * self.slowdown)
@@ -207,6 +224,12 @@ class Proxy:
             async for payload in event_payloads(answer.content):
                 await response.write(_event(payload))
             await response.write(_event(b"[DONE]"))
+
+
+def _identity(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    """What the instance says of itself beside its answer."""
+    names = (protocol.BOOT_ID_HEADER, protocol.MAX_CONCURRENCY_HEADER)
+    return {name: answer.headers[name] for name in names if name in answer.headers}
 
 
 def _event(payload: bytes) -> bytes:

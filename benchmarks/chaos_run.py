@@ -76,7 +76,6 @@ learning_rate = 1e-3
 [train]
 iterations = {iterations}
 order = "prompt"
-max_logprob_gap = 1e-3
 [checkpoint]
 every = 0
 """

@@ -2,14 +2,16 @@
 
     python -m benchmarks.gpu --json [--device cpu --size tiny]
 
-A Qwen3-shaped model with random bf16 weights, as the trainer builds it, and micro-batches of random tokens, one group
+The trainer of a run on a Qwen3 checkpoint with random bf16 weights, and micro-batches of random tokens, one group
 of at least 8k rows each. The last line is one JSON object:
 
 - `cases`: forward and backward of one group, `shared_s` with its prompt once and `unshared_s` with every sample having
   a prompt of its own, in micro-batches of no more rows; medians, with the rows and the peak bytes of either. `speedup`
   is their ratio, `token_ratio` = G (P + R) / (P + G R) what it would be if cost followed rows, `mfu` of `shared_s`;
-- `step`: `step_s`, the seconds of a whole training step (micro-batches, gradient scaling, clipping, Adam), tokens per
-  second, and model FLOPs utilisation;
+- `step`: `step_s`, the seconds from four groups' arrival to the end of their step, by the methods that the loop calls
+  (windows, layout, passes, sums, ledger rows and their exchange, gradient scaling, clipping, Adam); tokens per second
+  and model FLOPs utilisation. `step_with_reference` is the same with `kl_coef` > 0; its utilisation counts the
+  reference's forward pass, too;
 - `publish`: the weights sent to a second process of this machine, or why that was left out.
 
 MFU counts the matrix products of forward and backward over the time, against the peak of `PEAK_FLOPS`; null where
@@ -19,31 +21,36 @@ the device is not in that table. `kernel` says what computed attention: null is 
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-from async_rl.config import OptimizerSection, TrainerSection, TrainSection
+from async_rl.config import (
+    AlgorithmSection,
+    ModelSection,
+    OptimizerSection,
+    RolloutSection,
+    TrainerSection,
+    TrainSection,
+)
 from async_rl.errors import ConfigError
-from async_rl.types import Group, Prompt, Response
-from benchmarks.gpu_model import PEAK_FLOPS, SIZES, device_name, model_flops
+from async_rl.training_order import TrainingOrder
+from async_rl.types import Batch, Group, Prompt, Response
+from benchmarks.gpu_model import PASSES, PEAK_FLOPS, SIZES, device_name, make_checkpoint, model_flops
 from benchmarks.gpu_publish import measure_publish
 from trainer.attention import checked_kernel
 from trainer.devices import choose_device
-from trainer.hf_config import ModelShape
-from trainer.model import build_model
-from trainer.optimizer import PolicyOptimizer
 from trainer.parallel import Parallel, init_parallel
 from trainer.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
-from trainer.weight_export import WeightExport
+from trainer.trainer import MegatronTrainer
 
 DTYPE = torch.bfloat16
-INIT_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +74,8 @@ CASES = {
 MICRO_BATCHES_PER_STEP = 4
 
 
-def make_group(case: Case, vocab_size: int) -> Group:
-    """A group of random tokens."""
+def make_group(case: Case, vocab_size: int, index: int = 0) -> Group:
+    """A group of random tokens; every other response is a good one."""
 
     def tokens(number: int) -> tuple[int, ...]:
         return tuple(torch.randint(vocab_size, (number,)).tolist())
@@ -76,8 +83,8 @@ def make_group(case: Case, vocab_size: int) -> Group:
     responses = tuple(
         Response(tokens(case.response), (0.0,) * case.response, "", "stop", (), "") for _ in range(case.num_responses)
     )
-    rewards = (0.0,) * case.num_responses
-    return Group(0, 0, Prompt("p", tokens(case.prompt), {}), responses, rewards, "", 0.0, 0.0)
+    rewards = tuple(float(i % 2) for i in range(case.num_responses))
+    return Group(0, index, Prompt("p", tokens(case.prompt), {}), responses, rewards, "", 0.0, 0.0)
 
 
 def make_micro_batches(group: Group, device: torch.device, shared: bool) -> list[MicroBatch]:
@@ -90,34 +97,50 @@ def make_micro_batches(group: Group, device: torch.device, shared: bool) -> list
     return [make_micro_batch(samples[i : i + chunk], device) for i in range(0, len(samples), chunk)]
 
 
-class Bench:
-    """A policy with its gradient buffers and optimizer on one device, and a clock that waits for it."""
+class Finished:
+    """Groups whose rollouts have all finished."""
 
-    def __init__(self, shape: ModelShape, parallel: Parallel, repeats: int) -> None:
-        self.shape = shape
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = list(groups)
+
+    def ready(self, wait: bool) -> list[Group]:
+        ready, self._groups = self._groups, []
+        return ready
+
+
+class Bench:
+    """The trainer of a run on one device, on a checkpoint of random weights, and a clock that waits for the device."""
+
+    def __init__(self, checkpoint: Path, size: str, kl_coef: float, parallel: Parallel, repeats: int) -> None:
+        self.shape = SIZES[size]
         self.device = parallel.device.DEVICE
         self._repeats = repeats
-        section = TrainerSection()
-        model = build_model(shape, DTYPE, parallel, section)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                # Norms have one dimension.
-                _ = parameter.fill_(1) if parameter.dim() == 1 else parameter.normal_(std=INIT_STD)
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        self.policy = DistributedDataParallel(model.config, ddp_config, model)
-        self._optimizer = PolicyOptimizer(OptimizerSection(), TrainSection(iterations=1), self.policy, False)
+        longest = max(GroupSlice.whole(make_group(case, self.shape.vocab_size)).num_rows for case in CASES[size])
+        self.trainer = MegatronTrainer(
+            parallel,
+            # A micro-batch holds one group.
+            TrainerSection(micro_batch_tokens=longest),
+            ModelSection(path=str(checkpoint), dtype="bfloat16"),
+            RolloutSection(),
+            AlgorithmSection(kl_coef=kl_coef),
+            OptimizerSection(),
+            TrainSection(iterations=1),
+        )
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         for micro_batch in micro_batches:
-            logprobs_N, _ = self.policy(micro_batch, 1.0)
+            logprobs_N, _ = self.trainer.models.policy(micro_batch, 1.0)
             (-logprobs_N.sum()).backward()
 
-    def step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        self.forward_backward(micro_batches)
-        finalize_model_grads([self.policy])
-        self.policy.scale_gradients(1.0 / sum(len(batch.labels.labels_N) for batch in micro_batches))
-        self._optimizer.step()
-        self.policy.zero_grad_buffer()
+    def step(self, groups: Sequence[Group]) -> None:
+        """What the loop does from the groups' arrival to the end of the step, but for the proof's comparison."""
+        batch = Batch(0, {group.index: group.prompt for group in groups})
+        order = TrainingOrder(Finished(groups), TrainSection(iterations=1), [batch])
+        order.begin_mini_batch()
+        rows = [row for window in self.trainer.windows(order) for row in self.trainer.accumulate(window)]
+        rows = self.trainer.gather(rows)
+        stats = self.trainer.optimizer_step()
+        assert len(rows) == len(groups) and not stats.skipped and stats.num_untrained == 0, f"no whole step: {stats}"
 
     def seconds(self, function: Callable[[], None]) -> float:
         """Median of the repeats, after one run that is not counted: it compiles, allocates and connects."""
@@ -140,9 +163,10 @@ class Bench:
         self._wait()
         return torch.cuda.max_memory_allocated(self.device)
 
-    def mfu(self, micro_batches: Sequence[MicroBatch], seconds: float) -> float | None:
+    def mfu(self, micro_batches: Sequence[MicroBatch], seconds: float, passes: int = PASSES) -> float | None:
         peak = PEAK_FLOPS.get(device_name(self.device))
-        return None if peak is None else round(model_flops(self.shape, micro_batches) / seconds / peak, 4)
+        flops = model_flops(self.shape, micro_batches) * passes / PASSES
+        return None if peak is None else round(flops / seconds / peak, 4)
 
     def _wait(self) -> None:
         if self.device.type != "cpu":
@@ -161,47 +185,54 @@ def measure_case(bench: Bench, case: Case) -> dict[str, Any]:
         result[f"{name}_peak_bytes"] = bench.peak_bytes(run)
         if shared:
             result["mfu"] = bench.mfu(micro_batches, seconds)
-    bench.policy.zero_grad_buffer()
+    bench.trainer.discard()
     result["speedup"] = round(result["unshared_s"] / result["shared_s"], 3)
     result["token_ratio"] = round(case.token_ratio, 3)
     return result
 
 
 def measure_step(bench: Bench, case: Case) -> dict[str, Any]:
-    groups = [make_group(case, bench.shape.vocab_size) for _ in range(MICRO_BATCHES_PER_STEP)]
+    groups = [make_group(case, bench.shape.vocab_size, index) for index in range(MICRO_BATCHES_PER_STEP)]
+    seconds = bench.seconds(lambda: bench.step(groups))
     micro_batches = [batch for group in groups for batch in make_micro_batches(group, bench.device, shared=True)]
-    seconds = bench.seconds(lambda: bench.step(micro_batches))
     rows = sum(batch.rows.segments.num_rows for batch in micro_batches)
+    passes = PASSES + (bench.trainer.models.reference is not None)
     return {
         "step_s": round(seconds, 5),
         "micro_batches": len(micro_batches),
         "rows": rows,
         "rows_per_s": round(rows / seconds, 1),
-        "response_tokens_per_s": round(sum(len(batch.labels.labels_N) for batch in micro_batches) / seconds, 1),
-        "mfu": bench.mfu(micro_batches, seconds),
+        "response_tokens_per_s": round(sum(group.num_response_tokens for group in groups) / seconds, 1),
+        "mfu": bench.mfu(micro_batches, seconds, passes),
     }
 
 
 def measure(parallel: Parallel, size: str, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
     shape, device = SIZES[size], parallel.device
-    bench = Bench(shape, parallel, repeats)
     kernel = checked_kernel(device, DTYPE, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     result: dict[str, Any] = {
         "device": device_name(device.DEVICE),
         "torch": torch.__version__,
         "size": size,
-        "parameters": sum(parameter.numel() for parameter in bench.policy.parameters()),
         "kernel": kernel and type(kernel).__name__,
         "cases": [],
     }
-    for case in CASES[size]:
-        result["cases"].append(measure_case(bench, case))
-        say(f"case: {result['cases'][-1]}")
-    result["step"] = measure_step(bench, CASES[size][0])
-    say(f"step: {result['step']}")
-    export = WeightExport(bench.policy.module)
-    result["publish"] = measure_publish(export.specs, export.stream, device.BACKEND, repeats)
-    say(f"publish: {result['publish']}")
+    with tempfile.TemporaryDirectory() as name:
+        make_checkpoint(Path(name), shape)
+        bench = Bench(Path(name), size, 0.0, parallel, repeats)
+        result["parameters"] = sum(parameter.numel() for parameter in bench.trainer.models.policy.parameters())
+        for case in CASES[size]:
+            result["cases"].append(measure_case(bench, case))
+            say(f"case: {result['cases'][-1]}")
+        result["step"] = measure_step(bench, CASES[size][0])
+        say(f"step: {result['step']}")
+        export = bench.trainer.export
+        result["publish"] = measure_publish(export.specs, export.stream, device.BACKEND, repeats)
+        say(f"publish: {result['publish']}")
+        # Both would not fit beside each other everywhere.
+        del bench, export
+        result["step_with_reference"] = measure_step(Bench(Path(name), size, 0.05, parallel, repeats), CASES[size][0])
+        say(f"step with reference: {result['step_with_reference']}")
     return result
 
 

@@ -1,10 +1,14 @@
 """The models of the GPU benchmark, what a micro-batch of them costs, and what devices can do."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from transformers import Qwen3Config
 
 from trainer.hf_config import ModelShape
+from trainer.hf_weights import weight_map
 from trainer.shared_prompt import MicroBatch
 
 SIZES = {
@@ -53,6 +57,32 @@ PEAK_FLOPS = {
 
 PASSES = 3
 """Forward, and a backward that computes two products for each of its own."""
+
+
+INIT_STD = 0.02
+
+
+def make_checkpoint(path: Path, shape: ModelShape) -> None:
+    """Writes a Hugging Face checkpoint of a Qwen3 shape to the directory `path`: random weights in bf16, norms at 1."""
+    config = Qwen3Config(
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        rms_norm_eps=shape.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=shape.tied,
+    )
+    config.save_pretrained(path)
+    sizes = {name: size for entry in weight_map(shape) for name, size in entry.hf_shapes.items()}
+    tensors = {
+        name: (torch.ones(size) if len(size) == 1 else INIT_STD * torch.randn(size)).bfloat16()
+        for name, size in sizes.items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def device_name(device: torch.device) -> str:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from async_rl.weight_store import StoreServer, join_meeting
 from async_rl.weight_stream import TensorSpec, WeightGroup
 
 MakeStream = Callable[[], Iterable[tuple[TensorSpec, torch.Tensor]]]
 
 HOST = "127.0.0.1"
+SECRET = "of this benchmark"
 TIMEOUT_S = 120.0
 BUCKET_BYTES = 256 * 2**20
 POLL_S = 0.001
@@ -33,17 +35,18 @@ def measure_publish(specs: Sequence[TensorSpec], make_stream: MakeStream, backen
     """
     if backend == "nccl" and torch.cuda.device_count() < 2:
         return {"skipped": "NCCL needs a GPU for each end, and this machine has one"}
-    store = WeightGroup.host_store(HOST, 2, TIMEOUT_S)
-    command = [sys.executable, "-m", "benchmarks.gpu_publish", str(store.port), backend, str(repeats + 1)]
+    server = StoreServer(HOST, SECRET)
+    command = [sys.executable, "-m", "benchmarks.gpu_publish", str(server.port), backend, str(repeats + 1)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as receiver:
         try:
             assert receiver.stdin is not None
             json.dump([asdict(spec) for spec in specs], receiver.stdin)
             receiver.stdin.close()
-            group = WeightGroup(store, 0, 2, backend, TIMEOUT_S)
+            group = WeightGroup(server.store(TIMEOUT_S), 0, 2, backend, TIMEOUT_S)
             # The first one makes the connections.
             seconds = list(_send_all(group, make_stream, receiver, repeats + 1))[1:]
             group.close()
+            server.close()
             receiver.wait(TIMEOUT_S)
         finally:
             receiver.kill()
@@ -70,7 +73,7 @@ def main(port: int, backend: str, num_updates: int) -> None:
     if backend == "nccl":
         # The sender has the first one.
         torch.cuda.set_device(1)
-    group = WeightGroup(WeightGroup.join_store(HOST, port, TIMEOUT_S), 1, 2, backend, TIMEOUT_S)
+    group = WeightGroup(join_meeting(HOST, port, SECRET, TIMEOUT_S), 1, 2, backend, TIMEOUT_S)
     for _ in range(num_updates):
         group.announce(1)
         for _ in group.receive(specs, BUCKET_BYTES):

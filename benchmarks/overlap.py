@@ -3,19 +3,26 @@
     python -m benchmarks.overlap --json [--pairs N]
 
 One instance of the embedded engine is pinned to one core, the Megatron trainer to another. Each prompt has a response
-length of its own, drawn from a long-tailed distribution and forced on the instance: both modes do the same work, and
-generation and training are about equally heavy. The last line is one JSON object:
+length of its own, drawn from a long-tailed distribution and forced on the instance: both modes do the same work.
 
+Overlap buys most where generation and training take the same time, and which of them is faster differs between
+machines. So the benchmark balances them first: it trains a batch synchronously a few times and chooses how many groups
+the instance gets at once, which is what makes its tokens cheap or dear. The last line is one JSON object:
+
+- `groups_at_once`: what was chosen; `balance`: median of generation / training in the synchronous runs that count;
+- `ideal_speedup`: median of (generation + training) / the longer of the two, which no overlap can exceed;
 - `sync_s`, `periodic_s`: medians of the seconds of an iteration, from publish to step;
-- `speedup`: median over pairs of sync / periodic; 2 is the ceiling of pure overlap;
+- `speedup`: median over pairs of sync / periodic;
 - `bound_s`: median of max(generation span, time to first group + training time) + publish + step of the periodic runs,
   which no order of the same work on the same two cores can beat;
 - `overlap_efficiency`: median of bound / periodic, each from the same iteration.
 """
 
 import argparse
+import asyncio
 import json
 import logging
+import math
 import os
 import random
 import statistics
@@ -27,6 +34,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +60,13 @@ PROMPT_TOKENS = 48
 MEDIAN_RESPONSE_TOKENS = 24
 MAX_RESPONSE_TOKENS = 160
 VOCAB_SIZE = 1024
+
+FIRST_GROUPS = 8
+MAX_GROUPS = 32
+"""At the instance at once; its cache has room for so many."""
+MAX_CALIBRATIONS = 5
+BALANCED = 0.05
+"""|log(generation / training)| from which on another try would only follow the machine's noise."""
 MODEL_SIZE = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -62,15 +77,30 @@ MODEL_SIZE = {
 }
 
 
-class FixedLengthPool(InferencePool):
+class Pace:
+    """How many groups the instance gets at once; to be set between iterations."""
+
+    def __init__(self) -> None:
+        self.slots = asyncio.Semaphore(MAX_GROUPS)
+
+    def set(self, groups_at_once: int) -> None:
+        self.slots = asyncio.Semaphore(groups_at_once)
+
+
+class PacedPool(InferencePool):
     """Forces each prompt's responses to the length that its tokens stand for, whatever the model would stop at."""
+
+    def __init__(self, pace: Pace, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._pace = pace
 
     async def generate_group(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *arguments: Any
     ) -> tuple[list[Response], int]:
         length = response_tokens(prompt_token_ids)
         fixed = sampling.model_copy(update={"max_tokens": length, "min_tokens": length, "ignore_eos": True})
-        return await super().generate_group(prompt_token_ids, fixed, *arguments)
+        async with self._pace.slots:
+            return await super().generate_group(prompt_token_ids, fixed, *arguments)
 
 
 class OneBatch:
@@ -133,7 +163,7 @@ def make_config(directory: Path, url: str, pairs: int) -> Config:
             "pool": {"instances": [url]},
             "algorithm": {"kl_coef": 0.05},
             "optimizer": {"learning_rate": 1e-6},
-            "train": {"iterations": pairs, "max_logprob_gap": 1e-2},
+            "train": {"iterations": pairs},
         },
         source="benchmarks.overlap",
     )
@@ -143,7 +173,7 @@ def make_config(directory: Path, url: str, pairs: int) -> Config:
 def instance(model: Path, core: int, max_concurrency: int) -> Iterator[str]:
     """An inference instance on one core; yields its URL when it is healthy."""
     arguments = ["--model", str(model), "--port", "0", "--max-model-len", str(PROMPT_TOKENS + MAX_RESPONSE_TOKENS)]
-    arguments += ["--max-concurrency", str(max_concurrency), "--logprobs-mode", "processed_logprobs"]
+    arguments += ["--max-concurrency", str(max_concurrency)]
     process = subprocess.Popen(
         [sys.executable, "-m", "inference_service", *arguments], stderr=subprocess.PIPE, text=True
     )
@@ -174,28 +204,59 @@ def bound(record: dict[str, Any]) -> float:
     return float(overlapped + record["publish_s"] + record["step_s"])
 
 
-def measure(pairs: int, max_concurrency: int, say: Callable[[str], None]) -> dict[str, Any]:
+def balance(record: dict[str, Any]) -> float:
+    """Generation over training, of a synchronous iteration."""
+    return float(record["rollout_s"] / record["train_s"])
+
+
+def calibrate(measure_at: Callable[[int], float], say: Callable[[str], None]) -> int:
+    """How many groups at once bring generation over training nearest to 1.
+
+    Args:
+        measure_at: runs a synchronous iteration with so many groups at once; generation / training.
+    """
+    measured: dict[int, float] = {}
+    groups = FIRST_GROUPS
+    while groups not in measured and len(measured) < MAX_CALIBRATIONS:
+        measured[groups] = measure_at(groups)
+        say(f"calibration: {groups} groups at once, generation / training = {measured[groups]:.2f}")
+        if abs(math.log(measured[groups])) < BALANCED:
+            break
+        # A decoding step costs nearly the same for more sequences, until the core has no more to give.
+        groups = max(1, min(MAX_GROUPS, round(groups * measured[groups])))
+    return min(measured, key=lambda groups: abs(math.log(measured[groups])))
+
+
+def measure(pairs: int, groups_at_once: int | None, say: Callable[[str], None]) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_model(directory / "model")
         make_rows(directory / "rows.jsonl", NUM_PROMPTS * (pairs + 1))
-        with instance(directory / "model", cores[0], max_concurrency) as url:
+        with instance(directory / "model", cores[0], MAX_GROUPS * RESPONSES_PER_PROMPT) as url:
             os.sched_setaffinity(0, {cores[-1]})
             torch.set_num_threads(1)
             config = make_config(directory, url, pairs)
             parallel = init_parallel(choose_device("cpu"), 0, config.trainer)
-            with open_session(config, parallel, make_pool=FixedLengthPool) as session:
+            pace = Pace()
+            with open_session(config, parallel, make_pool=partial(PacedPool, pace)) as session:
+                run_once(session, config, "periodic", pairs)  # compiles, allocates and connects
+
+                def measure_at(groups: int) -> float:
+                    pace.set(groups)
+                    return balance(run_once(session, config, "synchronous", pairs))
+
+                chosen = groups_at_once or calibrate(measure_at, say)
+                pace.set(chosen)
                 runs = list(run_pairs(session, config, pairs, say))
             parallel.close()
-    return summarize(runs)
+    return {"groups_at_once": chosen, **summarize(runs)}
 
 
 def run_pairs(
     session: Session, config: Config, pairs: int, say: Callable[[str], None]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(synchronous, periodic) records of each batch; which mode comes first alternates. One warm-up is not counted."""
-    run_once(session, config, "periodic", pairs)
+    """(synchronous, periodic) records of each batch; which mode comes first alternates."""
     for number in range(pairs):
         modes = ("synchronous", "periodic") if number % 2 == 0 else ("periodic", "synchronous")
         records = {mode: run_once(session, config, mode, number) for mode in modes}
@@ -209,6 +270,11 @@ def run_pairs(
         yield sync, periodic
 
 
+def ideal_speedup(record: dict[str, Any]) -> float:
+    parts = record["rollout_s"], record["train_s"]
+    return float(sum(parts) / max(parts))
+
+
 def summarize(runs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     median = statistics.median
     return {
@@ -216,6 +282,8 @@ def summarize(runs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str
         "sync_s": round(median(sync["total_s"] for sync, _ in runs), 4),
         "periodic_s": round(median(periodic["total_s"] for _, periodic in runs), 4),
         "speedup": round(median(sync["total_s"] / periodic["total_s"] for sync, periodic in runs), 4),
+        "balance": round(median(balance(sync) for sync, _ in runs), 4),
+        "ideal_speedup": round(median(ideal_speedup(sync) for sync, _ in runs), 4),
         "bound_s": round(median(bound(periodic) for _, periodic in runs), 4),
         "overlap_efficiency": round(median(bound(periodic) / periodic["total_s"] for _, periodic in runs), 4),
         "generation_s": round(median(sync["rollout_s"] for sync, _ in runs), 4),
@@ -227,11 +295,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description="Synchronous against periodic.")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     parser.add_argument("--pairs", type=int, default=5, help="batches, each run in both modes (default: %(default)s)")
-    parser.add_argument("--max-concurrency", type=int, default=64, help="responses the instance generates at once")
+    parser.add_argument("--groups-at-once", type=int, help="at the instance; by default what balances both sides")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     say: Callable[[str], None] = (lambda line: None) if options.json else print
-    print(json.dumps(measure(options.pairs, options.max_concurrency, say)))
+    print(json.dumps(measure(options.pairs, options.groups_at_once, say)))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from async_rl.config import PoolSection, PublishSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool import InferencePool
 from async_rl.publish import Publisher
+from async_rl.weight_store import StoreServer, join_meeting
 from async_rl.weight_stream import TensorSpec, WeightGroup
 
 MODEL_SIZE = {
@@ -50,6 +51,8 @@ MODEL_SIZE = {
     "head_dim": 128,
 }
 TIMEOUT_S = 60.0
+HOST = "127.0.0.1"
+SECRET = "of this benchmark"
 NUM_INSTANCES = (1, 2)
 
 Say = Callable[[str], None]
@@ -89,7 +92,7 @@ def instance(model: Path) -> Iterator[str]:
 def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_bytes: int) -> None:
     """A process that takes broadcasts of `num_bytes` bytes into one buffer, and says so, until the sender is gone."""
     torch.set_num_threads(1)
-    group = WeightGroup(WeightGroup.join_store("127.0.0.1", port, TIMEOUT_S), rank, world_size, "gloo", TIMEOUT_S)
+    group = WeightGroup(join_meeting(HOST, port, SECRET, TIMEOUT_S), rank, world_size, "gloo", TIMEOUT_S)
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     while True:
         try:
@@ -100,7 +103,7 @@ def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_b
 
 def broadcast(group: WeightGroup, buffer: torch.Tensor, bucket_bytes: int) -> None:
     """Bucket by bucket from rank 0, then waits for every rank."""
-    gloo: Any = group._group
+    gloo: Any = group._collectives._group
     for bucket in buffer.split(bucket_bytes):
         gloo.broadcast([bucket], dist.BroadcastOptions()).wait()
     gloo.barrier(dist.BarrierOptions()).wait()
@@ -111,16 +114,16 @@ class BareBroadcast:
 
     def __init__(self, num_receivers: int, num_bytes: int, bucket_bytes: int) -> None:
         world_size = num_receivers + 1
-        self._store = WeightGroup.host_store("127.0.0.1", world_size, TIMEOUT_S)
+        self._server = StoreServer(HOST, SECRET)
         spawn = multiprocessing.get_context("spawn")
         arguments = (world_size, num_bytes, bucket_bytes)
         self._processes = [
-            spawn.Process(target=receive_bare, args=(self._store.port, rank, *arguments), daemon=True)
+            spawn.Process(target=receive_bare, args=(self._server.port, rank, *arguments), daemon=True)
             for rank in range(1, world_size)
         ]
         for process in self._processes:
             process.start()
-        self._group = WeightGroup(self._store, 0, world_size, "gloo", TIMEOUT_S)
+        self._group = WeightGroup(self._server.store(TIMEOUT_S), 0, world_size, "gloo", TIMEOUT_S)
         self._buffer = torch.ones(num_bytes, dtype=torch.uint8)
         self._bucket_bytes = bucket_bytes
 
@@ -131,6 +134,7 @@ class BareBroadcast:
 
     def close(self) -> None:
         self._group.close()
+        self._server.close()
         for process in self._processes:
             process.join()
 

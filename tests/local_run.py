@@ -15,6 +15,9 @@ def vowels(prompt, responses, row):
     return [sum(c in "aeiou" for c in r.text) / max(len(r.text), 1) for r in responses]
 
 
+vowels.correct_at = 0.5
+
+
 def slow(prompt, responses, row):
     import time
 
@@ -51,7 +54,6 @@ timeout_s = 20
 learning_rate = 1e-3
 [train]
 iterations = 3
-max_logprob_gap = 1e-3
 """
 
 
@@ -80,7 +82,7 @@ class Run:
                 env=environment,
             )
 
-    def finish(self, timeout_s: float = 120) -> int:
+    def finish(self, timeout_s: float = 280) -> int:
         assert self.process is not None
         return self.process.wait(timeout_s)
 
@@ -95,7 +97,7 @@ class Run:
         path = self.dir / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for_iterations(self, number: int, timeout_s: float = 90) -> None:
+    def wait_for_iterations(self, number: int, timeout_s: float = 240) -> None:
         deadline = time.monotonic() + timeout_s
         while len(self.lines("metrics.jsonl")) < number:
             assert self.process is not None and self.process.poll() is None, self.everything_said()
@@ -107,6 +109,6 @@ class Run:
         return "\n".join([self.output.read_text(), *(f"--- {log.name}\n{log.read_text()}" for log in logs)])
 
 
-def gone(processes: list[psutil.Process], timeout_s: float = 10) -> bool:
+def gone(processes: list[psutil.Process], timeout_s: float = 30) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return all(p.status() == psutil.STATUS_ZOMBIE for p in alive)

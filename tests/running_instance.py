@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import secrets
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import torch
 
+from async_rl.weight_store import StoreServer
 from async_rl.weight_stream import TensorSpec, WeightGroup
 
 READY = re.compile(r"ready at (http://\S+)")
@@ -41,6 +43,19 @@ class Instance:
         answer = self.client.post(path, json={} if body is None else body)
         assert answer.status_code == status, f"{path}: {answer.status_code} {answer.text}"
         return answer.json()
+
+    def tokens_made_beside(self, num_tokens: int) -> float:
+        """All tokens that the engine samples while it makes a response of `num_tokens`: more if another one goes on."""
+        # The step that is under way may still end.
+        self.generate([5, 6], max_tokens=2, ignore_eos=True)
+        before = self.metric("vllm:generation_tokens_total")
+        self.generate([5, 6], max_tokens=num_tokens, ignore_eos=True)
+        return self.metric("vllm:generation_tokens_total") - before
+
+    def answer_others(self) -> None:
+        """Lets the server's event loop turn often enough to deliver whatever it has to say."""
+        for _ in range(50):
+            self.client.get("/is_paused").raise_for_status()
 
     def metric(self, name: str) -> float:
         line = next(x for x in self.client.get("/metrics").text.splitlines() if x.startswith(name))
@@ -86,10 +101,12 @@ class TrainerSide:
         self.instances = instances
         self.threads = ThreadPoolExecutor(len(instances))
         world_size = len(instances) + 1
-        store = WeightGroup.host_store("127.0.0.1", world_size, timeout_s)
+        secret = secrets.token_hex()
+        self.server = StoreServer("127.0.0.1", secret)
         info = {
             "master_address": "127.0.0.1",
-            "master_port": store.port,
+            "master_port": self.server.port,
+            "secret": secret,
             "world_size": world_size,
             "backend": "gloo",
             "bucket_bytes": 20_000,
@@ -99,7 +116,7 @@ class TrainerSide:
             self.threads.submit(i.post, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": rank}})
             for rank, i in enumerate(instances, start=1)
         ]
-        self.group = WeightGroup(store, 0, world_size, "gloo", timeout_s)
+        self.group = WeightGroup(self.server.store(timeout_s), 0, world_size, "gloo", timeout_s)
         for call in calls:
             call.result()
 
@@ -142,6 +159,7 @@ class TrainerSide:
 
     def die(self) -> None:
         """Closes all connections, as the end of the trainer's process would."""
+        self.server.close()
         del self.group
         gc.collect()
 

@@ -112,9 +112,8 @@ class Schemas:
         if schema.get("type") == "array":
             return [self.minimal(schema["items"])] * schema.get("minItems", 0)
         number = max(schema.get("minimum", 0), schema.get("exclusiveMinimum", -1) + 1)
-        return {"string": "http://h" if "http" in schema.get("pattern", "") else "h", "boolean": False}.get(
-            schema.get("type", ""), int(number)
-        )
+        word = "http://h" if "http" in schema.get("pattern", "") else "h" * max(1, schema.get("minLength", 0))
+        return {"string": word, "boolean": False}.get(schema.get("type", ""), int(number))
 
     def _resolved(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         while "$ref" in schema:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from local_run import Run
 
-from deploy.local import free_ports
+from deploy.machine import free_ports
 
 pytestmark = pytest.mark.distributed
 
@@ -36,7 +36,7 @@ class Fleet:
         arguments = ["--model", str(self.model), "--port", "0", "--register", self.url(), "--name", name]
         with (self.run.dir / f"{name}.txt").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "inference_service", *arguments, "--logprobs-mode", "processed_logprobs"],
+                [sys.executable, "-m", "inference_service", *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},

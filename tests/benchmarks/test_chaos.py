@@ -123,6 +123,21 @@ def test_a_torn_answer_ends_as_a_lost_connection_does() -> None:
     assert asyncio.run(tear()) == 1
 
 
+def test_a_request_that_is_turned_away_never_begins() -> None:
+    async def be_refused() -> str:
+        async with proxied("refuse") as (proxy, _):
+            return await ask(proxy)
+
+    async def be_reset() -> None:
+        async with proxied("reset") as (proxy, _):
+            with pytest.raises(aiohttp.ClientError):
+                await ask(proxy)
+            assert await ask(proxy, protocol.WEIGHT_INFO), "control calls pass"
+
+    assert asyncio.run(be_refused()) == "not now"
+    asyncio.run(be_reset())
+
+
 def test_a_cut_proxy_answers_nothing_until_it_is_restored() -> None:
     async def cut() -> str:
         async with proxied() as (proxy, _):

@@ -1,0 +1,118 @@
+"""Several hosts on one machine: network namespaces with networks of their own between them, for tests that run as root.
+
+A host has interfaces, an /etc/hosts and a name of its own; its processes share the file system with all others.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ETC = Path("/etc/netns")
+OF_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "HCCL_IF_IP")
+
+
+def why_not() -> str | None:
+    """Why this machine cannot play several hosts; None where it can."""
+    if shutil.which("ip") is None:
+        return "no `ip`: install iproute2"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"arl{os.getpid()}-try"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if tried.returncode:
+        return f"network namespaces are not permitted here: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+    return None
+
+
+class Host:
+    """One host; `addresses` are those of its interfaces, by network."""
+
+    def __init__(self, namespace: str, name: str, addresses: Mapping[str, str]) -> None:
+        self.namespace = namespace
+        self.name = name
+        self.addresses = dict(addresses)
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """The command line that runs `words` on this host."""
+        inside = f"hostname {shlex.quote(self.name)} && exec {shlex.join(words)}"
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", inside]
+
+    def ask(self, *words: str) -> str:
+        """What a command on this host prints."""
+        done = subprocess.run(self.command(words), check=True, capture_output=True, text=True, timeout=60)
+        return done.stdout.strip()
+
+
+class Hosts:
+    """A set of hosts and the networks between them, made by the constructor and removed by `close`.
+
+    Each network is a bridge in a namespace of its own, and leads nowhere else.
+    """
+
+    def __init__(self, networks: Mapping[str, str], hosts: Mapping[str, Mapping[str, str]]) -> None:
+        """
+        Args:
+            networks: their prefix lengths, by name.
+            hosts: by name, each one's address in every network it is part of. The first one is what the host's own
+                name resolves to; without a network of that name, an address of loopback.
+        """
+        self._prefix = f"arl{os.getpid()}-"
+        self._namespaces: list[str] = []
+        self.hosts: dict[str, Host] = {}
+        try:
+            switch = self._namespace("switch")
+            for network in networks:
+                _ip("-n", switch, "link", "add", network, "type", "bridge")
+                _ip("-n", switch, "link", "set", network, "up")
+            for name, addresses in hosts.items():
+                self.hosts[name] = self._host(name, addresses, networks, switch)
+        except BaseException:
+            self.close()
+            raise
+
+    def __getitem__(self, name: str) -> Host:
+        return self.hosts[name]
+
+    def close(self) -> None:
+        for namespace in self._namespaces:
+            subprocess.run(["ip", "netns", "delete", namespace], check=False)
+            shutil.rmtree(ETC / namespace, ignore_errors=True)
+        self._namespaces = []
+
+    def _namespace(self, name: str) -> str:
+        namespace = self._prefix + name
+        _ip("netns", "add", namespace)
+        self._namespaces.append(namespace)
+        _ip("-n", namespace, "link", "set", "lo", "up")
+        return namespace
+
+    def _host(self, name: str, addresses: Mapping[str, str], networks: Mapping[str, str], switch: str) -> Host:
+        namespace = self._namespace(name)
+        for network in [network for network in addresses if network in networks]:
+            port = f"{network}-{len(self.hosts)}"
+            _ip("-n", namespace, "link", "add", network, "type", "veth", "peer", "name", port, "netns", switch)
+            _ip("-n", switch, "link", "set", port, "master", network, "up")
+            _ip("-n", namespace, "address", "add", addresses[network] + networks[network], "dev", network)
+            _ip("-n", namespace, "link", "set", network, "up")
+        own = next(iter(addresses.values()))
+        etc = ETC / namespace
+        etc.mkdir(parents=True)
+        # `ip netns exec` shows the files of this folder under /etc.
+        (etc / "hosts").write_text(f"127.0.0.1 localhost\n{own} {name}\n")
+        (etc / "resolv.conf").write_text("")
+        return Host(namespace, name, {network: a for network, a in addresses.items() if network in networks})
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of this process, without what it says of interfaces."""
+    kept = {name: value for name, value in os.environ.items() if name not in OF_INTERFACES}
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {shlex.join(words)}: {done.stderr}"
