@@ -11,7 +11,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: quickstart test test-gpu test-vllm vllm check format clean
+.PHONY: quickstart test test-layouts test-gpu test-vllm vllm check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu
 
 quickstart: $(READY)
@@ -19,6 +19,10 @@ quickstart: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# Every layout against one rank; its figures are printed at the end.
+test-layouts: $(READY)
+	$(BIN)/python -m pytest -m layouts -rP tests/trainer/test_layouts.py $(ARGS)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
