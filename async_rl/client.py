@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from async_rl import protocol
 from async_rl.answer_stream import Answer, OnProgress, event_payloads
 from async_rl.connections import Connections
-from async_rl.dialect import DEAD_ENGINE, VLLM, Dialect, dialect_of
+from async_rl.dialect import DEAD_ENGINE, Dialect, dialect_of
 from async_rl.errors import (
     ConnectionLost,
     InstanceError,
@@ -74,8 +74,7 @@ class InstanceClient:
 
     def __init__(self, connections: Connections, url: str, request_timeout_s: float, stream_interval: int) -> None:
         self.url = url.rstrip("/")
-        self.dialect: Dialect = VLLM
-        """What `learn_dialect` found; before that, that of a server about which nothing is known."""
+        self._dialect: Dialect | None = None
         self.max_concurrency: int | None = None
         """How many responses it generates at once, where it says so; known after `learn_dialect`."""
         self.server = ""
@@ -89,6 +88,13 @@ class InstanceClient:
         self._stream_interval = stream_interval
         self._heard_s = 0.0
         """`time.monotonic()` of the last tokens of any request."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """What `learn_dialect` found. A guess would do harm without a word: a server that takes its noise from the seed
+        and gets none draws other samples."""
+        assert self._dialect is not None, f"instance {self.url} was not asked yet what it speaks"
+        return self._dialect
 
     async def generate(
         self,
@@ -150,7 +156,7 @@ class InstanceClient:
                 await self._read(protocol.GENERATE, generate_request(prompt, params, request_id), answer)
             except _RouteMissing as error:
                 logger.info("%s; using %s", error, protocol.COMPLETIONS)
-                self.dialect = replace(self.dialect, has_generate=False)
+                self._dialect = replace(self.dialect, has_generate=False)
         if not self.dialect.has_generate:
             answer.says_versions = False
             await self._require_holding(answer)
@@ -194,7 +200,17 @@ class InstanceClient:
         """
         if not answer.has_unproven:
             return
-        is_proven = answer.is_of_process_in_service
+        is_proven = False
+        try:
+            is_proven = await self._is_proven(answer)
+        finally:
+            # Also where the wait was called off: a draft must not keep tokens of which nobody knows the version.
+            if is_proven:
+                answer.vouch()
+            else:
+                answer.take_back_unproven()
+
+    async def _is_proven(self, answer: Answer) -> bool:
         if answer.boot_id is not None:
             try:
                 held = await self.holding(VOUCH_TIMEOUT_S)
@@ -202,17 +218,14 @@ class InstanceClient:
                 logger.debug("%s", error)
             else:
                 if held.boot_id == answer.boot_id:
-                    is_proven = held.version == answer.version
-        if is_proven:
-            answer.vouch()
-        else:
-            answer.take_back_unproven()
+                    return held.version == answer.version
+        return answer.is_of_process_in_service
 
     async def learn_dialect(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Asks the server what it is; again after it may have been replaced by another one."""
         answer, headers = await self._exchange("GET", protocol.VERSION, None, _total(timeout_s))
         version = self._parse(VERSION, answer, protocol.VERSION)["version"]
-        self.dialect = dialect_of(version, (await self._model(timeout_s)).get("owned_by"))
+        self._dialect = dialect_of(version, (await self._model(timeout_s)).get("owned_by"))
         told = headers.get(protocol.MAX_CONCURRENCY_HEADER, "")
         self.max_concurrency = int(told) if told.isdecimal() and 0 < len(told) < 9 and int(told) else None
         self.server = version

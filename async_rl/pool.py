@@ -87,8 +87,9 @@ class InferencePool:
         return self._membership.version
 
     @property
-    def can_admit(self) -> bool:
-        return self._config.join == "now" and self.admit is not None
+    def can_be_joined(self) -> bool:
+        """Whether instances that come between two publishes may be put in service, by this leader or the main one."""
+        return self._config.join == "now"
 
     @property
     def is_idle(self) -> bool:
@@ -231,6 +232,10 @@ class InferencePool:
         if (transition := self._membership.seen(member.standing, boot_id)) is not None:
             self._act(member, transition)
 
+    def vouch_for(self, member: Member, version: WeightVersion, boot_id: str) -> None:
+        """The main leader has put this process in service with `version`: it may join here, too."""
+        self._membership.vouched(member.standing, version, boot_id)
+
     def note_unwell(self, member: Member, reason: str) -> None:
         """Its health check has failed for too long, though it answers."""
         self._act(member, self._membership.unwell(member.standing, reason))
@@ -265,7 +270,7 @@ class InferencePool:
 
     def may_admit(self, member: Member) -> bool:
         """Whether it may be given the weights in training now."""
-        return self.can_admit and self._membership.may_be_admitted(member.standing)
+        return self.can_be_joined and self.admit is not None and self._membership.may_be_admitted(member.standing)
 
     @property
     def can_return(self) -> bool:
@@ -332,6 +337,9 @@ class InferencePool:
     async def _ask_holding(self, member: Member, version: WeightVersion) -> tuple[str, str | None]:
         """URL and boot id of an instance that holds `version`; an empty URL for one that does not."""
         try:
+            if member.state != "ready":
+                # It may have come to this leader's pool during the publish.
+                await self.get_to_know(member, HOLDING_TIMEOUT_S)
             held = await member.client.holding(HOLDING_TIMEOUT_S)
         except InstanceError as error:
             self.note_failure(member, str(error))
@@ -383,8 +391,15 @@ class InferencePool:
         await self._watch.stop()
         await self._connections.close()
 
-    def require_length(self, member: Member, max_model_len: int) -> None:
-        """Raises InstanceError for an instance that came later and is too small for this run."""
+    async def get_to_know(self, member: Member, timeout_s: float) -> None:
+        """Asks an instance what it speaks, before anything else is asked of it: it came later, or another server may
+        have taken its place.
+
+        Raises:
+            InstanceError: it does not answer, or is too small for this run.
+        """
+        await member.client.learn_dialect(timeout_s)
+        max_model_len = await member.client.max_model_len(timeout_s)
         if max_model_len < self.min_model_len:
             reason = f"its model takes {max_model_len} tokens, this run needs {self.min_model_len}"
             self.note_useless(member, reason)

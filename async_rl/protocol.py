@@ -243,13 +243,15 @@ has, takes nothing new; stale: answers, but holds other weights until the next p
 
 
 class InstanceInfo(Body):
-    """What the fleet knows of one instance. `reason` says why it is not ready."""
+    """What the fleet knows of one instance. `reason` says why it is not ready; while it is, `boot_id` names the process
+    that was put in service with `version`."""
 
     name: str
     url: str
     state: InstanceState
     reason: str | None = None
     version: str | None = None
+    boot_id: str | None = None
     outstanding_tokens: int = 0
     num_requests: int = 0
     tokens_per_s: float = 0.0

@@ -157,9 +157,7 @@ class Publisher:
             if error.status != 503:
                 raise
         if member.state != "ready":
-            # It is new, or another server may have taken its place.
-            await client.learn_dialect(HEALTH_TIMEOUT_S)
-            self._pool.require_length(member, await client.max_model_len(HEALTH_TIMEOUT_S))
+            await self._pool.get_to_know(member, HEALTH_TIMEOUT_S)
 
     def _let_canary_pass(
         self,

@@ -1,7 +1,7 @@
 """Keeps the pool of one data-parallel leader like the main rank's, which alone has the fleet endpoint.
 
-Each pool finds out by itself who is healthy and holds which weights; what they share is who belongs to the fleet, and
-how much each leader has under way where.
+Each pool finds out by itself who is healthy and holds which weights; what they share is who belongs to the fleet, which
+process the main leader has put in service with which version, and how much each leader has under way where.
 """
 
 import logging
@@ -59,6 +59,7 @@ class FleetFollower:
             return
         self._failed = False
         self._follow(fleet.instances)
+        self._take_word(fleet.instances)
         elsewhere = {info.url: info.outstanding_tokens - report.get(info.url, 0) for info in fleet.instances}
         for member in self._pool.members:
             member.outstanding_elsewhere = max(0, elsewhere.get(member.url, 0))
@@ -84,6 +85,14 @@ class FleetFollower:
                     self._add(info)
             elif info.state == "draining" and mine[info.url].state != "draining":
                 self._pool.drain(info.name)
+
+    def _take_word(self, infos: Sequence[InstanceInfo]) -> None:
+        """Learns which processes are in service: the main leader alone gives weights to those that come between two
+        publishes."""
+        mine = {member.url: member for member in self._pool.members}
+        for info in infos:
+            if info.state == "ready" and info.version is not None and info.boot_id is not None and info.url in mine:
+                self._pool.vouch_for(mine[info.url], info.version, info.boot_id)
 
     def _add(self, info: InstanceInfo) -> None:
         try:

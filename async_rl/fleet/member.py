@@ -103,6 +103,7 @@ class Member:
             state="dead" if self.state == "gone" else self.state,
             reason=self.reason or self._pause(),
             version=self.version,
+            boot_id=self.boot_id,
             outstanding_tokens=self.outstanding_tokens + self.outstanding_elsewhere,
             num_requests=len(self.requests),
             tokens_per_s=self.tokens_per_s,

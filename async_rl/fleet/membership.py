@@ -1,7 +1,8 @@
 """Who is in service, and why: the one state machine of the pool's instances. Pure: facts in, transitions out.
 
 An instance is ready on evidence only: it passed the publish of the version in training with all its checks, or was
-admitted with that version, or came back as the very process that did so. The evidence is kept by (URL, boot id) for one
+admitted with that version, or came back as the very process that did so, or the run's main leader says so of that
+process. The evidence is kept by (URL, boot id) for one
 version, apart from the instance's own entry: to remove an instance and add it again neither proves nor clears anything.
 
 `pool.py` tells what happened and acts on the transitions (cancels requests, looks for work, logs); nobody else changes
@@ -205,6 +206,11 @@ class Membership:
         standing._version, standing._failed_publishes = None, 0
         self._failed_now.discard(standing)
         return _apply(standing, Event.RESTARTED, "it was started anew, without weights of this run")
+
+    def vouched(self, standing: Standing, version: WeightVersion, boot_id: str) -> None:
+        """The main leader has put this process in service with `version`: evidence, where it is the one in training."""
+        if version == self.version:
+            self._proofs.add((standing.url, boot_id))
 
     def registered(self, standing: Standing, boot_id: str) -> None:
         """A heartbeat of it; it may have been known by its address only."""

@@ -43,7 +43,7 @@ class Fleet(Protocol):
     def version(self) -> WeightVersion | None: ...
 
     @property
-    def can_admit(self) -> bool: ...
+    def can_be_joined(self) -> bool: ...
 
     def may_admit(self, member: Member) -> bool: ...
 
@@ -70,7 +70,7 @@ class Fleet(Protocol):
 
     def describe(self, what: str) -> str: ...
 
-    def require_length(self, member: Member, max_model_len: int) -> None: ...
+    async def get_to_know(self, member: Member, timeout_s: float) -> None: ...
 
 
 class Watch:
@@ -174,9 +174,7 @@ class Watch:
             if member.state == "dead":
                 self._fleet.note_useless(member, member.reason or "it waits for the publish under way")
             return
-        # Another server may have taken its place.
-        await member.client.learn_dialect(self._probe_timeout_s)
-        self._fleet.require_length(member, await member.client.max_model_len(self._probe_timeout_s))
+        await self._fleet.get_to_know(member, self._probe_timeout_s)
         held = await member.client.holding(self._probe_timeout_s)
         if self._fleet.version != version or member.standing.is_in_service:
             return
@@ -231,7 +229,7 @@ class Watch:
 
     def _is_hopeless(self) -> bool:
         """Nobody can come back before the next publish, and nobody new can be let in."""
-        if self._fleet.can_admit:
+        if self._fleet.can_be_joined:
             return False
         version = self._fleet.version
         if version is not None and any(member.serves(version) for member in self._fleet.members):

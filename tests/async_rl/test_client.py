@@ -1,3 +1,4 @@
+import asyncio
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -5,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_rl.client import Connections, InstanceClient
+from async_rl.client import Connections, Holding, InstanceClient
 from async_rl.dialect import EMBEDDED, VLLM, VLLM_WITHOUT_VERSIONS
 from async_rl.errors import (
     InstanceError,
@@ -32,7 +33,7 @@ def connect(loop: EventLoopThread) -> Iterator[Connect]:
     def connect(url: str, *, request_timeout_s: float = 10.0, token: str | None = None) -> InstanceClient:
         opened.append(Connections(token))
         client = InstanceClient(opened[-1], url, request_timeout_s, stream_interval=5)
-        client.dialect = EMBEDDED  # what scripted instances say unless their script says otherwise
+        client._dialect = EMBEDDED  # what scripted instances say unless their script says otherwise
         return client
 
     yield connect
@@ -186,7 +187,7 @@ def test_vllm_is_sent_no_seeds(instances, connect: Connect, loop: EventLoopThrea
         (instance,) = instances(script | {"owner": "vllm"})
         client = connect(instance.url)
         loop.run(client.learn_dialect())
-        client.dialect = replace(client.dialect, keeps_version=True)
+        client._dialect = replace(client.dialect, keeps_version=True)
         loop.run(generate(client))
         (request,) = instance.seen()["requests"]
         assert "seed" not in request and "seed" not in request.get("sampling_params", {})
@@ -267,6 +268,49 @@ def test_tokens_of_a_broken_answer_stay_only_if_process_and_version_show_what_ma
         loop.run(connect(instance.url).generate((3,), SAMPLING, "v1-0", "v1", drafts, boot_id=boot_id))
     assert len(drafts[0].token_ids) == (2 if is_kept else 0)
     assert len(drafts[0].spans) == is_kept
+
+
+def test_a_request_called_off_while_its_tokens_are_being_checked_keeps_none_of_unknown_version(
+    instances, connect: Connect, loop: EventLoopThread
+) -> None:
+    """An instance is given up, and then removed: the second one meets the check that the first one began."""
+    (instance,) = instances(
+        {"stream": True, "stop_after": 2, "fate": "hang", "boot_id": "same", "versions_at_end": True}
+    )
+    client, drafts = connect(instance.url), new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
+    checking = asyncio.Event()
+
+    async def never(timeout_s: float) -> Holding:
+        checking.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def call_off_twice() -> None:
+        client.holding = never  # type: ignore[method-assign]
+        task = asyncio.create_task(client.generate((3,), SAMPLING, "v1-0", "v1", drafts, boot_id="same"))
+        while len(drafts[0].token_ids) < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await checking.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    loop.run(call_off_twice())
+    assert len(drafts[0].token_ids) == len(drafts[0].spans) == 0
+
+
+def test_a_client_that_does_not_know_its_server_asks_for_no_tokens(instances, loop: EventLoopThread) -> None:
+    (instance,) = instances({})
+    connections = Connections(None)
+    client = InstanceClient(connections, instance.url, 10.0, stream_interval=5)
+    try:
+        with pytest.raises(AssertionError, match="not asked yet what it speaks"):
+            loop.run(generate(client))
+        loop.run(client.learn_dialect())
+        assert len(loop.run(generate(client))) == SAMPLING.n
+    finally:
+        loop.run(connections.close())
 
 
 def test_one_that_makes_no_more_tokens_is_told_from_one_that_is_slow(

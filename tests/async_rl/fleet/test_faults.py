@@ -141,6 +141,32 @@ def require_exact(answers: list[tuple[list[Response], int]], max_tokens: int = S
         assert [r.token_ids for r in responses] == [expected(4096 * i + j, max_tokens) for j in range(len(responses))]
 
 
+@pytest.mark.parametrize("owner", ["async-rl", "vllm"])
+def test_one_that_is_taken_in_during_a_publish_is_asked_what_it_speaks(instances, stage: Stage, owner: str) -> None:
+    """It was removed and came back while it received the weights. Taken for another kind of server it would be sent
+    requests without seeds, and draw other samples than those of the run."""
+    first, second = instances({"stream": True}, {"stream": True, "owner": owner})
+    pool = stage.make(first)
+    stage.loop.run(pool.begin_publish())
+    stage.call(pool.add, second.url)
+    stage.loop.run(pool.end_publish("v1", [second.url]))
+    assert states(pool) == ["stale", "ready"]
+    stage.loop.run(groups(pool, 1))
+    (request,) = second.seen()["requests"]
+    assert request["sampling_params"].get("seed") == (0 if owner == "async-rl" else None)
+
+
+def test_one_that_came_during_a_publish_and_is_too_small_for_the_run_is_left_out(instances, stage: Stage) -> None:
+    first, second = instances({"stream": True}, {"stream": True, "max_model_len": 8})
+    pool = stage.make(first)
+    pool.min_model_len = 64
+    stage.loop.run(pool.begin_publish())
+    stage.call(pool.add, second.url)
+    stage.loop.run(pool.end_publish("v1", [first.url, second.url]))
+    assert pool.find(first.url).state == "ready" and pool.find(second.url).state != "ready"
+    assert "its model takes 8 tokens" in (pool.find(second.url).reason or "")
+
+
 @pytest.mark.parametrize("status", [503, 500, 502, 429])
 def test_server_errors_that_pass_cost_no_instance_its_service(instances, stage: Stage, status: int) -> None:
     busy = {"stream": True, "busy_at": [1], "busy_status": status}

@@ -4,6 +4,7 @@ import logging
 import pytest
 
 from async_rl.fleet.follower import FleetFollower
+from async_rl.fleet.member import Member
 from async_rl.pool import InferencePool
 
 A, B, C = (f"http://10.0.0.{i}:8000" for i in (1, 2, 3))
@@ -94,6 +95,57 @@ def test_a_follower_goes_on_with_those_it_knows_when_the_endpoint_is_gone(
     assert [url for _, url in names(other)] == [A, B]
     assert other.is_idle, "what others have under way is not known any more"
     assert caplog.text.count("the fleet endpoint does not answer") == 1
+
+
+def test_one_that_the_main_leader_let_in_between_two_publishes_serves_the_others_too(
+    make_pool, serve, loop, make_follower, instances, eventually
+) -> None:
+    """Only the main leader gives weights. Before, another leader was left without any instance once the first ones had
+    gone, though one with the very weights was there."""
+    first, late = instances({"version": "v1"}, {"version": "v1", "boot_id": "late-1"})
+    main, other = make_pool(first.url), make_pool(first.url, timeout_s=20.0)
+    for pool in (main, other):
+        loop.run(pool.wait_until_ready())
+        loop.run(pool.begin_publish())
+        loop.run(pool.end_publish("v1", [first.url]))
+    follower = make_follower(other, serve(main).url)
+    loop.run(follower.start())
+
+    async def let_in() -> None:
+        member = main.add(late.url, "late")
+        await main.get_to_know(member, 5.0)
+        main.admit, main._config = _nothing, main._config.model_copy(update={"join": "now"})
+        await main.admit_now(member)
+
+    eventually(lambda: len(other.members) == 1)
+    loop.run(let_in())
+    assert main.find("late").state == "ready"
+    eventually(lambda: len(other.members) == 2 and other.find("late").state == "ready")
+    assert other.find("late").version == "v1" and other.find("late").boot_id == "late-1"
+
+
+async def _nothing(member: Member) -> None:
+    """An admission: the scripted instance holds the weights already."""
+
+
+def test_what_the_main_leader_says_of_another_version_or_process_is_no_evidence(
+    make_pool, loop, instances, eventually
+) -> None:
+    first, late = instances({"version": "v1"}, {"version": "v1", "boot_id": "late-2"})
+    pool = make_pool(first.url, late.url, timeout_s=20.0)
+    loop.run(pool.wait_until_ready())
+    loop.run(pool.begin_publish())
+    loop.run(pool.end_publish("v1", [first.url]))
+
+    async def vouch(version: str, boot_id: str) -> None:
+        pool.vouch_for(pool.find(late.url), version, boot_id)
+
+    loop.run(vouch("v0", "late-2"))
+    loop.run(vouch("v1", "late-1"))
+    eventually(lambda: "nobody checked" in (pool.find(late.url).reason or ""))
+    assert pool.find(late.url).state == "joining"
+    loop.run(vouch("v1", "late-2"))
+    eventually(lambda: pool.find(late.url).state == "ready")
 
 
 def test_a_follower_needs_the_runs_token(make_pool, serve, loop, make_follower, caplog) -> None:

@@ -164,6 +164,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.version: str | None = None
         self.num_publishes = 0
         self.evidence: set[tuple[str, str | None]] = set()
+        self.bars: set[tuple[str, str | None]] = set()
 
     def check(self, standing: Standing, transition: Transition | None, may_become_ready: bool) -> None:
         if transition is None:
@@ -176,8 +177,9 @@ class AnyHistory(RuleBasedStateMachine):
     def publish(self, holders: dict[int, str | None], failing: set[int]) -> None:
         standings = list(self.standings.values())
         self.membership.begin_publish()
-        self.version, self.evidence = None, set()
+        self.version, self.evidence, self.bars = None, set(), set()
         for number in failing:
+            self.bars.add((standings[number].url, standings[number].boot_id))
             self.check(standings[number], self.membership.publish_failed(standings[number], "a check"), False)
         passed = {standings[i].url: boot for i, boot in holders.items() if i not in failing}
         self.num_publishes += 1
@@ -186,6 +188,17 @@ class AnyHistory(RuleBasedStateMachine):
         for standing, transition in zip(standings, transitions, strict=True):
             self.check(standing, transition, standing.url in passed)
         self.evidence = set(passed.items())
+        self.bars -= {(url, either) for url, boot in passed.items() for either in (boot, None)}
+
+    @rule(which=st.integers(0, 1), boot=st.sampled_from([b for b in BOOTS if b]), is_current=st.booleans())
+    def vouch(self, which: int, boot: str, is_current: bool) -> None:
+        """The main leader's word is as good as an admission, but does not lift a bar."""
+        standing = list(self.standings.values())[which]
+        before = standing.state
+        self.membership.vouched(standing, self.version if is_current and self.version else "v-before", boot)
+        assert standing.state == before
+        if is_current and self.version and not {(standing.url, boot), (standing.url, None)} & self.bars:
+            self.evidence.add((standing.url, boot))
 
     @rule(which=st.integers(0, 1), boot=st.sampled_from(BOOTS), is_current=st.booleans())
     def answer(self, which: int, boot: str | None, is_current: bool) -> None:
@@ -208,11 +221,13 @@ class AnyHistory(RuleBasedStateMachine):
             self.check(standing, transition, version == self.version)
             if transition is not None:
                 self.evidence.add((standing.url, boot))
+                self.bars -= {(standing.url, boot), (standing.url, None)}
 
     @rule(which=st.integers(0, 1))
     def fail(self, which: int) -> None:
         standing = list(self.standings.values())[which]
         self.evidence.discard((standing.url, standing.boot_id))
+        self.bars.add((standing.url, standing.boot_id))
         self.check(standing, self.membership.failed(standing, "it answered with v0"), False)
 
     @rule(which=st.integers(0, 1), kind=st.sampled_from(["lost", "unwell", "useless"]))
