@@ -17,8 +17,9 @@ VLLM_READY := $(VLLM_VENV)/.ready
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
 
+# Half of the time the tests wait for processes, so two run at once; those of one file share what they start.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 # Every layout against one rank; its figures are printed at the end.
 test-layouts: $(READY)

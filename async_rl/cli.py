@@ -39,3 +39,7 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(USAGE_ERROR)
+
+
+if __name__ == "__main__":
+    main()

@@ -98,7 +98,7 @@ def load_prompts(config: PromptsSection, tokenizer: Tokenizer, seed: int, max_ro
     Raises:
         ConfigError: the source cannot be read or is malformed, or every prompt is longer than `max_prompt_tokens`.
     """
-    rows = _load_rows(config, seed)[:max_rows]
+    rows = _load_rows(config, seed, max_rows)
     texts = _render(rows, config, tokenizer)
     # A chat template writes the special tokens itself.
     tokenized = _tokenize(texts, tokenizer, add_special_tokens=not config.chat_template)
@@ -112,23 +112,23 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
 
 
 def first_rows(config: PromptsSection, max_rows: int) -> list[Row]:
-    """The first `max_rows` rows of a file, or all, checked as far as that needs no tokenizer.
+    """The first `max_rows` rows of the source, or all, checked as far as that needs no tokenizer.
 
     Raises:
-        ConfigError: the file cannot be read, or one of these rows has no prompt that can be rendered.
+        ConfigError: the source cannot be read, or one of these rows has no prompt that can be rendered.
     """
-    rows = _file_rows(config, max_rows)
+    rows = _load_rows(config, seed=0, max_rows=max_rows)
     _require_renderable(rows, config)
     return rows
 
 
-def _load_rows(config: PromptsSection, seed: int) -> list[Row]:
+def _load_rows(config: PromptsSection, seed: int, max_rows: int | None) -> list[Row]:
     if config.source.startswith(REASONING_GYM):
-        return _reasoning_gym_rows(config, seed)
-    return _file_rows(config)
+        return _reasoning_gym_rows(config, seed, max_rows)
+    return _file_rows(config, max_rows)
 
 
-def _file_rows(config: PromptsSection, max_rows: int | None = None) -> list[Row]:
+def _file_rows(config: PromptsSection, max_rows: int | None) -> list[Row]:
     path = Path(config.source)
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
@@ -182,7 +182,7 @@ def _parquet_rows(path: Path, max_rows: int | None) -> list[Row]:
     return rows
 
 
-def _reasoning_gym_rows(config: PromptsSection, seed: int) -> list[Row]:
+def _reasoning_gym_rows(config: PromptsSection, seed: int, max_rows: int | None) -> list[Row]:
     """Rows of a task: question, answer, metadata, and what the reward needs to score them (task, task_options)."""
     task = config.source.removeprefix(REASONING_GYM)
     options = {"seed": seed, "size": config.num_rows, **config.task_options}
@@ -196,7 +196,7 @@ def _reasoning_gym_rows(config: PromptsSection, seed: int) -> list[Row]:
                 "task": task,
                 "task_options": options,
             }
-            for entry in dataset
+            for entry in islice(dataset, max_rows)
         ]
     except ImportError as error:
         raise ConfigError(f"prompts.source {config.source!r} needs reasoning-gym: install async-rl[tasks]") from error

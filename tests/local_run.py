@@ -93,6 +93,12 @@ class Run:
     def instances(self) -> list[psutil.Process]:
         return [p for p in self.descendants() if "inference_service" in p.cmdline()]
 
+    def wait_for_descendants(self, number: int, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while len(self.descendants()) < number:
+            assert time.monotonic() < deadline, self.everything_said()
+            time.sleep(0.05)
+
     def lines(self, name: str) -> list[dict[str, object]]:
         path = self.dir / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

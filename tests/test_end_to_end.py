@@ -143,7 +143,7 @@ def test_ctrl_c_leaves_no_process_behind(run: Run, when: str) -> None:
     if when == "training":
         run.wait_for_iterations(1)
     else:
-        time.sleep(4)
+        run.wait_for_descendants(2)
     family = run.descendants()
     assert family
     assert run.process is not None

@@ -406,7 +406,10 @@ def test_wait_until_ready_waits_for_the_last_instance(instances, pools: Pools, c
     pool = pools.make(first, second, version=None, timeout_s=30)
     with caplog.at_level(logging.INFO):
         waiting = pools.loop.submit(pool.wait_until_ready())
-        time.sleep(0.3)
+        # It was asked again, after the other one had answered all that it is asked.
+        pools.wait_for(lambda: "/v1/models" in first.seen()["calls"])
+        num_before = second.seen()["calls"].count("/health")
+        pools.wait_for(lambda: second.seen()["calls"].count("/health") >= num_before + 2)
         assert not waiting.done()
         second.rescript(health=200)
         waiting.result(10)

@@ -91,15 +91,16 @@ def test_every_prompt_of_the_batch_becomes_one_scored_group(instances, make_prod
 
 
 def test_start_returns_at_once_and_the_batch_is_generated_beside_the_consumer(instances, make_producer) -> None:
-    (instance,) = instances({"delay_s": 0.3})
+    (instance,) = instances({"slow_token": 3})
     producer = make_producer(instance)
-    begun = time.monotonic()
     with producer.start(batch(4), "v1") as run:
-        assert time.monotonic() - begun < 0.2
-        time.sleep(0.8)
-        slept = time.monotonic()
-        assert len(drain(run)) == 4
-        assert time.monotonic() - slept < 0.1
+        while len(instance.seen()["requests"]) < 4:
+            time.sleep(0.01)
+        assert run.ready(wait=False) == [], "it returned before anything was answered"
+        instance.rescript(slow_token=None)
+        while len(run._queue._groups) < 4:
+            time.sleep(0.01)
+        assert len(run.ready(wait=False)) == 4
 
 
 def test_same_run_seed_draws_the_same_samples_and_each_group_has_its_own(instances, make_producer) -> None:

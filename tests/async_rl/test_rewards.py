@@ -16,7 +16,7 @@ from async_rl.rewards import Reward, make_reward
 from async_rl.types import Prompt, Response, WeightSpan
 
 USER_FILE = """
-import asyncio, os, sys, time
+import asyncio, os, pathlib, sys, time
 from dataclasses import dataclass
 import neighbour
 
@@ -46,6 +46,7 @@ async def raises_later(prompt, responses, row):
 
 def hangs_on(prompt, responses, row):
     if row.get("hang"):
+        pathlib.Path(row.get("mark", os.devnull)).touch()
         time.sleep(3600)
     return [1.0 for _ in responses]
 
@@ -219,8 +220,9 @@ def test_reward_that_cannot_be_loaded_is_a_config_error(
 
 
 def test_worker_ends_with_its_parent_even_amid_a_hung_reward(user_file: Path) -> None:
+    mark = user_file.parent / "hangs"
     program = f"""
-import asyncio, os
+import asyncio, os, pathlib
 from async_rl.config import RewardSection
 from async_rl.rewards import make_reward
 from async_rl.types import Prompt
@@ -228,8 +230,9 @@ from async_rl.types import Prompt
 async def main():
     reward = make_reward(RewardSection(name="python:{user_file}:hangs_on"))
     await reward.start()
-    asyncio.create_task(reward.score(Prompt("row7", (3,), {{"hang": True}}), ()))
-    await asyncio.sleep(0.2)
+    asyncio.create_task(reward.score(Prompt("row7", (3,), {{"hang": True, "mark": "{mark}"}}), ()))
+    while not pathlib.Path("{mark}").exists():
+        await asyncio.sleep(0.01)
     print(reward._workers[0].process.pid, flush=True)
     os._exit(1)
 

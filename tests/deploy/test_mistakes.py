@@ -156,6 +156,14 @@ MISTAKES = {
         {"rows.jsonl": rows([{"role": "user", "content": "x"}])},
         says=("row 0: column 'prompt' is list, expected text", "prompts.chat_template = true"),
     ),
+    "a task that does not exist": Mistake(
+        ("--prompts.source", "reasoning-gym:spell_backwards"),
+        says=("prompts.source 'reasoning-gym:spell_backwards' with", "spell_backwards"),
+    ),
+    "options that a task does not have": Mistake(
+        ("--prompts.source", "reasoning-gym:spell_backward", "--prompts.task_options", "{min_word_length = 3}"),
+        says=("prompts.source 'reasoning-gym:spell_backward' with prompts.task_options", "min_word_length"),
+    ),
     "too few rows": Mistake(
         files={"rows.jsonl": rows("a", "b")}, says=("has 2 rows, fewer than prompts.prompts_per_batch = 4",)
     ),

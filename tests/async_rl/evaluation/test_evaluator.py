@@ -195,13 +195,15 @@ def test_a_stop_lets_what_is_under_way_finish_and_begins_nothing_more(instances,
     assert instance.seen()["num_cancelled"] == 0
 
 
-def test_an_evaluation_begins_when_other_rollouts_have_ended(instances, make_stage) -> None:
+def test_an_evaluation_begins_when_other_rollouts_have_ended(instances, make_stage, monkeypatch) -> None:
     (instance,) = instances({})
     stage = make_stage(instance)
     (member,) = stage.pool.members
     member.outstanding_elsewhere = 100
+    looks, is_idle = [], InferencePool.is_idle.fget
+    monkeypatch.setattr(InferencePool, "is_idle", property(lambda pool: looks.append(True) or is_idle(pool)))
     under_way = stage.begin(stage.evaluator(a_set("words", 2)))
-    time.sleep(0.3)
+    wait_for(lambda: len(looks) >= 3)
     assert instance.seen()["requests"] == []
     member.outstanding_elsewhere = 0
     under_way.result(20)
@@ -272,5 +274,5 @@ def test_a_batch_that_is_left_early_is_not_evaluated(instances, make_stage) -> N
     with producer.start(Batch(0, {0: Prompt("0", (3, 40), {"reward": 1.0})}), "v1"):
         wait_for(lambda: len(places(instance)) == 1)
     assert stage.results == [] and stage.pool.is_idle
-    time.sleep(0.2)
+    producer.close()
     assert places(instance) == [30]

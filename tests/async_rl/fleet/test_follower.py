@@ -159,13 +159,18 @@ def test_a_follower_needs_the_runs_token(make_pool, serve, loop, make_follower, 
 
 def test_a_follower_reports_from_start_to_stop(make_pool, serve, loop, make_follower, eventually) -> None:
     main, other = make_pool(A), make_pool(A)
-    follower = make_follower(other, serve(main).url)
+    endpoint = serve(main)
+    before = loop.run(tasks())
+    follower = make_follower(other, endpoint.url)
     loop.run(follower.start())
     other.find(A).outstanding_tokens = 300
     eventually(lambda: main.find(A).outstanding_elsewhere == 300)
     main.add(B)
     eventually(lambda: len(other.members) == 2)
     loop.run(follower.stop())
-    main.add(C)
-    loop.run(asyncio.sleep(0.7))
-    assert len(other.members) == 2
+    assert loop.run(tasks()) <= before, "nothing of it goes on"
+
+
+async def tasks() -> set[str]:
+    """What is under way on the loop, by what it runs."""
+    return {repr(task.get_coro()) for task in asyncio.all_tasks() if "Periodic" in repr(task.get_coro())}
