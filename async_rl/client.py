@@ -9,22 +9,19 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeVar
 
 import aiohttp
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel
 
 from async_rl import protocol
 from async_rl.answer_stream import Answer, OnProgress, event_payloads
 from async_rl.connections import Connections
-from async_rl.dialect import DEAD_ENGINE, Dialect, dialect_of
+from async_rl.dialect import Dialect, dialect_of
 from async_rl.errors import (
-    ConnectionLost,
     InstanceError,
     InstanceRefused,
     InstanceStalled,
     InstanceTooSlow,
-    InstanceUnreachable,
     StaleWeights,
 )
 from async_rl.fleet.drafts import Draft, request_of
@@ -38,26 +35,19 @@ from async_rl.instance_bodies import (
     completion_request,
     generate_request,
 )
+from async_rl.instance_http import UNBOUNDED, InstanceHttp, RouteMissing, within
 from async_rl.patience import while_it_progresses
 from async_rl.protocol import SamplingParams
 from async_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
 CONTROL_TIMEOUT_S = 10.0
 
 VOUCH_TIMEOUT_S = 3.0
 """To read version and boot id again when an answer broke off: an instance that is gone must not hold up its group."""
 
 START_TIME_METRIC = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
-
-MAX_ERROR_CHARS = 500
-
-Body = TypeVar("Body")
-
-
-_UNBOUNDED = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +74,7 @@ class InstanceClient:
         self.has_streamed = False
         """Whether it has done so."""
         self._connections = connections
+        self._http = InstanceHttp(connections, self.url)
         self._request_timeout_s = request_timeout_s
         self._stream_interval = stream_interval
         self._heard_s = 0.0
@@ -154,7 +145,7 @@ class InstanceClient:
         if self.dialect.has_generate:
             try:
                 await self._read(protocol.GENERATE, generate_request(prompt, params, request_id), answer)
-            except _RouteMissing as error:
+            except RouteMissing as error:
                 logger.info("%s; using %s", error, protocol.COMPLETIONS)
                 self._dialect = replace(self.dialect, has_generate=False)
         if not self.dialect.has_generate:
@@ -170,12 +161,12 @@ class InstanceClient:
         try:
             session = self._connections.generating
             data = body.model_dump_json(exclude_none=True).encode()
-            async with session.post(self.url + path, data=data, timeout=_UNBOUNDED) as response:
+            async with session.post(self.url + path, data=data, timeout=UNBOUNDED) as response:
                 answer.came_from(response.headers.get(protocol.BOOT_ID_HEADER))
                 if response.status != 200:
                     refusal = await response.read()
                     response.close()
-                    self._refuse("POST", path, response.status, refusal)
+                    self._http.refuse("POST", path, response.status, refusal)
                 self.streams = response.content_type == "text/event-stream"
                 if self.streams:
                     self.has_streamed = True
@@ -184,7 +175,7 @@ class InstanceClient:
                 else:
                     self._feed(answer, await response.read())
         except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable("POST", path, error) from error
+            raise self._http.unreachable("POST", path, error) from error
 
     def _feed(self, answer: Answer, payload: bytes) -> None:
         answer.feed(payload)
@@ -223,8 +214,8 @@ class InstanceClient:
 
     async def learn_dialect(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Asks the server what it is; again after it may have been replaced by another one."""
-        answer, headers = await self._exchange("GET", protocol.VERSION, None, _total(timeout_s))
-        version = self._parse(VERSION, answer, protocol.VERSION)["version"]
+        answer, headers = await self._http.exchange("GET", protocol.VERSION, None, within(timeout_s))
+        version = self._http.parse(VERSION, answer, protocol.VERSION)["version"]
         self._dialect = dialect_of(version, (await self._model(timeout_s)).get("owned_by"))
         told = headers.get(protocol.MAX_CONCURRENCY_HEADER, "")
         self.max_concurrency = int(told) if told.isdecimal() and 0 < len(told) < 9 and int(told) else None
@@ -233,7 +224,7 @@ class InstanceClient:
     async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> str | None:
         """The boot id that the answer of a healthy instance names, if any; InstanceRefused with status 503 if it runs
         but cannot serve."""
-        _, headers = await self._exchange("GET", protocol.HEALTH, None, _total(timeout_s))
+        _, headers = await self._http.exchange("GET", protocol.HEALTH, None, within(timeout_s))
         return headers.get(protocol.BOOT_ID_HEADER)
 
     async def holding(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Holding:
@@ -241,8 +232,8 @@ class InstanceClient:
         a restart in between cannot pass for the process that held them."""
         path, version = protocol.WEIGHT_INFO, ""
         if self.dialect.keeps_version:
-            answer, headers = await self._exchange("GET", path, None, _total(timeout_s))
-            version = self._parse(WEIGHT_INFO, answer, path)["weight_version"]
+            answer, headers = await self._http.exchange("GET", path, None, within(timeout_s))
+            version = self._http.parse(WEIGHT_INFO, answer, path)["weight_version"]
         else:
             answer, headers = await self._ask_workers(protocol.NOTED_VERSION_METHOD, [], timeout_s)
             version = self._versions_of(answer)
@@ -252,7 +243,7 @@ class InstanceClient:
     async def _start_time(self, timeout_s: float) -> str | None:
         """When the server's process was started, as its figures say; None where they do not."""
         try:
-            found = START_TIME_METRIC.search(await self._get(protocol.METRICS, timeout_s))
+            found = START_TIME_METRIC.search(await self._http.get(protocol.METRICS, timeout_s))
         except InstanceRefused:
             return None
         return f"started-{found[1].decode(errors='replace')}" if found else None
@@ -262,7 +253,7 @@ class InstanceClient:
         return (await self._model(timeout_s))["max_model_len"]
 
     async def _model(self, timeout_s: float) -> Model:
-        models = self._parse(MODELS, await self._get(protocol.MODELS, timeout_s), protocol.MODELS)["data"]
+        models = self._http.parse(MODELS, await self._http.get(protocol.MODELS, timeout_s), protocol.MODELS)["data"]
         if not models:
             raise InstanceError(f"instance {self.url} serves no model: its {protocol.MODELS} is empty")
         return models[0]
@@ -272,8 +263,8 @@ class InstanceClient:
         if not self.dialect.keeps_version:
             answer, _ = await self._ask_workers(protocol.NOTED_VERSION_METHOD, [], timeout_s)
             return self._versions_of(answer)
-        answer = await self._get(protocol.WEIGHT_INFO, timeout_s)
-        return self._parse(WEIGHT_INFO, answer, protocol.WEIGHT_INFO)["weight_version"]
+        answer = await self._http.get(protocol.WEIGHT_INFO, timeout_s)
+        return self._http.parse(WEIGHT_INFO, answer, protocol.WEIGHT_INFO)["weight_version"]
 
     def _versions_of(self, answer: bytes) -> WeightVersion:
         """The version that the workers noted; several, if they do not agree."""
@@ -281,34 +272,34 @@ class InstanceClient:
 
     async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """How many workers of the instance join the weight group."""
-        answer = await self._get(protocol.GET_WORLD_SIZE, timeout_s)
-        return self._parse(WORLD_SIZE, answer, protocol.GET_WORLD_SIZE)["world_size"]
+        answer = await self._http.get(protocol.GET_WORLD_SIZE, timeout_s)
+        return self._http.parse(WORLD_SIZE, answer, protocol.GET_WORLD_SIZE)["world_size"]
 
     async def pause(self, timeout_s: float) -> None:
         """Lets running requests finish, holds new ones back and empties the KV and prefix caches."""
-        await self._post(f"{protocol.PAUSE}?mode=wait&clear_cache=true", None, _total(timeout_s))
+        await self._http.post(f"{protocol.PAUSE}?mode=wait&clear_cache=true", None, within(timeout_s))
 
     async def resume(self, timeout_s: float) -> None:
-        await self._post(protocol.RESUME, None, _total(timeout_s))
+        await self._http.post(protocol.RESUME, None, within(timeout_s))
 
     async def init_weight_transfer(self, info: protocol.InitInfo, timeout_s: float) -> None:
         """Answers when every member of the weight group has joined."""
-        await self._post(protocol.INIT_WEIGHT_TRANSFER, protocol.InitRequest(init_info=info), _total(timeout_s))
+        await self._http.post(protocol.INIT_WEIGHT_TRANSFER, protocol.InitRequest(init_info=info), within(timeout_s))
 
     async def start_weight_update(self, timeout_s: float) -> None:
-        await self._post(protocol.START_WEIGHT_UPDATE, protocol.StartUpdateRequest(), _total(timeout_s))
+        await self._http.post(protocol.START_WEIGHT_UPDATE, protocol.StartUpdateRequest(), within(timeout_s))
 
     async def update_weights(self, info: protocol.UpdateInfo) -> None:
         """Answers when all tensors have been received over the weight group; the caller, who sends them, bounds it."""
-        await self._post(protocol.UPDATE_WEIGHTS, protocol.UpdateRequest(update_info=info), _UNBOUNDED)
+        await self._http.post(protocol.UPDATE_WEIGHTS, protocol.UpdateRequest(update_info=info), UNBOUNDED)
 
     async def finish_weight_update(self, version: WeightVersion, timeout_s: float) -> None:
         if not self.dialect.keeps_version:
-            await self._post(protocol.FINISH_WEIGHT_UPDATE, None, _total(timeout_s))
+            await self._http.post(protocol.FINISH_WEIGHT_UPDATE, None, within(timeout_s))
             await self._call_workers(protocol.NOTE_VERSION_METHOD, [version], timeout_s)
             return
         body = protocol.FinishUpdateRequest(weight_version=version)
-        await self._post(protocol.FINISH_WEIGHT_UPDATE, body, _total(timeout_s))
+        await self._http.post(protocol.FINISH_WEIGHT_UPDATE, body, within(timeout_s))
 
     async def weight_fingerprints(self, timeout_s: float) -> list[str]:
         """What each worker of the instance received last; see `async_rl.weight_stream.Fingerprint`."""
@@ -330,11 +321,11 @@ class InstanceClient:
         return self._results_of(answer)
 
     async def _ask_workers(self, method: str, args: list[str], timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
-        body = protocol.RpcRequest(method=method, args=args, timeout=timeout_s).model_dump_json().encode()
-        return await self._exchange("POST", protocol.COLLECTIVE_RPC, body, _total(timeout_s))
+        body = protocol.RpcRequest(method=method, args=args, timeout=timeout_s)
+        return await self._http.exchange("POST", protocol.COLLECTIVE_RPC, body, within(timeout_s))
 
     def _results_of(self, answer: bytes) -> list[str]:
-        return [str(result) for result in self._parse(RPC, answer, protocol.COLLECTIVE_RPC).results]
+        return [str(result) for result in self._http.parse(RPC, answer, protocol.COLLECTIVE_RPC).results]
 
     async def _require_holding(self, answer: Answer) -> None:
         """Raises StaleWeights unless the process in service holds the version asked for."""
@@ -345,71 +336,3 @@ class InstanceClient:
                 f"instance {self.url} holds weight version {held.version!r}, asked for {answer.version!r}: "
                 "it needs the weights of the next publish"
             )
-
-    async def _get(self, path: str, timeout_s: float) -> bytes:
-        return await self._call("GET", path, None, _total(timeout_s))
-
-    async def _post(self, path: str, body: BaseModel | None, timeout: aiohttp.ClientTimeout) -> bytes:
-        return await self._call("POST", path, body.model_dump_json().encode() if body else None, timeout)
-
-    async def _call(self, method: str, path: str, body: bytes | None, timeout: aiohttp.ClientTimeout) -> bytes:
-        answer, _ = await self._exchange(method, path, body, timeout)
-        return answer
-
-    async def _exchange(
-        self, method: str, path: str, body: bytes | None, timeout: aiohttp.ClientTimeout
-    ) -> tuple[bytes, Mapping[str, str]]:
-        """Body and headers of the answer to a control call."""
-        try:
-            session = self._connections.control
-            async with session.request(method, self.url + path, data=body, timeout=timeout) as response:
-                answer = await response.read()
-                if response.status >= 500:
-                    # vLLM ends the connection after such an answer without saying so: it must not be used again.
-                    response.close()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(method, path, error) from error
-        if response.status != 200:
-            self._refuse(method, path, response.status, answer)
-        return answer, response.headers
-
-    def _unreachable(self, method: str, path: str, error: Exception) -> InstanceUnreachable:
-        why = str(error) or type(error).__name__
-        kind = InstanceUnreachable if isinstance(error, TimeoutError) else ConnectionLost
-        return kind(f"instance {self.url} did not answer {method} {path}: {why}")
-
-    def _refuse(self, method: str, path: str, status: int, answer: bytes) -> NoReturn:
-        reason = _reason(answer)
-        if reason is not None and DEAD_ENGINE in reason:
-            raise InstanceStalled(f"the engine of instance {self.url} has died: {reason}")
-        # 403: the route is switched off. 404 without an error body: there is no such route (an unknown model has one).
-        missing = status == 403 or (status == 404 and reason is None)
-        raise (_RouteMissing if missing else InstanceRefused)(
-            f"instance {self.url} refused {method} {path} with {status}: "
-            + (reason or answer[:MAX_ERROR_CHARS].decode(errors="replace") or "(empty body)"),
-            status,
-        )
-
-    def _parse(self, adapter: TypeAdapter[Body], answer: bytes, path: str) -> Body:
-        try:
-            return adapter.validate_json(answer)
-        except ValidationError as error:
-            raise InstanceError(
-                f"instance {self.url} answered {path} with a body of another protocol: {error}"
-            ) from error
-
-
-class _RouteMissing(InstanceRefused):
-    """The server does not serve this path at all."""
-
-
-def _reason(answer: bytes) -> str | None:
-    """The message of an error body, or None where the body is not the protocol's."""
-    try:
-        return protocol.ErrorResponse.model_validate_json(answer).error.message
-    except ValidationError:
-        return None
-
-
-def _total(timeout_s: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))

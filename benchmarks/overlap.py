@@ -44,7 +44,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from async_rl.config import Config, TrainSection, parse_config
+from async_rl.config import Config, TrainSection
+from async_rl.config_file import parse_config
 from async_rl.loop import train
 from async_rl.pool import InferencePool
 from async_rl.prompts import PromptSource

@@ -19,7 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from async_rl.command_line import Parser
-from async_rl.config import Config, load_config
+from async_rl.config import Config
+from async_rl.config_file import load_config
 from async_rl.errors import AsyncRLError
 from async_rl.preflight import require_sound
 from deploy.local import wait_until_healthy

@@ -16,7 +16,8 @@ from pathlib import Path
 from rich.console import Console
 
 from async_rl.command_line import Parser
-from async_rl.config import Config, load_config
+from async_rl.config import Config
+from async_rl.config_file import load_config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.preflight import require_sound
 from deploy.machine import free_ports, this_machine

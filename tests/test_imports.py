@@ -29,6 +29,7 @@ MAY_IMPORT = {
         "deploy",
         "async_rl.command_line",
         "async_rl.config",
+        "async_rl.config_file",
         "async_rl.errors",
         "async_rl.failure_report",
         "async_rl.fleet.advice",

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from async_rl.command_line import USAGE_ERROR, Parser
-from async_rl.config import Config, load_config
+from async_rl.config import Config
+from async_rl.config_file import load_config
 from async_rl.errors import AsyncRLError, ConfigError, RunStopped
 from async_rl.failure_report import VARIABLE, report_failure
 from async_rl.preflight import require_sound

@@ -21,7 +21,8 @@ from typing import Any, cast
 from transformers import AutoTokenizer
 
 from async_rl.command_line import USAGE_ERROR, Parser
-from async_rl.config import Config, EvaluationSection, load_config
+from async_rl.config import Config, EvaluationSection
+from async_rl.config_file import load_config
 from async_rl.errors import AsyncRLError, ConfigError, InstanceError, StaleWeights
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import SetResult

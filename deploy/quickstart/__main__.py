@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from async_rl.command_line import Parser
-from async_rl.config import Config, load_config
+from async_rl.config import Config
+from async_rl.config_file import load_config
 from async_rl.errors import AsyncRLError, ConfigError
 from deploy.local import run_config
 from deploy.plan import Plan, Process, log_path

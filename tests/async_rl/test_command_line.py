@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.command_line import Commands, Parser
-from async_rl.config import Config, EvaluationSet, load_config
+from async_rl.config import Config, EvaluationSet
+from async_rl.config_file import load_config
 from async_rl.config_keys import keys_of
 
 MINIMAL = """

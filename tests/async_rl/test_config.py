@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from pydantic.fields import FieldInfo
 
-from async_rl.config import Config, EvaluationSet, load_config, parse_config
+from async_rl.config import Config, EvaluationSet
+from async_rl.config_file import load_config, parse_config
 from async_rl.errors import ConfigError
 
 MINIMAL = """

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from async_rl.config import Config, TrainSection, parse_config
+from async_rl.config import Config, TrainSection
+from async_rl.config_file import parse_config
 from async_rl.errors import ConfigError
 from async_rl.gap_limits import MIN_TOKENS, NoiseLimits, Unit, noise_limits, noise_scale, rank_sigmas
 from async_rl.logprob_gaps import MIXED, LogprobGaps

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config, parse_config
+from async_rl.config import Config
+from async_rl.config_file import parse_config
 from async_rl.errors import ConfigError
 from async_rl.prompt_table import PromptTable
 from async_rl.rewards.identity import reward_identity
