@@ -101,7 +101,7 @@ def test_kill_9_of_the_deployer_leaves_no_process(ground: Any) -> None:
 
 def test_a_trainer_that_ignores_sigterm_is_killed_after_the_grace_time(ground: Any) -> None:
     ground.then_trainer_does("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nleave_pid('deaf')\ntime.sleep(300)")
-    local = ground.start()
+    local = ground.start("--checkpoint.grace_s", "1")
     ground.wait_for_processes(ALL + 1)
     local.send_signal(signal.SIGTERM)
     local.communicate(timeout=200)
