@@ -3,6 +3,7 @@
 Nothing is added to a draft that is not of the version asked for, comes twice, or follows on a gap.
 """
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NotRequired, Protocol
@@ -11,12 +12,15 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from async_rl.dialect import DEAD_ENGINE
-from async_rl.errors import InstanceError, InstanceRestarted, InstanceStalled, StaleWeights
+from async_rl.errors import BrokenAnswer, InstanceError, InstanceRestarted, InstanceStalled, StaleWeights
 from async_rl.fleet.drafts import Draft
 from async_rl.protocol import ErrorResponse
 from async_rl.types import WeightSpan, WeightVersion
 
 END_OF_EVENT = b"\n\n"
+COMMENT = b":"
+"""How an event begins that only keeps the connection alive."""
+MAX_EVENT_BYTES = 2**26
 DONE = b"[DONE]"
 MAX_SHOWN_BYTES = 300
 
@@ -64,22 +68,29 @@ class ByteStream(Protocol):
 
 
 async def event_payloads(content: ByteStream) -> AsyncIterator[bytes]:
-    """The `data:` payloads of a stream of server-sent events, up to `[DONE]` or its end."""
+    """The `data:` payloads of a stream of server-sent events, up to `[DONE]` or its end.
+
+    Raises:
+        BrokenAnswer: an event does not end within `MAX_EVENT_BYTES`.
+    """
     rest = b""
     async for data in content.iter_any():
         *events, rest = (rest + data).split(END_OF_EVENT)
+        if len(rest) > MAX_EVENT_BYTES:
+            raise BrokenAnswer(f"an event of the answer has no end after {len(rest)} bytes")
         for event in events:
             payload = event.strip().removeprefix(b"data:").strip()
             if payload == DONE:
                 return
-            if payload:
+            if payload and not payload.startswith(COMMENT):
                 yield payload
 
 
 class Answer:
     """Fills the drafts of one request; choice i of the answer belongs to `drafts[i]`.
 
-    `says_versions`: the answer itself says which weights made each token; otherwise its reader finds out.
+    `says_versions`: the answer itself says which weights made each token; otherwise its reader finds out. `max_tokens`:
+    of a whole response, what its draft held before included.
     """
 
     def __init__(
@@ -88,6 +99,7 @@ class Answer:
         drafts: Sequence[Draft],
         version: WeightVersion,
         says_versions: bool,
+        max_tokens: int,
         expected_boot_id: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -95,6 +107,7 @@ class Answer:
         self.drafts = drafts
         self.version = version
         self.says_versions = says_versions
+        self._max_tokens = max_tokens
         self._starts = [len(draft.token_ids) for draft in drafts]
         self._proven = list(self._starts)
         self._on_progress = on_progress
@@ -139,6 +152,7 @@ class Answer:
 
         Raises:
             StaleWeights: it says that it sampled from other weights.
+            BrokenAnswer: a response is longer or shorter than it can be, or a log-prob is no number.
             InstanceError: it is not of this protocol, leaves something out, or says that the request was aborted.
         """
         try:
@@ -205,6 +219,10 @@ class Answer:
                 )
         if draft.finish_reason is not None:
             raise InstanceError(f"{self._name(i)}: more tokens after its end ({draft.finish_reason!r})")
+        if len(draft.token_ids) + len(token_ids) > self._max_tokens:
+            raise self._broken(i, f"more than the {self._max_tokens} tokens asked for")
+        if not all(map(math.isfinite, logprobs)):
+            raise self._broken(i, "a log-prob that is no number")
         draft.token_ids.extend(token_ids)
         draft.logprobs.extend(logprobs)
         self.num_tokens += len(token_ids)
@@ -227,7 +245,18 @@ class Answer:
             raise InstanceError(
                 f"{self._name(i)}: it ended without weight_versions: the server must be one that reports them"
             )
+        if reason == "length" and len(draft.token_ids) < self._max_tokens:
+            raise self._broken(
+                i, f"finish_reason 'length' after {len(draft.token_ids)} of the {self._max_tokens} tokens asked for"
+            )
         draft.finish_reason, draft.instance = reason, self._url
+
+    def _broken(self, i: int, what: str) -> BrokenAnswer:
+        """The error for an answer that is no sample of the request. Nothing of it stays: to keep the responses that had
+        come to their ends, and sample the others afresh, would favour short ones."""
+        self._proven = list(self._starts)
+        self.take_back_unproven()
+        return BrokenAnswer(f"{self._name(i)}: it came with {what}: the server does not do what it is asked to")
 
     def _require_version(self, i: int, spans: Sequence[_Span]) -> None:
         others = {span["version"] for span in spans} - {self.version}

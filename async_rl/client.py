@@ -113,10 +113,12 @@ class InstanceClient:
             InstanceStalled: no token of any request came for `request_timeout_s`.
             InstanceTooSlow: the same of this request, while others went on.
             StaleWeights: some token was sampled from other weights, or by another process; it is not in the drafts.
+            BrokenAnswer: it is no sample of what was asked for; nothing of it is in the drafts.
             InstanceError: the answer is incomplete or malformed, or the request was aborted.
         """
         began_s = time.monotonic()
-        answer = Answer(self.url, drafts, version, self.dialect.has_generate, boot_id, on_progress)
+        says_versions = self.dialect.has_generate
+        answer = Answer(self.url, drafts, version, says_versions, sampling.max_tokens, boot_id, on_progress)
 
         def last_progress_s() -> float:
             # As long as none of its own came, it may wait in the instance's queue, behind others that go on.
@@ -178,8 +180,10 @@ class InstanceClient:
             raise self._http.unreachable("POST", path, error) from error
 
     def _feed(self, answer: Answer, payload: bytes) -> None:
+        num_before = answer.num_tokens
         answer.feed(payload)
-        self._heard_s = time.monotonic()
+        if answer.num_tokens > num_before:
+            self._heard_s = time.monotonic()
 
     async def _prove_rest(self, answer: Answer) -> None:
         """Keeps the tokens of an answer that broke off if version and process show what made them; cuts them otherwise.

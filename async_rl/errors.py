@@ -10,6 +10,8 @@ AsyncRLError
 │   │   └── InstanceStalled         it took a request, and makes no tokens
 │   ├── InstanceTooSlow             it did not finish a request in time, but it makes tokens
 │   ├── InstanceRefused             it answered with an error status
+│   │   └── NeedsWeights            it runs, but holds half an update: the next whole one puts it back into service
+│   ├── BrokenAnswer                it answered with what is no sample of what was asked for
 │   ├── StaleWeights                it answered with tokens of another weight version
 │   │   └── InstanceRestarted       another process answers under its address than was put in service
 │   └── PromptFailed                instance after instance failed at the same prompt
@@ -68,6 +70,15 @@ class InstanceRefused(InstanceError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class NeedsWeights(InstanceRefused):
+    """The instance runs, but an update of its weights broke; a whole one puts it back into service."""
+
+
+class BrokenAnswer(InstanceError):
+    """The instance answered with what is no sample of what was asked for: too many tokens, too few, or log-probs that
+    are no numbers. It must not serve until the next publish."""
 
 
 class StaleWeights(InstanceError):

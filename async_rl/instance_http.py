@@ -10,7 +10,14 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from async_rl import protocol
 from async_rl.connections import Connections
 from async_rl.dialect import DEAD_ENGINE
-from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, InstanceStalled, InstanceUnreachable
+from async_rl.errors import (
+    ConnectionLost,
+    InstanceError,
+    InstanceRefused,
+    InstanceStalled,
+    InstanceUnreachable,
+    NeedsWeights,
+)
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_ERROR_CHARS = 500
@@ -73,13 +80,18 @@ class InstanceHttp:
         return kind(f"instance {self._url} did not answer {method} {path}: {why}")
 
     def refuse(self, method: str, path: str, status: int, answer: bytes) -> NoReturn:
-        """Raises InstanceRefused, RouteMissing or InstanceStalled for an answer with another status than 200."""
-        reason = _reason(answer)
+        """Raises InstanceRefused, RouteMissing, NeedsWeights or InstanceStalled for an answer that is not 200."""
+        info = _error_info(answer)
+        reason = info.message if info is not None else None
         if reason is not None and DEAD_ENGINE in reason:
             raise InstanceStalled(f"the engine of instance {self._url} has died: {reason}")
+        kind: type[InstanceRefused] = InstanceRefused
         # 403: the route is switched off. 404 without an error body: there is no such route (an unknown model has one).
-        missing = status == 403 or (status == 404 and reason is None)
-        raise (RouteMissing if missing else InstanceRefused)(
+        if status == 403 or (status == 404 and info is None):
+            kind = RouteMissing
+        elif status == 503 and info is not None and info.param == protocol.NEEDS_WEIGHTS:
+            kind = NeedsWeights
+        raise kind(
             f"instance {self._url} refused {method} {path} with {status}: "
             + (reason or answer[:MAX_ERROR_CHARS].decode(errors="replace") or "(empty body)"),
             status,
@@ -99,9 +111,9 @@ class InstanceHttp:
             ) from error
 
 
-def _reason(answer: bytes) -> str | None:
-    """The message of an error body, or None where the body is not the protocol's."""
+def _error_info(answer: bytes) -> protocol.ErrorInfo | None:
+    """What an error body says, or None where the body is not the protocol's."""
     try:
-        return protocol.ErrorResponse.model_validate_json(answer).error.message
+        return protocol.ErrorResponse.model_validate_json(answer).error
     except ValidationError:
         return None

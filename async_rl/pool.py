@@ -377,13 +377,15 @@ class InferencePool:
 
     # Life
 
-    async def wait_until_ready(self) -> None:
+    async def wait_until_ready(self, *, publishes: bool = True) -> None:
         """Waits until every instance answers healthy, or until `pool.timeout_s` if one does; then watches them.
+
+        `publishes`: whether whole weights come next, which also mend an instance that holds half an update.
 
         Raises:
             NoInstanceLeft: none was healthy in time.
         """
-        length = await wait_until_healthy(self, self._config.timeout_s)
+        length = await wait_until_healthy(self, self._config.timeout_s, publishes=publishes)
         self.max_model_len = min(length, self.max_model_len or length)
         self._watch.start()
 

@@ -157,7 +157,11 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{path}, line {number} is not UTF-8 text: {error}; save the file as UTF-8"
+                ) from error
             except ValueError as error:
                 raise ConfigError(
                     f"{path}, line {number} is not JSON: {error}; each line must be one object"

@@ -309,6 +309,10 @@ class SyncRequest(FleetBody):
     outstanding_tokens: dict[str, Annotated[int, Field(ge=0, le=2**53)]]
 
 
+NEEDS_WEIGHTS = "weights"
+"""`param` of a 503 of /health: the instance holds half an update, and serves again after a whole one."""
+
+
 class ErrorInfo(Body):
     message: str
     type: str

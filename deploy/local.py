@@ -100,7 +100,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print what would be started, on which cores, devices and ports, and start nothing",
+        help="print what would be started, on which cores, devices and ports, and what is wrong; start nothing",
     )
     return parser
 
@@ -122,11 +122,15 @@ def run_config(config_path: Path, config: Config, overrides: Sequence[str], cons
         ConfigError: it cannot work, as far as that can be told before anything is started.
     """
     this_plan = make_plan(config_path, config, overrides)
-    require_sound(config, trains=True, serves=True)
-    require_engine(config, this_plan.instances[0])
+    _require_startable(config, this_plan)
     with make_run_view(console, config.train.iterations) as view:
         run_plan(this_plan, JsonlTail(config.run.dir / "metrics.jsonl"), view)
     return this_plan
+
+
+def _require_startable(config: Config, this_plan: Plan) -> None:
+    require_sound(config, trains=True, serves=True)
+    require_engine(config, this_plan.instances[0])
 
 
 def require_engine(config: Config, instance: Process) -> None:
@@ -159,7 +163,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load_config(arguments.config, parser.overrides)
         if arguments.dry_run:
-            print(describe(make_plan(arguments.config, config, parser.overrides)))
+            this_plan = make_plan(arguments.config, config, parser.overrides)
+            print(describe(this_plan), flush=True)
+            _require_startable(config, this_plan)
             return 0
         run_config(arguments.config, config, parser.overrides, console)
     except (Stopped, AsyncRLError) as end:

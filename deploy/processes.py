@@ -151,8 +151,8 @@ def _open_log(path: Path) -> IO[bytes]:
         return path.open("ab")
     except OSError as error:
         raise ConfigError(
-            f"the log {str(path)!r} cannot be written: {error.strerror}; make room there, or name another directory "
-            "as run.dir"
+            f"the log {str(path)!r} cannot be written: {error.strerror}; correct that, or name another directory as "
+            "run.dir"
         ) from error
 
 

@@ -70,7 +70,8 @@ def _add_status_routes(app: FastAPI, engine: Engine, info: ServerInfo, metrics: 
     @app.get("/ping")
     async def health() -> Response:
         if engine.fault is not None:
-            return error_response(engine.fault, HTTPStatus.SERVICE_UNAVAILABLE)
+            param = protocol.NEEDS_WEIGHTS if engine.needs_weights else None
+            return error_response(engine.fault, HTTPStatus.SERVICE_UNAVAILABLE, param)
         return Response()
 
     @app.get(protocol.VERSION)

@@ -91,6 +91,11 @@ class Engine(Protocol):
     def fault(self) -> str | None: ...
 
     @property
+    def needs_weights(self) -> bool:
+        """Whether the fault is a broken update, which a whole one mends."""
+        ...
+
+    @property
     def is_paused(self) -> bool: ...
 
     @property

@@ -79,6 +79,10 @@ class TransformersEngine:
         return self._batching.fault or self._update.fault
 
     @property
+    def needs_weights(self) -> bool:
+        return self._batching.fault is None and self._update.fault is not None
+
+    @property
     def is_paused(self) -> bool:
         return self._paused
 

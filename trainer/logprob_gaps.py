@@ -14,6 +14,9 @@ from trainer.shared_prompt import GroupSlice, MicroBatch
 LARGEST_EXPONENT = 700.0
 """exp(d) of a larger d is no float64; what it then adds to k3 is beyond any limit anyhow."""
 
+LARGEST_GAP = 1e30
+"""Larger gaps count with those that are no numbers: no log-probs differ so much, and their squares would overflow."""
+
 
 class GroupGaps:
     """The log-probs of the groups that were trained, until their gaps are taken.
@@ -45,7 +48,7 @@ class GroupGaps:
 
 def sums_of(gaps_N: torch.Tensor, clip: float) -> LogprobGaps:
     """The sums over float64 gaps on the host."""
-    finite = gaps_N[gaps_N.isfinite()]
+    finite = gaps_N[gaps_N.abs() < LARGEST_GAP]
     size, clipped = finite.abs(), finite.clamp(-clip, clip)
     bins = (BINS_PER_OCTAVE * (size / SMALLEST).log2()).ceil().clamp(min=0).long()
     return LogprobGaps(

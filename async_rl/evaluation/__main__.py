@@ -78,7 +78,7 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
         progress = closing.enter_context((out / "progress.jsonl").open("w", buffering=1))
         pool = InferencePool(config.pool, token)
         closing.push_async_callback(pool.close)
-        await pool.wait_until_ready()
+        await pool.wait_until_ready(publishes=False)
         version = await _put_in_service(pool)
         await reward.start()
         closing.push_async_callback(reward.close)

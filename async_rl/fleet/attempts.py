@@ -37,7 +37,7 @@ class Attempts:
         self.num_failures += 1
 
     def failed(self, url: str, error: InstanceError, num_tokens: int) -> None:
-        """A request at `url` failed after so many tokens."""
+        """A request at `url` failed after so many tokens that stay."""
         self.num_failures += 1
         if num_tokens:
             self._failures.clear()

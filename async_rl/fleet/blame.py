@@ -3,6 +3,7 @@
 from typing import Literal
 
 from async_rl.errors import (
+    BrokenAnswer,
     InstanceError,
     InstanceRefused,
     InstanceStalled,
@@ -24,7 +25,7 @@ def blame_of(error: InstanceError) -> Blame:
         return "none"
     if isinstance(error, InstanceStalled):
         return "lost"
-    if isinstance(error, StaleWeights):
+    if isinstance(error, StaleWeights | BrokenAnswer):
         return "barred"
     # A refused token or a missing route will not pass.
     is_lasting = isinstance(error, InstanceRefused) and error.status < 500 and error.status not in TRANSIENT

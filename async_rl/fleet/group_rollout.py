@@ -156,7 +156,9 @@ class GroupRollout:
             # It was taken out of the pool: that says nothing about the prompt, however often it happens.
             self._attempts.interrupted()
             return
-        self._attempts.failed(member.url, error, request.num_tokens)
+        # What came and was taken back is no progress: the next attempt may end the same way.
+        num_kept = sum(len(draft.token_ids) for draft in request.drafts) - request.num_before
+        self._attempts.failed(member.url, error, max(0, num_kept))
         if (verdict := self._attempts.verdict) is not None:
             raise PromptFailed(
                 f"request {self._request_id!r} of {len(self._prompt)} prompt tokens {verdict}"

@@ -5,7 +5,7 @@ import logging
 import time
 from typing import Protocol
 
-from async_rl.errors import InstanceError, NoInstanceLeft
+from async_rl.errors import InstanceError, NeedsWeights, NoInstanceLeft
 from async_rl.fleet.member import Member
 from async_rl.fleet.watch import LOG_INTERVAL_S, PROBE_TIMEOUT_S, REMEDY
 
@@ -27,8 +27,12 @@ class Fleet(Protocol):
     def describe(self, what: str) -> str: ...
 
 
-async def wait_until_healthy(fleet: Fleet, timeout_s: float) -> int:
+async def wait_until_healthy(fleet: Fleet, timeout_s: float, *, publishes: bool) -> int:
     """Waits until every instance answers healthy, or until `timeout_s` if one does.
+
+    Args:
+        publishes: whether whole weights come next, which mend an instance that an earlier trainer left with half an
+            update: such a one need not be waited for.
 
     Returns:
         Prompt plus response tokens that each healthy instance takes.
@@ -41,7 +45,7 @@ async def wait_until_healthy(fleet: Fleet, timeout_s: float) -> int:
     lengths: dict[Member, int] = {}
     while True:
         waiting = [member for member in fleet.members if member not in lengths]
-        found = await asyncio.gather(*(_max_model_len(fleet, member) for member in waiting))
+        found = await asyncio.gather(*(_max_model_len(fleet, member, publishes) for member in waiting))
         lengths |= {member: length for member, length in zip(waiting, found, strict=True) if length is not None}
         # Members come and go meanwhile.
         lengths = {member: lengths[member] for member in fleet.members if member in lengths}
@@ -59,10 +63,14 @@ async def wait_until_healthy(fleet: Fleet, timeout_s: float) -> int:
     return min(lengths.values())
 
 
-async def _max_model_len(fleet: Fleet, member: Member) -> int | None:
+async def _max_model_len(fleet: Fleet, member: Member, publishes: bool) -> int | None:
     """What a healthy instance says, with its dialect learned; None for one that cannot serve yet."""
     try:
-        fleet.note_process(member, await member.client.health(PROBE_TIMEOUT_S))
+        try:
+            fleet.note_process(member, await member.client.health(PROBE_TIMEOUT_S))
+        except NeedsWeights:
+            if not publishes:
+                raise
         await member.client.learn_dialect(PROBE_TIMEOUT_S)
         length = await member.client.max_model_len(PROBE_TIMEOUT_S)
     except InstanceError as error:

@@ -215,8 +215,11 @@ class Watch:
         if self._without_since_s is None:
             self._without_since_s = now
         waited_s = now - self._without_since_s
-        if waited_s > self._config.timeout_s or self._is_hopeless():
+        is_hopeless = self._is_hopeless()
+        if waited_s > self._config.timeout_s or is_hopeless:
             what = f"no instance has served weight version {version!r} for {waited_s:.0f} s"
+            if is_hopeless:
+                what = f"no instance can serve weight version {version!r} before the next publish"
             self._fleet.router.fail(NoInstanceLeft(f"{self._fleet.describe(what)}\n{REMEDY}"))
             self._without_since_s = None
         elif now >= self._next_log_s:

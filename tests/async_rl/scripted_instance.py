@@ -16,7 +16,11 @@ Streaming, with stream = true: token_s after each token; stop_after: tokens of e
 the request fate_of) after which the process
 ends (fate "die"), or says no more ("hang"), or only that its engine died ("engine death"), or is out of step ("skip",
 "repeat": a chunk is left out, or sent twice), or breaks the connection ("tear"); versions_at_end: weight versions with
-the last chunk only, as vLLM; endless: no chunk says that it is the last.
+the last chunk only, as vLLM; endless: no chunk says that it is the last; flood: tokens without end; pulse: events
+without tokens, and comments, without end; surplus: tokens beyond those asked for; early: "length" at the first token;
+bad_logprob: the first log-prob.
+
+needs_weights: /health answers 503 and says that a whole update mends it.
 """
 
 import asyncio
@@ -111,6 +115,9 @@ class Instance:
         return web.json_response(seen)
 
     async def health(self, request: web.Request) -> web.Response:
+        if self.script.get("needs_weights"):
+            error = {"message": "a stream broke", "type": "ServiceUnavailableError", "param": "weights", "code": 503}
+            return web.json_response({"error": error}, status=503)
         return web.Response(status=self.script["health"])
 
     async def server_version(self, request: web.Request) -> web.Response:
@@ -164,9 +171,17 @@ class Instance:
         sampling = body["sampling_params"]
         first_seed = seed_of(sampling)
         seeds = [first_seed + j for j in range(sampling["n"])]
-        samples = [sample(seed, len(body["token_ids"]), sampling["max_tokens"]) for seed in seeds]
+        max_tokens = sampling["max_tokens"] + self.script.get("surplus", 0)
+        samples = [sample(seed, len(body["token_ids"]), max_tokens) for seed in seeds]
+        if "bad_logprob" in self.script:
+            samples = [(token_ids, [self.script["bad_logprob"], *rest]) for token_ids, (_, *rest) in samples]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"} | self.identity())
         await response.prepare(request)
+        while self.script.get("pulse"):
+            await response.write(b": still there\n\ndata: " + json.dumps({"choices": []}).encode() + b"\n\n")
+            await asyncio.sleep(0.05)
+        if self.script.get("flood"):
+            samples = [([7] * 10**6, [-1.0] * 10**6) for _ in seeds]
         async with self.slots:
             await self.send_tokens(request, response, body, samples)
         return response
@@ -206,7 +221,7 @@ class Instance:
     def event(
         self, body: dict[str, Any], j: int, k: int, token_ids: list[int], logprobs: list[float]
     ) -> dict[str, Any]:
-        is_last = k == len(token_ids) - 1 and not self.script.get("endless")
+        is_last = (k == len(token_ids) - 1 or "early" in self.script) and not self.script.get("endless")
         version = self.script.get("stale", self.script["version"])
         spans = [{"version": version, "start": 0, "end": k + 1}]
         choice = {

@@ -9,21 +9,25 @@ import pytest
 from async_rl.client import Connections, Holding, InstanceClient
 from async_rl.dialect import EMBEDDED, VLLM, VLLM_WITHOUT_VERSIONS
 from async_rl.errors import (
+    BrokenAnswer,
     InstanceError,
     InstanceRefused,
     InstanceRestarted,
     InstanceStalled,
     InstanceTooSlow,
     InstanceUnreachable,
+    NeedsWeights,
     StaleWeights,
 )
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.drafts import Draft
 from async_rl.protocol import SamplingParams
-from async_rl.types import Response
+from async_rl.types import Response, WeightSpan
 
 Connect = Callable[..., InstanceClient]
 SAMPLING = SamplingParams(n=3, max_tokens=8, seed=1024, logprobs=0)
+LONG = 1039
+"""A seed whose response takes all the tokens that it may have."""
 
 
 @pytest.fixture
@@ -268,6 +272,62 @@ def test_tokens_of_a_broken_answer_stay_only_if_process_and_version_show_what_ma
         loop.run(connect(instance.url).generate((3,), SAMPLING, "v1-0", "v1", drafts, boot_id=boot_id))
     assert len(drafts[0].token_ids) == (2 if is_kept else 0)
     assert len(drafts[0].spans) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ({"flood": True}, "more than the 8 tokens asked for"),
+        ({"surplus": 1}, "more than the 8 tokens asked for"),
+        ({"early": True}, r"finish_reason 'length' after 1 of the 8 tokens asked for"),
+        ({"bad_logprob": float("nan")}, "a log-prob that is no number"),
+        ({"bad_logprob": float("-inf")}, "a log-prob that is no number"),
+    ],
+)
+def test_what_is_no_sample_of_the_request_is_refused_and_leaves_nothing_behind(
+    instances, connect: Connect, loop: EventLoopThread, script: dict, message: str
+) -> None:
+    (instance,) = instances({"stream": True, **script})
+    drafts = new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": LONG}))
+    with pytest.raises(BrokenAnswer, match=message):
+        loop.run(connect(instance.url).generate((3,), SAMPLING, "v1-0", "v1", drafts))
+    assert len(drafts[0].token_ids) == len(drafts[0].logprobs) == len(drafts[0].spans) == 0
+    assert drafts[0].finish_reason is None
+
+
+def test_a_continuation_may_bring_what_is_left_of_a_response_and_no_more(
+    instances, connect: Connect, loop: EventLoopThread
+) -> None:
+    """What the draft held before stays; the limit is that of the whole response."""
+    sound, broken = instances({"stream": True}, {"stream": True, "surplus": 1})
+    for instance, is_sound in ((sound, True), (broken, False)):
+        (draft,) = new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": LONG}))
+        draft.token_ids.extend((5, 6, 7))
+        draft.logprobs.extend((-1.0, -1.0, -1.0))
+        draft.spans.append(WeightSpan("v1", 0, 3))
+        asked = connect(instance.url).generate((3,), SAMPLING, "v1-0", "v1", [draft])
+        if is_sound:
+            loop.run(asked)
+            assert len(draft.token_ids) == SAMPLING.max_tokens and draft.finish_reason == "length"
+        else:
+            with pytest.raises(BrokenAnswer):
+                loop.run(asked)
+            assert tuple(draft.token_ids) == (5, 6, 7) and draft.spans == [WeightSpan("v1", 0, 3)]
+
+
+def test_events_without_tokens_are_no_progress(instances, connect: Connect, loop: EventLoopThread) -> None:
+    (instance,) = instances({"stream": True, "pulse": True})
+    with pytest.raises(InstanceStalled, match=r"made no token of a request for 0\.5 s, nor of any other"):
+        loop.run(connect(instance.url, request_timeout_s=0.5).generate((3,), SAMPLING, "v1-0", "v1", new_drafts()))
+
+
+def test_an_instance_that_needs_weights_says_so(instances, connect: Connect, loop: EventLoopThread) -> None:
+    unwell, empty = instances({"health": 503}, {"needs_weights": True})
+    with pytest.raises(NeedsWeights, match="a stream broke"):
+        loop.run(connect(empty.url).health())
+    with pytest.raises(InstanceRefused) as refusal:
+        loop.run(connect(unwell.url).health())
+    assert not isinstance(refusal.value, NeedsWeights)
 
 
 def test_a_request_called_off_while_its_tokens_are_being_checked_keeps_none_of_unknown_version(

@@ -416,6 +416,17 @@ def test_wait_until_ready_waits_for_the_last_instance(instances, pools: Pools, c
     assert f"waiting for {second.url}" in caplog.text and pool.max_model_len == 80
 
 
+def test_a_run_does_not_wait_for_an_instance_that_only_its_weights_will_mend(instances, pools: Pools) -> None:
+    """An earlier trainer was killed in the middle of a broadcast: to wait for health here is to wait for ever."""
+    (broken,) = instances({"needs_weights": True, "max_model_len": 70})
+    pool = pools.make(broken, version=None, timeout_s=30)
+    began = time.monotonic()
+    pools.loop.run(pool.wait_until_ready())
+    assert time.monotonic() - began < 15 and pool.max_model_len == 70 and states(pool) == ["joining"]
+    with pytest.raises(NoInstanceLeft, match="a stream broke"):  # An evaluation brings no weights.
+        pools.loop.run(pools.make(broken, version=None, timeout_s=0.2).wait_until_ready(publishes=False))
+
+
 def test_wait_until_ready_goes_on_with_those_that_are(instances, pools: Pools) -> None:
     (instance,) = instances({})
     pools.loop.run(pools.make(instance, CLOSED, version=None, timeout_s=0.2).wait_until_ready())

@@ -131,7 +131,7 @@ def test_settings_that_cannot_work_are_refused(
     [
         ("bad.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "bad.jsonl, line 2 is not JSON"),
         ("list.jsonl", b"[1]\n", "list.jsonl, line 1 is list: each line must be one JSON object"),
-        ("bytes.jsonl", b'{"prompt": "\xff"}\n', "bytes.jsonl, line 1 is not JSON"),
+        ("bytes.jsonl", b'{"prompt": "\xff"}\n', "bytes.jsonl, line 1 is not UTF-8 text"),
         ("empty.jsonl", b"", "has no rows"),
         ("bad.parquet", b"nothing", "bad.parquet is not a Parquet file"),
         ("rows.csv", b"a,b", "expected a .jsonl or .parquet file, or reasoning-gym:TASK"),

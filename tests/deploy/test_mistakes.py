@@ -338,6 +338,14 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(workplace: Path, capsys: p
     assert not (workplace / "runs").exists()
 
 
+def test_a_dry_run_says_what_is_wrong_after_the_plan(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workplace / "rows.jsonl").write_bytes(b"\xff\xfe")
+    assert main(["--dry-run", "run.toml", "--reward.name", "python:none.py:score"]) == 2
+    shown, said = capsys.readouterr()
+    assert "-m trainer run.toml" in shown
+    assert "there is no file 'none.py'" in said and "rows.jsonl, line 1 is not UTF-8 text" in said
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -168,6 +168,7 @@ def test_incomplete_update_takes_the_instance_out_of_service_until_a_full_one(
 def assert_out_of_service(server: Any) -> None:
     health = server.client.get("/health")
     assert health.status_code == 503 and "full weight update" in health.json()["error"]["message"]
+    assert health.json()["error"]["param"] == "weights", "what a trainer that is about to publish goes by"
     assert_error(server, "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {}}, 503)
 
 

@@ -14,7 +14,7 @@ import torch
 from async_rl.gap_limits import NoiseLimits, Unit, noise_scale
 from async_rl.logprob_gaps import MIXED, LogprobGaps
 from async_rl.types import Group, GroupProof, Prompt, Response, WeightSpan
-from trainer.logprob_gaps import sums_of
+from trainer.logprob_gaps import LARGEST_GAP, sums_of
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
@@ -95,11 +95,13 @@ def test_quantiles_and_totals_are_those_of_all_tokens() -> None:
     assert LogprobGaps.total([]).figures() == LogprobGaps().figures()
 
 
-@pytest.mark.parametrize("gaps", [[float("nan")], [float("inf"), float("-inf"), 0.0], [900.0, -900.0], [0.0], []])
+@pytest.mark.parametrize(
+    "gaps", [[float("nan")], [float("inf"), float("-inf"), 0.0], [900.0, -900.0], [0.0], [], [1e300, -1e300]]
+)
 def test_extreme_gaps_are_counted_and_spoil_no_sum(gaps: list[float]) -> None:
     sums = sums_of(torch.tensor(gaps, dtype=torch.float64), 1.0)
     assert sums.count + sums.num_bad == len(gaps)
-    assert sums.num_bad == sum(not math.isfinite(gap) for gap in gaps)
+    assert sums.num_bad == sum(not abs(gap) < LARGEST_GAP for gap in gaps)
     assert all(math.isfinite(value) for value in sums.figures().values())
 
 

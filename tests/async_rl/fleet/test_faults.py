@@ -9,7 +9,7 @@ import pytest
 from scripted_instance import sample
 
 from async_rl.config import PoolSection
-from async_rl.errors import ConfigError, ConnectionLost, InstanceRefused, PromptFailed
+from async_rl.errors import ConfigError, ConnectionLost, InstanceRefused, NoInstanceLeft, PromptFailed
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.attempts import MAX_FAILURES, MAX_REFUSALS, Attempts
 from async_rl.fleet.circuit import FIRST_PAUSE_S, MAX_PAUSE_S, Circuit
@@ -165,6 +165,36 @@ def test_one_that_came_during_a_publish_and_is_too_small_for_the_run_is_left_out
     stage.loop.run(pool.end_publish("v1", [first.url, second.url]))
     assert pool.find(first.url).state == "ready" and pool.find(second.url).state != "ready"
     assert "its model takes 8 tokens" in (pool.find(second.url).reason or "")
+
+
+@pytest.mark.parametrize("script", [{"flood": True}, {"surplus": 1}, {"bad_logprob": float("nan")}])
+def test_one_that_does_not_do_what_it_is_asked_to_leaves_and_the_others_sample_everything(
+    instances, stage: Stage, script: dict[str, Any]
+) -> None:
+    broken, sound = instances({"stream": True, **script}, {"stream": True})
+    pool = stage.make(broken, sound)
+    require_exact(stage.loop.run(groups(pool, 24)))
+    assert states(pool) == ["stale", "ready"]
+    assert "the server does not do what it is asked to" in (pool.find(broken.url).reason or "")
+
+
+def test_a_flood_of_tokens_from_the_only_instance_ends_in_its_name(instances, stage: Stage) -> None:
+    (broken,) = instances({"stream": True, "flood": True})
+    pool = stage.make(broken, timeout_s=3.0)
+    with pytest.raises(NoInstanceLeft, match=r"(?s)before the next publish.*more than the 8 tokens asked for"):
+        stage.loop.run(groups(pool, 4))
+
+
+def test_tokens_that_are_taken_back_each_time_are_no_progress(
+    instances, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer brings tokens and ends without a word of the weights that made them, again and again."""
+    monkeypatch.setattr("async_rl.fleet.circuit.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("async_rl.fleet.circuit.MAX_PAUSE_S", 0.02)
+    (broken,) = instances({"stream": True, "versions_at_end": True, "endless": True, "boot_id": None})
+    pool = stage.make(broken)
+    with pytest.raises(PromptFailed, match="failed 12 times in a row, on 1 instances, without a token"):
+        stage.loop.run(groups(pool, 1))
 
 
 @pytest.mark.parametrize("status", [503, 500, 502, 429])
