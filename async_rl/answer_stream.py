@@ -20,9 +20,17 @@ from async_rl.types import WeightSpan, WeightVersion
 END_OF_EVENT = b"\n\n"
 COMMENT = b":"
 """How an event begins that only keeps the connection alive."""
-MAX_EVENT_BYTES = 2**26
 DONE = b"[DONE]"
 MAX_SHOWN_BYTES = 300
+
+BYTES_PER_TOKEN = 1024
+"""Of JSON, with the token's text, bytes and log-prob."""
+BYTES_BESIDE_TOKENS = 2**20
+
+LEAST_LOGPROB = -1e4
+"""vLLM writes -9999 for minus infinity; no sampler draws a token of so little."""
+ROUNDING = 0.25
+"""How far above 0 a log-prob may come out where logits and their sum are rounded to bfloat16."""
 
 OnProgress = Callable[[int, int], None]
 """Called after each event with the tokens and the ended responses of the whole answer so far."""
@@ -67,17 +75,33 @@ class ByteStream(Protocol):
     def iter_any(self) -> AsyncIterator[bytes]: ...
 
 
-async def event_payloads(content: ByteStream) -> AsyncIterator[bytes]:
-    """The `data:` payloads of a stream of server-sent events, up to `[DONE]` or its end.
+async def whole_body(content: ByteStream, max_bytes: int, url: str) -> bytes:
+    """All of a body that the instance at `url` sends.
 
     Raises:
-        BrokenAnswer: an event does not end within `MAX_EVENT_BYTES`.
+        BrokenAnswer: it is longer than `max_bytes`.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    async for data in content.iter_any():
+        num_bytes += len(data)
+        if num_bytes > max_bytes:
+            raise BrokenAnswer(f"instance {url}: the body of an answer has no end after {num_bytes} bytes")
+        parts.append(data)
+    return b"".join(parts)
+
+
+async def event_payloads(content: ByteStream, max_bytes: int, url: str) -> AsyncIterator[bytes]:
+    """The `data:` payloads of the server-sent events of the instance at `url`, up to `[DONE]` or the end of the stream.
+
+    Raises:
+        BrokenAnswer: an event does not end within `max_bytes`.
     """
     rest = b""
     async for data in content.iter_any():
         *events, rest = (rest + data).split(END_OF_EVENT)
-        if len(rest) > MAX_EVENT_BYTES:
-            raise BrokenAnswer(f"an event of the answer has no end after {len(rest)} bytes")
+        if len(rest) > max_bytes:
+            raise BrokenAnswer(f"instance {url}: an event of an answer has no end after {len(rest)} bytes")
         for event in events:
             payload = event.strip().removeprefix(b"data:").strip()
             if payload == DONE:
@@ -117,6 +141,11 @@ class Answer:
         """Tokens that have come in."""
         self.heard_s = 0.0
         """`time.monotonic()` of the last of them; 0 before."""
+
+    @property
+    def max_bytes(self) -> int:
+        """More than any server takes for so many tokens."""
+        return BYTES_BESIDE_TOKENS + BYTES_PER_TOKEN * self._max_tokens * len(self.drafts)
 
     @property
     def boot_id(self) -> str | None:
@@ -221,8 +250,8 @@ class Answer:
             raise InstanceError(f"{self._name(i)}: more tokens after its end ({draft.finish_reason!r})")
         if len(draft.token_ids) + len(token_ids) > self._max_tokens:
             raise self._broken(i, f"more than the {self._max_tokens} tokens asked for")
-        if not all(map(math.isfinite, logprobs)):
-            raise self._broken(i, "a log-prob that is no number")
+        if not _are_logprobs(logprobs):
+            raise self._broken(i, f"log-probs that no token has, {min(logprobs):g} to {max(logprobs):g}")
         draft.token_ids.extend(token_ids)
         draft.logprobs.extend(logprobs)
         self.num_tokens += len(token_ids)
@@ -284,6 +313,13 @@ class Answer:
 
     def _name(self, i: int) -> str:
         return f"instance {self._url}, choice {i}"
+
+
+def _are_logprobs(values: Sequence[float]) -> bool:
+    if not values:
+        return True
+    # NaN is found by the sum only: it compares in a way that `min` and `max` may pass over.
+    return min(values) >= LEAST_LOGPROB and max(values) <= ROUNDING and not math.isnan(sum(values))
 
 
 def _logprobs_of(choice: _Choice) -> list[float]:

@@ -14,7 +14,7 @@ import aiohttp
 from pydantic import BaseModel
 
 from async_rl import protocol
-from async_rl.answer_stream import Answer, OnProgress, event_payloads
+from async_rl.answer_stream import Answer, OnProgress, event_payloads, whole_body
 from async_rl.connections import Connections
 from async_rl.dialect import Dialect, dialect_of
 from async_rl.errors import (
@@ -35,7 +35,7 @@ from async_rl.instance_bodies import (
     completion_request,
     generate_request,
 )
-from async_rl.instance_http import UNBOUNDED, InstanceHttp, RouteMissing, within
+from async_rl.instance_http import MAX_BODY_BYTES, UNBOUNDED, InstanceHttp, RouteMissing, within
 from async_rl.patience import while_it_progresses
 from async_rl.protocol import SamplingParams
 from async_rl.types import WeightVersion
@@ -86,6 +86,11 @@ class InstanceClient:
         and gets none draws other samples."""
         assert self._dialect is not None, f"instance {self.url} was not asked yet what it speaks"
         return self._dialect
+
+    @property
+    def knows_its_server(self) -> bool:
+        """Whether `learn_dialect` has had an answer."""
+        return self._dialect is not None
 
     async def generate(
         self,
@@ -163,19 +168,19 @@ class InstanceClient:
         try:
             session = self._connections.generating
             data = body.model_dump_json(exclude_none=True).encode()
-            async with session.post(self.url + path, data=data, timeout=UNBOUNDED) as response:
+            async with session.post(self.url + path, data=data, timeout=UNBOUNDED, allow_redirects=False) as response:
                 answer.came_from(response.headers.get(protocol.BOOT_ID_HEADER))
                 if response.status != 200:
-                    refusal = await response.read()
+                    refusal = await whole_body(response.content, MAX_BODY_BYTES, self.url)
                     response.close()
                     self._http.refuse("POST", path, response.status, refusal)
                 self.streams = response.content_type == "text/event-stream"
                 if self.streams:
                     self.has_streamed = True
-                    async for payload in event_payloads(response.content):
+                    async for payload in event_payloads(response.content, answer.max_bytes, self.url):
                         self._feed(answer, payload)
                 else:
-                    self._feed(answer, await response.read())
+                    self._feed(answer, await whole_body(response.content, answer.max_bytes, self.url))
         except (aiohttp.ClientError, OSError) as error:
             raise self._http.unreachable("POST", path, error) from error
 

@@ -8,6 +8,7 @@ import aiohttp
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from async_rl import protocol
+from async_rl.answer_stream import whole_body
 from async_rl.connections import Connections
 from async_rl.dialect import DEAD_ENGINE
 from async_rl.errors import (
@@ -21,6 +22,9 @@ from async_rl.errors import (
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_ERROR_CHARS = 500
+
+MAX_BODY_BYTES = 2**24
+"""Of the answer to a control call: the figures of a large server take a tenth of it."""
 
 UNBOUNDED = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
 
@@ -62,8 +66,9 @@ class InstanceHttp:
         data = body.model_dump_json().encode() if body is not None else None
         try:
             session = self._connections.control
-            async with session.request(method, self._url + path, data=data, timeout=timeout) as response:
-                answer = await response.read()
+            url = self._url + path
+            async with session.request(method, url, data=data, timeout=timeout, allow_redirects=False) as response:
+                answer = await whole_body(response.content, MAX_BODY_BYTES, self._url)
                 if response.status >= 500:
                     # vLLM ends the connection after such an answer without saying so: it must not be used again.
                     response.close()

@@ -22,6 +22,7 @@ from benchmarks.chaos_log import FaultLog
 HOST = "127.0.0.1"
 CLOSE_TIMEOUT_S = 0.1
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
+MAX_EVENT_BYTES = 2**20
 SPOILED_EVENTS = 8
 """A fault comes with one of the first so many events of a stream."""
 
@@ -164,7 +165,7 @@ class Proxy:
         await response.prepare(request)
         place = self._draw.randrange(SPOILED_EVENTS)
         number, kept = 0, b""
-        async for payload in event_payloads(answer.content):
+        async for payload in event_payloads(answer.content, MAX_EVENT_BYTES, self.target):
             await asyncio.sleep(self._disturbance.pace_s * self.slowdown)
             await self._is_heard.wait()
             self._require_connection()
@@ -221,7 +222,7 @@ class Proxy:
         await asyncio.sleep(self._disturbance.hold_s)
         with contextlib.suppress(ConnectionError):
             await response.write(event)
-            async for payload in event_payloads(answer.content):
+            async for payload in event_payloads(answer.content, MAX_EVENT_BYTES, self.target):
                 await response.write(_event(payload))
             await response.write(_event(b"[DONE]"))
 

@@ -7,6 +7,7 @@ the program `async_rl.evaluation`. However it ends, every process it started end
 import argparse
 import json
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from rich.table import Table
 from async_rl.command_line import Parser
 from async_rl.config import Config
 from async_rl.config_file import load_config
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, ProcessFailed
 from async_rl.preflight import require_sound
 from deploy.local import wait_until_healthy
 from deploy.machine import free_ports, this_machine
@@ -156,14 +157,28 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
 
 
+@contextmanager
+def _directory() -> Iterator[Path]:
+    """For config and logs; it stays if a process failed, as the error names its log."""
+    directory = Path(tempfile.mkdtemp(prefix="async-rl-eval-"))
+    try:
+        yield directory
+    except ProcessFailed:
+        raise
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 def main(argv: Sequence[str]) -> int:
     options, overrides = parse(argv)
     console = Console()
     stop_on_signals()
     try:
-        with tempfile.TemporaryDirectory(prefix="async-rl-eval-") as name:
-            config_path = Path(name) / "evaluation.toml"
-            config_path.write_text(config_text(options, Path(name)))
+        with _directory() as directory:
+            config_path = directory / "evaluation.toml"
+            config_path.write_text(config_text(options, directory))
             results = evaluate(config_path, overrides, console)
     except (Stopped, AsyncRLError) as end:
         return explain_end(end)

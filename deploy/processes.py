@@ -1,5 +1,6 @@
 """The processes of a local deployment: started, watched and ended, each through its keeper (`deploy.keeper`)."""
 
+import itertools
 import os
 import re
 import signal
@@ -28,9 +29,11 @@ TORCHRUN_REPORT = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic.*$", re.MU
 class Stopped(BaseException):
     """The deployer itself was told to stop; not an `Exception`, so that nothing on the way takes it for a fault."""
 
-    def __init__(self, signum: int) -> None:
+    def __init__(self, signum: int, *, is_first: bool = True) -> None:
+        """`is_first`: a further one cuts the wait for the processes short, which their keepers then end."""
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_code = 128 + signum
+        self.is_first = is_first
 
 
 class Running:
@@ -125,24 +128,30 @@ class Deployment:
 
 def stop_on_signals() -> None:
     """Ctrl-C, SIGTERM and a closed terminal raise `Stopped` in the main thread: contexts then end their processes."""
+    counter = itertools.count()
+
+    def stop(signum: int, _frame: FrameType | None) -> None:
+        raise Stopped(signum, is_first=next(counter) == 0)
+
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, _raise_stopped)
+        signal.signal(signum, stop)
 
 
 def explain_end(end: Stopped | AsyncRLError) -> int:
     """Says on standard error why a program that starts processes ended early; what it exits with."""
     console = Console(stderr=True)
     if isinstance(end, Stopped):
-        console.print(f"{end}; all its processes have ended")
+        left = (
+            "all its processes have ended"
+            if end.is_first
+            else "its processes save what they can, and end by themselves"
+        )
+        console.print(f"{end}; {left}")
         return end.exit_code
     cause = end.cause if isinstance(end, ProcessFailed) else None
     kind = cause or type(end).__name__
     console.print(f"[bold red]{escape(kind)}[/]: {escape(str(end))}", highlight=False, soft_wrap=True)
     return USAGE_ERROR if kind == ConfigError.__name__ else 1
-
-
-def _raise_stopped(signum: int, _frame: FrameType | None) -> None:
-    raise Stopped(signum)
 
 
 def _open_log(path: Path) -> IO[bytes]:

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -21,6 +22,7 @@ from async_rl.pool import InferencePool
 from async_rl.prompts import PromptSource
 from async_rl.records import cut_run_records, holds_another_run, require_no_records
 from async_rl.rewards import Reward, make_reward
+from async_rl.run_lock import lock_run
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint_files import checkpoints_dir, newest_checkpoint
 from trainer.ending import Ending
@@ -70,9 +72,9 @@ def open_session(
     """
     config.require_prompts_for(parallel.num_ranks)
     ending = ending or Ending(parallel, StopSignal(), config.checkpoint.grace_s)
-    if parallel.is_main:
-        _claim(config.run)
     with ExitStack() as closing:
+        if parallel.is_main:
+            closing.enter_context(_claim(config.run))
         reward = make_reward(config.reward)
         tokenizer = _load_tokenizer(config)
         prompts, contents = load_prompts_and_contents(config, parallel, tokenizer)
@@ -131,19 +133,21 @@ def _make_ledger(config: Config, parallel: Parallel) -> Ledger:
     return Ledger(path, config.rollout.responses_per_prompt, noise_limits(config.train, config.model.dtype))
 
 
-def _claim(run: RunSection) -> None:
-    """Makes the directory of a run; refuses one with records of another, unless the run goes on with them."""
+def _claim(run: RunSection) -> BinaryIO:
+    """Makes the directory of a run and holds it, until the returned file is closed; refuses one that another run holds,
+    and one with records of another, unless the run goes on with them."""
     try:
         run.dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"run.dir {str(run.dir)!r} cannot be made: {error.strerror}; name another directory"
         ) from error
-    if run.resume:
-        return
-    require_no_records(run)
-    if newest_checkpoint(checkpoints_dir(run.dir)):
-        raise holds_another_run(run)
+    lock = lock_run(run.dir)
+    if not run.resume:
+        require_no_records(run)
+        if newest_checkpoint(checkpoints_dir(run.dir)):
+            raise holds_another_run(run)
+    return lock
 
 
 def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:

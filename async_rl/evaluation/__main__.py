@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from async_rl.command_line import USAGE_ERROR, Parser
 from async_rl.config import Config, EvaluationSection
 from async_rl.config_file import load_config
-from async_rl.errors import AsyncRLError, ConfigError, InstanceError, StaleWeights
+from async_rl.errors import AsyncRLError, ConfigError, InstanceError, NoInstanceLeft, StaleWeights
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sampler import Sampler
@@ -114,9 +114,17 @@ def _load_tokenizer(model: str) -> Tokenizer:
 
 
 async def _put_in_service(pool: InferencePool) -> WeightVersion:
-    """Takes what the instances serve for the version to evaluate; it must be one."""
-    members = [member for member in await pool.begin_publish() if member.last_seen_s]
-    versions = {member.url: await member.client.weight_version() for member in members}
+    """Takes what the instances serve for the version to evaluate; it must be one. Those that were not healthy in time
+    are left out."""
+    members = [member for member in await pool.begin_publish() if member.client.knows_its_server]
+    versions = {}
+    for member in members:
+        try:
+            versions[member.url] = await member.client.weight_version()
+        except InstanceError as error:
+            log.warning("going on without %s: %s", member.url, error)
+    if not versions:
+        raise NoInstanceLeft(pool.describe("no instance says which weights it serves"))
     if len(set(versions.values())) > 1:
         raise StaleWeights(f"the instances serve different weight versions, {versions}: evaluate one at a time")
     version = next(iter(versions.values()))

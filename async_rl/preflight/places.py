@@ -6,16 +6,18 @@ from pathlib import Path
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.records import require_no_records
+from async_rl.run_lock import require_unlocked
 
 
 def require_places(config: Config) -> None:
     """Checks `run.dir` and `publish.snapshot_dir`; makes neither.
 
     Raises:
-        ConfigError: one cannot be made or written, or `run.dir` holds another run.
+        ConfigError: one cannot be made or written, or `run.dir` holds another run, or is in use by one.
     """
     _require_directory("run.dir", config.run.dir)
     require_no_records(config.run)
+    require_unlocked(config.run.dir)
     if config.publish.snapshot_dir is not None:
         _require_directory("publish.snapshot_dir", config.publish.snapshot_dir)
 

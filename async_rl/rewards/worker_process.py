@@ -28,6 +28,7 @@ LOADED = 0
 """The number under which a worker says that it has loaded its reward; those of calls follow."""
 
 END_GRACE_S = 1.0
+EXIT_POLL_S = 0.1
 """How long a call that was asked to end may take for it before its process is killed."""
 
 REAP_TIMEOUT_S = 5.0
@@ -87,6 +88,7 @@ class WorkerProcess:
         )
         loaded = self._calls[LOADED] = asyncio.get_running_loop().create_future()
         self._spawn(self._read(process))
+        self._spawn(_end_group_after(process))
         try:
             await asyncio.wait({loaded}, timeout=timeout_s)
             if not loaded.done():
@@ -125,9 +127,8 @@ class WorkerProcess:
     def kill(self) -> None:
         """Ends the process and what it started, without waiting for it; other calls of it have to be made again."""
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+        if process is not None:
+            _kill_group(process)
         self._fail(WorkerStopped("its process was ended because of another call"))
 
     async def close(self) -> None:
@@ -194,13 +195,24 @@ class WorkerProcess:
         task.add_done_callback(self._background.discard)
 
 
+async def _end_group_after(process: Process) -> None:
+    """Ends what a process that ends by itself leaves behind: that may hold its output, and hide its end."""
+    while process.returncode is None:
+        await asyncio.sleep(EXIT_POLL_S)
+    _kill_group(process)
+
+
+def _kill_group(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 async def _exit_code(process: Process) -> int | str:
     """The exit code of a process whose output has ended; it may have closed that and live on, which it shall not."""
     try:
         return await asyncio.wait_for(process.wait(), END_GRACE_S)
     except TimeoutError:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process)
         return "unknown: it closed its output and was killed"
 
 

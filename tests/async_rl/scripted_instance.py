@@ -20,6 +20,9 @@ the last chunk only, as vLLM; endless: no chunk says that it is the last; flood:
 without tokens, and comments, without end; surplus: tokens beyond those asked for; early: "length" at the first token;
 bad_logprob: the first log-prob.
 
+endless_body: the route whose answer's body has no end, with endless_status (200);
+elsewhere: every route leads there, by a redirect.
+
 needs_weights: /health answers 503 and says that a whole update mends it.
 """
 
@@ -89,6 +92,10 @@ class Instance:
             self.calls.append(request.path)
         if request.path == "/health" and self.script.get("mute"):
             await asyncio.sleep(3600)
+        if request.path == self.script.get("endless_body"):
+            return await self.endless(request)
+        if "elsewhere" in self.script and request.path not in ("/script", "/seen"):
+            raise web.HTTPTemporaryRedirect(self.script["elsewhere"] + request.path)
         try:
             response = await handler(request)
             if not response.prepared:
@@ -99,6 +106,14 @@ class Instance:
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
+
+    async def endless(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(
+            status=self.script.get("endless_status", 200), headers={"Content-Type": "application/json"}
+        )
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 2**20)
 
     def identity(self) -> dict[str, str]:
         """Headers of every answer; `boot_id` "" stands for one of this process's own."""

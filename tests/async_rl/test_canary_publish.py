@@ -17,7 +17,7 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.gap_limits import noise_scale
 from async_rl.instance_update import announcement
 
-STALE_SHIFT = {"q": 0.5, "head": -0.75}
+STALE_SHIFT = {"head": -0.3, "q": -0.6}
 """What leaving a class as it was adds to the log-probs of the scripted instances' tokens."""
 
 

@@ -280,8 +280,10 @@ def test_tokens_of_a_broken_answer_stay_only_if_process_and_version_show_what_ma
         ({"flood": True}, "more than the 8 tokens asked for"),
         ({"surplus": 1}, "more than the 8 tokens asked for"),
         ({"early": True}, r"finish_reason 'length' after 1 of the 8 tokens asked for"),
-        ({"bad_logprob": float("nan")}, "a log-prob that is no number"),
-        ({"bad_logprob": float("-inf")}, "a log-prob that is no number"),
+        ({"bad_logprob": float("nan")}, "log-probs that no token has"),
+        ({"bad_logprob": float("-inf")}, "log-probs that no token has, -inf to"),
+        ({"bad_logprob": -1e300}, r"log-probs that no token has, -1e\+300 to"),
+        ({"bad_logprob": 5.0}, "log-probs that no token has, 5 to 5"),
     ],
 )
 def test_what_is_no_sample_of_the_request_is_refused_and_leaves_nothing_behind(
@@ -313,6 +315,39 @@ def test_a_continuation_may_bring_what_is_left_of_a_response_and_no_more(
             with pytest.raises(BrokenAnswer):
                 loop.run(asked)
             assert tuple(draft.token_ids) == (5, 6, 7) and draft.spans == [WeightSpan("v1", 0, 3)]
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_body_without_end_is_cut(instances, connect: Connect, loop: EventLoopThread, status: int) -> None:
+    """Before, it filled the trainer's memory, gigabytes in seconds."""
+    (instance,) = instances({"endless_body": "/inference/v1/generate", "endless_status": status})
+    begun = time.monotonic()
+    with pytest.raises(BrokenAnswer, match=f"instance {instance.url}: the body of an answer has no end after"):
+        loop.run(connect(instance.url, request_timeout_s=60.0).generate((3,), SAMPLING, "v1-0", "v1", new_drafts()))
+    instance.rescript(endless_body="/health")
+    with pytest.raises(BrokenAnswer, match=f"instance {instance.url}: the body of an answer has no end after"):
+        loop.run(connect(instance.url).health(60.0))
+    assert time.monotonic() - begun < 30
+
+
+def test_an_address_that_leads_to_another_instance_is_none(instances, connect: Connect, loop: EventLoopThread) -> None:
+    """Followed, the two would be one instance that is asked everything twice, its updates included."""
+    (sound,) = instances({})
+    (alias,) = instances({"elsewhere": sound.url})
+    with pytest.raises(InstanceRefused, match="refused GET /health with 307"):
+        loop.run(connect(alias.url).health())
+    with pytest.raises(InstanceRefused, match="refused POST /inference/v1/generate with 307"):
+        loop.run(generate(connect(alias.url)))
+    assert "/health" not in sound.seen()["calls"]
+
+
+def test_bodies_are_asked_for_and_read_as_they_are(instances, connect: Connect, loop: EventLoopThread) -> None:
+    """Packed, a few bytes may stand for gigabytes."""
+    (instance,) = instances({})
+    client = connect(instance.url)
+    loop.run(client.health())
+    for session in (client._connections.control, client._connections.generating):
+        assert session.headers["Accept-Encoding"] == "identity" and session.auto_decompress is False
 
 
 def test_events_without_tokens_are_no_progress(instances, connect: Connect, loop: EventLoopThread) -> None:

@@ -204,6 +204,30 @@ def test_calls_beside_one_that_blocks_are_made_again_and_lose_nothing(
     shared_loop.run(reward.close())
 
 
+@pytest.mark.parametrize(
+    "leaves",
+    ["subprocess.Popen(['sleep', '3600']).pid", "child"],
+    ids=["a program", "a fork"],
+)
+def test_a_worker_that_exits_takes_along_what_it_started(
+    tmp_path: Path, shared_loop: EventLoopThread, leaves: str
+) -> None:
+    """What it leaves holds the worker's output, too, so that its end is not seen there."""
+    fork = "    child = os.fork()\n    if not child: time.sleep(3600)\n" if leaves == "child" else ""
+    (tmp_path / "leaving.py").write_text(
+        f"import os, pathlib, subprocess, time\ndef leaving(prompt, responses, row):\n{fork}"
+        f"    pathlib.Path({str(tmp_path / 'left')!r}).write_text(str({leaves}))\n    os._exit(7)\n"
+    )
+    reward = make_reward(RewardSection(name=f"python:{tmp_path / 'leaving.py'}:leaving", timeout_s=60.0))
+    shared_loop.run(reward.start())
+    with pytest.raises(RewardError, match=r"its process ended.*exit code 7"):
+        shared_loop.run(reward.score(prompt(), RESPONSES), IN_TIME_S)
+    left = int((tmp_path / "left").read_text())
+    if psutil.pid_exists(left):
+        assert psutil.wait_procs([psutil.Process(left)], timeout=IN_TIME_S)[1] == []
+    shared_loop.run(reward.close(), IN_TIME_S)
+
+
 FLAKY = """
 import asyncio, os, pathlib
 

@@ -1,6 +1,8 @@
 """`python -m deploy.evaluate` on real parts: a tiny model, the embedded engine and a reward in its worker process."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,11 +32,12 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def evaluate(model: Path, data: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def evaluate(model: Path, data: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     reward = f"python:{data.parent / 'reward.py'}:short"
     command = [sys.executable, "-m", "deploy.evaluate", str(model), "--data", str(data), "--reward", reward, *arguments]
     command += ["--prompts.chat_template", "false", "--prompts.max_prompt_tokens", "64"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
 
 
 @pytest.mark.distributed
@@ -51,6 +54,15 @@ def test_a_model_is_evaluated_from_start_to_figures(tiny_model: Callable[..., Pa
     assert "pass@4" in done.stdout.rsplit("\n", 2)[0], "the table comes before the JSON object"
     ours = [pid for pid in set(psutil.pids()) - before if _works_on(pid, str(data))]
     assert ours == []
+
+
+@pytest.mark.distributed
+def test_the_log_that_an_error_names_is_there(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    nobody = ("--instances", "http://127.0.0.1:9", "--pool.timeout_s", "1")
+    done = evaluate(tiny_model(), data, *nobody, TMPDIR=str(tmp_path))
+    assert done.returncode == 1 and "NoInstanceLeft" in done.stderr, done.stderr
+    (log,) = re.findall(r"its log is (\S+?)\)", done.stderr)
+    assert "NoInstanceLeft" in Path(log).read_text()
 
 
 def test_a_value_that_cannot_work_is_named_before_anything_starts(tmp_path: Path, data: Path) -> None:

@@ -63,6 +63,16 @@ def test_instances_of_different_versions_are_not_mixed(instances, make_config, t
         asyncio.run(evaluate(config, tmp_path / "out", None))
 
 
+def test_an_evaluation_goes_on_without_instances_that_do_not_serve(instances, make_config, tmp_path) -> None:
+    sound, refusing, gone = instances({"version": "step-9"}, {"health": 503}, {})
+    gone.kill()
+    config = make_config(sound, refusing, gone)
+    asyncio.run(evaluate(config, tmp_path / "out", None))
+    (result,) = lines(tmp_path / "out" / "results.jsonl")
+    assert (result["num_prompts"], result["weight_version"]) == (4, "step-9")
+    assert len(sound.seen()["requests"]) == 4 and refusing.seen()["requests"] == []
+
+
 def test_prompts_that_fail_fail_the_evaluation(instances, make_config, tmp_path) -> None:
     (tmp_path / "words.jsonl").write_text('{"prompt": "Word", "reward": "none"}\n{"prompt": "Word", "reward": 1}\n')
     with pytest.raises(InstanceError, match="1 of 2 prompts could not be evaluated"):

@@ -167,7 +167,9 @@ def test_one_that_came_during_a_publish_and_is_too_small_for_the_run_is_left_out
     assert "its model takes 8 tokens" in (pool.find(second.url).reason or "")
 
 
-@pytest.mark.parametrize("script", [{"flood": True}, {"surplus": 1}, {"bad_logprob": float("nan")}])
+@pytest.mark.parametrize(
+    "script", [{"flood": True}, {"surplus": 1}, {"bad_logprob": float("nan")}, {"bad_logprob": 5.0}]
+)
 def test_one_that_does_not_do_what_it_is_asked_to_leaves_and_the_others_sample_everything(
     instances, stage: Stage, script: dict[str, Any]
 ) -> None:

@@ -1,0 +1,37 @@
+"""One run at a time in a run directory: two would write into each other's records and checkpoints."""
+
+import errno
+import fcntl
+from pathlib import Path
+from typing import BinaryIO
+
+from async_rl.errors import ConfigError
+
+LOCK_FILE = ".lock"
+
+
+def lock_run(run_dir: Path) -> BinaryIO:
+    """Holds `run_dir`, which exists, until the returned file is closed or this process has ended, however it ends.
+
+    Where the file system knows no locks nothing is held.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    file = (run_dir / LOCK_FILE).open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            file.close()
+            raise ConfigError(
+                f"run.dir {str(run_dir)!r} is in use by another run, or by one that is still saving: wait for its end, "
+                "or name another directory"
+            ) from error
+    return file
+
+
+def require_unlocked(run_dir: Path) -> None:
+    """Raises ConfigError if another run holds `run_dir` at the moment."""
+    if (run_dir / LOCK_FILE).exists():
+        lock_run(run_dir).close()
