@@ -91,7 +91,7 @@ class Run:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def instances(self) -> list[psutil.Process]:
-        return [p for p in self.descendants() if "inference_service" in p.cmdline()]
+        return [p for p in self.descendants() if "inference_service" in command_of(p)]
 
     def wait_for_descendants(self, number: int, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
@@ -113,6 +113,14 @@ class Run:
     def everything_said(self) -> str:
         logs = sorted(self.dir.glob("logs/*.log"))
         return "\n".join([self.output.read_text(), *(f"--- {log.name}\n{log.read_text()}" for log in logs)])
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Its words; none where it ends at this moment, or is a zombie of another test."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def gone(processes: list[psutil.Process], timeout_s: float = 30) -> bool:

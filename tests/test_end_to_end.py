@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_run import Run, gone
+from local_run import Run, command_of, gone
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.distributed
@@ -149,7 +149,7 @@ def test_ctrl_c_leaves_no_process_behind(run: Run, when: str) -> None:
     assert run.process is not None
     run.process.send_signal(signal.SIGINT)
     assert run.finish(30) != 0
-    assert gone(family), [p.cmdline() for p in family if p.is_running()]
+    assert gone(family), [command_of(p) for p in family if p.is_running()]
 
 
 @pytest.mark.parametrize("tensor_parallel", ["1", "2"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from local_run import Run, gone
+from local_run import Run, command_of, gone
 from test_resume import SETTINGS, assert_same_run
 
 pytestmark = pytest.mark.distributed
@@ -63,7 +63,9 @@ def new_run(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Callabl
 
 
 def training_ranks(run: Run) -> list[psutil.Process]:
-    return [p for p in run.descendants() if "trainer" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
+    return [
+        p for p in run.descendants() if "trainer" in (words := command_of(p)) and "torch.distributed.run" not in words
+    ]
 
 
 def test_sigterm_saves_the_last_whole_iteration_and_the_run_goes_on_as_if_nothing_had_been(

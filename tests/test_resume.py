@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from local_run import Run, gone
+from local_run import Run, command_of, gone
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.distributed
@@ -32,7 +32,7 @@ def finished(tmp_path: Path, model: Path, *settings: str) -> Run:
 
 def kill_training(run: Run) -> None:
     """Kills every process of the trainer at once, as a lost machine would; the launcher ends the rest."""
-    processes = [p for p in run.descendants() if "trainer" in p.cmdline() or "torch.distributed.run" in p.cmdline()]
+    processes = [p for p in run.descendants() if {"trainer", "torch.distributed.run"} & set(command_of(p))]
     everything = run.descendants()
     for process in processes:
         process.kill()
@@ -102,4 +102,4 @@ def test_nothing_is_left_of_a_killed_save(tmp_path: Path, tiny_model: Callable[.
     run = finished(tmp_path / "run", tiny_model("qwen3", tied=True), "--train.iterations", "3")
     names = sorted(path.name for path in (run.dir / "checkpoints").iterdir())
     assert names == ["iteration-000002", "iteration-000003"], "the newest two, and nothing else"
-    assert not [p for p in psutil.process_iter() if str(run.dir) in " ".join(p.cmdline())]
+    assert not [p for p in psutil.process_iter() if str(run.dir) in " ".join(command_of(p))]
