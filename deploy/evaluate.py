@@ -161,14 +161,15 @@ def _shown(value: Any) -> str:
 def _directory() -> Iterator[Path]:
     """For config and logs; it stays if a process failed, as the error names its log."""
     directory = Path(tempfile.mkdtemp(prefix="async-rl-eval-"))
+    is_named = False
     try:
         yield directory
     except ProcessFailed:
+        is_named = True
         raise
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        if not is_named:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def main(argv: Sequence[str]) -> int:

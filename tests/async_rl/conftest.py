@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pools import Pools
 
 from async_rl.event_loop import EventLoopThread
 
@@ -65,6 +66,19 @@ def instances() -> Iterator[Callable[..., list[ScriptedInstance]]]:
     """`instances({"version": "v1"}, {"die_at": 2})` starts one scripted instance for each script."""
     with ExitStack() as stack:
         yield lambda *scripts: stack.enter_context(running(*scripts, program="scripted_instance.py"))
+
+
+@pytest.fixture
+def pools_with(loop: EventLoopThread) -> Iterator[Callable[..., Pools]]:
+    """`pools_with(timeout_s=1.0)` makes pools with these settings, see there."""
+    with ExitStack() as stack:
+
+        def make(**settings: Any) -> Pools:
+            pools = Pools(loop, **settings)
+            stack.callback(pools.close)
+            return pools
+
+        yield make
 
 
 @pytest.fixture

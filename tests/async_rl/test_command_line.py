@@ -10,25 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from minimal_config import MINIMAL
 
 from async_rl.command_line import Commands, Parser
 from async_rl.config import Config, EvaluationSet
 from async_rl.config_file import load_config
 from async_rl.config_keys import keys_of
-
-MINIMAL = """
-[run]
-dir = "runs/x"
-[model]
-path = "some/model"
-[prompts]
-source = "rows.jsonl"
-prompts_per_batch = 4
-[reward]
-name = "math"
-[train]
-iterations = 3
-"""
 
 
 @pytest.fixture(scope="module")

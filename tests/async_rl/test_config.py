@@ -2,25 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
+from minimal_config import MINIMAL
 from pydantic.fields import FieldInfo
 
 from async_rl.config import Config, EvaluationSet
 from async_rl.config_file import load_config, parse_config
 from async_rl.errors import ConfigError
-
-MINIMAL = """
-[run]
-dir = "runs/x"
-[model]
-path = "some/model"
-[prompts]
-source = "rows.jsonl"
-prompts_per_batch = 4
-[reward]
-name = "math"
-[train]
-iterations = 3
-"""
 
 
 @pytest.fixture

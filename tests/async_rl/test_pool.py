@@ -3,15 +3,15 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pools import DEADLINE_S, Pools
 from scripted_instance import sample
 
 from async_rl.config import PoolSection
 from async_rl.errors import ConfigError, InstanceError, InstanceRefused, NoInstanceLeft, UnknownInstance
-from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.member import Member
 from async_rl.pool import InferencePool
 from async_rl.protocol import SamplingParams
@@ -20,50 +20,11 @@ from async_rl.types import Response
 SAMPLING = SamplingParams(n=2, max_tokens=8, seed=4096, logprobs=0)
 LONG = SamplingParams(n=4, max_tokens=40, seed=4096, logprobs=0)
 CLOSED = "http://127.0.0.1:9"
-DEADLINE_S = 20.0
-
-
-class Pools:
-    """Makes pools and drives them from the test's thread."""
-
-    def __init__(self, loop: EventLoopThread) -> None:
-        self.loop = loop
-        self.made: list[InferencePool] = []
-
-    def make(self, *instances: Any, version: str | None = "v1", **options: Any) -> InferencePool:
-        urls = tuple(instance if isinstance(instance, str) else instance.url for instance in instances)
-        settings = {"timeout_s": 1.0, "request_timeout_s": 5.0, "heartbeat_timeout_s": 1.5, "fleet_port": 1} | options
-        pool = InferencePool(PoolSection(instances=urls, **settings))
-        self.made.append(pool)
-        if version is not None:
-            self.loop.run(pool.wait_until_ready())
-            self.publish(pool, version, *urls)
-        return pool
-
-    def publish(self, pool: InferencePool, version: str, *urls: str) -> list[Member]:
-        members = self.loop.run(pool.begin_publish())
-        self.loop.run(pool.end_publish(version, urls))
-        return members
-
-    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        async def on_loop() -> Any:
-            return method(*arguments)
-
-        return self.loop.run(on_loop())
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, "it never came"
-            time.sleep(0.02)
 
 
 @pytest.fixture
-def pools(loop: EventLoopThread) -> Iterator[Pools]:
-    pools = Pools(loop)
-    yield pools
-    for pool in pools.made:
-        loop.run(pool.close())
+def pools(pools_with: Callable[..., Pools]) -> Pools:
+    return pools_with(timeout_s=1.0, request_timeout_s=5.0, heartbeat_timeout_s=1.5)
 
 
 async def groups(

@@ -2,22 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pools import DEADLINE_S, Pools
 from scripted_instance import sample
 
-from async_rl.config import PoolSection
 from async_rl.errors import ConfigError, ConnectionLost, InstanceRefused, NoInstanceLeft, PromptFailed
-from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.attempts import MAX_FAILURES, MAX_REFUSALS, Attempts
 from async_rl.fleet.circuit import FIRST_PAUSE_S, MAX_PAUSE_S, Circuit
 from async_rl.pool import InferencePool
 from async_rl.protocol import SamplingParams
 from async_rl.types import Response
 
-DEADLINE_S = 60.0
 SAMPLING = SamplingParams(n=2, max_tokens=8, seed=0, logprobs=0)
 POISON = 59
 
@@ -80,42 +78,9 @@ def test_other_failures_have_far_more_patience_and_tokens_clear_the_count(error:
     assert attempts.verdict is not None
 
 
-class Stage:
-    """Pools in service, driven from the test's thread."""
-
-    def __init__(self, loop: EventLoopThread) -> None:
-        self.loop = loop
-        self.made: list[InferencePool] = []
-
-    def make(self, *instances: Any, **options: Any) -> InferencePool:
-        urls = tuple(instance.url for instance in instances)
-        settings = {"timeout_s": 20.0, "request_timeout_s": 20.0, "heartbeat_timeout_s": 10.0, "fleet_port": 1}
-        pool = InferencePool(PoolSection(instances=urls, **(settings | options)))
-        self.made.append(pool)
-        self.loop.run(pool.wait_until_ready())
-        self.loop.run(pool.begin_publish())
-        self.loop.run(pool.end_publish("v1", urls))
-        return pool
-
-    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        async def on_loop() -> Any:
-            return method(*arguments)
-
-        return self.loop.run(on_loop())
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, "it never came"
-            time.sleep(0.02)
-
-
 @pytest.fixture
-def stage(loop: EventLoopThread) -> Iterator[Stage]:
-    stage = Stage(loop)
-    yield stage
-    for pool in stage.made:
-        loop.run(pool.close())
+def stage(pools_with: Callable[..., Pools]) -> Pools:
+    return pools_with(timeout_s=20.0, request_timeout_s=20.0, heartbeat_timeout_s=10.0)
 
 
 async def groups(
@@ -142,7 +107,7 @@ def require_exact(answers: list[tuple[list[Response], int]], max_tokens: int = S
 
 
 @pytest.mark.parametrize("owner", ["async-rl", "vllm"])
-def test_one_that_is_taken_in_during_a_publish_is_asked_what_it_speaks(instances, stage: Stage, owner: str) -> None:
+def test_one_that_is_taken_in_during_a_publish_is_asked_what_it_speaks(instances, stage: Pools, owner: str) -> None:
     """It was removed and came back while it received the weights. Taken for another kind of server it would be sent
     requests without seeds, and draw other samples than those of the run."""
     first, second = instances({"stream": True}, {"stream": True, "owner": owner})
@@ -156,7 +121,7 @@ def test_one_that_is_taken_in_during_a_publish_is_asked_what_it_speaks(instances
     assert request["sampling_params"].get("seed") == (0 if owner == "async-rl" else None)
 
 
-def test_one_that_came_during_a_publish_and_is_too_small_for_the_run_is_left_out(instances, stage: Stage) -> None:
+def test_one_that_came_during_a_publish_and_is_too_small_for_the_run_is_left_out(instances, stage: Pools) -> None:
     first, second = instances({"stream": True}, {"stream": True, "max_model_len": 8})
     pool = stage.make(first)
     pool.min_model_len = 64
@@ -171,7 +136,7 @@ def test_one_that_came_during_a_publish_and_is_too_small_for_the_run_is_left_out
     "script", [{"flood": True}, {"surplus": 1}, {"bad_logprob": float("nan")}, {"bad_logprob": 5.0}]
 )
 def test_one_that_does_not_do_what_it_is_asked_to_leaves_and_the_others_sample_everything(
-    instances, stage: Stage, script: dict[str, Any]
+    instances, stage: Pools, script: dict[str, Any]
 ) -> None:
     broken, sound = instances({"stream": True, **script}, {"stream": True})
     pool = stage.make(broken, sound)
@@ -180,7 +145,7 @@ def test_one_that_does_not_do_what_it_is_asked_to_leaves_and_the_others_sample_e
     assert "the server does not do what it is asked to" in (pool.find(broken.url).reason or "")
 
 
-def test_a_flood_of_tokens_from_the_only_instance_ends_in_its_name(instances, stage: Stage) -> None:
+def test_a_flood_of_tokens_from_the_only_instance_ends_in_its_name(instances, stage: Pools) -> None:
     (broken,) = instances({"stream": True, "flood": True})
     pool = stage.make(broken, timeout_s=3.0)
     with pytest.raises(NoInstanceLeft, match=r"(?s)before the next publish.*more than the 8 tokens asked for"):
@@ -188,7 +153,7 @@ def test_a_flood_of_tokens_from_the_only_instance_ends_in_its_name(instances, st
 
 
 def test_tokens_that_are_taken_back_each_time_are_no_progress(
-    instances, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    instances, stage: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answer brings tokens and ends without a word of the weights that made them, again and again."""
     monkeypatch.setattr("async_rl.fleet.circuit.FIRST_PAUSE_S", 0.01)
@@ -200,7 +165,7 @@ def test_tokens_that_are_taken_back_each_time_are_no_progress(
 
 
 @pytest.mark.parametrize("status", [503, 500, 502, 429])
-def test_server_errors_that_pass_cost_no_instance_its_service(instances, stage: Stage, status: int) -> None:
+def test_server_errors_that_pass_cost_no_instance_its_service(instances, stage: Pools, status: int) -> None:
     busy = {"stream": True, "busy_at": [1], "busy_status": status}
     pool = stage.make(*instances(busy, busy, busy, {"stream": True}))
     answers = stage.loop.run(groups(pool, 24))
@@ -210,7 +175,7 @@ def test_server_errors_that_pass_cost_no_instance_its_service(instances, stage: 
     assert all(member.num_tokens for member in pool.members)
 
 
-def test_one_broken_connection_ends_no_other_request(instances, stage: Stage) -> None:
+def test_one_broken_connection_ends_no_other_request(instances, stage: Pools) -> None:
     torn, other = instances(
         {"stream": True, "token_s": 0.1, "stop_after": 1, "fate": "tear", "fate_of": "v1-3-1"},
         {"stream": True, "token_s": 0.1},
@@ -223,7 +188,7 @@ def test_one_broken_connection_ends_no_other_request(instances, stage: Stage) ->
     assert torn.seen()["num_cancelled"] + other.seen()["num_cancelled"] <= 1
 
 
-def test_a_prompt_that_breaks_every_server_ends_with_its_name_and_the_servers_stay(instances, stage: Stage) -> None:
+def test_a_prompt_that_breaks_every_server_ends_with_its_name_and_the_servers_stay(instances, stage: Pools) -> None:
     pool = stage.make(*(six := instances(*[{"stream": True, "poison": POISON}] * 6)))
     with pytest.raises(PromptFailed, match=r"'v1-0' of 2 prompt tokens failed 3 times in a row, on 3 instances"):
         stage.loop.run(groups(pool, 1, prompt=(3, POISON)))
@@ -233,7 +198,7 @@ def test_a_prompt_that_breaks_every_server_ends_with_its_name_and_the_servers_st
     require_exact(stage.loop.run(groups(pool, 12)))
 
 
-def test_a_listed_instance_that_restarts_behind_its_url_credits_nothing_to_the_version(instances, stage: Stage) -> None:
+def test_a_listed_instance_that_restarts_behind_its_url_credits_nothing_to_the_version(instances, stage: Pools) -> None:
     """As vLLM, which tells versions at the end: a first process dies amid a response, and so does the next one."""
     dying = {"stream": True, "token_s": 0.05, "versions_at_end": True, "owner": "vllm", "stop_after": 2, "fate": "die"}
     first, sound = instances(dying, {"stream": True, "version": "v1", "delay_s": 1.0})
@@ -250,7 +215,7 @@ def test_a_listed_instance_that_restarts_behind_its_url_credits_nothing_to_the_v
     assert second.seen()["requests"] == [] or states(pool)[0] != "ready"
 
 
-def test_to_remove_an_instance_and_add_it_again_does_not_bring_it_back(instances, stage: Stage) -> None:
+def test_to_remove_an_instance_and_add_it_again_does_not_bring_it_back(instances, stage: Pools) -> None:
     lying, sound = instances({"stale": "v0"}, {})
     # Nobody is taken for dead by a slow machine: whoever was dead and answers is stale.
     pool = stage.make(lying, sound, heartbeat_timeout_s=DEADLINE_S)
@@ -263,7 +228,7 @@ def test_to_remove_an_instance_and_add_it_again_does_not_bring_it_back(instances
     assert member.state == "joining", "it says that it holds v1, and failed for it"
 
 
-def test_an_instance_list_that_flaps_ends_no_run_and_blames_no_prompt(instances, stage: Stage) -> None:
+def test_an_instance_list_that_flaps_ends_no_run_and_blames_no_prompt(instances, stage: Pools) -> None:
     """More often than a prompt may fail, while nothing has a token yet; at times nobody is listed at all."""
     (instance,) = instances({"stream": True, "delay_s": 1.0})
     pool = stage.make(instance)
@@ -276,7 +241,7 @@ def test_an_instance_list_that_flaps_ends_no_run_and_blames_no_prompt(instances,
     require_exact(running.result(DEADLINE_S))
 
 
-def test_a_name_that_another_instance_has_is_refused(instances, stage: Stage) -> None:
+def test_a_name_that_another_instance_has_is_refused(instances, stage: Pools) -> None:
     first, second = instances({}, {})
     pool = stage.make(first, second)
     stage.call(pool.register, first.url, "a", "boot-1").last_seen_s = time.monotonic() + 60
@@ -285,7 +250,7 @@ def test_a_name_that_another_instance_has_is_refused(instances, stage: Stage) ->
     assert [member.url for member in pool.members if member.name == "a"] == [first.url]
 
 
-def test_health_errors_that_pass_do_not_end_service(instances, stage: Stage) -> None:
+def test_health_errors_that_pass_do_not_end_service(instances, stage: Pools) -> None:
     (instance,) = instances({"stream": True})
     pool = stage.make(instance)
     instance.rescript(health=503)

@@ -1,14 +1,14 @@
 """Which requests go from a slow instance to an idle one: the choice, which is pure, and then the way they take."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pools import Pools
 from scripted_instance import sample
 
 from async_rl.client import InstanceClient
-from async_rl.config import PoolSection
 from async_rl.connections import Connections
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.drafts import Draft
@@ -84,21 +84,8 @@ def test_an_idle_instance_is_promised_to_one_request_only() -> None:
 
 
 @pytest.fixture
-def pool_of(loop: EventLoopThread) -> Iterator[Callable[..., InferencePool]]:
-    made: list[InferencePool] = []
-
-    def make(*instances: Any) -> InferencePool:
-        urls = tuple(instance.url for instance in instances)
-        pool = InferencePool(PoolSection(instances=urls, heartbeat_timeout_s=60.0))
-        made.append(pool)
-        loop.run(pool.wait_until_ready())
-        loop.run(pool.begin_publish())
-        loop.run(pool.end_publish("v1", urls))
-        return pool
-
-    yield make
-    for pool in made:
-        loop.run(pool.close())
+def pool_of(pools_with: Callable[..., Pools]) -> Callable[..., InferencePool]:
+    return pools_with(heartbeat_timeout_s=60.0).make
 
 
 @pytest.mark.parametrize("versions_at_end", [False, True])

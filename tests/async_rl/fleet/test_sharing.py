@@ -1,12 +1,12 @@
 """Who does how much of a batch. In counts of groups, not in seconds: the machine may be busy with other things."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pools import Pools
 
-from async_rl.config import PoolSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.credit import UNTOLD_AT_FIRST, UNTOLD_AT_MOST, Credit
 from async_rl.fleet.member import Member
@@ -55,22 +55,8 @@ class Batch:
 
 
 @pytest.fixture
-def make_pool_of(loop: EventLoopThread) -> Iterator[Callable[..., InferencePool]]:
-    made: list[InferencePool] = []
-
-    def make(*instances: Any, **options: Any) -> InferencePool:
-        urls = tuple(instance.url for instance in instances)
-        settings = {"timeout_s": 60.0, "heartbeat_timeout_s": 30.0, "fleet_port": 1, "join": "now"} | options
-        pool = InferencePool(PoolSection(instances=urls, **settings))
-        made.append(pool)
-        loop.run(pool.wait_until_ready())
-        loop.run(pool.begin_publish())
-        loop.run(pool.end_publish("v1", urls))
-        return pool
-
-    yield make
-    for pool in made:
-        loop.run(pool.close())
+def make_pool_of(pools_with: Callable[..., Pools]) -> Callable[..., InferencePool]:
+    return pools_with(timeout_s=60.0, heartbeat_timeout_s=30.0, join="now").make
 
 
 def served(instances: list[Any]) -> list[int]:

@@ -1,0 +1,54 @@
+"""Pools of scripted instances, driven from the test's thread; the fixture `pools_with` makes and closes them."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from async_rl.config import PoolSection
+from async_rl.event_loop import EventLoopThread
+from async_rl.fleet.member import Member
+from async_rl.pool import InferencePool
+
+DEADLINE_S = 60.0
+
+
+class Pools:
+    """Makes pools with these `settings` of `PoolSection`, unless told otherwise."""
+
+    def __init__(self, loop: EventLoopThread, **settings: Any) -> None:
+        self.loop = loop
+        self.made: list[InferencePool] = []
+        self._settings = settings
+
+    def make(self, *instances: Any, version: str | None = "v1", **options: Any) -> InferencePool:
+        """A pool of instances, or of URLs, in service with `version`; None puts nobody in service."""
+        urls = tuple(instance if isinstance(instance, str) else instance.url for instance in instances)
+        pool = InferencePool(PoolSection(instances=urls, **({"fleet_port": 1} | self._settings | options)))
+        self.made.append(pool)
+        if version is not None:
+            self.loop.run(pool.wait_until_ready())
+            self.publish(pool, version, *urls)
+        return pool
+
+    def publish(self, pool: InferencePool, version: str, *urls: str) -> list[Member]:
+        members = self.loop.run(pool.begin_publish())
+        self.loop.run(pool.end_publish(version, urls))
+        return members
+
+    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls it on the event loop, where pools may be changed."""
+
+        async def on_loop() -> Any:
+            return method(*arguments)
+
+        return self.loop.run(on_loop())
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, "it never came"
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        for pool in self.made:
+            self.loop.run(pool.close())
