@@ -4,8 +4,8 @@ import os
 import sys
 
 from async_rl import __version__
-from async_rl.command_line import USAGE_ERROR
-from async_rl.config_keys import nearest
+from async_rl.config.keys import nearest
+from async_rl.programs.command_line import USAGE_ERROR
 
 PROGRAMS = {
     "quickstart": ("deploy.quickstart", "a small model learns on this machine, both pools included"),

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from async_rl.errors import OnPolicyViolation
-from async_rl.gap_limits import MIN_TOKENS, NoiseLimits, Unit, unjudged
-from async_rl.logprob_gaps import MIXED, LogprobGaps
+from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, Unit, unjudged
+from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 from async_rl.types import Batch, GroupProof, Publication, digest_of
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Algorithm 1 of Periodic Asynchrony (arXiv 2511.18871) and nothing else.
 
-`Trainer` is implemented on Megatron by `trainer`, `PromptBatches` by `async_rl.prompts` and `Rollouts` by
-`async_rl.producer`. Every training rank runs this same loop; the leader of each data-parallel replica makes the
+`Trainer` is implemented on Megatron by `trainer`, `PromptBatches` by `async_rl.data.prompts` and `Rollouts` by
+`async_rl.rollout.producer`. Every training rank runs this same loop; the leader of each data-parallel replica makes the
 rollouts of the replica's share of each batch, and the replica's other ranks get the groups from it.
 """
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from async_rl.config import TrainSection
+from async_rl.config.sections import TrainSection
 from async_rl.ledger import Ledger
-from async_rl.metrics import Recorder
+from async_rl.tracking.recorder import Recorder
 from async_rl.training_order import FinishedGroups, TrainingOrder
 from async_rl.types import Batch, Group, GroupProof, Publication, StepStats, WeightVersion
 

@@ -7,7 +7,7 @@ by their place in the batch, holding back what finished early, so that sums are 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from async_rl.config import TrainSection
+from async_rl.config.sections import TrainSection
 from async_rl.types import Batch, Group
 
 

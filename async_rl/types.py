@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from async_rl.logprob_gaps import LogprobGaps
+from async_rl.proof.logprob_gaps import LogprobGaps
 
 WeightVersion = str
 """Opaque name of one published set of weights, unique across runs (`<run id>-<publish number>`)."""

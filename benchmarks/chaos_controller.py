@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from async_rl.errors import AsyncRLError
 from async_rl.fleet.endpoint import FleetClient
-from async_rl.protocol import FLEET_DRAIN, FLEET_REMOVE, FleetInfo, NameRequest
+from async_rl.protocol.fleet import FleetInfo, NameRequest
+from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REMOVE
 from benchmarks.chaos_instances import Crew, Instance
 from benchmarks.chaos_log import FaultLog
 

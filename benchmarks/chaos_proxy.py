@@ -15,8 +15,8 @@ from typing import Literal
 import aiohttp
 from aiohttp import web
 
-from async_rl import protocol
-from async_rl.answer_stream import event_payloads
+from async_rl.instance.response_stream import event_payloads
+from async_rl.protocol import routes
 from benchmarks.chaos_log import FaultLog
 
 HOST = "127.0.0.1"
@@ -124,10 +124,10 @@ class Proxy:
 
     def _look_at(self, path: str, body: bytes) -> None:
         """Learns from a control call what it is about."""
-        if path == protocol.UPDATE_WEIGHTS and self.on_weights is not None:
+        if path == routes.UPDATE_WEIGHTS and self.on_weights is not None:
             act, self.on_weights = self.on_weights, None
             act()
-        if path == protocol.FINISH_WEIGHT_UPDATE:
+        if path == routes.FINISH_WEIGHT_UPDATE:
             self.lies_about_version = False
             self._published.note(json.loads(body)["weight_version"])
 
@@ -135,7 +135,7 @@ class Proxy:
         assert self._session is not None, "the proxy is started first"
         headers = {"Content-Type": "application/json"}
         url = self.target + request.path_qs
-        spoil = self._choose_spoil() if request.path == protocol.GENERATE else None
+        spoil = self._choose_spoil() if request.path == routes.GENERATE else None
         if spoil in ("refuse", "reset"):
             return self._turn_away(spoil)
         async with self._session.request(request.method, url, data=body or None, headers=headers) as answer:
@@ -144,7 +144,7 @@ class Proxy:
             content = await answer.read()
             await self._is_heard.wait()
             self._require_connection()
-            if request.path == protocol.WEIGHT_INFO and self.lies_about_version:
+            if request.path == routes.WEIGHT_INFO and self.lies_about_version:
                 self._log.note("false weight info")
                 content = json.dumps({"weight_version": self._published.versions[-1]}).encode()
             headers = _identity(answer)
@@ -229,7 +229,7 @@ class Proxy:
 
 def _identity(answer: aiohttp.ClientResponse) -> dict[str, str]:
     """What the instance says of itself beside its answer."""
-    names = (protocol.BOOT_ID_HEADER, protocol.MAX_CONCURRENCY_HEADER)
+    names = (routes.BOOT_ID_HEADER, routes.MAX_CONCURRENCY_HEADER)
     return {name: answer.headers[name] for name in names if name in answer.headers}
 
 

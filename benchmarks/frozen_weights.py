@@ -26,7 +26,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from async_rl.config import (
+from async_rl.config.sections import (
     AlgorithmSection,
     ModelSection,
     OptimizerSection,

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from async_rl.config import (
+from async_rl.config.sections import (
     AlgorithmSection,
     ModelSection,
     OptimizerSection,

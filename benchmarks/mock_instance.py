@@ -20,7 +20,7 @@ from functools import cache
 
 from aiohttp import web
 
-from async_rl import protocol
+from async_rl.protocol import inference, routes
 
 NUM_VARIANTS = 16
 """Different chunks of one length; more would only fill the caches."""
@@ -46,28 +46,28 @@ class MockInstance:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get(protocol.HEALTH, self.health),
-            web.get(protocol.VERSION, self.dialect),
-            web.get(protocol.MODELS, self.models),
-            web.get(protocol.WEIGHT_INFO, self.weight_info),
-            web.post(protocol.GENERATE, self.generate),
+            web.get(routes.HEALTH, self.health),
+            web.get(routes.VERSION, self.dialect),
+            web.get(routes.MODELS, self.models),
+            web.get(routes.WEIGHT_INFO, self.weight_info),
+            web.post(routes.GENERATE, self.generate),
         ]
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response()
 
     async def dialect(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": protocol.PROTOCOL_VERSION})
+        return web.json_response({"version": routes.PROTOCOL_VERSION})
 
     async def models(self, request: web.Request) -> web.Response:
-        card = {"id": "mock", "owned_by": protocol.OWNED_BY_EMBEDDED, "max_model_len": 2**20}
+        card = {"id": "mock", "owned_by": routes.OWNED_BY_EMBEDDED, "max_model_len": 2**20}
         return web.json_response({"data": [card]})
 
     async def weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self._script.version})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = protocol.GenerateRequest.model_validate_json(await request.read())
+        body = inference.GenerateRequest.model_validate_json(await request.read())
         sampling = body.sampling_params
         assert sampling.seed is not None, "the trainer gives every group a seed"
         lengths = [self._length(sampling.seed + j, sampling.max_tokens) for j in range(sampling.n)]

@@ -44,12 +44,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from async_rl.config import Config, TrainSection
-from async_rl.config_file import parse_config
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config, TrainSection
+from async_rl.data.prompts import PromptSource
 from async_rl.loop import train
-from async_rl.pool import InferencePool
-from async_rl.prompts import PromptSource
-from async_rl.protocol import SamplingParams
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Batch, Response
 from trainer.devices import choose_device
 from trainer.parallel import init_parallel

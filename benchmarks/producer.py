@@ -36,7 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from async_rl.producer import Producer
+from async_rl.rollout.producer import Producer
 from benchmarks.mock_instance import Script
 from benchmarks.producer_rig import MAX_RESPONSE_TOKENS, VERSION, VOCAB_SIZE, Rollouts, make_batch, open_producer
 

@@ -13,11 +13,11 @@ from types import TracebackType
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from async_rl.config import PoolSection, RewardSection, RolloutSection
+from async_rl.config.sections import PoolSection, RewardSection, RolloutSection
 from async_rl.event_loop import EventLoopThread
-from async_rl.pool import InferencePool
-from async_rl.producer import Producer, RolloutRun
+from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import make_reward
+from async_rl.rollout.producer import Producer, RolloutRun
 from async_rl.types import Batch, Prompt
 from benchmarks.mock_instance import Script
 

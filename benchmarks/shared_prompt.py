@@ -36,7 +36,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from async_rl.types import Group, Prompt, Response
 from benchmarks.memory import allocated
 from trainer.devices import choose_device

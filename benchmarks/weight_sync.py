@@ -34,12 +34,12 @@ import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from async_rl.config import PoolSection, PublishSection
+from async_rl.config.sections import PoolSection, PublishSection
 from async_rl.event_loop import EventLoopThread
-from async_rl.pool import InferencePool
-from async_rl.publish import Publisher
-from async_rl.weight_store import StoreServer, join_meeting
-from async_rl.weight_stream import TensorSpec, WeightGroup
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.publish.publisher import Publisher
+from async_rl.weights.store import StoreServer, join_meeting
+from async_rl.weights.stream import TensorSpec, WeightGroup
 
 MODEL_SIZE = {
     "vocab_size": 32_768,

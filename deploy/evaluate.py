@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from async_rl.command_line import Parser
-from async_rl.config import Config
-from async_rl.config_file import load_config
+from async_rl.config.file import load_config
+from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ProcessFailed
 from async_rl.preflight import require_sound
+from async_rl.programs.command_line import Parser
 from deploy.local import wait_until_healthy
 from deploy.machine import free_ports, this_machine
 from deploy.plan import Process, log_path, num_ports, plan_instances

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from async_rl.command_line import Parser
-from async_rl.config import Config
-from async_rl.config_file import load_config
+from async_rl.config.file import load_config
+from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.preflight import require_sound
+from async_rl.programs.command_line import Parser
 from deploy.machine import free_ports, this_machine
 from deploy.plan import Plan, Process, describe, num_ports, plan
 from deploy.processes import POLL_S, Deployment, Running, Stopped, explain_end, stop_on_signals

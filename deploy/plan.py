@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from async_rl.config import Config
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from deploy.machine import HOST, VISIBLE, Machine
 from deploy.share import Share, share_out

@@ -16,9 +16,9 @@ from typing import IO
 from rich.console import Console
 from rich.markup import escape
 
-from async_rl.command_line import USAGE_ERROR
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
-from async_rl.failure_report import VARIABLE, read_failure
+from async_rl.programs.command_line import USAGE_ERROR
+from async_rl.programs.failure_report import VARIABLE, read_failure
 from deploy.plan import Process
 
 POLL_S = 0.2

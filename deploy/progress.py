@@ -17,10 +17,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from async_rl.fleet.advice import IterationTimes, advise
+from async_rl.tracking.balance import IterationTimes, advise
 
 Record = Mapping[str, Any]
-"""One line of `metrics.jsonl`; see `async_rl.metrics` for its keys."""
+"""One line of `metrics.jsonl`; see `async_rl.tracking.recorder` for its keys."""
 
 NUM_RECENT = 10
 PLAIN_EVERY = 10

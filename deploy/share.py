@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from async_rl.config import Config
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from deploy.machine import VISIBLE, Machine
 

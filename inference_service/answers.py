@@ -1,6 +1,7 @@
 """From an engine's choices to the answers of the generate route, whole or in chunks; called by what answers for it.
 
-The bodies are `async_rl.protocol`'s, but made as plain dicts: models would cost as much as sampling the tokens.
+The bodies are those of `async_rl.protocol.inference`, but made as plain dicts: models would cost as much as sampling
+the tokens.
 """
 
 import time
@@ -10,7 +11,7 @@ from typing import Any, Final, Protocol
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from async_rl.protocol import SamplingParams, Usage
+from async_rl.protocol.inference import SamplingParams, Usage
 from inference_service.engine import Choice, Sample
 
 LOWEST_LOGPROB: Final = -9999.0
@@ -26,7 +27,7 @@ class TextCodec(Protocol):
 
 
 class Span(TypedDict):
-    """`async_rl.protocol.VersionSpan`."""
+    """`async_rl.protocol.inference.VersionSpan`."""
 
     version: str
     start: int

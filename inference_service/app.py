@@ -1,4 +1,4 @@
-"""The routes of vLLM's RL protocol (`async_rl.protocol`) over any Engine; knows no engine internals."""
+"""The routes of vLLM's RL protocol (`async_rl.protocol.inference`) over any Engine; knows no engine internals."""
 
 import time
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from typing import Annotated, Final
 from fastapi import Body, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from async_rl import protocol
-from async_rl.http_guard import BearerToken, BodyLimit, error_response
-from async_rl.protocol import FinishUpdateRequest, InitRequest, RpcRequest, RpcResponse, UpdateRequest
+from async_rl.net.http_guard import BearerToken, BodyLimit, error_response
+from async_rl.protocol import routes
+from async_rl.protocol.inference import FinishUpdateRequest, InitRequest, RpcRequest, RpcResponse, UpdateRequest
 from inference_service import api_errors, generation_routes
 from inference_service.answers import TextCodec
 from inference_service.bodies import ModelCard, ModelList
@@ -19,7 +19,7 @@ from inference_service.engine import Engine, EngineFault, PauseMode
 from inference_service.identity import Identity, identity_headers, new_boot_id
 from inference_service.metrics import Metrics
 
-OPEN_PATHS: Final = (protocol.HEALTH, "/ping", protocol.METRICS)
+OPEN_PATHS: Final = (routes.HEALTH, "/ping", routes.METRICS)
 """Paths that need no token: what load balancers and monitors ask."""
 
 MAX_BODY_BYTES: Final = 32 * 2**20
@@ -45,7 +45,7 @@ def make_app(
     that say which process answers; by default those of one that starts now."""
     app = FastAPI(
         title="inference_service",
-        version=protocol.PROTOCOL_VERSION,
+        version=routes.PROTOCOL_VERSION,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -66,84 +66,84 @@ def make_app(
 def _add_status_routes(app: FastAPI, engine: Engine, info: ServerInfo, metrics: Metrics) -> None:
     created = int(time.time())
 
-    @app.get(protocol.HEALTH)
+    @app.get(routes.HEALTH)
     @app.get("/ping")
     async def health() -> Response:
         if engine.fault is not None:
-            param = protocol.NEEDS_WEIGHTS if engine.needs_weights else None
+            param = routes.NEEDS_WEIGHTS if engine.needs_weights else None
             return error_response(engine.fault, HTTPStatus.SERVICE_UNAVAILABLE, param)
         return Response()
 
-    @app.get(protocol.VERSION)
+    @app.get(routes.VERSION)
     async def version() -> dict[str, str]:
-        return {"version": protocol.PROTOCOL_VERSION}
+        return {"version": routes.PROTOCOL_VERSION}
 
-    @app.get(protocol.MODELS)
+    @app.get(routes.MODELS)
     async def models() -> ModelList:
         card = ModelCard(
             id=info.model_name, created=created, root=info.model_root, max_model_len=engine.limits.max_model_len
         )
         return ModelList(data=[card])
 
-    @app.get(protocol.METRICS)
+    @app.get(routes.METRICS)
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_pause_routes(app: FastAPI, engine: Engine) -> None:
-    @app.post(protocol.PAUSE)
+    @app.post(routes.PAUSE)
     async def pause(mode: PauseMode = "abort", clear_cache: bool = True) -> dict[str, str]:
         await engine.pause(mode, clear_cache)
         return {"status": "paused"}
 
-    @app.post(protocol.RESUME)
+    @app.post(routes.RESUME)
     async def resume() -> dict[str, str]:
         await engine.resume()
         return {"status": "resumed"}
 
-    @app.get(protocol.IS_PAUSED)
+    @app.get(routes.IS_PAUSED)
     async def is_paused() -> dict[str, bool]:
         return {"is_paused": engine.is_paused}
 
 
 def _add_weight_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
-    @app.get(protocol.GET_WORLD_SIZE)
+    @app.get(routes.GET_WORLD_SIZE)
     async def get_world_size() -> dict[str, int]:
         return {"world_size": 1}
 
-    @app.get(protocol.WEIGHT_INFO)
+    @app.get(routes.WEIGHT_INFO)
     async def weight_info() -> dict[str, str]:
         return {"weight_version": engine.weight_version}
 
-    @app.post(protocol.INIT_WEIGHT_TRANSFER)
+    @app.post(routes.INIT_WEIGHT_TRANSFER)
     async def init_weight_transfer(body: InitRequest) -> dict[str, str]:
         with metrics.weight_operation("init"):
             await engine.init_weight_transfer(body.init_info)
         return {"message": "Weight transfer initialized"}
 
-    @app.post(protocol.START_WEIGHT_UPDATE)
+    @app.post(routes.START_WEIGHT_UPDATE)
     async def start_weight_update() -> dict[str, str]:
         with metrics.weight_operation("start"):
             await engine.start_weight_update()
         return {"message": "Weight update started"}
 
-    @app.post(protocol.UPDATE_WEIGHTS)
+    @app.post(routes.UPDATE_WEIGHTS)
     async def update_weights(body: UpdateRequest) -> dict[str, str]:
         with metrics.weight_operation("update"):
             await engine.update_weights(body.update_info)
         return {"message": "Weights updated"}
 
-    @app.post(protocol.FINISH_WEIGHT_UPDATE)
+    @app.post(routes.FINISH_WEIGHT_UPDATE)
     async def finish_weight_update(body: Annotated[FinishUpdateRequest | None, Body()] = None) -> dict[str, str]:
         with metrics.weight_operation("finish"):
             await engine.finish_weight_update(None if body is None else body.weight_version)
         return {"message": "Weight update finished"}
 
-    @app.post(protocol.COLLECTIVE_RPC)
+    @app.post(routes.COLLECTIVE_RPC)
     async def collective_rpc(body: RpcRequest) -> RpcResponse:
-        if body.method != protocol.FINGERPRINT_METHOD:
+        if body.method != routes.FINGERPRINT_METHOD:
             raise EngineFault(
                 f"Call to collective_rpc method failed: the engine has no method {body.method!r}, "
-                f"only {protocol.FINGERPRINT_METHOD!r}"
+                f"only {routes.FINGERPRINT_METHOD!r}"
             )
         return RpcResponse(results=[engine.weight_fingerprint])

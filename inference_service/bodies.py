@@ -8,7 +8,9 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from async_rl.protocol import OWNED_BY_EMBEDDED, Body, GenerateRequest, SamplingParams, TokenIds, Usage
+from async_rl.protocol.body import Body
+from async_rl.protocol.inference import GenerateRequest, SamplingParams, TokenIds, Usage
+from async_rl.protocol.routes import OWNED_BY_EMBEDDED
 
 T = TypeVar("T")
 Batch = Annotated[list[T], Field(min_length=1)]

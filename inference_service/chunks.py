@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from async_rl.protocol import SamplingParams
+from async_rl.protocol.inference import SamplingParams
 from inference_service.answers import GenerateChunks, TextCodec
 from inference_service.bodies import CompletionChunk, CompletionRequest
 from inference_service.completion_choice import CompletionTeller

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
-from async_rl import protocol
-from async_rl.protocol import AbortRequest
+from async_rl.protocol import routes
+from async_rl.protocol.inference import AbortRequest
 from inference_service import answers, chunks
 from inference_service.answers import TextCodec
 from inference_service.api_errors import UnknownModel
@@ -28,7 +28,7 @@ def add(app: FastAPI, engine: Engine, codec: TextCodec | None, model_name: str) 
         if name is not None and name != model_name:
             raise UnknownModel(f"The model `{name}` does not exist.")
 
-    @app.post(protocol.GENERATE)
+    @app.post(routes.GENERATE)
     async def generate(request: Request, body: ServedGenerateRequest) -> Response:
         check_model(body.model)
         request_id = f"generate-tokens-{_request_id(request, body.request_id)}"
@@ -41,7 +41,7 @@ def add(app: FastAPI, engine: Engine, codec: TextCodec | None, model_name: str) 
         answer = answers.generate_response(request_id, model_name, len(body.token_ids), choices, params)
         return Response(answer, media_type="application/json")
 
-    @app.post(protocol.COMPLETIONS)
+    @app.post(routes.COMPLETIONS)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         check_model(body.model)
         request_id = f"cmpl-{_request_id(request, body.request_id)}"
@@ -64,7 +64,7 @@ def add(app: FastAPI, engine: Engine, codec: TextCodec | None, model_name: str) 
         )
         return Response(answer.model_dump_json(), media_type="application/json")
 
-    @app.post(protocol.ABORT_REQUESTS)
+    @app.post(routes.ABORT_REQUESTS)
     async def abort_requests(body: AbortRequest) -> AbortResponse:
         ids = body.request_ids or None
         if ids is not None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from async_rl.protocol import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
+from async_rl.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
 
 BOOT_ID_VARIABLE: Final = "ASYNC_RL_BOOT_ID"
 MAX_CONCURRENCY_VARIABLE: Final = "ASYNC_RL_MAX_CONCURRENCY"

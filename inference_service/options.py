@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from async_rl.command_line import Parser
 from async_rl.errors import ConfigError
+from async_rl.programs.command_line import Parser
 from inference_service.engine import LogprobsMode
 
 TOKEN_VARIABLE = "ASYNC_RL_TOKEN"

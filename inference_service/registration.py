@@ -16,7 +16,9 @@ from typing import Final
 from pydantic import BaseModel, ValidationError
 
 from async_rl.errors import ConfigError
-from async_rl.protocol import FLEET_DRAIN, FLEET_REGISTER, ErrorResponse, NameRequest, RegisterRequest, RegisterResponse
+from async_rl.protocol.body import ErrorResponse
+from async_rl.protocol.fleet import NameRequest, RegisterRequest, RegisterResponse
+from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REGISTER
 from inference_service.identity import new_boot_id
 
 logger = logging.getLogger("inference_service")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from async_rl.protocol import SamplingParams
+from async_rl.protocol.inference import SamplingParams
 from inference_service.engine import Limits, RequestRefused
 
 

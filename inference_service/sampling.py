@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from async_rl.protocol import SamplingParams
+from async_rl.protocol.inference import SamplingParams
 from inference_service.engine import LogprobsMode, Sample
 from inference_service.sequences import Sequence
 

@@ -7,7 +7,7 @@ end.
 import asyncio
 from dataclasses import dataclass, field
 
-from async_rl.protocol import SamplingParams
+from async_rl.protocol.inference import SamplingParams
 from inference_service.engine import Choice, FinishReason, Sample
 
 

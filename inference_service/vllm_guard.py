@@ -4,8 +4,8 @@ import os
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from async_rl.http_guard import BearerToken
-from async_rl.protocol import HEALTH, METRICS
+from async_rl.net.http_guard import BearerToken
+from async_rl.protocol.routes import HEALTH, METRICS
 from inference_service.options import TOKEN_VARIABLE
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from async_rl.errors import ProcessFailed
-from async_rl.protocol import HEALTH
+from async_rl.protocol.routes import HEALTH
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
 from inference_service.identity import new_boot_id
 from inference_service.options import TOKEN_VARIABLE, Options

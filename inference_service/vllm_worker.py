@@ -4,7 +4,7 @@ from typing import Any
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; the names of the methods are those of `async_rl.protocol`.
+    """Mixed into vLLM's worker class; the names of the methods are those of `async_rl.protocol.inference`.
 
     vLLM refuses an extension with a callable that its worker has too.
     """

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import torch
 
-from async_rl.weight_store import StoreServer
-from async_rl.weight_stream import TensorSpec, WeightGroup
+from async_rl.weights.store import StoreServer
+from async_rl.weights.stream import TensorSpec, WeightGroup
 
 READY = re.compile(r"ready at (http://\S+)")
 START_TIMEOUT_S = 60.0

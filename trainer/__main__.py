@@ -14,12 +14,12 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from async_rl.command_line import USAGE_ERROR, Parser
-from async_rl.config import Config
-from async_rl.config_file import load_config
+from async_rl.config.file import load_config
+from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, RunStopped
-from async_rl.failure_report import VARIABLE, report_failure
 from async_rl.preflight import require_sound
+from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.programs.failure_report import VARIABLE, report_failure
 from trainer.stop_signal import StopSignal
 
 log = logging.getLogger("trainer")

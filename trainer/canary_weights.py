@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from async_rl.canary import ALL_STRENGTHS
+from async_rl.publish.canary import ALL_STRENGTHS
 from trainer.model import SharedPromptGPT
 from trainer.weight_map import Fusion, Layout, tied_head, weight_map
 

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from torch.distributed import checkpoint as dcp
 
-from async_rl.config import Config
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from trainer.checkpoint_files import (
     checkpoint_path,

@@ -7,9 +7,9 @@ import logging
 import sys
 from pathlib import Path
 
-from async_rl.command_line import Parser
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from async_rl.errors import ConfigError
+from async_rl.programs.command_line import Parser
 from trainer.checkpoint_files import checkpoint_path, checkpoints_dir, newest_checkpoint, whole_checkpoints
 
 log = logging.getLogger("export")

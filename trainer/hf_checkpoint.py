@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from async_rl.weight_stream import buckets
+from async_rl.weights.stream import buckets
 from trainer.hf_config import CHECKPOINT_FILES
 from trainer.hf_weights import INDEX_FILE, SINGLE_FILE
 from trainer.model import SharedPromptGPT

@@ -9,9 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from async_rl.admission import Admission
-from async_rl.canary import Canary
-from async_rl.config import Config, RolloutSection
+from async_rl.config.sections import Config, RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import EvaluationRecorder
@@ -21,13 +19,15 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.dns import DnsMembership
 from async_rl.fleet.follower import FleetFollower
 from async_rl.fleet.server import FleetServer
-from async_rl.gap_limits import noise_limits
-from async_rl.pool import InferencePool
-from async_rl.probe import Probe
-from async_rl.producer import Producer
-from async_rl.publish import Publisher
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.proof.gap_limits import noise_limits
+from async_rl.publish.admission import Admission
+from async_rl.publish.canary import Canary
+from async_rl.publish.probe import Probe
+from async_rl.publish.publisher import Publisher
+from async_rl.publish.snapshot_store import SnapshotStore
 from async_rl.rewards import Reward
-from async_rl.snapshot_store import SnapshotStore
+from async_rl.rollout.producer import Producer
 from async_rl.types import Prompt, WeightVersion
 from trainer.parallel import Parallel
 

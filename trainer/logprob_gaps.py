@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from async_rl.logprob_gaps import BINS_PER_OCTAVE, MIXED, SMALLEST, LogprobGaps
+from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, MIXED, SMALLEST, LogprobGaps
 from async_rl.types import Group, Response
 from trainer.shared_prompt import GroupSlice, MicroBatch
 

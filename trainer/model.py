@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from async_rl.config import TrainerSection
-from async_rl.layout import require_layout
+from async_rl.config.sections import TrainerSection
+from async_rl.preflight.layout import require_layout
 from trainer.attention import checked_kernel
 from trainer.core_attention import SharedPromptAttention, SharedPromptParams
 from trainer.hf_config import ModelShape

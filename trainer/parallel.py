@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from trainer.devices import Device
 
 TIMEOUT = timedelta(hours=2)

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from async_rl.config import TrainerSection
-from async_rl.config_file import parse_config
+from async_rl.config.file import parse_config
+from async_rl.config.sections import TrainerSection
 from trainer.checkpoint import fill, read_checked
 from trainer.checkpoint_tensors import POLICY, model_tensors
 from trainer.hf_checkpoint import save_hf_checkpoint

@@ -2,7 +2,7 @@
 
 import logging
 
-from async_rl.config import CheckpointSection, RunSection, TrainSection
+from async_rl.config.sections import CheckpointSection, RunSection, TrainSection
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint_files import checkpoints_dir, newest_checkpoint
 from trainer.trainer import MegatronTrainer

@@ -1,8 +1,8 @@
 """What a run trains on, on every rank: leaders read and tokenize it, the other ranks get the names of its prompts."""
 
-from async_rl.config import Config
+from async_rl.config.sections import Config
+from async_rl.data.prompts import PromptSource, Tokenizer
 from async_rl.errors import ConfigError
-from async_rl.prompts import PromptSource, Tokenizer
 from async_rl.rewards.identity import reward_identity
 from trainer.parallel import Parallel
 from trainer.run_state import Contents

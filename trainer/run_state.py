@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.config_file import parse_config
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -12,17 +12,17 @@ from typing import BinaryIO
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rl.config import Config, RunSection
+from async_rl.config.sections import Config, RunSection
+from async_rl.data.prompts import PromptSource
 from async_rl.errors import ConfigError
-from async_rl.gap_limits import noise_limits
 from async_rl.ledger import Ledger
 from async_rl.loop import Rollouts
-from async_rl.metrics import Recorder
-from async_rl.pool import InferencePool
-from async_rl.prompts import PromptSource
-from async_rl.records import cut_run_records, holds_another_run, require_no_records
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.proof.gap_limits import noise_limits
 from async_rl.rewards import Reward, make_reward
-from async_rl.run_lock import lock_run
+from async_rl.tracking.recorder import Recorder
+from async_rl.tracking.records import cut_run_records, holds_another_run, require_no_records
+from async_rl.tracking.run_lock import lock_run
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint_files import checkpoints_dir, newest_checkpoint
 from trainer.ending import Ending

@@ -17,7 +17,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from async_rl.algorithms import make_algorithm
-from async_rl.config import (
+from async_rl.config.sections import (
     AlgorithmSection,
     ModelSection,
     OptimizerSection,
@@ -26,8 +26,8 @@ from async_rl.config import (
     TrainSection,
 )
 from async_rl.errors import ConfigError, RewardError
-from async_rl.gap_limits import noise_limits
 from async_rl.loop import Window
+from async_rl.proof.gap_limits import noise_limits
 from async_rl.rewards.base import LARGEST_REWARD, is_reward
 from async_rl.training_order import TrainingOrder
 from async_rl.types import UNPROVEN, Group, GroupProof, Prompt, Response, StepStats

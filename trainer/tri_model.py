@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from trainer.frozen_model import FrozenModel
 from trainer.hf_config import ModelShape
 from trainer.hf_weights import load_hf_weights

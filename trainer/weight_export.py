@@ -14,7 +14,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from async_rl.weight_stream import TensorSpec
+from async_rl.weights.stream import TensorSpec
 from trainer.model import SharedPromptGPT
 from trainer.weight_map import Layout, WeightEntry, weight_map
 

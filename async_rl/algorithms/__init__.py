@@ -2,7 +2,7 @@
 
 from async_rl.algorithms.base import Algorithm, LossSum
 from async_rl.algorithms.grpo import GRPO
-from async_rl.config import AlgorithmSection
+from async_rl.config.sections import AlgorithmSection
 
 __all__ = ["Algorithm", "LossSum", "make_algorithm"]
 

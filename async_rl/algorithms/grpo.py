@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from async_rl.algorithms.base import LossSum
-from async_rl.config import AlgorithmSection
+from async_rl.config.sections import AlgorithmSection
 
 STD_EPS = 1e-6
 

@@ -20,17 +20,17 @@ from typing import Any, cast
 
 from transformers import AutoTokenizer
 
-from async_rl.command_line import USAGE_ERROR, Parser
-from async_rl.config import Config, EvaluationSection
-from async_rl.config_file import load_config
+from async_rl.config.file import load_config
+from async_rl.config.sections import Config, EvaluationSection
+from async_rl.data.prompts import Tokenizer
 from async_rl.errors import AsyncRLError, ConfigError, InstanceError, NoInstanceLeft, StaleWeights
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import load_sets
-from async_rl.failure_report import report_failure
-from async_rl.pool import InferencePool
-from async_rl.prompts import Tokenizer
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.programs.failure_report import report_failure
 from async_rl.rewards import make_reward
 from async_rl.types import WeightVersion
 

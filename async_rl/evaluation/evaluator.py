@@ -1,7 +1,7 @@
 """Evaluates the weights in training while the pool is idle, and gives the pool back in time for the next publish.
 
-Built by `trainer.session`; implements `async_rl.idle_work.IdleWork`. Nothing waits for it but `stop`, which ends within
-`evaluation.max_delay_s` and what it takes to close the requests under way.
+Built by `trainer.session`; implements `IdleWork` of `rollout/idle_work.py`. Nothing waits for it but `stop`, which ends
+within `evaluation.max_delay_s` and what it takes to close the requests under way.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from async_rl.config import EvaluationSection
+from async_rl.config.sections import EvaluationSection
 from async_rl.errors import InstanceError, NoInstanceLeft, RewardError
 from async_rl.evaluation.figures import ScoredPrompt, figures_of
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import LoadedSet
-from async_rl.pool import InferencePool
+from async_rl.pool.inference_pool import InferencePool
 from async_rl.types import Prompt, WeightVersion
 
 log = logging.getLogger(__name__)

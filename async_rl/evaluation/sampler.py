@@ -3,14 +3,14 @@
 import hashlib
 from dataclasses import replace
 
-from async_rl.config import RolloutSection
+from async_rl.config.sections import RolloutSection
+from async_rl.data.prompts import Tokenizer
 from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.sets import LoadedSet
-from async_rl.pool import InferencePool
-from async_rl.producer import SEED_SPACING_BITS
-from async_rl.prompts import Tokenizer
-from async_rl.protocol import SamplingParams
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.protocol.inference import SamplingParams
 from async_rl.rewards import Reward
+from async_rl.rollout.producer import SEED_SPACING_BITS
 from async_rl.types import Prompt, WeightVersion
 
 

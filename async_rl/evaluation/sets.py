@@ -3,9 +3,9 @@
 import hashlib
 from dataclasses import dataclass
 
-from async_rl.config import EvaluationSection, EvaluationSet, PromptsSection
+from async_rl.config.sections import EvaluationSection, EvaluationSet, PromptsSection
+from async_rl.data.prompts import Tokenizer, load_prompts
 from async_rl.errors import ConfigError
-from async_rl.prompts import Tokenizer, load_prompts
 from async_rl.types import Prompt
 
 

@@ -7,13 +7,13 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from async_rl import protocol
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
-from async_rl.http_guard import BearerToken, BodyLimit, error_response, invalid_request
-from async_rl.pool import InferencePool
-from async_rl.protocol import (
+from async_rl.net.http_guard import BearerToken, BodyLimit, error_response, invalid_request
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.protocol import routes
+from async_rl.protocol.fleet import (
     AddRequest,
     FleetInfo,
     InstanceInfo,
@@ -23,7 +23,7 @@ from async_rl.protocol import (
     SyncRequest,
 )
 
-OPEN_PATHS = (protocol.HEALTH, protocol.METRICS)
+OPEN_PATHS = (routes.HEALTH, routes.METRICS)
 """What monitors ask; it needs no token and changes nothing."""
 
 MAX_BODY_BYTES = 2**20
@@ -42,7 +42,7 @@ def make_app(
     _add_reading_routes(app, pool, metrics)
     _add_membership_routes(app, pool, min(MAX_HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT))
 
-    @app.post(protocol.FLEET_SYNC)
+    @app.post(routes.FLEET_SYNC)
     async def sync(body: SyncRequest) -> FleetInfo:
         reports.note(body.leader, body.outstanding_tokens)
         return _fleet_info(pool, metrics)
@@ -58,35 +58,35 @@ def make_app(
 
 
 def _add_reading_routes(app: FastAPI, pool: InferencePool, metrics: FleetMetrics) -> None:
-    @app.get(protocol.HEALTH)
+    @app.get(routes.HEALTH)
     async def health() -> Response:
         return Response()
 
-    @app.get(protocol.METRICS)
+    @app.get(routes.METRICS)
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get(protocol.FLEET)
+    @app.get(routes.FLEET)
     async def fleet() -> FleetInfo:
         return _fleet_info(pool, metrics)
 
 
 def _add_membership_routes(app: FastAPI, pool: InferencePool, interval_s: float) -> None:
-    @app.post(protocol.FLEET_REGISTER)
+    @app.post(routes.FLEET_REGISTER)
     async def register(body: RegisterRequest) -> RegisterResponse:
         member = pool.register(body.url, body.name, body.boot_id)
         state = None if member is None else member.state
         return RegisterResponse(state=state, leave=member is None, interval_s=interval_s)
 
-    @app.post(protocol.FLEET_ADD)
+    @app.post(routes.FLEET_ADD)
     async def add(body: AddRequest) -> InstanceInfo:
         return pool.add(body.url, body.name).info()
 
-    @app.post(protocol.FLEET_DRAIN)
+    @app.post(routes.FLEET_DRAIN)
     async def drain(body: NameRequest) -> InstanceInfo:
         return pool.drain(body.name).info()
 
-    @app.post(protocol.FLEET_REMOVE)
+    @app.post(routes.FLEET_REMOVE)
     async def remove(body: NameRequest) -> InstanceInfo:
         return pool.remove(body.name).info()
 

@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from async_rl.command_line import Commands, Parser
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.fleet.endpoint import EndpointFailed, FleetClient, find_endpoint
-from async_rl.protocol import FLEET_ADD, FLEET_DRAIN, FLEET_REMOVE, AddRequest, FleetInfo, NameRequest
+from async_rl.programs.command_line import Commands, Parser
+from async_rl.protocol.fleet import AddRequest, FleetInfo, NameRequest
+from async_rl.protocol.routes import FLEET_ADD, FLEET_DRAIN, FLEET_REMOVE
 
 POLL_S = 0.5
 PIPE_WIDTH = 240

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection
 
 from async_rl.errors import ConfigError
 from async_rl.fleet.periodic import Periodic
-from async_rl.pool import InferencePool
+from async_rl.pool.inference_pool import InferencePool
 
 logger = logging.getLogger(__name__)
 

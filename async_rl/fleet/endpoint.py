@@ -11,7 +11,9 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from async_rl.errors import AsyncRLError, ConfigError, UnknownInstance
-from async_rl.protocol import FLEET, ErrorResponse, FleetInfo, InstanceInfo
+from async_rl.protocol.body import ErrorResponse
+from async_rl.protocol.fleet import FleetInfo, InstanceInfo
+from async_rl.protocol.routes import FLEET
 
 ADDRESS_FILE = "fleet.json"
 """In `run.dir` while the endpoint listens: `{"url": "http://host:port"}`."""

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from async_rl.errors import ConfigError
 from async_rl.fleet.periodic import Periodic
-from async_rl.pool import InferencePool
-from async_rl.protocol import FLEET_SYNC, FleetInfo, InstanceInfo, SyncRequest
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.protocol.fleet import FleetInfo, InstanceInfo, SyncRequest
+from async_rl.protocol.routes import FLEET_SYNC
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ For `async_rl.fleet.server`, on the producer's event loop.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from async_rl.fleet.member import Member
+from async_rl.pool.member import Member
 
 REPORT_TIMEOUT_S = 5.0
 """A leader that is silent for longer counts as idle: what it had begun must not hold a drained instance for ever."""

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from async_rl.fleet.member import Member
-from async_rl.protocol import InstanceInfo, InstanceState
+from async_rl.pool.member import Member
+from async_rl.protocol.fleet import InstanceInfo, InstanceState
 
 RUN_GAUGES = {
     "iteration": ("async_rl_iteration", "The last complete iteration, counted from 0."),

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import uvicorn
 
-from async_rl.config import PoolSection
+from async_rl.config.sections import PoolSection
 from async_rl.errors import ConfigError
 from async_rl.fleet.app import make_app
 from async_rl.fleet.endpoint import ADDRESS_FILE
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
-from async_rl.local_address import address_for_others
-from async_rl.pool import InferencePool
+from async_rl.net.local_address import address_for_others
+from async_rl.pool.inference_pool import InferencePool
 
 logger = logging.getLogger(__name__)
 

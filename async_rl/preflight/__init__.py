@@ -6,11 +6,11 @@ reward. What takes longer, such as the length of every prompt, the trainer finds
 
 from collections.abc import Callable
 
-from async_rl.config import Config
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.data import require_evaluation_sets, require_prompts
 from async_rl.preflight.model import ModelFiles, require_divisible, require_fit, require_tokens, require_trainable
-from async_rl.preflight.places import require_places
+from async_rl.preflight.paths import require_places
 from async_rl.preflight.reward import require_reward
 
 __all__ = ["require_sound"]

@@ -1,8 +1,8 @@
 """Whether prompts and evaluation sets can be read, as far as their first rows tell."""
 
-from async_rl.config import Config, PromptsSection
+from async_rl.config.sections import Config, PromptsSection
+from async_rl.data.prompts import REASONING_GYM, first_rows
 from async_rl.errors import ConfigError
-from async_rl.prompts import REASONING_GYM, first_rows
 
 NUM_ROWS = 1000
 """How many rows are looked at: enough to find a wrong column or a broken file, few enough to be read at once."""

@@ -6,9 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.layout import require_layout
+from async_rl.preflight.layout import require_layout
 
 FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 """`model_type` of the models that the trainer trains."""
@@ -130,7 +130,7 @@ class _Experts:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What ranks divide among them; `async_rl.layout.DividedModel`."""
+    """What ranks divide among them; `async_rl.preflight.layout.DividedModel`."""
 
     num_layers: int
     num_heads: int

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from async_rl.config import RewardSection
+from async_rl.config.sections import RewardSection
 from async_rl.errors import ConfigError
 
 PREFIX = "python:"

@@ -4,7 +4,7 @@ All of them run in worker processes, so that none can hold up or take down the t
 time, asynchronous ones many at once on a loop of their own; each call within `reward.timeout_s`.
 """
 
-from async_rl.config import RewardSection
+from async_rl.config.sections import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.rewards.base import Reward
 from async_rl.rewards.function import PREFIX, find_file

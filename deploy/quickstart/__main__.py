@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.command_line import Parser
-from async_rl.config import Config
-from async_rl.config_file import load_config
+from async_rl.config.file import load_config
+from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.programs.command_line import Parser
 from deploy.local import run_config
 from deploy.plan import Plan, Process, log_path
 from deploy.processes import Deployment, Stopped, explain_end, stop_on_signals

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from async_rl.errors import PublishError
-from async_rl.protocol import InitInfo, UpdateInfo
-from async_rl.weight_snapshot import read_snapshot
-from async_rl.weight_store import join_meeting
-from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup
+from async_rl.protocol.inference import InitInfo, UpdateInfo
+from async_rl.weights.snapshot import read_snapshot
+from async_rl.weights.store import join_meeting
+from async_rl.weights.stream import Fingerprint, TensorSpec, WeightGroup
 from inference_service.engine import RequestRefused
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from async_rl.protocol import InitInfo, UpdateInfo
+from async_rl.protocol.inference import InitInfo, UpdateInfo
 from inference_service.weight_transfer.vllm_receiver import LoadWeights, WorkerReceiver
 
 
@@ -58,7 +58,7 @@ class LoadsThroughCallback(Transfer):
 
     @staticmethod
     def trainer_send_weights(iterator: object, trainer_args: object) -> None:
-        raise NotImplementedError("the trainer sends through async_rl.weight_stream, not through vLLM's class")
+        raise NotImplementedError("the trainer sends through async_rl.weights.stream, not through vLLM's class")
 
 
 class ReloadsModel(Transfer):

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from async_rl.config import PoolSection
+from async_rl.config.sections import PoolSection
 from async_rl.event_loop import EventLoopThread
-from async_rl.fleet.member import Member
-from async_rl.pool import InferencePool
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.pool.member import Member
 
 DEADLINE_S = 60.0
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from async_rl.admission import Admission
-from async_rl.canary import Canary
-from async_rl.config import PoolSection, PublishSection, RolloutSection
+from async_rl.config.sections import PoolSection, PublishSection, RolloutSection
 from async_rl.event_loop import EventLoopThread
-from async_rl.pool import InferencePool
-from async_rl.probe import Probe
-from async_rl.publish import Publisher
-from async_rl.snapshot_store import SnapshotStore
-from async_rl.weight_stream import TensorSpec
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.publish.admission import Admission
+from async_rl.publish.canary import Canary
+from async_rl.publish.probe import Probe
+from async_rl.publish.publisher import Publisher
+from async_rl.publish.snapshot_store import SnapshotStore
+from async_rl.weights.stream import TensorSpec
 
 TENSORS = {
     "embed.weight": torch.arange(3000, dtype=torch.float32).view(60, 50),

@@ -17,9 +17,9 @@ from aiohttp import web
 from scripted_instance import Instance, refusal, serve
 
 from async_rl.errors import PublishError
-from async_rl.weight_snapshot import read_snapshot
-from async_rl.weight_store import join_meeting
-from async_rl.weight_stream import Fingerprint, TensorSpec, WeightGroup
+from async_rl.weights.snapshot import read_snapshot
+from async_rl.weights.store import join_meeting
+from async_rl.weights.stream import Fingerprint, TensorSpec, WeightGroup
 
 
 class ReceivingInstance(Instance):

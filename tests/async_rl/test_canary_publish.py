@@ -9,13 +9,13 @@ import pytest
 from publishing import PROMPT, SPECS, Publishing, stream, sums
 from scripted_instance import sample
 
-from async_rl.admission import Admission, Offer
-from async_rl.canary import Canary
-from async_rl.config import PublishSection, RolloutSection
+from async_rl.config.sections import PublishSection, RolloutSection
 from async_rl.errors import InstanceError, PublishError
 from async_rl.event_loop import EventLoopThread
-from async_rl.gap_limits import noise_scale
-from async_rl.instance_update import announcement
+from async_rl.proof.gap_limits import noise_scale
+from async_rl.publish.admission import Admission, Offer
+from async_rl.publish.canary import Canary
+from async_rl.publish.instance_update import announcement
 
 STALE_SHIFT = {"head": -0.3, "q": -0.6}
 """What leaving a class as it was adds to the log-probs of the scripted instances' tokens."""

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from async_rl.client import Connections, Holding, InstanceClient
-from async_rl.dialect import EMBEDDED, VLLM, VLLM_WITHOUT_VERSIONS
 from async_rl.errors import (
     BrokenAnswer,
     InstanceError,
@@ -20,8 +18,10 @@ from async_rl.errors import (
     StaleWeights,
 )
 from async_rl.event_loop import EventLoopThread
-from async_rl.fleet.drafts import Draft
-from async_rl.protocol import SamplingParams
+from async_rl.instance.client import Connections, Holding, InstanceClient
+from async_rl.instance.dialect import EMBEDDED, VLLM, VLLM_WITHOUT_VERSIONS
+from async_rl.instance.partial_rollout import Draft
+from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightSpan
 
 Connect = Callable[..., InstanceClient]

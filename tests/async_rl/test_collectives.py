@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl import collectives, weight_stream
-from async_rl.collectives import Collectives, TimedOut
 from async_rl.errors import PublishError
-from async_rl.weight_store import StoreServer
-from async_rl.weight_stream import TensorSpec, WeightGroup
+from async_rl.weights import collectives
+from async_rl.weights import stream as weight_stream
+from async_rl.weights.collectives import Collectives, TimedOut
+from async_rl.weights.store import StoreServer
+from async_rl.weights.stream import TensorSpec, WeightGroup
 
 TIMEOUT_S = 0.3
 SOON_S = 10.0

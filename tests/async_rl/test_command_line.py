@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from minimal_config import MINIMAL
 
-from async_rl.command_line import Commands, Parser
-from async_rl.config import Config, EvaluationSet
-from async_rl.config_file import load_config
-from async_rl.config_keys import keys_of
+from async_rl.config.file import load_config
+from async_rl.config.keys import keys_of
+from async_rl.config.sections import Config, EvaluationSet
+from async_rl.programs.command_line import Commands, Parser
 
 
 @pytest.fixture(scope="module")

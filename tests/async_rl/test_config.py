@@ -5,8 +5,8 @@ import pytest
 from minimal_config import MINIMAL
 from pydantic.fields import FieldInfo
 
-from async_rl.config import Config, EvaluationSet
-from async_rl.config_file import load_config, parse_config
+from async_rl.config.file import load_config, parse_config
+from async_rl.config.sections import Config, EvaluationSet
 from async_rl.errors import ConfigError
 
 

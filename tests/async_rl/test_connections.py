@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_rl.connections import OTHER_FILES, FilePlan, plan_files
+from async_rl.instance.connections import OTHER_FILES, FilePlan, plan_files
 
 INFINITE_ON_LINUX, INFINITE_ON_MACOS = -1, 2**63 - 1
 

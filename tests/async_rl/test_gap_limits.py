@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from async_rl.config import Config, TrainSection
-from async_rl.config_file import parse_config
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config, TrainSection
 from async_rl.errors import ConfigError
-from async_rl.gap_limits import MIN_TOKENS, NoiseLimits, Unit, noise_limits, noise_scale, rank_sigmas
-from async_rl.logprob_gaps import MIXED, LogprobGaps
+from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, Unit, noise_limits, noise_scale, rank_sigmas
+from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 from trainer.logprob_gaps import sums_of
 
 BF16 = NoiseLimits(noise_scale("bfloat16"))

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from async_rl.http_guard import BearerToken, BodyLimit, error_response
+from async_rl.net.http_guard import BearerToken, BodyLimit, error_response
 
 RIGHT = {"Authorization": b"Bearer s3cret"}
 

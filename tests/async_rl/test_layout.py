@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from async_rl.errors import ConfigError
-from async_rl.layout import require_layout
+from async_rl.preflight.layout import require_layout
 
 DENSE = SimpleNamespace(num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=96, ffn_size=64, experts=None)
 EXPERTS = SimpleNamespace(**{**vars(DENSE), "num_heads": 8, "num_kv_heads": 8, "experts": SimpleNamespace(number=4)})

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from async_rl.errors import OnPolicyViolation
-from async_rl.gap_limits import NoiseLimits, noise_scale
 from async_rl.ledger import Ledger
-from async_rl.logprob_gaps import LogprobGaps
+from async_rl.proof.gap_limits import NoiseLimits, noise_scale
+from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.types import Batch, GroupProof, Prompt, Publication
 from trainer.logprob_gaps import sums_of
 

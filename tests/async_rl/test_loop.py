@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import TrainSection
+from async_rl.config.sections import TrainSection
 from async_rl.errors import OnPolicyViolation, RewardError
-from async_rl.gap_limits import NoiseLimits
 from async_rl.ledger import Ledger
-from async_rl.logprob_gaps import LogprobGaps
 from async_rl.loop import Window, train
-from async_rl.metrics import Recorder
+from async_rl.proof.gap_limits import NoiseLimits
+from async_rl.proof.logprob_gaps import LogprobGaps
+from async_rl.tracking.recorder import Recorder
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, GroupProof, Prompt, Publication, Response, StepStats, WeightSpan
 

@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from async_rl.logprob_gaps import LogprobGaps
-from async_rl.metrics import Recorder
+from async_rl.proof.logprob_gaps import LogprobGaps
+from async_rl.tracking.recorder import Recorder
 from async_rl.types import Group, GroupProof, Prompt, Publication, Response, StepStats, WeightSpan
 
 VERSION = "run-0"

@@ -10,11 +10,11 @@ import pytest
 from pools import DEADLINE_S, Pools
 from scripted_instance import sample
 
-from async_rl.config import PoolSection
+from async_rl.config.sections import PoolSection
 from async_rl.errors import ConfigError, InstanceError, InstanceRefused, NoInstanceLeft, UnknownInstance
-from async_rl.fleet.member import Member
-from async_rl.pool import InferencePool
-from async_rl.protocol import SamplingParams
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.pool.member import Member
+from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
 
 SAMPLING = SamplingParams(n=2, max_tokens=8, seed=4096, logprobs=0)

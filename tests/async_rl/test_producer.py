@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rl.config import PoolSection, RewardSection, RolloutSection
+from async_rl.config.sections import PoolSection, RewardSection, RolloutSection
 from async_rl.errors import InstanceRefused, NoInstanceLeft, RewardError, RolloutLost, RunStopped
 from async_rl.event_loop import EventLoopThread
-from async_rl.pool import InferencePool
-from async_rl.producer import Producer, RolloutRun, group_seed
+from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import make_reward
+from async_rl.rollout.producer import Producer, RolloutRun, group_seed
 from async_rl.types import Batch, Group, Prompt
 
 REWARD = """

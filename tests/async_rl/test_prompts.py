@@ -11,10 +11,10 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rl.config import PromptsSection
+from async_rl.config.sections import PromptsSection
+from async_rl.data.prompt_table import PromptTable
+from async_rl.data.prompts import PromptSource
 from async_rl.errors import ConfigError
-from async_rl.prompt_table import PromptTable
-from async_rl.prompts import PromptSource
 
 
 @pytest.fixture(scope="module")

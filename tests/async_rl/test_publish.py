@@ -12,9 +12,9 @@ from publishing import SPECS, Publishing, publish, stream, sums
 
 from async_rl.errors import PublishError
 from async_rl.event_loop import EventLoopThread
-from async_rl.pool import InferencePool
-from async_rl.publish import Publisher
-from async_rl.weight_stream import TensorSpec
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.publish.publisher import Publisher
+from async_rl.weights.stream import TensorSpec
 
 pytestmark = pytest.mark.distributed
 

@@ -5,8 +5,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from async_rl.errors import ConfigError
-from async_rl.metrics import Recorder
-from async_rl.records import RECORDS, cut_records, cut_run_records
+from async_rl.tracking.recorder import Recorder
+from async_rl.tracking.records import RECORDS, cut_records, cut_run_records
 from async_rl.types import GroupProof, Publication, StepStats
 
 

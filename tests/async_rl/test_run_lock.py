@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.run_lock import lock_run, require_unlocked
+from async_rl.tracking.run_lock import lock_run, require_unlocked
 
 HOLDER = """
 import sys
 from pathlib import Path
-from async_rl.run_lock import lock_run
+from async_rl.tracking.run_lock import lock_run
 lock = lock_run(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from async_rl.errors import EventLoopLost, OnPolicyViolation, RolloutLost
-from async_rl.sample_queue import SampleQueue
+from async_rl.rollout.sample_queue import SampleQueue
 from async_rl.types import Group, Prompt, Response, WeightSpan
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from async_rl.errors import PublishError
-from async_rl.weight_room import sender_address
+from async_rl.publish.rendezvous import sender_address
 
 
 def test_the_meeting_is_where_all_instances_reach_it() -> None:

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from async_rl.errors import ConfigError, PublishError
-from async_rl.snapshot_store import SnapshotStore
-from async_rl.weight_snapshot import DTYPE_CODES, SnapshotWriter, read_snapshot
-from async_rl.weight_stream import Fingerprint, TensorSpec
+from async_rl.publish.snapshot_store import SnapshotStore
+from async_rl.weights.snapshot import DTYPE_CODES, SnapshotWriter, read_snapshot
+from async_rl.weights.stream import Fingerprint, TensorSpec
 
 Item = tuple[TensorSpec, torch.Tensor]
 
@@ -119,8 +119,8 @@ def test_a_store_keeps_two_snapshots_and_removes_them_at_its_end(tmp_path: Path)
 LEAVE_SNAPSHOTS = """
 import sys, os, torch
 from pathlib import Path
-from async_rl.snapshot_store import SnapshotStore
-from async_rl.weight_stream import TensorSpec
+from async_rl.publish.snapshot_store import SnapshotStore
+from async_rl.weights.stream import TensorSpec
 spec = TensorSpec("a", "float32", (2,))
 store = SnapshotStore(Path(sys.argv[1]), "killed")
 store.begin("v0", [spec]).write([(spec, torch.zeros(2))])

@@ -11,11 +11,11 @@ import psutil
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-from async_rl import weight_store
 from async_rl.errors import PublishError
-from async_rl.store_wire import NotInvited
-from async_rl.weight_store import MAX_STRANGERS, StoreServer, join_meeting
-from async_rl.weight_stream import WeightGroup
+from async_rl.weights import store as weight_store
+from async_rl.weights.store import MAX_STRANGERS, StoreServer, join_meeting
+from async_rl.weights.store_wire import NotInvited
+from async_rl.weights.stream import WeightGroup
 
 HOST = "127.0.0.1"
 SECRET = "of this meeting" * 3

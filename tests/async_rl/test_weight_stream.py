@@ -11,10 +11,10 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from async_rl.collectives import make_group
 from async_rl.errors import ConfigError, PublishError
-from async_rl.weight_store import StoreServer, join_meeting
-from async_rl.weight_stream import ALONE_BYTES, Fingerprint, TensorSpec, WeightGroup, buckets
+from async_rl.weights.collectives import make_group
+from async_rl.weights.store import StoreServer, join_meeting
+from async_rl.weights.stream import ALONE_BYTES, Fingerprint, TensorSpec, WeightGroup, buckets
 
 pytestmark = pytest.mark.distributed
 SPAWN = multiprocessing.get_context("spawn")

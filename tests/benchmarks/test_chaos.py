@@ -17,7 +17,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import save_file
 
-from async_rl import protocol
+from async_rl.protocol import routes
 from benchmarks.chaos_log import FaultLog
 from benchmarks.chaos_proxy import Disturbance, Proxy, Published, Spoil
 from benchmarks.chaos_report import MUST_BE_ZERO, is_sound, report
@@ -42,7 +42,7 @@ def test_a_run_under_faults_loses_nothing_and_ends_as_one_without() -> None:
 
 async def answer(request: web.BaseRequest) -> web.StreamResponse:
     """Stands for an instance that holds version v1: says so, or streams one token after the other."""
-    if request.path == protocol.WEIGHT_INFO:
+    if request.path == routes.WEIGHT_INFO:
         return web.json_response({"weight_version": "default"})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
@@ -72,7 +72,7 @@ async def proxied(*spoils: Spoil, hold_s: float = 0.0) -> AsyncIterator[tuple[Pr
         await runner.cleanup()
 
 
-async def ask(proxy: Proxy, path: str = protocol.GENERATE, body: str = "{}") -> str:
+async def ask(proxy: Proxy, path: str = routes.GENERATE, body: str = "{}") -> str:
     timeout = aiohttp.ClientTimeout(total=20)
     async with aiohttp.ClientSession(timeout=timeout) as session, session.post(proxy.url + path, data=body) as response:
         return await response.text()
@@ -132,7 +132,7 @@ def test_a_request_that_is_turned_away_never_begins() -> None:
         async with proxied("reset") as (proxy, _):
             with pytest.raises(aiohttp.ClientError):
                 await ask(proxy)
-            assert await ask(proxy, protocol.WEIGHT_INFO), "control calls pass"
+            assert await ask(proxy, routes.WEIGHT_INFO), "control calls pass"
 
     assert asyncio.run(be_refused()) == "not now"
     asyncio.run(be_reset())
@@ -167,9 +167,9 @@ def test_a_lying_proxy_says_that_the_newest_version_is_there_until_it_is() -> No
     async def lie() -> list[str]:
         async with proxied() as (proxy, _):
             proxy.lies_about_version = True
-            lying = await ask(proxy, protocol.WEIGHT_INFO)
-            await ask(proxy, protocol.FINISH_WEIGHT_UPDATE, json.dumps({"weight_version": "v2"}))
-            return [json.loads(text)["weight_version"] for text in (lying, await ask(proxy, protocol.WEIGHT_INFO))]
+            lying = await ask(proxy, routes.WEIGHT_INFO)
+            await ask(proxy, routes.FINISH_WEIGHT_UPDATE, json.dumps({"weight_version": "v2"}))
+            return [json.loads(text)["weight_version"] for text in (lying, await ask(proxy, routes.WEIGHT_INFO))]
 
     assert asyncio.run(lie()) == ["v1", "default"]
 

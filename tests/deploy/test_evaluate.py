@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_rl.config_file import load_config
+from async_rl.config.file import load_config
 from deploy.evaluate import config_text, parse, set_name
 
 REWARD = """

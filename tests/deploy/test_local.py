@@ -37,7 +37,7 @@ def test_a_failing_trainer_is_reported_with_its_exit_code_and_last_lines(ground:
 def test_a_named_error_of_the_trainer_is_shown_alone_with_its_log(ground: Any) -> None:
     ground.then_trainer_does(
         "from async_rl.errors import LeaderFailed, RewardError\n"
-        "from async_rl.failure_report import report_failure\n"
+        "from async_rl.programs.failure_report import report_failure\n"
         "consequence = LeaderFailed('the leader failed')\n"
         "if os.fork() == 0:\n    report_failure(consequence, os.environ)\n    os._exit(1)\n"
         "os.wait()\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import RewardSection
+from async_rl.config.sections import RewardSection
 from async_rl.preflight.reward import require_reward
 from deploy.local import main
 

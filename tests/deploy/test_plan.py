@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config_file import parse_config
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from deploy.machine import Machine
 from deploy.plan import describe, num_ports, plan, plan_instances

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config_file import parse_config
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from deploy.machine import Machine
 from deploy.share import MAX_THREADS, Share, share_out

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from running_instance import Instance
 
-from async_rl.config import PoolSection
+from async_rl.config.sections import PoolSection
 from async_rl.event_loop import EventLoopThread
-from async_rl.pool import InferencePool
-from async_rl.protocol import SamplingParams
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
 from deploy.machine import free_ports
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from async_rl.protocol import SamplingParams
+from async_rl.protocol.inference import SamplingParams
 from inference_service.sampling import sample_step, uniforms
 from inference_service.sequences import Sequence
 

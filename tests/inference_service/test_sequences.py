@@ -1,6 +1,6 @@
 """What a stream tells of a response, and when."""
 
-from async_rl.protocol import SamplingParams
+from async_rl.protocol.inference import SamplingParams
 from inference_service.engine import Sample
 from inference_service.sequences import Sequence
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from async_rl import protocol
+from async_rl.protocol import inference
 
 PROMPT = [5, 6, 7, 8, 9]
 LONG = {"max_tokens": 240, "ignore_eos": True}
@@ -105,9 +105,9 @@ def test_chunks_add_up_to_the_unary_answer(instance: Any, interval: int | None) 
 
 def test_answers_and_chunks_are_the_protocols_bodies(instance: Any) -> None:
     whole = instance.generate(PROMPT, n=2, logprobs=2)
-    assert protocol.GenerateResponse.model_validate(whole).model_dump() == whole
+    assert inference.GenerateResponse.model_validate(whole).model_dump() == whole
     for chunk in Stream(instance.client, GENERATE, body_of(n=2, logprobs=2)).wait().chunks:
-        assert protocol.GenerateChunk.model_validate(chunk).model_dump() == chunk
+        assert inference.GenerateChunk.model_validate(chunk).model_dump() == chunk
 
 
 def test_every_chunk_has_the_versions_of_the_whole_output_so_far(instance: Any) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_rl.config import PoolSection
+from async_rl.config.sections import PoolSection
 from async_rl.errors import ProcessFailed
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.server import FleetServer
-from async_rl.pool import InferencePool
+from async_rl.pool.inference_pool import InferencePool
 from inference_service.vllm_command import Command
 from inference_service.vllm_server import VllmProcess
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.weight_snapshot import SnapshotWriter
+from async_rl.weights.snapshot import SnapshotWriter
 
 # Two pages of the prefix cache and a rest.
 PROMPT = [2 + i % 90 for i in range(70)]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.distributed
 
 ROUTES = """
 import sys
-from async_rl.local_address import *
+from async_rl.net.local_address import *
 towards = sys.argv[1]
 environment = {}
 choose_interface("nccl", address_towards(towards), environment)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from layout_worker import Job, make_trainer
 from megatron.core import parallel_state
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from async_rl.types import Publication
-from async_rl.weight_stream import Fingerprint
+from async_rl.weights.stream import Fingerprint
 from trainer.devices import choose_device
 from trainer.ending import Ending
 from trainer.parallel import Parallel, init_parallel

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from async_rl.config import Config, TrainerSection
-from async_rl.config_file import parse_config
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config, TrainerSection
 from async_rl.types import Group
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint_files import newest_checkpoint

@@ -11,7 +11,7 @@ import torch
 from grpo_reference import expected_advantages, sample_distributions
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import (
+from async_rl.config.sections import (
     AlgorithmSection,
     ModelSection,
     OptimizerSection,

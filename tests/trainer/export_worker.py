@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from trainer.devices import choose_device
 from trainer.hf_checkpoint import save_hf_checkpoint
 from trainer.hf_config import read_model_shape

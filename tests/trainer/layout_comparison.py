@@ -18,7 +18,7 @@ from layout_matrix import PACKED_TOKENS, Case
 from layout_worker import Job
 from safetensors.torch import load_file, save_file
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from async_rl.types import Group
 from trainer.parallel import Parallel
 from trainer.passes import make_passes

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from async_rl.config import (
+from async_rl.config.sections import (
     AlgorithmSection,
     ModelSection,
     OptimizerSection,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from trainer import logprobs
 from trainer.devices import choose_device
 from trainer.parallel import init_parallel

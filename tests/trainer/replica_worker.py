@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from layout_worker import Job, make_trainer
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from async_rl.types import Publication
-from async_rl.weight_stream import TensorSpec
+from async_rl.weights.stream import TensorSpec
 from trainer.devices import choose_device
 from trainer.ending import Ending
 from trainer.parallel import init_parallel

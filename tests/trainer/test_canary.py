@@ -20,10 +20,10 @@ import torch
 from layout_worker import Job
 from transformers import AutoModelForCausalLM
 
-from async_rl.canary import EVERYTHING, Canary
-from async_rl.config import PublishSection, RolloutSection, TrainerSection
+from async_rl.config.sections import PublishSection, RolloutSection, TrainerSection
 from async_rl.errors import InstanceError
-from async_rl.gap_limits import noise_scale
+from async_rl.proof.gap_limits import noise_scale
+from async_rl.publish.canary import EVERYTHING, Canary
 from inference_service.weight_transfer.receiver import model_places
 from trainer.canary_weights import class_of
 from trainer.parallel import Parallel

@@ -1,6 +1,6 @@
 import pytest
 
-from async_rl.config import RolloutSection
+from async_rl.config.sections import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.types import Prompt
 from trainer.inference_side import require_fit

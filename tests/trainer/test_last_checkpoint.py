@@ -15,10 +15,10 @@ from checkpoint_worker import make_trainer, run_config
 from test_period import Arriving, ReplayedRollouts
 
 from async_rl.errors import AsyncRLError, OnPolicyViolation, PublishError, RewardError, RunStopped
-from async_rl.gap_limits import NoiseLimits
 from async_rl.ledger import Ledger
 from async_rl.loop import train
-from async_rl.metrics import Recorder
+from async_rl.proof.gap_limits import NoiseLimits
+from async_rl.tracking.recorder import Recorder
 from async_rl.types import Batch, Group, GroupProof, Publication
 from trainer.checkpoint import Checkpoints
 from trainer.ending import Ending

@@ -33,9 +33,9 @@ from layout_matrix import (
 )
 from layout_worker import Job
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from async_rl.errors import ConfigError
-from async_rl.layout import require_layout
+from async_rl.preflight.layout import require_layout
 from async_rl.types import Group
 from trainer.parallel import Parallel
 from trainer.shared_prompt import split_group

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.gap_limits import NoiseLimits, Unit, noise_scale
-from async_rl.logprob_gaps import MIXED, LogprobGaps
+from async_rl.proof.gap_limits import NoiseLimits, Unit, noise_scale
+from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 from async_rl.types import Group, GroupProof, Prompt, Response, WeightSpan
 from trainer.logprob_gaps import LARGEST_GAP, sums_of
 from trainer.trainer import MegatronTrainer

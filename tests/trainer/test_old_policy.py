@@ -12,7 +12,7 @@ from grpo_reference import expected_advantages, sample_distributions
 from layout_worker import Job
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from async_rl.types import Batch, Group
 from trainer.frozen_model import FrozenModel
 from trainer.parallel import Parallel

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.config import OptimizerSection
+from async_rl.config.sections import OptimizerSection
 from async_rl.types import Group
 from trainer.optimizer import LearningRate
 from trainer.trainer import MegatronTrainer

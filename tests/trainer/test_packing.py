@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from async_rl.config import TrainSection
+from async_rl.config.sections import TrainSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt, Response
 from trainer.packing import pack, pack_windows

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from async_rl.types import Group
 from trainer.hf_config import read_model_shape
 from trainer.hf_weights import load_hf_weights

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.config import TrainSection
-from async_rl.gap_limits import NoiseLimits
+from async_rl.config.sections import TrainSection
 from async_rl.ledger import Ledger
 from async_rl.loop import Window, train
-from async_rl.metrics import Recorder
+from async_rl.proof.gap_limits import NoiseLimits
+from async_rl.tracking.recorder import Recorder
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, GroupProof, Publication, StepStats
 from trainer.trainer import MegatronTrainer

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__ as program
-from async_rl.config import Config
+from async_rl.config.sections import Config
 from async_rl.errors import RewardError
 from trainer.stop_signal import StopSignal
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config_file import parse_config
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config
+from async_rl.data.prompt_table import PromptTable
 from async_rl.errors import ConfigError
-from async_rl.prompt_table import PromptTable
 from async_rl.rewards.identity import reward_identity
 from trainer.run_state import Contents, require_same_run
 

@@ -16,7 +16,7 @@ from layout_worker import Job
 from safetensors.torch import load_file
 
 from async_rl.algorithms.grpo import GRPO
-from async_rl.config import TrainerSection
+from async_rl.config.sections import TrainerSection
 from async_rl.types import Group, GroupProof, StepStats
 from trainer.parallel import Parallel
 from trainer.passes import PackedPass, TwoStagePass

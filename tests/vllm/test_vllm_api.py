@@ -15,12 +15,13 @@ import psutil
 import pytest
 from running_instance import Instance
 
-from async_rl.client import InstanceClient
-from async_rl.connections import Connections
 from async_rl.errors import InstanceRestarted
 from async_rl.event_loop import EventLoopThread
-from async_rl.fleet.drafts import Draft
-from async_rl.protocol import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER, SamplingParams
+from async_rl.instance.client import InstanceClient
+from async_rl.instance.connections import Connections
+from async_rl.instance.partial_rollout import Draft
+from async_rl.protocol.inference import SamplingParams
+from async_rl.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

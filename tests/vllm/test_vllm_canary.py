@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from running_instance import Instance
 
-from async_rl.canary import Canary
-from async_rl.config import (
+from async_rl.config.sections import (
     AlgorithmSection,
     ModelSection,
     OptimizerSection,
@@ -21,9 +20,10 @@ from async_rl.config import (
     TrainSection,
 )
 from async_rl.event_loop import EventLoopThread
-from async_rl.gap_limits import noise_scale
-from async_rl.pool import InferencePool
-from async_rl.publish import Publisher
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.proof.gap_limits import noise_scale
+from async_rl.publish.canary import Canary
+from async_rl.publish.publisher import Publisher
 from trainer.devices import choose_device
 from trainer.ending import Ending
 from trainer.parallel import Parallel, init_parallel

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from local_run import Run
 
-from async_rl.gap_limits import noise_scale
+from async_rl.proof.gap_limits import noise_scale
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed, pytest.mark.timeout(900)]
 

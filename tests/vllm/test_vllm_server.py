@@ -12,8 +12,8 @@ import torch
 from running_instance import Instance, TrainerSide
 from transformers import AutoModelForCausalLM
 
-from async_rl.weight_snapshot import SnapshotWriter
-from async_rl.weight_stream import TensorSpec
+from async_rl.weights.snapshot import SnapshotWriter
+from async_rl.weights.stream import TensorSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.algorithms import make_algorithm
-from async_rl.config import AlgorithmSection
+from async_rl.config.sections import AlgorithmSection
 
 LENGTHS = (3, 1, 5, 2)
 

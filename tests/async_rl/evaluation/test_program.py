@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config_file import parse_config
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, InstanceError, StaleWeights
 from async_rl.evaluation.__main__ import evaluate, main
 

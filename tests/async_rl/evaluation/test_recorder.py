@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from async_rl.evaluation.recorder import FILE, EvaluationRecorder, SetResult
-from async_rl.records import cut_run_records
+from async_rl.tracking.records import cut_run_records
 
 
 def result(iteration: int, num_prompts: int = 3, **figures: float) -> SetResult:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rl.config import EvaluationSection, PromptsSection
+from async_rl.config.sections import EvaluationSection, PromptsSection
+from async_rl.data.prompts import load_prompts
 from async_rl.errors import ConfigError
 from async_rl.evaluation.sets import load_sets
-from async_rl.prompts import load_prompts
 
 
 @pytest.fixture(scope="module")

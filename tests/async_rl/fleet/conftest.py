@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import PoolSection
+from async_rl.config.sections import PoolSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.server import FleetServer
-from async_rl.pool import InferencePool
+from async_rl.pool.inference_pool import InferencePool
 
 
 class Endpoint:

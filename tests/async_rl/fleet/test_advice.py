@@ -1,6 +1,6 @@
 import pytest
 
-from async_rl.fleet.advice import IterationTimes, advise, desired_instances
+from async_rl.tracking.balance import IterationTimes, advise, desired_instances
 
 
 def times(

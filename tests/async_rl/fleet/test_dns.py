@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.errors import ConfigError
 from async_rl.fleet.dns import DnsMembership, resolve_addresses
-from async_rl.pool import InferencePool
+from async_rl.pool.inference_pool import InferencePool
 
 
 class NameService:

@@ -1,4 +1,4 @@
-from async_rl.fleet.expected_length import ExpectedLength
+from async_rl.rollout.expected_length import ExpectedLength
 from async_rl.types import Response
 
 

@@ -10,10 +10,10 @@ from pools import DEADLINE_S, Pools
 from scripted_instance import sample
 
 from async_rl.errors import ConfigError, ConnectionLost, InstanceRefused, NoInstanceLeft, PromptFailed
-from async_rl.fleet.attempts import MAX_FAILURES, MAX_REFUSALS, Attempts
-from async_rl.fleet.circuit import FIRST_PAUSE_S, MAX_PAUSE_S, Circuit
-from async_rl.pool import InferencePool
-from async_rl.protocol import SamplingParams
+from async_rl.pool.attempts import MAX_FAILURES, MAX_REFUSALS, Attempts
+from async_rl.pool.circuit import FIRST_PAUSE_S, MAX_PAUSE_S, Circuit
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
 
 SAMPLING = SamplingParams(n=2, max_tokens=8, seed=0, logprobs=0)
@@ -156,8 +156,8 @@ def test_tokens_that_are_taken_back_each_time_are_no_progress(
     instances, stage: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answer brings tokens and ends without a word of the weights that made them, again and again."""
-    monkeypatch.setattr("async_rl.fleet.circuit.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("async_rl.fleet.circuit.MAX_PAUSE_S", 0.02)
+    monkeypatch.setattr("async_rl.pool.circuit.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("async_rl.pool.circuit.MAX_PAUSE_S", 0.02)
     (broken,) = instances({"stream": True, "versions_at_end": True, "endless": True, "boot_id": None})
     pool = stage.make(broken)
     with pytest.raises(PromptFailed, match="failed 12 times in a row, on 1 instances, without a token"):

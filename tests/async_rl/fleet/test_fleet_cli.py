@@ -5,9 +5,9 @@ import sys
 import time
 from pathlib import Path
 
-from async_rl.config import PoolSection
+from async_rl.config.sections import PoolSection
 from async_rl.fleet.server import FleetServer
-from async_rl.protocol import SamplingParams
+from async_rl.protocol.inference import SamplingParams
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 

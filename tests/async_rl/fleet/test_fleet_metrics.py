@@ -3,7 +3,7 @@ from collections.abc import Callable
 from prometheus_client.parser import text_string_to_metric_families
 
 from async_rl.fleet.metrics import FleetMetrics
-from async_rl.pool import InferencePool
+from async_rl.pool.inference_pool import InferencePool
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 

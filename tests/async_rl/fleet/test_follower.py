@@ -4,8 +4,8 @@ import logging
 import pytest
 
 from async_rl.fleet.follower import FleetFollower
-from async_rl.fleet.member import Member
-from async_rl.pool import InferencePool
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.pool.member import Member
 
 A, B, C = (f"http://10.0.0.{i}:8000" for i in (1, 2, 3))
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from async_rl.fleet.membership import (
+from async_rl.pool.membership import (
     MAX_FAILED_PUBLISHES,
     MAX_RETURNS,
     STATES,

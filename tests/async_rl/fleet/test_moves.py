@@ -8,16 +8,16 @@ import pytest
 from pools import Pools
 from scripted_instance import sample
 
-from async_rl.client import InstanceClient
-from async_rl.connections import Connections
 from async_rl.event_loop import EventLoopThread
-from async_rl.fleet.drafts import Draft
-from async_rl.fleet.member import Member
-from async_rl.fleet.membership import Membership, Standing
-from async_rl.fleet.moves import STRAGGLING, STRAGGLING_S, next_moves
-from async_rl.fleet.request import Request
-from async_rl.pool import InferencePool
-from async_rl.protocol import SamplingParams
+from async_rl.instance.client import InstanceClient
+from async_rl.instance.connections import Connections
+from async_rl.instance.partial_rollout import Draft
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.pool.member import Member
+from async_rl.pool.membership import Membership, Standing
+from async_rl.pool.moves import STRAGGLING, STRAGGLING_S, next_moves
+from async_rl.pool.request import Request
+from async_rl.protocol.inference import SamplingParams
 
 NOW_S = 1000.0
 PACE = 80.0

@@ -8,10 +8,10 @@ import pytest
 from pools import Pools
 
 from async_rl.event_loop import EventLoopThread
-from async_rl.fleet.credit import UNTOLD_AT_FIRST, UNTOLD_AT_MOST, Credit
-from async_rl.fleet.member import Member
-from async_rl.pool import InferencePool
-from async_rl.protocol import SamplingParams
+from async_rl.pool.credit import UNTOLD_AT_FIRST, UNTOLD_AT_MOST, Credit
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.pool.member import Member
+from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
 
 NUM_GROUPS = 60

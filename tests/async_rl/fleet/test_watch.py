@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from async_rl.event_loop import EventLoopThread
-from async_rl.pool import InferencePool
+from async_rl.pool.inference_pool import InferencePool
 
 DEADLINE_S = 20.0
 VERSION = "v1"

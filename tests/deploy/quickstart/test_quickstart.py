@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config_file import load_config
+from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
 from deploy.quickstart.__main__ import CONFIG, make_run_dir
 

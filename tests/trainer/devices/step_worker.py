@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-from async_rl.config import OptimizerSection, TrainerSection, TrainSection
+from async_rl.config.sections import OptimizerSection, TrainerSection, TrainSection
 from async_rl.types import Group, Prompt, Response
 from trainer.devices import choose_device
 from trainer.hf_config import ModelShape

@@ -1,0 +1,71 @@
+"""Reads a config: a TOML file with overrides, or nested dicts; what is wrong in it is said in its own keys."""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from async_rl.config.keys import explain_unknown, find_key, keys_of, read_value, set_dotted
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file and applies overrides such as `--train.iterations=10`, as `programs/command_line.py`
+    gives them.
+
+    A value of a key that takes text is taken as it is; others are read as TOML or JSON.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, a key is unknown, or a value is out of range.
+    """
+    try:
+        tree: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the config {str(path)!r}: {error.strerror}; give the path of a TOML file"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is not valid TOML: {error}; correct it there") from error
+    for word in overrides:
+        name, equals, text = word.removeprefix("--").partition("=")
+        assert word.startswith("--") and equals, f"override {word!r} is not --section.key=VALUE"
+        key = find_key(Config, name)
+        try:
+            set_dotted(tree, name, key.read(text) if key else read_value(text))
+        except ValueError as error:
+            raise ConfigError(f"override --{name}: {error}") from error
+    return parse_config(tree, source=str(path))
+
+
+def parse_config(tree: dict[str, Any], source: str) -> Config:
+    """Validates a config given as nested dicts; errors name `source`.
+
+    Raises:
+        ConfigError: with one line per bad key, naming its value.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+        raise ConfigError(f"{source}: " + "\n".join(lines)) from error
+
+
+def _explain(item: Any) -> str:
+    """One fault of a config: the key, its value, what was expected and what the key means."""
+    loc: tuple[str | int, ...] = item["loc"]
+    name = ".".join(str(part) for part in loc)
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {name!r} (value {item['input']!r}): {explain_unknown(Config, loc)}"
+    if item["type"] == "missing" and len(loc) == 1:
+        needed = [key.name for key in keys_of(Config).values() if key.section == name and key.default is None]
+        return f"missing section [{name}]: set {', '.join(needed)}"
+    key = find_key(Config, name)
+    meaning = f"; {name} is: {key.description}" if key and key.description else ""
+    if item["type"] == "missing":
+        return f"missing key {name!r}: it has no default; set it in the file or as --{name} VALUE{meaning}"
+    # Our own validators say all of it themselves.
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return f"{name}: {message} (got {item['input']!r}){meaning}" if key or len(loc) > 1 else message

@@ -1,0 +1,375 @@
+"""The configuration of a run as pydantic models; `config_file.py` reads one. Imports nothing heavy.
+
+Every entry point loads it first and hands each part only its own section. Unknown keys are errors.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from async_rl.config.keys import kinds_of
+from async_rl.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Infinity and NaN are no values of any key: each compares in a way that lets a limit through."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _means_what_it_says(cls, value: Any, info: ValidationInfo) -> Any:
+        # Both would be taken for something else: true for the number 1, and no path at all for the working directory.
+        kinds = kinds_of(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and bool not in kinds and {int, float} & kinds:
+            raise ValueError("Input should be a number, not a truth value")
+        if value == "" and Path in kinds:
+            raise ValueError("Input should be a path, not empty text; '.' is the working directory")
+        return value
+
+
+class RunSection(Section):
+    dir: Path = Field(description="where metrics, ledger, checkpoints and logs of this run go")
+    resume: bool = Field(False, description="go on from the newest checkpoint in run.dir, or start where there is none")
+    accept_changes: bool = Field(
+        False,
+        description="go on though settings, prompts or reward differ from the checkpoint's; the log names them",
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="decides the order of prompts and every sampling seed")
+
+
+class ModelSection(Section):
+    path: str = Field(description="Hugging Face checkpoint: a directory or a hub name")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and activations, in both pools")
+
+
+class PromptsSection(Section):
+    source: str = Field(description="a .jsonl or .parquet file, or reasoning-gym:TASK")
+    prompts_per_batch: int = Field(ge=1, description="B: prompts of one iteration")
+    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are reported and left out, once, at start")
+    column: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
+    chat_template: bool = Field(True, description="render the prompt with the tokenizer's chat template")
+    system_prompt: str | None = Field(None, description="put before each prompt, in the chat template's system role")
+    num_rows: int = Field(10_000, ge=1, description="how many rows to draw from a reasoning-gym task")
+    task_options: dict[str, Any] = Field(default_factory=dict, description="options of the reasoning-gym task")
+
+
+class RolloutSection(Section):
+    responses_per_prompt: int = Field(8, ge=1, le=1024, description="G: responses of one group; at least 2")
+    max_response_tokens: int = Field(512, ge=1, description="a response ends here, with finish reason `length`")
+    temperature: float = Field(1.0, gt=0.0, description="of sampling; the trainer divides its logits by it too")
+    stop_token_ids: tuple[int, ...] = Field((), description="end a response, besides the model's own end of sequence")
+
+
+class RewardSection(Section):
+    name: str = Field(description="reasoning_gym, math, or python:path/to/file.py:function")
+    timeout_s: float = Field(30.0, gt=0, description="for one group, from when its call begins")
+    num_workers: int = Field(1, ge=1, description="processes that run the reward")
+    max_concurrency: int = Field(
+        64, ge=1, description="calls of an asynchronous reward under way at once; a synchronous one has one per process"
+    )
+    on_error: Literal["fail", "retry"] = Field(
+        "fail", description="a call that raises, hangs or returns nonsense ends the run, or is made again first"
+    )
+    max_attempts: int = Field(3, ge=1, description="calls for one group at most, with `retry`")
+    skip_special_tokens: bool = Field(
+        True, description="leave special tokens (end of sequence, a chat template's) out of the text that is scored"
+    )
+
+
+class PoolSection(Section):
+    instances: tuple[str, ...] = Field((), description="base URLs of inference instances that are there from the start")
+    dns: str | None = Field(
+        None, pattern=r"^.+:\d+$", description="HOST:PORT; every address of HOST is an instance, as they come and go"
+    )
+    fleet_host: str = Field("127.0.0.1", description="where the fleet endpoint listens")
+    fleet_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one (see run.dir/fleet.json)")
+    join: Literal["now", "publish"] = Field(
+        "publish", description="a new instance serves from the next publish on, or at once, from the weight snapshot"
+    )
+    timeout_s: float = Field(120.0, gt=0, description="how long the run waits for an instance before it fails")
+    request_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="longest time without progress of a generate request, which then goes on at another instance: "
+        "without a new token of it or, while it waits in the instance's queue, of any request there",
+    )
+    stream_interval: int = Field(
+        64,
+        ge=1,
+        description="tokens of a response that arrive at once: fewer cost more, more are lost with an instance",
+    )
+    heartbeat_timeout_s: float = Field(15.0, gt=0, description="an instance that is silent for so long counts as dead")
+    max_outstanding_tokens: int | None = Field(
+        None, ge=1, description="expected tokens under way at one instance at most; further groups wait for their turn"
+    )
+    split_tail: bool = Field(False, description="share a group among idle instances when no other group waits")
+
+
+class PublishSection(Section):
+    timeout_s: float = Field(60.0, gt=0, description="every step of a publish: rendezvous, control call, bucket")
+    bucket_bytes: int = Field(64 * 2**20, ge=1, description="how many bytes one broadcast carries at most")
+    master_address: str | None = Field(
+        None, description="this trainer's own address as the instances reach it; by default the one that routes to them"
+    )
+    transport: Literal["broadcast", "snapshot"] = Field(
+        "broadcast", description="a torch.distributed broadcast, or a file that the instances read"
+    )
+    snapshot_dir: Path | None = Field(
+        None, description="where weights are written as safetensors, in shared memory or on a shared file system"
+    )
+    probe_tokens: int = Field(
+        8, ge=0, description="sampled tokens of a vLLM instance that the trainer compares after a publish; 0 for none"
+    )
+    canary: Literal["first", "always", "off"] = Field(
+        "first",
+        description="show with changed weights that every class of tensors reaches what an engine computes with: "
+        "before an engine of its kind first serves in a run, before every batch, or never (see proof.md)",
+    )
+    max_probe_gap: float = Field(0.5, gt=0, description="largest difference of their log-probs, in nats")
+
+    @model_validator(mode="after")
+    def _snapshots_have_a_place(self) -> "PublishSection":
+        if self.transport == "snapshot" and self.snapshot_dir is None:
+            raise ValueError(
+                "publish.transport is 'snapshot', but publish.snapshot_dir is not set: name a directory that trainer "
+                "and instances share, such as one under /dev/shm"
+            )
+        return self
+
+
+class AlgorithmSection(Section):
+    name: Literal["grpo"] = Field("grpo", description="group-relative policy optimization")
+    clip_low: float = Field(0.2, ge=0.0, description="the ratio counts from 1 - clip_low")
+    clip_high: float = Field(0.2, ge=0.0, description="to 1 + clip_high")
+    kl_coef: float = Field(0.0, ge=0.0, description="weight of the k3 KL to the reference; 0 keeps no reference")
+    normalize: Literal["token", "sequence"] = Field(
+        "token", description="mean over the batch's response tokens, or over its responses"
+    )
+    scale_by_std: bool = Field(True, description="divide group advantages by the group's standard deviation")
+    old_policy: Literal["reuse", "model", "lagged"] = Field(
+        "reuse",
+        description="denominator of the ratio: the policy's own log-probs, detached; a model with the published "
+        "weights; or one with the weights before the last step",
+    )
+
+
+class OptimizerSection(Section):
+    learning_rate: float = Field(1e-6, gt=0, description="at its peak, after the warm-up")
+    min_learning_rate_ratio: float = Field(1.0, ge=0.0, le=1.0, description="learning rate at the end / at the peak")
+    warmup_iterations: int = Field(0, ge=0, description="linear warm-up; then linear decay to the end of the run")
+    beta1: float = Field(0.9, ge=0.0, lt=1.0, description="AdamW")
+    beta2: float = Field(0.95, ge=0.0, lt=1.0, description="AdamW")
+    eps: float = Field(1e-8, gt=0, description="AdamW")
+    weight_decay: float = Field(0.0, ge=0.0, description="AdamW; norms and biases are left out")
+    clip_grad_norm: float = Field(1.0, gt=0, description="largest norm of the whole gradient")
+
+
+class TrainSection(Section):
+    iterations: int = Field(ge=1, description="batches to train")
+    steps_per_batch: int = Field(
+        1,
+        ge=1,
+        description="optimizer steps per batch, one per mini-batch of its prompts; more than 1 need an old model",
+    )
+    mode: Literal["periodic", "synchronous"] = Field(
+        "periodic", description="train from the first finished group on, or only after the last (the baseline)"
+    )
+    order: Literal["completion", "prompt"] = Field(
+        "completion", description="train groups as they finish, or by place in the batch (bit for bit repeatable)"
+    )
+    on_nonfinite: Literal["skip", "fail"] = Field(
+        "skip",
+        description="a gradient that is infinite or not a number: take no step on it, at most 3 times in a row, or end "
+        "the run",
+    )
+    logprob_noise: float | None = Field(
+        None,
+        gt=0,
+        description="RMS of trainer - rollout log-probs, in nats per token, that sound engines may have; by default "
+        "what the rounding of model.dtype explains (see proof.md)",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_largest_gap(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and "max_logprob_gap" in tree:
+            raise ValueError(
+                f"train.max_logprob_gap (value {tree['max_logprob_gap']!r}) is no setting any more: trainer - rollout "
+                "log-probs are judged by their RMS and mean, against limits that follow from model.dtype and the "
+                "number of tokens; remove it, and where engines are meant to be noisier than that, as quantized ones "
+                "are, set train.logprob_noise to their RMS"
+            )
+        return tree
+
+
+class TrainerSection(Section):
+    device: Literal["cpu", "cuda", "npu"] = Field("cpu", description="where the trainer runs")
+    num_processes: int | None = Field(
+        None, ge=1, description="training ranks that `async-rl run` starts on this host; by default one replica's"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="ranks that share every layer's tensors")
+    pipeline_parallel: int = Field(1, ge=1, description="ranks that share the layers")
+    expert_parallel: int = Field(
+        1, ge=1, description="ranks of a pipeline stage that share the experts, across replicas if need be"
+    )
+    sequence_parallel: bool = Field(
+        False, description="tensor-parallel ranks also share rows; a model of experts needs it under tensor_parallel"
+    )
+    distributed_optimizer: bool = Field(False, description="replicas share the optimizer's state")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in backward: none, feed-forward parts, or whole layers"
+    )
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="rows of one micro-batch at most; a longer group is split in micro-groups"
+    )
+    frozen_weights: Literal["device", "host"] = Field(
+        "device", description="where old and reference weights wait until they are used"
+    )
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Training ranks of `async-rl run`."""
+        return self.num_processes or self.ranks_per_replica
+
+    def num_replicas(self, num_ranks: int) -> int:
+        """How many replicas so many training ranks form.
+
+        Raises:
+            ConfigError: they cannot be laid out as this section asks.
+        """
+        if num_ranks % self.ranks_per_replica:
+            raise ConfigError(
+                f"{num_ranks} training ranks (trainer.num_processes) cannot form replicas of trainer.tensor_parallel x "
+                f"trainer.pipeline_parallel = {self.tensor_parallel} x {self.pipeline_parallel} = "
+                f"{self.ranks_per_replica} ranks: start a multiple of it"
+            )
+        ranks_per_stage = num_ranks // self.pipeline_parallel
+        if ranks_per_stage % self.expert_parallel:
+            raise ConfigError(
+                f"trainer.expert_parallel = {self.expert_parallel} does not divide the {ranks_per_stage} ranks of a "
+                "pipeline stage, which share its experts: choose a divisor"
+            )
+        return num_ranks // self.ranks_per_replica
+
+
+class CheckpointSection(Section):
+    every: int = Field(50, ge=0, description="iterations between checkpoints; 0 saves none")
+    keep: int = Field(2, ge=1, description="how many checkpoints stay, the newest ones")
+    grace_s: float = Field(
+        120.0, gt=0, description="how long a run that ends early may take to save and end; launchers wait for it"
+    )
+
+
+class InferenceSection(Section):
+    """Instances that `deploy` starts; a run against instances started elsewhere only sets `pool.instances`."""
+
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="the embedded engine, or vLLM's server")
+    python: str | None = Field(None, description="the interpreter that has the engine; by default the launcher's own")
+    num_instances: int = Field(1, ge=1, description="processes to start")
+    tensor_parallel: int = Field(1, ge=1, description="workers of one instance; vllm only")
+    max_concurrency: int = Field(64, ge=1, description="responses generated at once")
+    engine_options: tuple[str, ...] = Field((), description="further arguments of vLLM's own server")
+
+    @model_validator(mode="after")
+    def _engine_has_what_is_asked(self) -> "InferenceSection":
+        if self.engine == "vllm":
+            return self
+        if self.tensor_parallel > 1:
+            raise ValueError(
+                f"inference.tensor_parallel is {self.tensor_parallel} with inference.engine = 'transformers', which "
+                "has one worker: set it to 1, or inference.engine to 'vllm'"
+            )
+        if self.engine_options:
+            raise ValueError(
+                f"inference.engine_options is {list(self.engine_options)} with inference.engine = 'transformers': they "
+                "are for vLLM's server; remove them, or set inference.engine to 'vllm'"
+            )
+        return self
+
+
+class EvaluationSet(Section):
+    """`[[evaluation.sets]]`: prompts are rendered as those of the `prompts` section, and scored by the run's reward."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="as its figures are called")
+    source: str = Field(description="a .jsonl or .parquet file, or reasoning-gym:TASK")
+    num_samples: int = Field(1, ge=1, le=1024, description="k: responses per prompt, for pass@1 and pass@k")
+    max_prompts: int | None = Field(None, ge=1, description="take the first so many rows only")
+    temperature: float = Field(1.0, ge=0.0, description="of sampling; 0 takes the most likely tokens")
+
+
+class EvaluationSection(Section):
+    sets: tuple[EvaluationSet, ...] = Field((), description="what is evaluated while the pool is idle")
+    every: int = Field(10, ge=1, description="iterations from one evaluation to the next")
+    max_delay_s: float = Field(2.0, ge=0.0, description="how long a publish waits at most for what is under way")
+
+
+class Config(Section):
+    run: RunSection
+    model: ModelSection
+    prompts: PromptsSection
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    reward: RewardSection
+    pool: PoolSection = Field(default_factory=PoolSection)
+    publish: PublishSection = Field(default_factory=PublishSection)
+    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    train: TrainSection
+    trainer: TrainerSection = Field(default_factory=TrainerSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    inference: InferenceSection = Field(default_factory=InferenceSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    @model_validator(mode="after")
+    def _joining_at_once_has_a_snapshot(self) -> "Config":
+        if self.pool.join == "now" and self.publish.snapshot_dir is None:
+            raise ValueError(
+                "pool.join is 'now', but publish.snapshot_dir is not set: an instance that joins in the middle of a "
+                "batch reads the weights from there; name a directory that trainer and instances share"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _several_steps_have_an_old_model(self) -> "Config":
+        if self.train.steps_per_batch > 1 and self.algorithm.old_policy != "model":
+            raise ValueError(
+                f"train.steps_per_batch is {self.train.steps_per_batch} with algorithm.old_policy = "
+                f"{self.algorithm.old_policy!r}: after its first step the policy is not the one that sampled; "
+                "set algorithm.old_policy to 'model'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> "Config":
+        # An error, not a warning: such a run would spend its time and end with the weights that it began with.
+        if self.rollout.responses_per_prompt == 1:
+            raise ValueError(
+                f"rollout.responses_per_prompt is 1, but algorithm.name = {self.algorithm.name!r} compares the "
+                "responses of a prompt with each other: the advantage of a single one is 0, and nothing is learned; "
+                "set it to 2 or more, 8 for example"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batch_feeds_every_replica(self) -> "Config":
+        self.require_prompts_for(self.trainer.num_local_ranks)
+        return self
+
+    def require_prompts_for(self, num_ranks: int) -> None:
+        """Checks that so many training ranks form replicas, each with a prompt of every mini-batch.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        num_prompts, num_replicas = self.prompts.prompts_per_batch, self.trainer.num_replicas(num_ranks)
+        if num_prompts < num_replicas * self.train.steps_per_batch:
+            raise ConfigError(
+                f"prompts.prompts_per_batch is {num_prompts}, but there are {num_replicas} replicas x "
+                f"{self.train.steps_per_batch} train.steps_per_batch: every replica needs at least one prompt for each "
+                "step of each batch"
+            )

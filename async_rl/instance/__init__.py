@@ -1,0 +1,1 @@
+"""One inference instance over HTTP."""

@@ -1,0 +1,347 @@
+"""One inference instance over HTTP: the trainer's side of `async_rl.protocol.inference`.
+
+Every method runs on one event loop, and ends within its timeout in a result or an
+`InstanceError` that names the instance. No method retries: that is the pool's and the publisher's business.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import aiohttp
+from pydantic import BaseModel
+
+from async_rl.errors import (
+    InstanceError,
+    InstanceRefused,
+    InstanceStalled,
+    InstanceTooSlow,
+    StaleWeights,
+)
+from async_rl.instance.bodies import (
+    MODELS,
+    RPC,
+    VERSION,
+    WEIGHT_INFO,
+    WORLD_SIZE,
+    Model,
+    completion_request,
+    generate_request,
+)
+from async_rl.instance.connections import Connections
+from async_rl.instance.dialect import Dialect, dialect_of
+from async_rl.instance.http import MAX_BODY_BYTES, UNBOUNDED, InstanceHttp, RouteMissing, within
+from async_rl.instance.partial_rollout import Draft, request_of
+from async_rl.instance.patience import while_it_progresses
+from async_rl.instance.response_stream import Answer, OnProgress, event_payloads, whole_body
+from async_rl.protocol import inference, routes
+from async_rl.protocol.inference import SamplingParams
+from async_rl.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 10.0
+
+VOUCH_TIMEOUT_S = 3.0
+"""To read version and boot id again when an answer broke off: an instance that is gone must not hold up its group."""
+
+START_TIME_METRIC = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Which weights an instance says it holds, and which process says so; see `routes.BOOT_ID_HEADER`."""
+
+    version: WeightVersion
+    boot_id: str | None
+
+
+class InstanceClient:
+    """Speaks to the instance at `url`; a generation ends when it makes no progress for `request_timeout_s`, and its
+    tokens come in chunks of `stream_interval`."""
+
+    def __init__(self, connections: Connections, url: str, request_timeout_s: float, stream_interval: int) -> None:
+        self.url = url.rstrip("/")
+        self._dialect: Dialect | None = None
+        self.max_concurrency: int | None = None
+        """How many responses it generates at once, where it says so; known after `learn_dialect`."""
+        self.server = ""
+        """Its release, as `learn_dialect` found it."""
+        self.streams = True
+        """Whether it answers generate requests token by token, as far as seen."""
+        self.has_streamed = False
+        """Whether it has done so."""
+        self._connections = connections
+        self._http = InstanceHttp(connections, self.url)
+        self._request_timeout_s = request_timeout_s
+        self._stream_interval = stream_interval
+        self._heard_s = 0.0
+        """`time.monotonic()` of the last tokens of any request."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """What `learn_dialect` found. A guess would do harm without a word: a server that takes its noise from the seed
+        and gets none draws other samples."""
+        assert self._dialect is not None, f"instance {self.url} was not asked yet what it speaks"
+        return self._dialect
+
+    @property
+    def knows_its_server(self) -> bool:
+        """Whether `learn_dialect` has had an answer."""
+        return self._dialect is not None
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str,
+        version: WeightVersion,
+        drafts: Sequence[Draft],
+        *,
+        boot_id: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Brings the drafts to their ends, all of weight version `version`; what arrives stays, also if it fails.
+
+        Uses the generate route, whose answer proves the version of each token. Where the server lacks it, completions
+        with token ids, and the version is read before and after.
+
+        Args:
+            drafts: of one prompt; see `request_of`.
+            boot_id: of the process that was put in service with this version; another one's tokens are refused.
+            on_progress: called with the tokens and the ended responses that each event brought.
+
+        Raises:
+            InstanceUnreachable, InstanceRefused: see errors.py.
+            InstanceStalled: no token of any request came for `request_timeout_s`.
+            InstanceTooSlow: the same of this request, while others went on.
+            StaleWeights: some token was sampled from other weights, or by another process; it is not in the drafts.
+            BrokenAnswer: it is no sample of what was asked for; nothing of it is in the drafts.
+            InstanceError: the answer is incomplete or malformed, or the request was aborted.
+        """
+        began_s = time.monotonic()
+        says_versions = self.dialect.has_generate
+        answer = Answer(self.url, drafts, version, says_versions, sampling.max_tokens, boot_id, on_progress)
+
+        def last_progress_s() -> float:
+            # As long as none of its own came, it may wait in the instance's queue, behind others that go on.
+            return max(began_s, answer.heard_s or self._heard_s)
+
+        try:
+            async with while_it_progresses(last_progress_s, self._request_timeout_s):
+                await self._ask(prompt_token_ids, sampling, request_id, answer)
+        except TimeoutError as error:
+            slow = f"instance {self.url} made no token of a request for {self._request_timeout_s:g} s"
+            if self._heard_s > time.monotonic() - self._request_timeout_s:
+                raise InstanceTooSlow(f"{slow}, after {answer.num_tokens} of it") from error
+            raise InstanceStalled(f"{slow}, nor of any other one") from error
+        except StaleWeights:
+            answer.take_back_unproven()
+            raise
+        finally:
+            await self._prove_rest(answer)
+
+    async def _ask(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str, answer: Answer
+    ) -> None:
+        by_position = self.dialect.noise_by_position
+        prompt, params = request_of(prompt_token_ids, sampling, answer.drafts, noise_by_position=by_position)
+        params = params.model_copy(update={"stream_interval": self._stream_interval})
+        if self.dialect.has_generate:
+            try:
+                await self._read(routes.GENERATE, generate_request(prompt, params, request_id), answer)
+            except RouteMissing as error:
+                logger.info("%s; using %s", error, routes.COMPLETIONS)
+                self._dialect = replace(self.dialect, has_generate=False)
+        if not self.dialect.has_generate:
+            answer.says_versions = False
+            await self._require_holding(answer)
+            await self._read(routes.COMPLETIONS, completion_request(prompt, params, request_id), answer)
+            await self._require_holding(answer)
+            answer.vouch()
+        answer.require_complete()
+
+    async def _read(self, path: str, body: BaseModel, answer: Answer) -> None:
+        """POSTs a request and feeds `answer` with what comes, in events or at once."""
+        try:
+            session = self._connections.generating
+            data = body.model_dump_json(exclude_none=True).encode()
+            async with session.post(self.url + path, data=data, timeout=UNBOUNDED, allow_redirects=False) as response:
+                answer.came_from(response.headers.get(routes.BOOT_ID_HEADER))
+                if response.status != 200:
+                    refusal = await whole_body(response.content, MAX_BODY_BYTES, self.url)
+                    response.close()
+                    self._http.refuse("POST", path, response.status, refusal)
+                self.streams = response.content_type == "text/event-stream"
+                if self.streams:
+                    self.has_streamed = True
+                    async for payload in event_payloads(response.content, answer.max_bytes, self.url):
+                        self._feed(answer, payload)
+                else:
+                    self._feed(answer, await whole_body(response.content, answer.max_bytes, self.url))
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._http.unreachable("POST", path, error) from error
+
+    def _feed(self, answer: Answer, payload: bytes) -> None:
+        num_before = answer.num_tokens
+        answer.feed(payload)
+        if answer.num_tokens > num_before:
+            self._heard_s = time.monotonic()
+
+    async def _prove_rest(self, answer: Answer) -> None:
+        """Keeps the tokens of an answer that broke off if version and process show what made them; cuts them otherwise.
+
+        A server that reports versions with its last chunk only cannot say so any more. The head of the answer may name
+        the process that made it, which was put in service with this version. Version and boot id are read again: the
+        same process may hold other weights by now, given by somebody else; where another process answers, or none,
+        only that head is proof.
+        """
+        if not answer.has_unproven:
+            return
+        is_proven = False
+        try:
+            is_proven = await self._is_proven(answer)
+        finally:
+            # Also where the wait was called off: a draft must not keep tokens of which nobody knows the version.
+            if is_proven:
+                answer.vouch()
+            else:
+                answer.take_back_unproven()
+
+    async def _is_proven(self, answer: Answer) -> bool:
+        if answer.boot_id is not None:
+            try:
+                held = await self.holding(VOUCH_TIMEOUT_S)
+            except InstanceError as error:
+                logger.debug("%s", error)
+            else:
+                if held.boot_id == answer.boot_id:
+                    return held.version == answer.version
+        return answer.is_of_process_in_service
+
+    async def learn_dialect(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Asks the server what it is; again after it may have been replaced by another one."""
+        answer, headers = await self._http.exchange("GET", routes.VERSION, None, within(timeout_s))
+        version = self._http.parse(VERSION, answer, routes.VERSION)["version"]
+        self._dialect = dialect_of(version, (await self._model(timeout_s)).get("owned_by"))
+        told = headers.get(routes.MAX_CONCURRENCY_HEADER, "")
+        self.max_concurrency = int(told) if told.isdecimal() and 0 < len(told) < 9 and int(told) else None
+        self.server = version
+
+    async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> str | None:
+        """The boot id that the answer of a healthy instance names, if any; InstanceRefused with status 503 if it runs
+        but cannot serve."""
+        _, headers = await self._http.exchange("GET", routes.HEALTH, None, within(timeout_s))
+        return headers.get(routes.BOOT_ID_HEADER)
+
+    async def holding(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Holding:
+        """Which weights it holds and which process it is: from one answer, or else the process is asked last, so that
+        a restart in between cannot pass for the process that held them."""
+        path, version = routes.WEIGHT_INFO, ""
+        if self.dialect.keeps_version:
+            answer, headers = await self._http.exchange("GET", path, None, within(timeout_s))
+            version = self._http.parse(WEIGHT_INFO, answer, path)["weight_version"]
+        else:
+            answer, headers = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
+            version = self._versions_of(answer)
+        boot_id = headers.get(routes.BOOT_ID_HEADER)
+        return Holding(version, boot_id if boot_id is not None else await self._start_time(timeout_s))
+
+    async def _start_time(self, timeout_s: float) -> str | None:
+        """When the server's process was started, as its figures say; None where they do not."""
+        try:
+            found = START_TIME_METRIC.search(await self._http.get(routes.METRICS, timeout_s))
+        except InstanceRefused:
+            return None
+        return f"started-{found[1].decode(errors='replace')}" if found else None
+
+    async def max_model_len(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
+        """Prompt plus response tokens that the served model takes at most."""
+        return (await self._model(timeout_s))["max_model_len"]
+
+    async def _model(self, timeout_s: float) -> Model:
+        models = self._http.parse(MODELS, await self._http.get(routes.MODELS, timeout_s), routes.MODELS)["data"]
+        if not models:
+            raise InstanceError(f"instance {self.url} serves no model: its {routes.MODELS} is empty")
+        return models[0]
+
+    async def weight_version(self, timeout_s: float = CONTROL_TIMEOUT_S) -> WeightVersion:
+        """What it was last given, as it says itself; after a start that is no version of ours."""
+        if not self.dialect.keeps_version:
+            answer, _ = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
+            return self._versions_of(answer)
+        answer = await self._http.get(routes.WEIGHT_INFO, timeout_s)
+        return self._http.parse(WEIGHT_INFO, answer, routes.WEIGHT_INFO)["weight_version"]
+
+    def _versions_of(self, answer: bytes) -> WeightVersion:
+        """The version that the workers noted; several, if they do not agree."""
+        return ", ".join(sorted(set(self._results_of(answer))))
+
+    async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
+        """How many workers of the instance join the weight group."""
+        answer = await self._http.get(routes.GET_WORLD_SIZE, timeout_s)
+        return self._http.parse(WORLD_SIZE, answer, routes.GET_WORLD_SIZE)["world_size"]
+
+    async def pause(self, timeout_s: float) -> None:
+        """Lets running requests finish, holds new ones back and empties the KV and prefix caches."""
+        await self._http.post(f"{routes.PAUSE}?mode=wait&clear_cache=true", None, within(timeout_s))
+
+    async def resume(self, timeout_s: float) -> None:
+        await self._http.post(routes.RESUME, None, within(timeout_s))
+
+    async def init_weight_transfer(self, info: inference.InitInfo, timeout_s: float) -> None:
+        """Answers when every member of the weight group has joined."""
+        await self._http.post(routes.INIT_WEIGHT_TRANSFER, inference.InitRequest(init_info=info), within(timeout_s))
+
+    async def start_weight_update(self, timeout_s: float) -> None:
+        await self._http.post(routes.START_WEIGHT_UPDATE, inference.StartUpdateRequest(), within(timeout_s))
+
+    async def update_weights(self, info: inference.UpdateInfo) -> None:
+        """Answers when all tensors have been received over the weight group; the caller, who sends them, bounds it."""
+        await self._http.post(routes.UPDATE_WEIGHTS, inference.UpdateRequest(update_info=info), UNBOUNDED)
+
+    async def finish_weight_update(self, version: WeightVersion, timeout_s: float) -> None:
+        if not self.dialect.keeps_version:
+            await self._http.post(routes.FINISH_WEIGHT_UPDATE, None, within(timeout_s))
+            await self._call_workers(routes.NOTE_VERSION_METHOD, [version], timeout_s)
+            return
+        body = inference.FinishUpdateRequest(weight_version=version)
+        await self._http.post(routes.FINISH_WEIGHT_UPDATE, body, within(timeout_s))
+
+    async def weight_fingerprints(self, timeout_s: float) -> list[str]:
+        """What each worker of the instance received last; see `async_rl.weights.stream.Fingerprint`."""
+        return await self._call_workers(routes.FINGERPRINT_METHOD, [], timeout_s)
+
+    async def engine_options(self, timeout_s: float) -> str:
+        """What of an engine's start decides how it loads weights, where its workers say so, and how many they are."""
+        if self.dialect.holds_what_it_received:
+            return "1 worker"
+        try:
+            options = await self._call_workers(routes.OPTIONS_METHOD, [], timeout_s)
+        except InstanceRefused:
+            return f"{await self.world_size(timeout_s)} workers"
+        return f"{len(options)} workers of {', '.join(sorted(set(options)))}"
+
+    async def _call_workers(self, method: str, args: list[str], timeout_s: float) -> list[str]:
+        """One answer per worker of the instance."""
+        answer, _ = await self._ask_workers(method, args, timeout_s)
+        return self._results_of(answer)
+
+    async def _ask_workers(self, method: str, args: list[str], timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
+        body = inference.RpcRequest(method=method, args=args, timeout=timeout_s)
+        return await self._http.exchange("POST", routes.COLLECTIVE_RPC, body, within(timeout_s))
+
+    def _results_of(self, answer: bytes) -> list[str]:
+        return [str(result) for result in self._http.parse(RPC, answer, routes.COLLECTIVE_RPC).results]
+
+    async def _require_holding(self, answer: Answer) -> None:
+        """Raises StaleWeights unless the process in service holds the version asked for."""
+        held = await self.holding()
+        answer.came_from(held.boot_id)
+        if held.version != answer.version:
+            raise StaleWeights(
+                f"instance {self.url} holds weight version {held.version!r}, asked for {answer.version!r}: "
+                "it needs the weights of the next publish"
+            )

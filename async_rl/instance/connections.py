@@ -1,0 +1,88 @@
+"""The connections to all instances of a pool; for `async_rl.instance.client`, on one event loop."""
+
+import resource
+from dataclasses import dataclass
+
+import aiohttp
+
+KEEPALIVE_S = 2.0
+"""Idle connections are dropped before the server drops them (uvicorn: 5 s): a POST must not meet a closing socket."""
+
+OTHER_FILES = 256
+"""Open files left to the rest of the process; each connection takes one. Requests beyond wait for a free connection."""
+
+FILES_WITHOUT_LIMIT = 10_240
+"""Asked for where the hard limit is infinite: the most that macOS gives a process (OPEN_MAX), whatever it says."""
+
+CONTROL_SHARE = 4
+"""One connection in so many is for health checks and control calls: busy generations must not keep them waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """`soft`: the limit of open files to ask for, None to leave it; connections of either kind, 0 for any number."""
+
+    soft: int | None
+    num_generating: int
+    num_control: int
+
+
+def plan_files(soft: int, hard: int, infinity: int) -> FilePlan:
+    """What to do with a process's limits of open files; `infinity` is how the system writes that there is none."""
+    if soft == infinity:
+        return FilePlan(None, 0, 0)
+    limit = max(soft, FILES_WITHOUT_LIMIT if hard == infinity else hard)
+    return FilePlan(None if limit == soft else limit, *_shares(limit))
+
+
+def _shares(limit: int) -> tuple[int, int]:
+    connections = max(2, limit - OTHER_FILES)
+    num_control = max(1, connections // CONTROL_SHARE)
+    return connections - num_control, num_control
+
+
+class Connections:
+    """Two `aiohttp.ClientSession`s, opened by the first call on the event loop: one for generate requests, which may
+    take all of its connections for long, and one for everything else."""
+
+    def __init__(self, token: str | None = None) -> None:
+        # Packed, a few bytes may stand for gigabytes.
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
+
+    @property
+    def generating(self) -> aiohttp.ClientSession:
+        return self._opened()[0]
+
+    @property
+    def control(self) -> aiohttp.ClientSession:
+        return self._opened()[1]
+
+    async def close(self) -> None:
+        for session in self._sessions or ():
+            await session.close()
+
+    def _opened(self) -> tuple[aiohttp.ClientSession, aiohttp.ClientSession]:
+        if self._sessions is None:
+            num_generating, num_control = _raise_limit()
+            self._sessions = self._open(num_generating), self._open(num_control)
+        return self._sessions
+
+    def _open(self, limit: int) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEPALIVE_S)
+        return aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=False)
+
+
+def _raise_limit() -> tuple[int, int]:
+    """Lets the process open as many files as the system allows; how many connections of either kind that makes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    plan = plan_files(soft, hard, resource.RLIM_INFINITY)
+    if plan.soft is not None:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (plan.soft, hard))
+        except (ValueError, OSError):
+            # The system allows less than it says; what it gave at the start will do.
+            return _shares(soft)
+    return plan.num_generating, plan.num_control

@@ -1,0 +1,124 @@
+"""Calls to one inference instance over HTTP, each with an answer or an `InstanceError` that names the instance; for
+`async_rl.instance.client`."""
+
+from collections.abc import Mapping
+from typing import NoReturn, TypeVar
+
+import aiohttp
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from async_rl.errors import (
+    ConnectionLost,
+    InstanceError,
+    InstanceRefused,
+    InstanceStalled,
+    InstanceUnreachable,
+    NeedsWeights,
+)
+from async_rl.instance.connections import Connections
+from async_rl.instance.dialect import DEAD_ENGINE
+from async_rl.instance.response_stream import whole_body
+from async_rl.protocol import body, routes
+
+CONNECT_TIMEOUT_S = 5.0
+MAX_ERROR_CHARS = 500
+
+MAX_BODY_BYTES = 2**24
+"""Of the answer to a control call: the figures of a large server take a tenth of it."""
+
+UNBOUNDED = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+
+Body = TypeVar("Body")
+
+
+class RouteMissing(InstanceRefused):
+    """The server does not serve this path at all."""
+
+
+def within(timeout_s: float) -> aiohttp.ClientTimeout:
+    """The whole call, its connection included."""
+    return aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
+
+
+class InstanceHttp:
+    """Control calls to the instance at `url`, and what a failed call of any kind means."""
+
+    def __init__(self, connections: Connections, url: str) -> None:
+        self._connections = connections
+        self._url = url
+
+    async def get(self, path: str, timeout_s: float) -> bytes:
+        answer, _ = await self.exchange("GET", path, None, within(timeout_s))
+        return answer
+
+    async def post(self, path: str, body: BaseModel | None, timeout: aiohttp.ClientTimeout) -> bytes:
+        answer, _ = await self.exchange("POST", path, body, timeout)
+        return answer
+
+    async def exchange(
+        self, method: str, path: str, body: BaseModel | None, timeout: aiohttp.ClientTimeout
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """Body and headers of the answer.
+
+        Raises:
+            InstanceUnreachable, InstanceRefused: see errors.py.
+        """
+        data = body.model_dump_json().encode() if body is not None else None
+        try:
+            session = self._connections.control
+            url = self._url + path
+            async with session.request(method, url, data=data, timeout=timeout, allow_redirects=False) as response:
+                answer = await whole_body(response.content, MAX_BODY_BYTES, self._url)
+                if response.status >= 500:
+                    # vLLM ends the connection after such an answer without saying so: it must not be used again.
+                    response.close()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self.unreachable(method, path, error) from error
+        if response.status != 200:
+            self.refuse(method, path, response.status, answer)
+        return answer, response.headers
+
+    def unreachable(self, method: str, path: str, error: Exception) -> InstanceUnreachable:
+        """The error for a call without an answer."""
+        why = str(error) or type(error).__name__
+        kind = InstanceUnreachable if isinstance(error, TimeoutError) else ConnectionLost
+        return kind(f"instance {self._url} did not answer {method} {path}: {why}")
+
+    def refuse(self, method: str, path: str, status: int, answer: bytes) -> NoReturn:
+        """Raises InstanceRefused, RouteMissing, NeedsWeights or InstanceStalled for an answer that is not 200."""
+        info = _error_info(answer)
+        reason = info.message if info is not None else None
+        if reason is not None and DEAD_ENGINE in reason:
+            raise InstanceStalled(f"the engine of instance {self._url} has died: {reason}")
+        kind: type[InstanceRefused] = InstanceRefused
+        # 403: the route is switched off. 404 without an error body: there is no such route (an unknown model has one).
+        if status == 403 or (status == 404 and info is None):
+            kind = RouteMissing
+        elif status == 503 and info is not None and info.param == routes.NEEDS_WEIGHTS:
+            kind = NeedsWeights
+        raise kind(
+            f"instance {self._url} refused {method} {path} with {status}: "
+            + (reason or answer[:MAX_ERROR_CHARS].decode(errors="replace") or "(empty body)"),
+            status,
+        )
+
+    def parse(self, adapter: TypeAdapter[Body], answer: bytes, path: str) -> Body:
+        """The body of an answer.
+
+        Raises:
+            InstanceError: it is not what the protocol says.
+        """
+        try:
+            return adapter.validate_json(answer)
+        except ValidationError as error:
+            raise InstanceError(
+                f"instance {self._url} answered {path} with a body of another protocol: {error}"
+            ) from error
+
+
+def _error_info(answer: bytes) -> body.ErrorInfo | None:
+    """What an error body says, or None where the body is not the protocol's."""
+    try:
+        return body.ErrorResponse.model_validate_json(answer).error
+    except ValidationError:
+        return None

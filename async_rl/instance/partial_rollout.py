@@ -1,0 +1,70 @@
+"""A response as it arrives: what an instance has sampled of it stays, whatever becomes of the instance."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from async_rl.protocol.inference import SamplingParams
+from async_rl.types import Response, WeightSpan
+
+
+@dataclass(slots=True)
+class Draft:
+    """One response in the making; `seed` is its own, the group's seed plus its place in the group."""
+
+    seed: int
+    # Plain numbers in a row: as lists of objects, the tokens under way would take five times the memory.
+    token_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
+    spans: list[WeightSpan] = field(default_factory=list)
+    finish_reason: str | None = None
+    instance: str = ""
+    num_continued: int = 0
+    num_resampled: int = 0
+
+    def cut(self, length: int) -> None:
+        """Forgets all tokens from `length` on."""
+        if length < len(self.token_ids):
+            del self.token_ids[length:], self.logprobs[length:]
+            self.spans = [span for span in self.spans if span.end <= length]
+            self.finish_reason = None
+
+    def response(self) -> Response:
+        """The finished response, its text left empty."""
+        assert self.finish_reason is not None, "an unfinished draft is no response"
+        return Response(
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            "",
+            self.finish_reason,
+            tuple(self.spans),
+            self.instance,
+            self.num_continued,
+            self.num_resampled,
+        )
+
+
+def request_of(
+    prompt_token_ids: Sequence[int], sampling: SamplingParams, drafts: Sequence[Draft], *, noise_by_position: bool
+) -> tuple[list[int], SamplingParams]:
+    """Prompt and sampling of the request that brings these drafts further.
+
+    Either none of them has a token yet, and their seeds follow one another, as those of the children of one request
+    do; or it is a single one, whose tokens so far become part of the prompt. Seeds are sent where the server's noise is
+    a function of seed and position, so that a continuation gets the very noise that would have come. Elsewhere they
+    would buy nothing: results depend on the batch too, and the noise of a continuation under the same seed would repeat
+    that which has shaped the prefix.
+    """
+    first, length = drafts[0], len(drafts[0].token_ids)
+    seed = first.seed if noise_by_position else None
+    if not length:
+        assert [draft.seed for draft in drafts] == list(range(first.seed, first.seed + len(drafts)))
+        return list(prompt_token_ids), sampling.model_copy(update={"n": len(drafts), "seed": seed})
+    assert len(drafts) == 1, "a continuation is a request of its own"
+    rest = {
+        "n": 1,
+        "max_tokens": sampling.max_tokens - length,
+        "min_tokens": max(0, sampling.min_tokens - length),
+        "seed": seed,
+    }
+    return [*prompt_token_ids, *first.token_ids], sampling.model_copy(update=rest)

@@ -1,0 +1,331 @@
+"""The answer to one generate request as it comes in: events to tokens, each checked before it counts.
+
+Nothing is added to a draft that is not of the version asked for, comes twice, or follows on a gap.
+"""
+
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NotRequired, Protocol
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from async_rl.errors import BrokenAnswer, InstanceError, InstanceRestarted, InstanceStalled, StaleWeights
+from async_rl.instance.dialect import DEAD_ENGINE
+from async_rl.instance.partial_rollout import Draft
+from async_rl.protocol.body import ErrorResponse
+from async_rl.types import WeightSpan, WeightVersion
+
+END_OF_EVENT = b"\n\n"
+COMMENT = b":"
+"""How an event begins that only keeps the connection alive."""
+DONE = b"[DONE]"
+MAX_SHOWN_BYTES = 300
+
+BYTES_PER_TOKEN = 1024
+"""Of JSON, with the token's text, bytes and log-prob."""
+BYTES_BESIDE_TOKENS = 2**20
+
+LEAST_LOGPROB = -1e4
+"""vLLM writes -9999 for minus infinity; no sampler draws a token of so little."""
+ROUNDING = 0.25
+"""How far above 0 a log-prob may come out where logits and their sum are rounded to bfloat16."""
+
+OnProgress = Callable[[int, int], None]
+"""Called after each event with the tokens and the ended responses of the whole answer so far."""
+
+
+# The fields that this side reads of the large answers, as plain dicts: a third of the time that models take.
+class _Token(TypedDict):
+    logprob: float
+
+
+class _Logprobs(TypedDict):
+    """Of the generate route (content) or of completions (token_logprobs)."""
+
+    content: NotRequired[list[_Token] | None]
+    token_logprobs: NotRequired[list[float]]
+
+
+class _Span(TypedDict):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(TypedDict):
+    index: int
+    finish_reason: NotRequired[str | None]
+    token_ids: NotRequired[list[int] | None]
+    logprobs: NotRequired[_Logprobs | None]
+    weight_versions: NotRequired[list[_Span] | None]
+
+
+class _Event(TypedDict):
+    choices: list[_Choice]
+
+
+_EVENT = TypeAdapter(_Event)
+
+
+class ByteStream(Protocol):
+    """What is read of aiohttp's `StreamReader`."""
+
+    def iter_any(self) -> AsyncIterator[bytes]: ...
+
+
+async def whole_body(content: ByteStream, max_bytes: int, url: str) -> bytes:
+    """All of a body that the instance at `url` sends.
+
+    Raises:
+        BrokenAnswer: it is longer than `max_bytes`.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    async for data in content.iter_any():
+        num_bytes += len(data)
+        if num_bytes > max_bytes:
+            raise BrokenAnswer(f"instance {url}: the body of an answer has no end after {num_bytes} bytes")
+        parts.append(data)
+    return b"".join(parts)
+
+
+async def event_payloads(content: ByteStream, max_bytes: int, url: str) -> AsyncIterator[bytes]:
+    """The `data:` payloads of the server-sent events of the instance at `url`, up to `[DONE]` or the end of the stream.
+
+    Raises:
+        BrokenAnswer: an event does not end within `max_bytes`.
+    """
+    rest = b""
+    async for data in content.iter_any():
+        *events, rest = (rest + data).split(END_OF_EVENT)
+        if len(rest) > max_bytes:
+            raise BrokenAnswer(f"instance {url}: an event of an answer has no end after {len(rest)} bytes")
+        for event in events:
+            payload = event.strip().removeprefix(b"data:").strip()
+            if payload == DONE:
+                return
+            if payload and not payload.startswith(COMMENT):
+                yield payload
+
+
+class Answer:
+    """Fills the drafts of one request; choice i of the answer belongs to `drafts[i]`.
+
+    `says_versions`: the answer itself says which weights made each token; otherwise its reader finds out. `max_tokens`:
+    of a whole response, what its draft held before included.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        drafts: Sequence[Draft],
+        version: WeightVersion,
+        says_versions: bool,
+        max_tokens: int,
+        expected_boot_id: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self._url = url
+        self.drafts = drafts
+        self.version = version
+        self.says_versions = says_versions
+        self._max_tokens = max_tokens
+        self._starts = [len(draft.token_ids) for draft in drafts]
+        self._proven = list(self._starts)
+        self._on_progress = on_progress
+        self._expected_boot_id = expected_boot_id
+        self._made_by: str | None = None
+        self.num_tokens = 0
+        """Tokens that have come in."""
+        self.heard_s = 0.0
+        """`time.monotonic()` of the last of them; 0 before."""
+
+    @property
+    def max_bytes(self) -> int:
+        """More than any server takes for so many tokens."""
+        return BYTES_BESIDE_TOKENS + BYTES_PER_TOKEN * self._max_tokens * len(self.drafts)
+
+    @property
+    def boot_id(self) -> str | None:
+        """Of the process that was put in service, where it is known."""
+        return self._expected_boot_id
+
+    @property
+    def is_of_process_in_service(self) -> bool:
+        """Whether the answer itself names the process that made it, and it is the one that was put in service."""
+        return self._made_by is not None and self._made_by == self._expected_boot_id
+
+    @property
+    def has_unproven(self) -> bool:
+        """Whether tokens came of which nothing said yet which weights made them."""
+        return any(len(draft.token_ids) > proven for draft, proven in zip(self.drafts, self._proven, strict=True))
+
+    def came_from(self, boot_id: str | None) -> None:
+        """Notes which process answers, if it says so.
+
+        Raises:
+            InstanceRestarted: it is another one than was put in service.
+        """
+        self._made_by = boot_id
+        if boot_id is not None and self._expected_boot_id not in (None, boot_id):
+            raise InstanceRestarted(
+                f"instance {self._url} was started anew: the process behind the address is {boot_id!r}, "
+                f"{self._expected_boot_id!r} was put in service; it needs the weights of the next publish",
+                boot_id,
+            )
+
+    def feed(self, payload: bytes) -> None:
+        """Takes one event, or a whole answer that came at once.
+
+        Raises:
+            StaleWeights: it says that it sampled from other weights.
+            BrokenAnswer: a response is longer or shorter than it can be, or a log-prob is no number.
+            InstanceError: it is not of this protocol, leaves something out, or says that the request was aborted.
+        """
+        try:
+            event = _EVENT.validate_json(payload)
+        except ValidationError as error:
+            raise self._fault(payload) from error
+        for choice in event["choices"]:
+            if not 0 <= choice["index"] < len(self.drafts):
+                raise InstanceError(
+                    f"instance {self._url} answered choice {choice['index']} of a request for {len(self.drafts)}"
+                )
+            self._add(choice)
+        self._tell()
+
+    def _fault(self, payload: bytes) -> InstanceError:
+        """What an event without tokens says: a server that fails after its answer began can only tell it so."""
+        try:
+            info = ErrorResponse.model_validate_json(payload).error
+        except ValidationError:
+            shown = payload[:MAX_SHOWN_BYTES].decode(errors="replace")
+            return InstanceError(f"instance {self._url} answered something else than tokens: {shown}")
+        if DEAD_ENGINE in info.message:
+            return InstanceStalled(f"the engine of instance {self._url} has died: {info.message}")
+        return InstanceError(f"instance {self._url} broke its answer off: {info.message} ({info.type}, {info.code})")
+
+    def vouch(self) -> None:
+        """Counts what has no version yet as made by the one asked for: its reader found out outside the answer."""
+        for i, draft in enumerate(self.drafts):
+            if len(draft.token_ids) > self._proven[i]:
+                self._prove(i, [])
+
+    def take_back_unproven(self) -> None:
+        """Removes the tokens of which nothing said which weights made them."""
+        for draft, proven in zip(self.drafts, self._proven, strict=True):
+            draft.cut(proven)
+
+    def require_complete(self) -> None:
+        """Raises InstanceError unless every draft has come to its end."""
+        for i, draft in enumerate(self.drafts):
+            if draft.finish_reason is None:
+                raise InstanceError(
+                    f"{self._name(i)}: the answer ended after {len(draft.token_ids)} tokens, unfinished"
+                )
+
+    def _add(self, choice: _Choice) -> None:
+        i = choice["index"]
+        draft, spans = self.drafts[i], choice.get("weight_versions")
+        token_ids = choice.get("token_ids") or []
+        logprobs = _logprobs_of(choice)
+        if len(token_ids) != len(logprobs):
+            raise InstanceError(
+                f"{self._name(i)}: {len(token_ids)} tokens with {len(logprobs)} log-probs, expected one for each"
+            )
+        if spans:
+            self._require_version(i, spans)
+            length = len(draft.token_ids) - self._starts[i]
+            if spans[-1]["end"] <= length and token_ids:
+                return  # it came before
+            if spans[-1]["end"] != length + len(token_ids):
+                draft.cut(self._proven[i])
+                raise InstanceError(
+                    f"{self._name(i)}: its weight_versions cover {spans[-1]['end']} tokens, but "
+                    f"{length + len(token_ids)} came"
+                )
+        if draft.finish_reason is not None:
+            raise InstanceError(f"{self._name(i)}: more tokens after its end ({draft.finish_reason!r})")
+        if len(draft.token_ids) + len(token_ids) > self._max_tokens:
+            raise self._broken(i, f"more than the {self._max_tokens} tokens asked for")
+        if not _are_logprobs(logprobs):
+            raise self._broken(i, f"log-probs that no token has, {min(logprobs):g} to {max(logprobs):g}")
+        draft.token_ids.extend(token_ids)
+        draft.logprobs.extend(logprobs)
+        self.num_tokens += len(token_ids)
+        if token_ids:
+            self.heard_s = time.monotonic()
+        if spans:
+            self._prove(i, spans)
+        self._finish(i, choice.get("finish_reason"))
+
+    def _finish(self, i: int, reason: str | None) -> None:
+        if reason is None:
+            return
+        draft = self.drafts[i]
+        if reason not in ("stop", "length"):
+            raise InstanceError(f"{self._name(i)}: finish_reason is {reason!r}, expected 'stop' or 'length'")
+        if not draft.token_ids:
+            raise InstanceError(f"{self._name(i)}: it ended without a token")
+        if self.says_versions and self._proven[i] < len(draft.token_ids):
+            self.take_back_unproven()
+            raise InstanceError(
+                f"{self._name(i)}: it ended without weight_versions: the server must be one that reports them"
+            )
+        if reason == "length" and len(draft.token_ids) < self._max_tokens:
+            raise self._broken(
+                i, f"finish_reason 'length' after {len(draft.token_ids)} of the {self._max_tokens} tokens asked for"
+            )
+        draft.finish_reason, draft.instance = reason, self._url
+
+    def _broken(self, i: int, what: str) -> BrokenAnswer:
+        """The error for an answer that is no sample of the request. Nothing of it stays: to keep the responses that had
+        come to their ends, and sample the others afresh, would favour short ones."""
+        self._proven = list(self._starts)
+        self.take_back_unproven()
+        return BrokenAnswer(f"{self._name(i)}: it came with {what}: the server does not do what it is asked to")
+
+    def _require_version(self, i: int, spans: Sequence[_Span]) -> None:
+        others = {span["version"] for span in spans} - {self.version}
+        if others:
+            self.take_back_unproven()
+            raise StaleWeights(
+                f"{self._name(i)} was sampled from weight version {', '.join(sorted(others))!r}, asked for "
+                f"{self.version!r}: the instance needs the weights of the next publish"
+            )
+
+    def _prove(self, i: int, spans: Sequence[_Span]) -> None:
+        """Notes the version of the tokens that came in this answer, in the draft's own counting."""
+        draft, start = self.drafts[i], self._starts[i]
+        draft.spans = [span for span in draft.spans if span.end <= start]
+        if spans:
+            draft.spans += [WeightSpan(s["version"], start + s["start"], start + s["end"]) for s in spans]
+        elif len(draft.token_ids) > start:
+            draft.spans.append(WeightSpan(self.version, start, len(draft.token_ids)))
+        self._proven[i] = len(draft.token_ids)
+
+    def _tell(self) -> None:
+        """Says how much has come in all."""
+        if self._on_progress is not None:
+            self._on_progress(self.num_tokens, sum(draft.finish_reason is not None for draft in self.drafts))
+
+    def _name(self, i: int) -> str:
+        return f"instance {self._url}, choice {i}"
+
+
+def _are_logprobs(values: Sequence[float]) -> bool:
+    if not values:
+        return True
+    # NaN is found by the sum only: it compares in a way that `min` and `max` may pass over.
+    return min(values) >= LEAST_LOGPROB and max(values) <= ROUNDING and not math.isnan(sum(values))
+
+
+def _logprobs_of(choice: _Choice) -> list[float]:
+    logprobs = choice.get("logprobs")
+    if logprobs is None:
+        return []
+    if "token_logprobs" in logprobs:
+        return logprobs["token_logprobs"]
+    return [token["logprob"] for token in logprobs.get("content") or ()]

@@ -1,0 +1,119 @@
+"""What stands before the routes of an HTTP server of ours: the bearer token, the size limit, errors in one shape.
+
+The inference service and the trainer's fleet endpoint put it around their applications.
+"""
+
+import hmac
+from collections.abc import Collection
+from http import HTTPStatus
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from async_rl.protocol.body import ErrorInfo, ErrorResponse
+
+MAX_MESSAGE_CHARS = 2000
+"""Longer messages are cut: they may repeat a value of the request, which can be long."""
+
+TYPES = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
+}
+
+
+def error_body(message: str, status: HTTPStatus, param: str | None = None) -> str:
+    """The error body of the protocol: `{"error": {message, type, param, code}}`, as JSON."""
+    info = ErrorInfo(
+        message=_printable(message),
+        type=TYPES.get(status, status.phrase),
+        param=None if param is None else _printable(param),
+        code=status.value,
+    )
+    return ErrorResponse(error=info).model_dump_json()
+
+
+def error_response(message: str, status: HTTPStatus, param: str | None = None) -> Response:
+    """An answer with the protocol's error body."""
+    return Response(error_body(message, status, param), status.value, media_type="application/json")
+
+
+async def invalid_request(request: Request, error: Exception) -> Response:
+    """400 that names the first field at fault; install it as an application's handler of RequestValidationError."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"] if part != "body")
+    return error_response(f"{param or 'body'}: {first['msg']}", HTTPStatus.BAD_REQUEST, param or None)
+
+
+class BearerToken:
+    """Answers 401 unless the request carries `Authorization: Bearer TOKEN`, or asks for one of `open_paths`."""
+
+    def __init__(self, app: ASGIApp, token: str, open_paths: Collection[str] = ()) -> None:
+        self._app = app
+        # An environment variable that is no UTF-8 arrives with surrogates in place of its odd bytes.
+        self._expected = token.encode(errors="surrogateescape")
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths and not self._allows(scope):
+            message = "missing or wrong bearer token: send the header 'Authorization: Bearer TOKEN'"
+            await error_response(message, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        header: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, token = header.partition(b" ")
+        # Constant time: the answer's delay must not tell how much of a guess was right.
+        return scheme.lower() == b"bearer" and hmac.compare_digest(token, self._expected)
+
+
+class BodyLimit:
+    """Answers 413 to a body that says it is, or turns out to be, longer than `max_bytes`."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            await self._refuse(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            # To the app the client is gone; what it answers to that goes nowhere.
+            return message if num_bytes <= self._max_bytes else {"type": "http.disconnect"}
+
+        async def unless_too_long(message: Message) -> None:
+            if num_bytes <= self._max_bytes:
+                await send(message)
+
+        try:
+            await self._app(scope, counted, unless_too_long)
+        except ClientDisconnect:
+            if num_bytes <= self._max_bytes:
+                raise
+        if num_bytes > self._max_bytes:
+            await self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = f"the body is longer than {self._max_bytes} bytes: send less per request"
+        await error_response(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)(scope, receive, send)
+
+
+def _printable(text: str) -> str:
+    """What UTF-8 can carry of it: JSON escapes bring lone surrogates in, and names from a request repeat them."""
+    return text[:MAX_MESSAGE_CHARS].encode(errors="backslashreplace").decode()

@@ -1,0 +1,1 @@
+"""Who is in service, and who gets which group."""

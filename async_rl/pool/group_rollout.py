@@ -1,0 +1,196 @@
+"""One group's way through the pool: from instance to instance, until each of its responses has come to its end.
+
+Whatever an instance has sampled stays. An unfinished response goes on at another instance from where it was: to sample
+afresh whatever was in flight would favour short responses, since those had come in before.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, Protocol
+
+from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, PromptFailed
+from async_rl.instance.partial_rollout import Draft
+from async_rl.pool.attempts import Attempts
+from async_rl.pool.member import Member
+from async_rl.pool.request import Request
+from async_rl.pool.router import Router
+from async_rl.protocol.inference import SamplingParams
+from async_rl.types import Response, WeightVersion
+
+BAD_REQUEST = (400, 413, 422)
+"""Statuses that blame the request: every other instance would answer the same."""
+
+
+class Fleet(Protocol):
+    """What a group needs of the pool."""
+
+    router: Router
+
+    def request_failed(self, member: Member, sent_s: float, error: InstanceError) -> None:
+        """Takes the consequences of a failed request for its instance."""
+        ...
+
+
+class GroupRollout:
+    """The responses of one prompt in the making."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str,
+        version: WeightVersion,
+        expected_tokens: float,
+    ) -> None:
+        """`sampling.seed` is that of the first response, and each further one has the next."""
+        assert sampling.seed is not None, "without a seed an interrupted response could not be drawn again"
+        self._fleet = fleet
+        self._prompt = prompt_token_ids
+        self._sampling = sampling
+        self._request_id = request_id
+        self._version = version
+        self._expected_tokens = expected_tokens
+        self._drafts = [Draft(sampling.seed + j) for j in range(sampling.n)]
+        self._num_requests = 0
+        self._attempts = Attempts()
+
+    async def run(self) -> tuple[list[Response], int]:
+        """All responses, and how often a request had to be repeated or continued, plus one.
+
+        Raises:
+            NoInstanceLeft, InstanceRefused, PromptFailed: see `InferencePool.generate_group`.
+        """
+        await self._finish(self._drafts)
+        return [draft.response() for draft in self._drafts], 1 + self._attempts.num_failures
+
+    async def _finish(self, drafts: Sequence[Draft], last: Member | None = None, num_moves: int = 0) -> None:
+        """Takes these drafts to their ends, at one instance or shared among several; `last` had them before."""
+        cost = self._cost(drafts)
+        avoid = self._attempts.refused_by | ({last.url} if last is not None else set())
+        members = await self._fleet.router.acquire(
+            cost, self._expected_tokens, self._version, num_responses=len(drafts), avoid=avoid
+        )
+        shares = [
+            drafts[len(drafts) * i // len(members) : len(drafts) * (i + 1) // len(members)] for i in range(len(members))
+        ]
+        part = Router.part_of(cost, len(members))
+        await _all(
+            self._finish_at(member, Request(share, part, num_moves))
+            for member, share in zip(members, shares, strict=True)
+        )
+
+    async def _finish_at(self, member: Member, request: Request) -> None:
+        """Sends one request, and what it leaves unfinished elsewhere."""
+        try:
+            await self._ask(member, request)
+        except InstanceError as error:
+            if isinstance(error, InstanceRefused) and error.status in BAD_REQUEST:
+                raise
+            self._note_failure(member, request, error)
+        finally:
+            self._fleet.router.release(member, request.cost)
+        for draft in request.drafts:
+            # All its tokens came, only the word that it ended did not: there is nothing left to ask for.
+            if draft.finish_reason is None and len(draft.token_ids) >= self._sampling.max_tokens:
+                draft.finish_reason, draft.instance = "length", member.url
+        rest = [draft for draft in request.drafts if draft.finish_reason is None]
+        num_cut = request.num_before + request.num_tokens - sum(len(draft.token_ids) for draft in request.drafts)
+        for draft in rest:
+            if draft.token_ids:
+                draft.num_continued += 1
+            elif num_cut > 0 or not member.client.streams:
+                draft.num_resampled += 1
+        num_moves = request.num_moves + request.is_moved
+        await _all(self._finish(piece, last=member, num_moves=num_moves) for piece in _requests(rest))
+
+    async def _ask(self, member: Member, request: Request) -> None:
+        """One request; it ends with an error, too, when the pool gives the instance up and cancels it."""
+        self._num_requests += 1
+        request_id = f"{self._request_id}-{self._num_requests}"
+        request.task = asyncio.create_task(
+            member.client.generate(
+                self._prompt,
+                self._sampling,
+                request_id,
+                self._version,
+                request.drafts,
+                boot_id=member.boot_id,
+                on_progress=lambda num_tokens, num_ended: self._note_progress(member, request, num_tokens, num_ended),
+            )
+        )
+        member.begin(request)
+        try:
+            await request.task
+        except asyncio.CancelledError as error:
+            this_task = asyncio.current_task()
+            if this_task is not None and this_task.cancelling():
+                member.circuit.reset_trial()
+                raise
+            if request.is_moved:
+                return
+            raise ConnectionLost(f"instance {member.url} was given up: {member.reason}") from error
+        finally:
+            member.end(request)
+        member.response_speed = request.speed(time.monotonic()) or member.response_speed
+
+    def _note_progress(self, member: Member, request: Request, num_tokens: int, num_ended: int) -> None:
+        member.heard_s = time.monotonic()
+        if (num_tokens, num_ended) == (request.num_tokens, request.num_ended):
+            return
+        member.circuit.succeeded(request.sent_s)
+        if request.waits or num_ended != request.num_ended:
+            self._fleet.router.wake()
+        member.progress(request, num_tokens, num_ended, member.heard_s)
+
+    def _note_failure(self, member: Member, request: Request, error: InstanceError) -> None:
+        """What a failed request means for its instance, and for this group.
+
+        Raises:
+            PromptFailed: the group has failed often enough.
+        """
+        member.num_failures += 1
+        self._fleet.request_failed(member, request.sent_s, error)
+        if member.state == "gone":
+            # It was taken out of the pool: that says nothing about the prompt, however often it happens.
+            self._attempts.interrupted()
+            return
+        # What came and was taken back is no progress: the next attempt may end the same way.
+        num_kept = sum(len(draft.token_ids) for draft in request.drafts) - request.num_before
+        self._attempts.failed(member.url, error, max(0, num_kept))
+        if (verdict := self._attempts.verdict) is not None:
+            raise PromptFailed(
+                f"request {self._request_id!r} of {len(self._prompt)} prompt tokens {verdict}"
+            ) from error
+
+    def _cost(self, drafts: Sequence[Draft]) -> int:
+        """Expected tokens of a request for these drafts."""
+        lengths = (max(1, round(self._expected_tokens) - len(draft.token_ids)) for draft in drafts)
+        return len(self._prompt) + sum(lengths)
+
+
+def _requests(drafts: Iterable[Draft]) -> list[list[Draft]]:
+    """Into requests of their own: each draft that has tokens, and runs of seeds that follow one another."""
+    pieces: list[list[Draft]] = []
+    for draft in drafts:
+        last = pieces[-1][-1] if pieces else None
+        if last is not None and not draft.token_ids and not last.token_ids and last.seed + 1 == draft.seed:
+            pieces[-1].append(draft)
+        else:
+            pieces.append([draft])
+    return pieces
+
+
+async def _all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs them at once; the first failure cancels the others and is raised as it is."""
+    coros = list(parts)
+    if len(coros) == 1:
+        await coros[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coro in coros:
+                group.create_task(coro)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,245 @@
+"""Watches the instances of a pool: brings them back, lets them join, and gives up those that are silent.
+
+One task per instance asks for its health; one for all notices what does not hang on a single one: speeds, drained
+instances, and requests for which no instance is left.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, Protocol
+
+from async_rl.config.sections import PoolSection
+from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, NoInstanceLeft
+from async_rl.pool.member import Member
+from async_rl.pool.router import Router
+from async_rl.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+INTERVAL_WITHOUT_S = 0.2
+"""While requests wait and no instance is ready."""
+PROBE_TIMEOUT_S = 5.0
+LOG_INTERVAL_S = 10.0
+SPEED_MEMORY_S = 10.0
+REMEDY = "start or repair an instance, then start the run again: it can go on from its last checkpoint"
+
+RECHECK_S = 0.2
+"""After a broken connection and a health check that found none either, before the instance counts as gone."""
+
+
+class Fleet(Protocol):
+    """What the watch sees of the pool, and tells it."""
+
+    router: Router
+
+    @property
+    def members(self) -> tuple[Member, ...]: ...
+
+    @property
+    def version(self) -> WeightVersion | None: ...
+
+    @property
+    def can_be_joined(self) -> bool: ...
+
+    def may_admit(self, member: Member) -> bool: ...
+
+    @property
+    def can_return(self) -> bool: ...
+
+    async def admit_now(self, member: Member) -> None:
+        """Loads the weights in training into an instance that lacks them, and puts it in service."""
+        ...
+
+    def note_answer(self, member: Member, version: WeightVersion, boot_id: str | None) -> None: ...
+
+    def note_process(self, member: Member, boot_id: str | None) -> None: ...
+
+    def note_unwell(self, member: Member, reason: str) -> None: ...
+
+    def note_lost(self, member: Member, reason: str) -> None: ...
+
+    def note_failure(self, member: Member, reason: str) -> None: ...
+
+    def note_useless(self, member: Member, reason: str) -> None: ...
+
+    def remove(self, name: str) -> Member: ...
+
+    def describe(self, what: str) -> str: ...
+
+    async def get_to_know(self, member: Member, timeout_s: float) -> None: ...
+
+
+class Watch:
+    """Runs from `start` to `stop`, on the producer's event loop."""
+
+    def __init__(self, fleet: Fleet, config: PoolSection) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._probe_timeout_s = min(PROBE_TIMEOUT_S, config.heartbeat_timeout_s / 2)
+        self._tasks: dict[Member | None, asyncio.Task[None]] = {}
+        self._suspicions: dict[Member, asyncio.Event] = {}
+        self._well_s: dict[Member, float] = {}
+        """When each was last healthy, by `time.monotonic()`."""
+        self._without_since_s: float | None = None
+        self._next_log_s = 0.0
+        self._num_tokens: dict[Member, int] = {}
+
+    def start(self) -> None:
+        """Begins to watch; a second call does nothing."""
+        if None not in self._tasks:
+            self._spawn(None, self._watch_all())
+            for member in self._fleet.members:
+                self.follow(member)
+
+    def follow(self, member: Member) -> None:
+        """Watches one more instance, if the watch goes on."""
+        if None in self._tasks and member not in self._tasks:
+            member.last_seen_s = member.last_seen_s or time.monotonic()
+            self._spawn(member, self._watch(member))
+
+    def look_at(self, member: Member) -> None:
+        """Checks it at once: a connection to it broke."""
+        if member in self._suspicions:
+            self._suspicions[member].set()
+
+    async def stop(self) -> None:
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawn(self, member: Member | None, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=f"watch of {member.name if member else 'the pool'}")
+        self._tasks[member] = task
+        # An error here is a mistake of ours: nobody would be watching from then on.
+        task.add_done_callback(_report)
+
+    async def _watch(self, member: Member) -> None:
+        suspicion = self._suspicions[member] = asyncio.Event()
+        self._well_s[member] = time.monotonic()
+        while member in self._fleet.members:
+            is_suspected = suspicion.is_set()
+            suspicion.clear()
+            error = await self._check(member)
+            if is_suspected and isinstance(error, ConnectionLost):
+                await asyncio.sleep(RECHECK_S)
+                if isinstance(await self._check(member), ConnectionLost) and member.state != "dead":
+                    self._fleet.note_lost(member, str(error))
+            interval_s = INTERVAL_S if self._without_since_s is None else INTERVAL_WITHOUT_S
+            with suppress(TimeoutError):
+                await asyncio.wait_for(suspicion.wait(), interval_s)
+        del self._suspicions[member], self._well_s[member]
+        self._tasks.pop(member, None)
+
+    async def _check(self, member: Member) -> InstanceError | None:
+        """Asks for its health, and draws the consequences; what went wrong, if anything."""
+        try:
+            boot_id = await member.client.health(self._probe_timeout_s)
+        except InstanceRefused as error:
+            self._note_refusal(member, error)
+            return error
+        except InstanceError as error:
+            silent_s = time.monotonic() - member.last_seen_s
+            if silent_s > self._config.heartbeat_timeout_s and member.state != "dead":
+                self._fleet.note_lost(member, f"silent for {silent_s:.0f} s: {error}")
+            return error
+        member.last_seen_s = self._well_s[member] = time.monotonic()
+        self._fleet.note_process(member, boot_id)
+        if not member.standing.is_in_service:
+            try:
+                await self._welcome(member)
+            except InstanceError as error:
+                logger.debug("%s", error)
+        return None
+
+    def _note_refusal(self, member: Member, error: InstanceRefused) -> None:
+        """It runs. With a server error it cannot serve at the moment, which may pass, and which a whole publish may
+        mend; anything else, such as a refused token, will not pass."""
+        member.last_seen_s = time.monotonic()
+        unwell_s = time.monotonic() - self._well_s[member]
+        if error.status < 500:
+            if member.state in ("ready", "dead"):
+                self._fleet.note_failure(member, str(error))
+        elif member.state == "dead" or (member.state == "ready" and unwell_s > self._config.heartbeat_timeout_s):
+            self._fleet.note_unwell(member, str(error))
+
+    async def _welcome(self, member: Member) -> None:
+        """An instance that answers and is not in service: it comes back, is admitted, or waits for the next publish."""
+        version = self._fleet.version
+        if version is None:
+            if member.state == "dead":
+                self._fleet.note_useless(member, member.reason or "it waits for the publish under way")
+            return
+        await self._fleet.get_to_know(member, self._probe_timeout_s)
+        held = await member.client.holding(self._probe_timeout_s)
+        if self._fleet.version != version or member.standing.is_in_service:
+            return
+        self._fleet.note_answer(member, held.version, held.boot_id)
+        if self._fleet.may_admit(member):
+            await self._fleet.admit_now(member)
+
+    async def _watch_all(self) -> None:
+        while True:
+            self._measure()
+            # Pauses end, queues grow long and instances fall idle without any event.
+            self._fleet.router.wake()
+            for member in self._fleet.members:
+                if member.state == "draining" and not member.outstanding_tokens and not member.outstanding_elsewhere:
+                    logger.info("%s is drained and leaves the pool", member.name)
+                    self._fleet.remove(member.name)
+            self._require_somebody()
+            await asyncio.sleep(INTERVAL_WITHOUT_S)
+
+    def _measure(self) -> None:
+        """Keeps a mean of each instance's speed over the last seconds."""
+        share = INTERVAL_WITHOUT_S / SPEED_MEMORY_S
+        members = self._fleet.members
+        for member in members:
+            rate = (member.num_tokens - self._num_tokens.get(member, member.num_tokens)) / INTERVAL_WITHOUT_S
+            member.tokens_per_s += share * (rate - member.tokens_per_s)
+            if member.requests and (rate or member.speed is not None):
+                member.speed = rate if member.speed is None else member.speed + share * (rate - member.speed)
+        self._num_tokens = {member: member.num_tokens for member in members}
+
+    def _require_somebody(self) -> None:
+        """Fails the requests that wait where no instance is in service for too long, or none can be any more."""
+        version = self._fleet.version
+        if version is None or not self._fleet.router.is_waited_for or self._serve(version):
+            self._without_since_s = None
+            return
+        now = time.monotonic()
+        if self._without_since_s is None:
+            self._without_since_s = now
+        waited_s = now - self._without_since_s
+        is_hopeless = self._is_hopeless()
+        if waited_s > self._config.timeout_s or is_hopeless:
+            what = f"no instance has served weight version {version!r} for {waited_s:.0f} s"
+            if is_hopeless:
+                what = f"no instance can serve weight version {version!r} before the next publish"
+            self._fleet.router.fail(NoInstanceLeft(f"{self._fleet.describe(what)}\n{REMEDY}"))
+            self._without_since_s = None
+        elif now >= self._next_log_s:
+            self._next_log_s = now + LOG_INTERVAL_S
+            left_s = self._config.timeout_s - waited_s
+            logger.warning(self._fleet.describe(f"no instance is in service; waiting {left_s:.0f} s more for one"))
+
+    def _serve(self, version: WeightVersion) -> bool:
+        return any(member.serves(version) and member.circuit.is_closed for member in self._fleet.members)
+
+    def _is_hopeless(self) -> bool:
+        """Nobody can come back before the next publish, and nobody new can be let in."""
+        if self._fleet.can_be_joined:
+            return False
+        version = self._fleet.version
+        if version is not None and any(member.serves(version) for member in self._fleet.members):
+            return False
+        return not self._fleet.can_return
+
+
+def _report(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("%s ended", task.get_name(), exc_info=task.exception())

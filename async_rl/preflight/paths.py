@@ -1,0 +1,33 @@
+"""Whether a run may write where it is told to."""
+
+import os
+from pathlib import Path
+
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from async_rl.tracking.records import require_no_records
+from async_rl.tracking.run_lock import require_unlocked
+
+
+def require_places(config: Config) -> None:
+    """Checks `run.dir` and `publish.snapshot_dir`; makes neither.
+
+    Raises:
+        ConfigError: one cannot be made or written, or `run.dir` holds another run, or is in use by one.
+    """
+    _require_directory("run.dir", config.run.dir)
+    require_no_records(config.run)
+    require_unlocked(config.run.dir)
+    if config.publish.snapshot_dir is not None:
+        _require_directory("publish.snapshot_dir", config.publish.snapshot_dir)
+
+
+def _require_directory(key: str, path: Path) -> None:
+    """That `path` is a directory that can be written to, or can be made."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{key} is {str(path)!r}, but {str(existing)!r} is a file: name a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{key} is {str(path)!r}, but {str(existing)!r} cannot be written to by this user: name another directory"
+        )

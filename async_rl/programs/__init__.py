@@ -1,0 +1,1 @@
+"""What all command-line programs of the house share."""

@@ -1,0 +1,1 @@
+"""Trainer against rollout log-probs: their statistics, and which of them noise explains."""

@@ -1,0 +1,38 @@
+"""What the bodies of both protocols are made of."""
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def _require_splittable(url: str) -> str:
+    """Raises ValueError for a port out of range and for brackets without an IPv6 address in them."""
+    _ = urlsplit(url).port
+    return url
+
+
+_HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*)"
+BaseUrl = Annotated[
+    str, Field(pattern=rf"^https?://{_HOST}(:[1-9]\d{{0,4}})?$", max_length=2048), AfterValidator(_require_splittable)
+]
+"""An instance's address as others reach it: http://host:port, and nothing after it."""
+
+
+class Body(BaseModel):
+    """A body on the wire; fields this side does not know are ignored, as vLLM does."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class ErrorInfo(Body):
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(Body):
+    """Body of every 4xx / 5xx answer, as vLLM's."""
+
+    error: ErrorInfo

@@ -1,0 +1,78 @@
+"""Request and response bodies of the trainer's fleet endpoint, see `async_rl.fleet`."""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from async_rl.protocol.body import BaseUrl, Body
+
+InstanceState = Literal["joining", "ready", "draining", "stale", "dead"]
+"""joining: known, without weights of this run yet; ready: serves the version in training; draining: finishes what it
+has, takes nothing new; stale: answers, but holds other weights until the next publish; dead: does not answer."""
+
+
+class InstanceInfo(Body):
+    """What the fleet knows of one instance. `reason` says why it is not ready; while it is, `boot_id` names the process
+    that was put in service with `version`."""
+
+    name: str
+    url: str
+    state: InstanceState
+    reason: str | None = None
+    version: str | None = None
+    boot_id: str | None = None
+    outstanding_tokens: int = 0
+    num_requests: int = 0
+    tokens_per_s: float = 0.0
+    num_tokens: int = 0
+    num_failures: int = 0
+
+
+class FleetInfo(Body):
+    """GET /fleet."""
+
+    version: str | None = None
+    instances: list[InstanceInfo]
+    desired_instances: int | None = None
+
+
+class FleetBody(Body):
+    """Bodies that change the fleet: a misspelt key must not pass for a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RegisterRequest(FleetBody):
+    """POST /fleet/register, again and again: the instance at `url` is there. `boot_id` is new with each start of it."""
+
+    url: BaseUrl
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    boot_id: str = Field(pattern=r"^[A-Za-z0-9-]{1,64}$")
+
+
+class RegisterResponse(Body):
+    """`leave`: the instance was drained or removed, and may end. `interval_s`: when to register again."""
+
+    state: InstanceState | None
+    leave: bool
+    interval_s: float
+
+
+class AddRequest(FleetBody):
+    """POST /fleet/add: an instance that does not register itself; its name is its host and port unless given."""
+
+    url: BaseUrl
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+
+
+class NameRequest(FleetBody):
+    """POST /fleet/drain and /fleet/remove: by name, or by URL."""
+
+    name: str = Field(min_length=1, max_length=2048)
+
+
+class SyncRequest(FleetBody):
+    """POST /fleet/sync: what another leader of the same run has under way at each instance, by URL, in tokens."""
+
+    leader: int = Field(ge=1)
+    outstanding_tokens: dict[str, Annotated[int, Field(ge=0, le=2**53)]]

@@ -1,0 +1,55 @@
+"""Paths, worker methods and headers of the wire: vLLM's RL HTTP protocol (0.32), and the fleet endpoint's."""
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+MODELS = "/v1/models"
+HEALTH = "/health"
+VERSION = "/version"
+METRICS = "/metrics"
+PAUSE = "/pause"
+RESUME = "/resume"
+IS_PAUSED = "/is_paused"
+GET_WORLD_SIZE = "/get_world_size"
+INIT_WEIGHT_TRANSFER = "/init_weight_transfer_engine"
+START_WEIGHT_UPDATE = "/start_weight_update"
+UPDATE_WEIGHTS = "/update_weights"
+FINISH_WEIGHT_UPDATE = "/finish_weight_update"
+WEIGHT_INFO = "/weight_info"
+ABORT_REQUESTS = "/abort_requests"
+COLLECTIVE_RPC = "/collective_rpc"
+
+FINGERPRINT_METHOD = "weight_fingerprint"
+"""Worker method behind `/collective_rpc` that answers with the fingerprint of the last received weight stream."""
+
+OPTIONS_METHOD = "engine_options"
+"""Worker method of vLLM's servers that says what of their start decides how weights are loaded, in words."""
+
+NOTE_VERSION_METHOD = "note_weight_version"
+"""Worker method of servers that keep no weight version themselves (vLLM 0.23): keeps the one given as only argument."""
+
+NOTED_VERSION_METHOD = "noted_weight_version"
+"""Worker method that answers with the version noted last; "default" in a fresh worker."""
+
+FLEET = "/fleet"
+FLEET_REGISTER = "/fleet/register"
+FLEET_ADD = "/fleet/add"
+FLEET_DRAIN = "/fleet/drain"
+FLEET_REMOVE = "/fleet/remove"
+FLEET_SYNC = "/fleet/sync"
+"""The trainer's own routes, see `async_rl.fleet`: GET /fleet lists the instances, the others change the fleet."""
+
+BOOT_ID_HEADER = "X-Async-RL-Boot-Id"
+"""Of every answer of the embedded engine's server and of a vLLM that our launcher started: names the process, new with
+each start. Of another vLLM, `process_start_time_seconds` of its /metrics does."""
+
+MAX_CONCURRENCY_HEADER = "X-Async-RL-Max-Concurrency"
+"""Beside it: how many responses the engine generates at once."""
+
+OWNED_BY_EMBEDDED = "async-rl"
+"""`owned_by` of the embedded engine's model card; vLLM's is "vllm"."""
+
+PROTOCOL_VERSION = "0.32.0"
+"""The dialect the embedded engine speaks; its `/version` answers so, and a client chooses its dialect by it."""
+
+NEEDS_WEIGHTS = "weights"
+"""`param` of a 503 of /health: the instance holds half an update, and serves again after a whole one."""

@@ -1,0 +1,66 @@
+"""Admits instances that come after a publish: they load the current weights from its snapshot."""
+
+import asyncio
+from dataclasses import dataclass
+
+from async_rl.config.sections import PublishSection
+from async_rl.errors import InstanceError, InstanceUnreachable
+from async_rl.pool.member import Member
+from async_rl.protocol.inference import UpdateInfo
+from async_rl.publish.canary import Canary
+from async_rl.publish.instance_update import put_in_service, receive
+from async_rl.types import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a late joiner gets: the version in training, where to read it (`info.snapshot`), and what it then has."""
+
+    version: WeightVersion
+    info: UpdateInfo
+    fingerprint: str
+
+
+class Admission:
+    """`pool.admit` of the leader that publishes; the publisher sets `offer` before it ends a publish."""
+
+    def __init__(self, config: PublishSection) -> None:
+        self._timeout_s = config.timeout_s
+        self._probes = config.probe_tokens > 0
+        self.offer: Offer | None = None
+        self.canary: Canary | None = None
+        """Kinds of engines that it has not seen wait for it."""
+
+    async def admit(self, member: Member) -> None:
+        """Puts the current weights on `member` within `publish.timeout_s`: the next publish waits for it.
+
+        An engine that is compared with the trainer by log-probs has to wait for the next publish: the trainer scores
+        with all its ranks, in between two batches only.
+
+        Raises:
+            InstanceError: it cannot join before the next publish, or it failed a step.
+        """
+        if self.offer is None:
+            raise InstanceError(f"instance {member.url} joins with the next publish: there is no weight snapshot yet")
+        if self._probes and not member.client.dialect.holds_what_it_received:
+            raise InstanceError(
+                f"instance {member.url} joins with the next publish: its engine ({member.client.dialect.name}) is "
+                "compared with the trainer then (publish.probe_tokens)"
+            )
+        if self.canary is not None and await self.canary.due(member):
+            raise InstanceError(
+                f"instance {member.url} joins with the next publish: it has to show then that its engine takes "
+                "over every class of tensors (publish.canary)"
+            )
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._load(member, self.offer)
+        except TimeoutError as error:
+            raise InstanceUnreachable(
+                f"instance {member.url} did not load the snapshot {self.offer.info.snapshot} within "
+                f"{self._timeout_s:g} s (publish.timeout_s)"
+            ) from error
+
+    async def _load(self, member: Member, offer: Offer) -> None:
+        await receive(member.client, offer.info, self._timeout_s)
+        await put_in_service(member.client, offer.fingerprint, offer.version, self._timeout_s)

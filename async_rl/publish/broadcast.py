@@ -1,0 +1,170 @@
+"""Moves a weight stream to many instances at once, through a weight group that is kept from publish to publish.
+
+    join the weight group, unless it is still the right one -> everybody receives, the main thread broadcasts
+
+An instance that breaks the group is named and left out; the caller then tries again with the rest, in a new group.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from urllib.parse import urlsplit
+
+from async_rl.config.sections import PublishSection
+from async_rl.errors import InstanceError, InstanceUnreachable, PublishError
+from async_rl.event_loop import EventLoopThread
+from async_rl.net.local_address import address_towards
+from async_rl.pool.member import Member
+from async_rl.protocol.inference import UpdateInfo
+from async_rl.publish.instance_calls import InstanceCalls
+from async_rl.publish.instance_update import ANSWER_MARGIN_S, receive
+from async_rl.publish.rendezvous import Rendezvous, WeightRoom, sender_address
+from async_rl.weights.stream import MakeStream
+
+Drop = Callable[[Mapping[Member, InstanceError]], None]
+"""Takes instances out of the publish, each with what it did."""
+
+POLL_S = 0.002
+EARLY = 0.8
+"""Who refuses to join within this part of the timeout does so for a reason of its own."""
+
+
+class Broadcast:
+    """The sender; one call at a time, from the main thread."""
+
+    def __init__(self, loop: EventLoopThread, config: PublishSection, backend: str, drop: Drop) -> None:
+        self._loop = loop
+        self._config = config
+        self._backend = backend
+        self._drop = drop
+        self._room: WeightRoom | None = None
+
+    def move(self, members: Sequence[Member], info: UpdateInfo, make_stream: MakeStream) -> str | None:
+        """One try to send the stream to all of `members`: its fingerprint, or None if the group did not hold.
+
+        Drops those that prevented it, at least one, or that failed without harm to the others.
+
+        Raises:
+            PublishError: the group broke, though no instance failed.
+        """
+        if not self._is_room_of(members) and not self._join(members):
+            return None
+        assert self._room is not None
+        self._room.group.next_update()
+        timeout_s = self._config.timeout_s
+        calls = InstanceCalls(self._loop, members, lambda member: receive(member.client, info, timeout_s))
+        try:
+            if not self._all_accept(calls):
+                return None
+            fingerprint, problem = self._send(make_stream)
+            if problem is None:
+                self._drop(calls.settle(timeout_s + ANSWER_MARGIN_S))
+            else:
+                failures = self._break_off(calls)
+                # Who fails first breaks the others' connections; they are not to blame.
+                self._drop_guilty(failures, list(failures)[:1], problem)
+            return fingerprint
+        finally:
+            if calls.cancel():
+                # The stream itself failed or the user gave up, with receivers waiting for the rest.
+                self.close()
+
+    def close(self) -> None:
+        """Leaves the weight group; the instances notice with their next update."""
+        if self._room is not None:
+            self._room.close()
+            self._room = None
+
+    def _is_room_of(self, members: Sequence[Member]) -> bool:
+        """Whether the group is of exactly these instances, and none of them can have been started again since."""
+        is_same = self._room is not None and self._room.members == set(members)
+        return is_same and all(member.state == "ready" for member in members)
+
+    def _join(self, members: Sequence[Member]) -> bool:
+        """Forms a weight group with all of `members`; False after dropping those that prevented it."""
+        self.close()
+        timeout_s = self._config.timeout_s
+        questions = InstanceCalls(self._loop, members, lambda member: member.client.world_size(timeout_s))
+        self._drop(questions.settle(timeout_s=None))
+        sizes = questions.results()
+        if len(sizes) < len(members):
+            return False
+        routes = self._routes(members)
+        if len(routes) < len(members):
+            return False
+        address = sender_address(self._config.master_address, list(routes.values()))
+        meeting = Rendezvous(sizes, address, self._config, self._backend)
+        calls = InstanceCalls(
+            self._loop,
+            members,
+            lambda member: member.client.init_weight_transfer(meeting.invitation(member), timeout_s + ANSWER_MARGIN_S),
+        )
+        deadline = time.monotonic() + EARLY * timeout_s
+        try:
+            while not meeting.wait(POLL_S) and not calls.failures():
+                pass
+            # Late refusals only say that somebody else did not come.
+            refused = calls.failures() if time.monotonic() < deadline else {}
+            if refused:
+                meeting.call_off(len(refused))
+            failures = calls.settle(timeout_s + ANSWER_MARGIN_S)
+        finally:
+            calls.cancel()
+        self._room = meeting.room()
+        if refused:
+            self._drop(refused)
+        elif failures or self._room is None:
+            self._drop_guilty(failures, failures, meeting.problem)
+        return self._room is not None and not failures
+
+    def _routes(self, members: Sequence[Member]) -> dict[Member, str]:
+        """The address of this host from which the way to each instance begins; drops those without one."""
+        routes, failures = {}, {}
+        for member in members:
+            try:
+                routes[member] = address_towards(urlsplit(member.url).hostname or "")
+            except OSError as error:
+                failures[member] = InstanceUnreachable(f"instance {member.url}: no route leads to it: {error}")
+        self._drop(failures)
+        return routes
+
+    def _all_accept(self, calls: InstanceCalls[None]) -> bool:
+        """Waits until every worker is about to receive; otherwise breaks the group off and drops who refuses."""
+        assert self._room is not None
+        deadline = time.monotonic() + self._config.timeout_s
+        while missing := self._room.missing():
+            if refused := calls.failures():
+                self._break_off(calls)
+                self._drop(refused)
+                return False
+            if time.monotonic() > deadline:
+                calls.cancel(missing)
+                self._break_off(calls)
+                timeout_s = self._config.timeout_s
+                reason = f"it did not accept the list of tensors within {timeout_s:g} s (publish.timeout_s)"
+                self._drop({member: InstanceUnreachable(f"instance {member.url}: {reason}") for member in missing})
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _break_off(self, calls: InstanceCalls[None]) -> dict[Member, InstanceError]:
+        """Ends an update for everybody; how each one's call failed. Those that live notice the closed group at once."""
+        self.close()
+        return calls.settle(ANSWER_MARGIN_S)
+
+    def _send(self, make_stream: MakeStream) -> tuple[str, None] | tuple[None, str]:
+        """Broadcasts the stream: its fingerprint, or what broke the group.
+
+        The error is returned as text, because its traceback would keep the broken group's connections open.
+        """
+        assert self._room is not None
+        try:
+            return self._room.group.send(make_stream(), self._config.bucket_bytes), None
+        except PublishError as error:
+            return None, str(error)
+
+    def _drop_guilty(self, failures: Mapping[Member, InstanceError], suspects: Iterable[Member], problem: str) -> None:
+        """Drops who broke a group: those that are unreachable, else the suspects."""
+        if not failures:
+            raise PublishError(f"the weight group broke, though no instance failed: {problem}")
+        unreachable = {m: error for m, error in failures.items() if isinstance(error, InstanceUnreachable)}
+        self._drop(unreachable or {member: failures[member] for member in suspects})

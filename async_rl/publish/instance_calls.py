@@ -1,0 +1,60 @@
+"""One HTTP call to each of several instances at once, made from the main thread and watched by it."""
+
+import concurrent.futures
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from async_rl.errors import InstanceError, InstanceUnreachable
+from async_rl.event_loop import EventLoopThread
+from async_rl.pool.member import Member
+
+T = TypeVar("T")
+
+
+class InstanceCalls(Generic[T]):
+    """Calls in flight on the event loop. Errors other than `InstanceError` are our own mistakes and are raised."""
+
+    def __init__(
+        self, loop: EventLoopThread, members: Sequence[Member], call: Callable[[Member], Coroutine[Any, Any, T]]
+    ) -> None:
+        self._futures = {member: loop.submit(call(member)) for member in members}
+        self._ended: list[Member] = []
+        for member, future in self._futures.items():
+            future.add_done_callback(partial(self._note_end, member))
+
+    def _note_end(self, member: Member, _: concurrent.futures.Future[T]) -> None:
+        self._ended.append(member)
+
+    def failures(self) -> dict[Member, InstanceError]:
+        """The calls that have failed until now, the earliest first; does not wait."""
+        failed: dict[Member, InstanceError] = {}
+        for member in list(self._ended):
+            future = self._futures[member]
+            error = future.exception() if not future.cancelled() else _gave_up(member)
+            if isinstance(error, InstanceError):
+                failed[member] = error
+            elif error is not None:
+                raise error
+        return failed
+
+    def settle(self, timeout_s: float | None) -> dict[Member, InstanceError]:
+        """Waits until every call has ended, cancels what has not within `timeout_s`, and returns the failures."""
+        try:
+            concurrent.futures.wait(self._futures.values(), timeout_s)
+        finally:
+            self.cancel()
+        return self.failures()
+
+    def results(self) -> dict[Member, T]:
+        """Answers of the calls that have succeeded."""
+        return {m: f.result() for m, f in self._futures.items() if f.done() and not f.cancelled() and not f.exception()}
+
+    def cancel(self, members: Iterable[Member] | None = None) -> bool:
+        """Gives up what is still in flight, of all or of some; whether anything was. It counts as unreachable then."""
+        cancelled = [self._futures[member].cancel() for member in members or self._futures]
+        return any(cancelled)
+
+
+def _gave_up(member: Member) -> InstanceError:
+    return InstanceUnreachable(f"instance {member.url} did not answer in time: the call was given up")

@@ -1,0 +1,94 @@
+"""Compares engines with the trainer after a publish: the log-probs of a few tokens that each of them samples.
+
+A fingerprint proves what an instance received. Where a loader stands between that and the memory it computes with, only
+its answers show what became of the tensors. The request is a rollout's, under the run's temperature: a greedy one has
+no temperature, so its log-probs could not be compared with those that rollouts report and the trainer computes.
+Instances draw different tokens; each one's own are scored.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from async_rl.config.sections import PublishSection, RolloutSection
+from async_rl.errors import InstanceError, InstanceUnreachable
+from async_rl.instance.client import InstanceClient
+from async_rl.instance.partial_rollout import Draft
+from async_rl.pool.member import Member
+from async_rl.protocol.inference import SamplingParams
+from async_rl.types import Response, WeightVersion
+
+Score = Callable[[Sequence[int], Sequence[tuple[int, ...]]], list[list[float]]]
+"""(prompt, token ids of each response) -> the trainer's log-probs of each response's tokens, after temperature."""
+
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """The token of a response about which an instance and the trainer differ most, by `gap` nats."""
+
+    place: int
+    rollout: float
+    trainer: float
+
+    @property
+    def gap(self) -> float:
+        return abs(self.rollout - self.trainer)
+
+
+class Probe:
+    """Asks instances and judges their answers; `prompt_token_ids` is any prompt of the run."""
+
+    def __init__(self, config: PublishSection, rollout: RolloutSection, prompt_token_ids: Sequence[int]) -> None:
+        self._prompt = list(prompt_token_ids)
+        self._max_gap = config.max_probe_gap
+        self._timeout_s = config.timeout_s
+        self._sampling = SamplingParams(
+            # More than a rollout's need not fit into the instances' model.
+            max_tokens=min(config.probe_tokens, rollout.max_response_tokens),
+            temperature=rollout.temperature,
+            seed=SEED,
+            ignore_eos=True,
+            logprobs=0,
+        )
+
+    async def ask(self, client: InstanceClient, version: WeightVersion) -> Response:
+        """One response of the instance, within `publish.timeout_s`.
+
+        Raises:
+            InstanceError: it did not answer with a whole response of `version`.
+        """
+        draft = Draft(SEED)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await client.generate(self._prompt, self._sampling, f"probe-{version}", version, [draft])
+        except TimeoutError as error:
+            raise InstanceUnreachable(
+                f"instance {client.url} did not answer the probe of {version!r} within {self._timeout_s:g} s "
+                "(publish.timeout_s)"
+            ) from error
+        return draft.response()
+
+    def judge(self, answers: Mapping[Member, Response], score: Score) -> dict[Member, InstanceError]:
+        """Why instances may not serve: those whose log-probs are not the trainer's."""
+        distinct = list(dict.fromkeys(answer.token_ids for answer in answers.values()))
+        scored = dict(zip(distinct, score(self._prompt, distinct), strict=True)) if distinct else {}
+        worst = {
+            member: largest_deviation(answer.logprobs, scored[answer.token_ids]) for member, answer in answers.items()
+        }
+        # Not `>`: a gap that is no number is too large as well.
+        return {member: self._failure(member, d) for member, d in worst.items() if not d.gap <= self._max_gap}
+
+    def _failure(self, member: Member, worst: Deviation) -> InstanceError:
+        return InstanceError(
+            f"instance {member.url} gives token {worst.place} of the probe log-prob {worst.rollout:.4f}, the trainer "
+            f"{worst.trainer:.4f}, with publish.max_probe_gap = {self._max_gap:g}: it received the weights, but "
+            "computes with others, or in another way; check its dtype and engine options"
+        )
+
+
+def largest_deviation(rollout: Sequence[float], trainer: Sequence[float]) -> Deviation:
+    """The token with the largest gap; one that is no number counts as the largest."""
+    deviations = [Deviation(i, *pair) for i, pair in enumerate(zip(rollout, trainer, strict=True))]
+    return max(deviations, key=lambda d: d.gap if d.gap == d.gap else float("inf"))

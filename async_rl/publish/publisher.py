@@ -1,0 +1,259 @@
+"""Puts one version of the weights on every instance of the pool, once per period.
+
+The main thread calls it; the HTTP calls run on the producer's event loop, to all instances at once:
+
+    end admissions -> leave out who does not answer -> canary, where it is due (`canary.py`)
+    -> move the stream, by broadcast or snapshot -> compare fingerprints
+    -> finish with the version -> resume -> read the version back -> compare log-probs -> in service
+
+An instance that fails a step leaves service with the reason, until the next publish; none serves anything but the whole
+stream.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from async_rl.config.sections import PublishSection
+from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, PublishError
+from async_rl.event_loop import EventLoopThread
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.pool.member import Member
+from async_rl.publish.admission import Admission, Offer
+from async_rl.publish.broadcast import Broadcast
+from async_rl.publish.canary import Canary, CanaryTrainer
+from async_rl.publish.instance_calls import InstanceCalls
+from async_rl.publish.instance_update import announcement, put_in_service, receive
+from async_rl.publish.probe import Probe, Score
+from async_rl.publish.snapshot_store import SnapshotStore
+from async_rl.types import Publication, WeightVersion
+from async_rl.weights.stream import MakeStream, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HEALTH_TIMEOUT_S = 3.0
+"""What an instance that has stopped costs a publish."""
+
+RETRY_S = 0.5
+LOG_INTERVAL_S = 10.0
+
+
+class Publisher:
+    """Publishes to the instances of `pool`; one call at a time, from the main thread."""
+
+    def __init__(
+        self,
+        pool: InferencePool,
+        loop: EventLoopThread,
+        config: PublishSection,
+        *,
+        wait_s: float,
+        backend: str = "gloo",
+        snapshots: SnapshotStore | None = None,
+        admission: Admission | None = None,
+        probe: Probe | None = None,
+        canary: Canary | None = None,
+    ) -> None:
+        """What is None is not done.
+
+        Args:
+            wait_s: how long a publish waits for an instance where none answers, or all were lost on its way.
+            snapshots: where every version is written to; needed by the transport "snapshot". Its owner closes it.
+            admission: told of every snapshot.
+            probe: compares the engines that may hold something else than what they received.
+            canary: tries each kind of engine with changed weights before the true ones.
+        """
+        assert config.transport == "broadcast" or snapshots is not None, "the snapshot transport needs a store"
+        self._pool = pool
+        self._loop = loop
+        self._config = config
+        self._wait_s = wait_s
+        self._snapshots = snapshots
+        self._admission = admission
+        self._probe = probe
+        self._canary = canary
+        self._broadcast = Broadcast(loop, config, backend, self._drop)
+        self._dropped: dict[Member, InstanceError] = {}
+
+    def publish(
+        self,
+        version: WeightVersion,
+        specs: Sequence[TensorSpec],
+        make_stream: MakeStream,
+        score: Score | None = None,
+        canary_trainer: CanaryTrainer | None = None,
+    ) -> Publication:
+        """Puts `version` on every instance that is reachable, and exactly those in service.
+
+        Args:
+            specs: the tensors of the stream, in its order.
+            make_stream: starts the stream; called again where a broken group makes the rest receive it again.
+            score: the trainer's own log-probs, for the probe.
+            canary_trainer: the trainer, for the canary.
+
+        Raises:
+            PublishError: no instance received the weights; lists each one's reason.
+            ConfigError: the snapshot could not be written.
+        """
+        started = time.monotonic()
+        deadline = started + self._wait_s
+        if self._admission is not None:
+            self._admission.offer = None
+        while True:
+            members = self._reachable(deadline)
+            if self._canary is not None and canary_trainer is not None:
+                members = self._let_canary_pass(self._canary, members, canary_trainer, version, specs, make_stream)
+            offer, members = self._move(members, version, specs, make_stream)
+            if offer is not None:
+                members = self._put_in_service(members, offer, score)
+            if members or not self._is_worth_another_try(deadline):
+                break
+            logger.warning("the publish lost every instance on its way, and tries again:%s", self._reasons())
+        if self._admission is not None and offer is not None and offer.info.snapshot is not None:
+            self._admission.offer = offer
+        urls = tuple(member.url for member in members)
+        self._loop.run(self._pool.end_publish(version, urls))
+        if offer is None or not members:
+            raise PublishError(f"weight version {version!r} reached no instance:{self._reasons()}")
+        num_bytes = sum(spec.num_bytes for spec in specs)
+        return Publication(version, offer.fingerprint, urls, num_bytes, time.monotonic() - started)
+
+    def close(self) -> None:
+        """Leaves the weight group; the instances notice with their next update."""
+        self._broadcast.close()
+
+    def _is_worth_another_try(self, deadline: float) -> bool:
+        """Whether instances were lost, which others may replace; what all of them refuse, others would refuse too."""
+        is_lost = any(isinstance(error, InstanceUnreachable) for error in self._dropped.values())
+        return is_lost and time.monotonic() < deadline
+
+    def _reachable(self, deadline: float) -> list[Member]:
+        """The instances that answer, of those that may receive weights; waits for one where there is none."""
+        next_log = 0.0
+        while True:
+            self._dropped = {}
+            members = self._loop.run(self._pool.begin_publish())
+            silent = InstanceCalls(self._loop, members, self._require_answer).settle(timeout_s=None)
+            self._dropped |= silent
+            reachable = self._remaining(members)
+            if reachable or time.monotonic() > deadline:
+                ready = {member: error for member, error in silent.items() if member.state == "ready"}
+                self._note(self._pool.note_lost, ready)
+                return reachable
+            if time.monotonic() >= next_log:
+                next_log = time.monotonic() + LOG_INTERVAL_S
+                logger.warning("no instance answers; the publish waits for one:%s", self._reasons())
+            time.sleep(RETRY_S)
+
+    async def _require_answer(self, member: Member) -> None:
+        client = member.client
+        try:
+            self._pool.note_process(member, await client.health(HEALTH_TIMEOUT_S))
+        except InstanceRefused as error:
+            # 503: it runs, and a broken update may be why it cannot serve; a whole one mends that.
+            if error.status != 503:
+                raise
+        if member.state != "ready":
+            await self._pool.get_to_know(member, HEALTH_TIMEOUT_S)
+
+    def _let_canary_pass(
+        self,
+        canary: Canary,
+        members: Sequence[Member],
+        trainer: CanaryTrainer,
+        version: WeightVersion,
+        specs: Sequence[TensorSpec],
+        make_stream: MakeStream,
+    ) -> list[Member]:
+        """Those of `members` that may serve; the others have shown that they do not follow changed weights."""
+        due = [member for member, is_due in self._ask(members, canary.due).items() if is_due]
+        if due:
+            trial, timeout_s = f"{version}-canary", self._config.timeout_s
+            with canary.changed(trainer):
+                offer, due = self._move(due, trial, specs, make_stream)
+                if offer is not None:
+                    fingerprint = offer.fingerprint
+                    self._ask(due, lambda member: put_in_service(member.client, fingerprint, trial, timeout_s))
+                    answers = self._ask(self._remaining(due), lambda member: canary.ask(member.client, trial))
+                    self._drop(canary.judge(answers, trainer))
+        return self._remaining(members)
+
+    def _move(
+        self, members: Sequence[Member], version: WeightVersion, specs: Sequence[TensorSpec], make_stream: MakeStream
+    ) -> tuple[Offer | None, list[Member]]:
+        """Brings the stream to `members`: what it was, None if nobody took it, and who has it."""
+        if not members:
+            return None, []
+        if self._config.transport == "snapshot":
+            return self._move_by_snapshot(members, version, specs, make_stream)
+        info, fingerprint = announcement(specs), None
+        left = list(members)
+        while left and fingerprint is None:
+            fingerprint = self._broadcast.move(left, info, self._written_too(version, specs, make_stream))
+            left = self._remaining(left)
+        if fingerprint is None:
+            return None, []
+        if self._snapshots is not None:
+            info = info.model_copy(update={"snapshot": str(self._snapshots.commit())})
+        return Offer(version, info, fingerprint), left
+
+    def _move_by_snapshot(
+        self, members: Sequence[Member], version: WeightVersion, specs: Sequence[TensorSpec], make_stream: MakeStream
+    ) -> tuple[Offer, list[Member]]:
+        assert self._snapshots is not None
+        fingerprint = self._snapshots.begin(version, specs).write(make_stream())
+        info = announcement(specs).model_copy(update={"snapshot": str(self._snapshots.commit())})
+        self._ask(members, lambda member: receive(member.client, info, self._config.timeout_s))
+        return Offer(version, info, fingerprint), self._remaining(members)
+
+    def _written_too(self, version: WeightVersion, specs: Sequence[TensorSpec], make_stream: MakeStream) -> MakeStream:
+        """The stream, written to a snapshot while it passes, where there is a store."""
+        snapshots = self._snapshots
+        if snapshots is None:
+            return make_stream
+        return lambda: snapshots.begin(version, specs).tee(make_stream())
+
+    def _put_in_service(self, members: Sequence[Member], offer: Offer, score: Score | None) -> list[Member]:
+        """Those of `members` that hold what was sent and, as far as they are probed, compute with it."""
+        timeout_s = self._config.timeout_s
+        self._ask(members, lambda member: put_in_service(member.client, offer.fingerprint, offer.version, timeout_s))
+        left = self._remaining(members)
+        if self._probe is not None and score is not None:
+            probe = self._probe
+            probed = [member for member in left if not member.client.dialect.holds_what_it_received]
+            answers = self._ask(probed, lambda member: probe.ask(member.client, offer.version))
+            self._drop(probe.judge(answers, score))
+        return self._remaining(left)
+
+    def _ask(self, members: Sequence[Member], call: Callable[[Member], Coroutine[Any, Any, T]]) -> dict[Member, T]:
+        """Answers of those that answered; the others are dropped. The calls bound themselves."""
+        calls = InstanceCalls(self._loop, members, call)
+        self._drop(calls.settle(timeout_s=None))
+        return calls.results()
+
+    def _drop(self, failures: Mapping[Member, InstanceError]) -> None:
+        """Takes instances out of this publish, and out of service."""
+        self._dropped |= failures
+        # Not lost, which may come back by itself: it may hold the version, but failed to prove it.
+        self._note(self._pool.publish_failed, failures)
+
+    def _note(self, note: Callable[[Member, str], None], failures: Mapping[Member, InstanceError]) -> None:
+        """Tells the pool of each failure, on its loop."""
+
+        async def tell() -> None:
+            for member, error in failures.items():
+                note(member, str(error))
+
+        if failures:
+            self._loop.run(tell())
+
+    def _remaining(self, members: Iterable[Member]) -> list[Member]:
+        return [member for member in members if member not in self._dropped]
+
+    def _reasons(self) -> str:
+        """A line for each instance of the pool that does not take part in this publish."""
+        reasons = {member: self._dropped.get(member) or member.reason for member in self._pool.members}
+        return "".join(f"\n  {member.url}: {why}" for member, why in reasons.items()) or " the pool has no instance"

@@ -1,0 +1,148 @@
+"""The weight group of one trainer and a given set of instances, with the store that it meets at.
+
+The store's server lives apart from the group's own end of it, so that closing it ends every member's wait at once, on
+the instances as well as here. Each group has a secret of its own, which the invitations carry.
+"""
+
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from async_rl.config.sections import PublishSection
+from async_rl.errors import PublishError
+from async_rl.net.local_address import is_loopback
+from async_rl.pool.member import Member
+from async_rl.protocol.inference import InitInfo
+from async_rl.weights.store import StoreServer
+from async_rl.weights.stream import WeightGroup
+
+COMING_TIMEOUT_S = 2.0
+POLL_S = 0.01
+
+LEAVE_IT_OUT = "leave it out, which takes the address that routes to the instances, or give one of this host"
+
+
+def sender_address(master_address: str | None, routes: Sequence[str]) -> str:
+    """The address of this host at which all instances meet it, and each other.
+
+    All members of a group connect to all others, so it is one address for all, and none of loopback where an instance
+    is on another host: those on this one reach that as well.
+
+    Args:
+        master_address: the user's own choice, an address or a name of this host.
+        routes: for each instance, the address of this host from which the way to it begins.
+
+    Raises:
+        PublishError: the chosen address is none that all instances can reach.
+    """
+    remote = [address for address in routes if not is_loopback(address)]
+    if master_address is None:
+        return Counter(remote or routes).most_common(1)[0][0]
+    try:
+        chosen = str(socket.getaddrinfo(master_address, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise PublishError(f"publish.master_address = {master_address!r}: {error}; {LEAVE_IT_OUT}") from error
+    if remote and is_loopback(chosen):
+        raise PublishError(
+            f"publish.master_address = {master_address!r} is {chosen} on this host, where nobody else reaches it, but "
+            f"the way to an instance begins at {remote[0]}: {LEAVE_IT_OUT}"
+        )
+    return chosen
+
+
+@dataclass(slots=True)
+class WeightRoom:
+    """A formed group. `owners` says whose worker each rank from 1 on is."""
+
+    server: StoreServer
+    group: WeightGroup
+    owners: Mapping[int, Member]
+
+    @property
+    def members(self) -> set[Member]:
+        return set(self.owners.values())
+
+    def close(self) -> None:
+        """Ends the group for every member."""
+        self.group.close()
+        self.server.close()
+
+    def missing(self) -> set[Member]:
+        """The instances with a worker that has not accepted the current update yet; does not wait."""
+        return {self.owners[rank] for rank in self.group.missing()}
+
+
+class Rendezvous:
+    """The sender's side of forming a group, in a thread, because the meeting blocks and may have to be called off."""
+
+    def __init__(self, sizes: Mapping[Member, int], address: str, config: PublishSection, backend: str) -> None:
+        """`address` is this host's own, see `sender_address`; `sizes` are numbers of workers."""
+        ends = [1 + sum(list(sizes.values())[: i + 1]) for i in range(len(sizes))]
+        self._offsets = {member: end - sizes[member] for member, end in zip(sizes, ends, strict=True)}
+        self._world_size = 1 + sum(sizes.values())
+        self._address = address
+        self._config = config
+        self._backend = backend
+        self._owners = {self._offsets[member] + i: member for member, size in sizes.items() for i in range(size)}
+        self._secret = secrets.token_hex()
+        self._server = StoreServer(address, self._secret)
+        self._is_called_off = False
+        self._group: WeightGroup | None = None
+        self.problem = "called off"
+        """Why the group could not be formed, once `wait` has returned True without a room."""
+        self._ended = threading.Event()
+        threading.Thread(target=self._meet, name="async-rl-rendezvous", daemon=True).start()
+
+    def invitation(self, member: Member) -> InitInfo:
+        """What `member` needs to join."""
+        return InitInfo.model_validate(
+            {
+                "master_address": self._address,
+                "master_port": self._server.port,
+                "secret": self._secret,
+                "rank_offset": self._offsets[member],
+                "world_size": self._world_size,
+                "backend": self._backend,
+                "bucket_bytes": self._config.bucket_bytes,
+                "timeout_s": self._config.timeout_s,
+            }
+        )
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the meeting has ended, one way or the other, within `timeout_s`."""
+        return self._ended.wait(timeout_s)
+
+    def call_off(self, num_absent: int) -> None:
+        """Ends the wait of everybody, because `num_absent` instances will not come.
+
+        Lets the others come first, for a short while: whoever finds no store to connect to tries until its own timeout,
+        while one that waits in it notices its end at once.
+        """
+        deadline = time.monotonic() + COMING_TIMEOUT_S
+        num_expected = self._world_size - 1 - num_absent
+        while self._server.num_members < num_expected and time.monotonic() < deadline and not self._ended.is_set():
+            time.sleep(POLL_S)
+        self._is_called_off = True
+        self._server.close()
+        self._ended.wait(self._config.timeout_s)
+
+    def room(self) -> WeightRoom | None:
+        """The formed group, or None with `problem` set."""
+        if self._group is None or self._is_called_off:
+            self._server.close()
+            return None
+        return WeightRoom(self._server, self._group, self._owners)
+
+    def _meet(self) -> None:
+        config = self._config
+        try:
+            store = self._server.store(config.timeout_s)
+            self._group = WeightGroup(store, 0, self._world_size, self._backend, config.timeout_s)
+        except PublishError as error:
+            self.problem = str(error)
+        finally:
+            self._ended.set()

@@ -1,0 +1,1 @@
+"""Batch in, finished groups out, while the trainer trains."""

@@ -1,0 +1,220 @@
+"""Rollouts: one coroutine per prompt takes it to a scored group and into the queue, beside the training loop.
+
+The coroutines run on the event loop's thread; the training loop takes the groups in the order in which they finish. The
+first failure of any of them cancels the others and is raised in the training loop at once.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+
+from async_rl.config.sections import RolloutSection
+from async_rl.data.prompts import Tokenizer
+from async_rl.errors import InstanceRefused, PromptFailed, RolloutLost, WaitTimedOut
+from async_rl.event_loop import EventLoopThread
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.protocol.inference import SamplingParams
+from async_rl.rewards import Reward
+from async_rl.rollout.expected_length import ExpectedLength
+from async_rl.rollout.idle_work import IdleWork
+from async_rl.rollout.sample_queue import SampleQueue
+from async_rl.types import Batch, Group, Prompt, Response, WeightVersion
+
+logger = logging.getLogger(__name__)
+
+SEED_SPACING_BITS = 10
+"""Response j of a group is sampled with the group's seed + j, and a request has at most 1024 responses."""
+
+
+START_TIMEOUT_S = 600.0
+"""For a reward's processes, which have limits of their own: whatever hangs beyond these."""
+
+LEAVE_TIMEOUT_S = 30.0
+"""For what is cancelled at the end of a batch: it closes connections, and asks no instance or reward for anything."""
+
+
+class Producer:
+    """Makes the rollouts of one data-parallel leader."""
+
+    def __init__(
+        self,
+        pool: InferencePool,
+        reward: Reward,
+        loop: EventLoopThread,
+        tokenizer: Tokenizer,
+        rollout: RolloutSection,
+        seed: int,
+        idle_work: IdleWork | None = None,
+        *,
+        skip_special_tokens: bool = True,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Starts the reward, and waits for it.
+
+        Args:
+            idle_work: gets the pool when the rollouts of a batch are done.
+            skip_special_tokens: of the responses' texts.
+            watch: is called by the training loop while it waits for a group; what it raises ends the batch.
+
+        Raises:
+            ConfigError: the reward cannot be loaded.
+        """
+        self._pool = pool
+        self._reward = reward
+        self._loop = loop
+        self._tokenizer = tokenizer
+        self._rollout = rollout
+        self._seed = seed
+        self.idle_work = idle_work
+        self._expected_length = ExpectedLength(rollout.max_response_tokens)
+        self._skip_special_tokens = skip_special_tokens
+        self.watch = watch
+        loop.run(reward.start(), START_TIMEOUT_S)
+
+    def start(self, batch: Batch, version: WeightVersion) -> "RolloutRun":
+        """Dispatches the whole batch to the instances that serve `version`, and returns at once."""
+        return RolloutRun(self, self._loop, batch, version)
+
+    def close(self) -> None:
+        """Ends the reward's processes; whatever it does, within `LEAVE_TIMEOUT_S`."""
+        self._loop.end(self._reward.close(), LEAVE_TIMEOUT_S)
+
+    async def roll_out(self, iteration: int, index: int, prompt: Prompt, version: WeightVersion) -> Group:
+        """Takes one prompt to its scored group."""
+        started_s = time.monotonic()
+        sampling = SamplingParams(
+            n=self._rollout.responses_per_prompt,
+            max_tokens=self._rollout.max_response_tokens,
+            temperature=self._rollout.temperature,
+            stop_token_ids=list(self._rollout.stop_token_ids),
+            seed=group_seed(self._seed, iteration, index),
+            logprobs=0,
+        )
+        try:
+            sampled, attempts = await self._pool.generate_group(
+                prompt.token_ids, sampling, f"{version}-{index}", version, self._expected_length.of(prompt.prompt_id)
+            )
+        except InstanceRefused as error:
+            error.add_note(f"asked for prompt {prompt.prompt_id}, place {index} of iteration {iteration}")
+            raise
+        except PromptFailed as error:
+            raise PromptFailed(
+                f"prompt {prompt.prompt_id!r}, place {index} of iteration {iteration}: {error}\n"
+                "the instances stay in service: take the prompt out of the data, or repair what it meets there"
+            ) from error
+        self._expected_length.note(prompt.prompt_id, sampled)
+        texts = self._tokenizer.batch_decode(
+            [list(r.token_ids) for r in sampled], skip_special_tokens=self._skip_special_tokens
+        )
+        responses: tuple[Response, ...] = tuple(replace(r, text=t) for r, t in zip(sampled, texts, strict=True))
+        rewards = await self._reward.score(prompt, responses)
+        return Group(
+            iteration=iteration,
+            index=index,
+            prompt=prompt,
+            responses=responses,
+            rewards=tuple(rewards),
+            weight_version=version,
+            started_s=started_s,
+            finished_s=time.monotonic(),
+            attempts=attempts,
+        )
+
+
+class RolloutRun:
+    """The rollouts of one batch, under way: a context manager that gives the groups in order of completion.
+
+    Leaving it, however that happens, ends what still runs: requests in flight are closed, and the instances abort them.
+    """
+
+    def __init__(self, producer: Producer, loop: EventLoopThread, batch: Batch, version: WeightVersion) -> None:
+        self._producer = producer
+        self._loop = loop
+        self._batch = batch
+        self._version = version
+        self._queue = SampleQueue(len(batch.prompts), version, self._watch)
+        self._task = loop.run(self._start())
+
+    def __enter__(self) -> "RolloutRun":
+        return self
+
+    def ready(self, wait: bool) -> list[Group]:
+        """See `SampleQueue.ready`."""
+        return self._queue.ready(wait)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Waits for the end of what still runs.
+
+        Raises:
+            WaitTimedOut: it does not end, and nothing else is being raised.
+        """
+        self._queue.close()
+        idle_work = self._producer.idle_work
+        delay_s = idle_work.max_delay_s if idle_work is not None else 0.0
+        try:
+            self._loop.run(self._stop(), delay_s + LEAVE_TIMEOUT_S)
+        except WaitTimedOut as late:
+            if error is None:
+                raise
+            logger.error("leaving the batch of iteration %d: %s", self._batch.iteration, late)
+
+    def _watch(self) -> None:
+        """What the training loop looks at while it waits: whether the thread of the rollouts lives, and its own."""
+        self._loop.require_alive()
+        self._producer.watch()
+
+    async def _start(self) -> "asyncio.Task[None]":
+        task = asyncio.create_task(self._run(), name=f"rollouts of iteration {self._batch.iteration}")
+        # However it ended: cancelled by us, after `close`, it tells nobody anything.
+        task.add_done_callback(lambda _: self._queue.end())
+        return task
+
+    async def _stop(self) -> None:
+        if self._producer.idle_work is not None:
+            await self._producer.idle_work.stop()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as siblings:
+            for index, prompt in self._batch.prompts.items():
+                siblings.create_task(self._produce(index, prompt))
+        if self._producer.idle_work is not None:
+            try:
+                await self._producer.idle_work.run(self._batch.iteration, self._version)
+            except Exception:
+                # Training does not depend on it; the boundary of a task nobody waits for.
+                logger.exception("the work of the idle pool failed in iteration %d", self._batch.iteration)
+
+    async def _produce(self, index: int, prompt: Prompt) -> None:
+        try:
+            group = await self._producer.roll_out(self._batch.iteration, index, prompt, self._version)
+            self._queue.put(group)
+        except Exception as error:
+            # The end of this thread's part: the queue carries the error to the training loop, the task group cancels
+            # the siblings.
+            self._queue.fail(error)
+            raise
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            # Not ours: the task group would take such a cancellation for success, and the loop would end by the rest.
+            lost = RolloutLost(
+                f"the rollout of prompt {prompt.prompt_id}, place {index} of iteration {self._batch.iteration}, was "
+                f"ended by {error!r} from beside"
+            )
+            self._queue.fail(lost)
+            raise lost from error
+
+
+def group_seed(run_seed: int, iteration: int, index: int) -> int:
+    """The sampling seed of a group, in [0, 2^63): its 1024 successors belong to no other group, but by chance 2^-53."""
+    digest = hashlib.sha256(f"group/{run_seed}/{iteration}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> (1 + SEED_SPACING_BITS) << SEED_SPACING_BITS

@@ -1,0 +1,213 @@
+"""One record per iteration -> `metrics.jsonl`, TensorBoard events and the log.
+
+All times are seconds. `wait_s` is what the trainer waited for rollouts, `train_s` what it spent on forward and
+backward passes; `timeline` and `samples`, and the rollouts' times, are those of the replica that writes the record, the
+rest is over the batch. Figures that are not finite are null.
+
+`untrained_groups` is the share of groups whose rewards give no gradient, on which no backward pass was spent;
+`skipped_steps` counts the steps that were not taken because the gradient was not finite.
+"""
+
+import json
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from async_rl.proof.logprob_gaps import LogprobGaps
+from async_rl.tracking.balance import NUM_RECENT, IterationTimes, advise, desired_instances
+from async_rl.types import Group, GroupProof, Publication, StepStats
+
+log = logging.getLogger(__name__)
+
+NUM_SAMPLES = 3
+
+
+class IterationRecord:
+    """Times, groups and steps of one iteration as it runs, on one replica."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+        self.started_s = time.monotonic()
+        self.seconds: dict[str, float] = {"publish_s": 0.0, "period_s": 0.0, "step_s": 0.0, "train_s": 0.0}
+        self.timeline: list[tuple[int, float, float, float, float]] = []
+        self.samples: list[dict[str, Any]] = []
+        self.rows: list[GroupProof] = []
+        self.steps: list[StepStats] = []
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to `seconds[name]`."""
+        started = time.monotonic()
+        yield
+        self.seconds[name] += time.monotonic() - started
+
+    @contextmanager
+    def training(self, window: Sequence[Sequence[Group]]) -> Iterator[None]:
+        """Times the training of a window's micro-batches and notes when each group was rolled out."""
+        started = time.monotonic()
+        with self.timed("train_s"):
+            yield
+        for group in (group for micro_batch in window for group in micro_batch):
+            times = (group.started_s, group.finished_s, started, time.monotonic())
+            start, finish, train_start, train_finish = (round(t - self.started_s, 6) for t in times)
+            self.timeline.append((group.index, start, finish, train_start, train_finish))
+            if len(self.samples) < NUM_SAMPLES:
+                response = group.responses[0]
+                self.samples.append(
+                    {"prompt_id": group.prompt.prompt_id, "response": response.text, "reward": group.rewards[0]}
+                )
+
+    def add_step(self, rows: Sequence[GroupProof], stats: StepStats) -> None:
+        """Notes a step that was taken, or skipped, and the proof of the groups it was for."""
+        self.rows += rows
+        self.steps.append(stats)
+
+
+class Recorder:
+    """Writes the records of a run; on ranks without a `run_dir` it only keeps time.
+
+    Args:
+        run_dir: directory for `metrics.jsonl` and `tensorboard/`, or None where another rank writes them.
+        iterations: how many iterations the run has, for progress.
+        first_iteration: where it goes on; earlier records stay.
+        on_record: is called with every record that is written.
+        correct_at: from which reward on a response is correct; None, and no accuracy, where the reward does not say.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        iterations: int,
+        first_iteration: int = 0,
+        on_record: Callable[[Mapping[str, Any]], None] | None = None,
+        correct_at: float | None = None,
+    ) -> None:
+        self._path = run_dir / "metrics.jsonl" if run_dir else None
+        self._iterations = iterations
+        self._on_record = on_record
+        self._correct_at = correct_at
+        self._recent: deque[IterationTimes] = deque(maxlen=NUM_RECENT)
+        self._events = EventFileWriter(str(run_dir / "tensorboard")) if run_dir else None
+        if self._events:
+            # TensorBoard then forgets this iteration and later ones, which an interrupted run may have recorded.
+            start = SessionLog(status=SessionLog.START)
+            self._events.add_event(Event(wall_time=time.time(), step=first_iteration, session_log=start))
+
+    def begin(self, iteration: int) -> IterationRecord:
+        return IterationRecord(iteration)
+
+    def end(self, record: IterationRecord, publication: Publication) -> None:
+        """Completes the record of an iteration whose proof holds and whose steps are over, and writes it."""
+        if self._path is None:
+            return
+        line = {key: _as_json(value) for key, value in self._summarize(record, publication).items()}
+        times = IterationTimes.of(line)
+        self._recent.append(times)
+        line["idle_training"], line["idle_inference"] = times.idle_training, times.idle_inference
+        line["desired_instances"] = desired_instances(self._recent)
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._write_events(record.iteration, line)
+        if self._on_record is not None:
+            self._on_record(line)
+        log.info(
+            "iteration %d/%d: reward %.3f, %s%.0f tokens/s, %.2f s (waited %.2f, trained %.2f, published %.2f)",
+            record.iteration + 1,
+            self._iterations,
+            line["reward_mean"],
+            f"accuracy {line['accuracy']:.3f}, " if "accuracy" in line else "",
+            *(line[key] for key in ("tokens_per_s", "seconds", "wait_s", "train_s", "publish_s")),
+        )
+
+    def close(self) -> None:
+        """Says how well the pools were balanced, and ends the files."""
+        if self._recent:
+            log.info(advise(self._recent))
+        if self._events:
+            self._events.close()
+
+    def _summarize(self, record: IterationRecord, publication: Publication) -> dict[str, Any]:
+        rows, stats = record.rows, StepStats.mean(record.steps)
+        seconds = time.monotonic() - record.started_s
+        rewards = [reward for row in rows for reward in row.rewards]
+        prompt_tokens = sum(row.num_prompt_tokens for row in rows)
+        response_tokens = sum(row.num_response_tokens for row in rows)
+        dispatched = min((entry[1] for entry in record.timeline), default=0.0)
+        finished = [entry[2] - dispatched for entry in record.timeline]
+        return {
+            "iteration": record.iteration,
+            "iterations": self._iterations,
+            "weight_version": publication.version,
+            "seconds": seconds,
+            "wait_s": record.seconds["period_s"] - record.seconds["train_s"],
+            "train_s": record.seconds["train_s"],
+            "publish_s": record.seconds["publish_s"],
+            "step_s": record.seconds["step_s"],
+            "rollout_s": max(finished, default=0.0),
+            "first_group_s": min(finished, default=0.0),
+            "reward_mean": statistics.fmean(rewards),
+            "reward_std": statistics.pstdev(rewards),
+            **self._accuracy(rewards),
+            "response_tokens_mean": response_tokens / len(rewards),
+            "prompt_tokens": prompt_tokens,
+            "response_tokens": response_tokens,
+            "tokens_per_s": (prompt_tokens + response_tokens) / seconds,
+            "loss": stats.loss,
+            "grad_norm": stats.grad_norm,
+            "learning_rate": stats.learning_rate,
+            **stats.metrics,
+            "on_policy": True,
+            **_gap_figures(rows),
+            "num_groups": len(rows),
+            "untrained_groups": stats.num_untrained / len(rows),
+            "skipped_steps": sum(step.skipped for step in record.steps),
+            "retries": sum(row.attempts - 1 for row in rows),
+            "num_continued": sum(row.num_continued for row in rows),
+            "num_resampled": sum(row.num_resampled for row in rows),
+            "num_instances": len(publication.instances),
+            "timeline": record.timeline,
+            "samples": record.samples,
+        }
+
+    def _accuracy(self, rewards: Sequence[float]) -> dict[str, float]:
+        if self._correct_at is None:
+            return {}
+        return {"accuracy": statistics.fmean(reward >= self._correct_at for reward in rewards)}
+
+    def _write_events(self, iteration: int, line: dict[str, Any]) -> None:
+        assert self._events is not None
+        values = [
+            Summary.Value(tag=key, simple_value=value)
+            for key, value in line.items()
+            if isinstance(value, float | int) and not isinstance(value, bool) and not key.startswith("iteration")
+        ]
+        self._events.add_event(Event(wall_time=time.time(), step=iteration, summary=Summary(value=values)))
+
+
+def _gap_figures(rows: Sequence[GroupProof]) -> dict[str, float]:
+    """Trainer - rollout log-probs over the iteration, in nats; see `LogprobGaps`."""
+    gaps = LogprobGaps.total(row.all_gaps for row in rows)
+    return {
+        "max_logprob_gap": gaps.largest,
+        "logprob_gap_mean": gaps.mean,
+        "logprob_gap_mean_abs": gaps.mean_abs,
+        "logprob_gap_rms": gaps.rms,
+        "logprob_gap_p99": gaps.quantile(0.99),
+        "rollout_kl_k1": gaps.k1,
+        "rollout_kl_k3": gaps.k3,
+    }
+
+
+def _as_json(value: Any) -> Any:
+    """The value, or None for a number that JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

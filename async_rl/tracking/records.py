@@ -1,0 +1,70 @@
+"""The records of a run that goes on from a checkpoint: lines of JSON, each of one iteration; for `trainer.session`."""
+
+import json
+import os
+from pathlib import Path
+
+from async_rl.config.sections import RunSection
+from async_rl.errors import ConfigError
+
+RECORDS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl")
+"""Files of a run directory."""
+
+
+def require_no_records(run: RunSection) -> None:
+    """Refuses a directory with records of another run, unless the run goes on with them.
+
+    Raises:
+        ConfigError: it has some.
+    """
+    if not run.resume and any((run.dir / name).exists() for name in RECORDS):
+        raise holds_another_run(run)
+
+
+def holds_another_run(run: RunSection) -> ConfigError:
+    return ConfigError(
+        f"run.dir {str(run.dir)!r} holds the records of another run: name a new one, remove it, or set "
+        "run.resume = true to go on with it"
+    )
+
+
+def cut_run_records(run_dir: Path, first_iteration: int) -> int:
+    """Cuts all records of a run (see `cut_records`), to train on from `first_iteration`; returns how many lines."""
+    return sum(cut_records(run_dir / name, first_iteration) for name in RECORDS)
+
+
+def cut_records(path: Path, first_iteration: int) -> int:
+    """Removes the lines of `first_iteration` and later ones, which will be trained again; returns how many.
+
+    A last line that was half written when the run ended goes with them. The file changes at once or not at all; where
+    there is none, nothing happens.
+
+    Raises:
+        ConfigError: a line other than the last is not a record.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for number, line in enumerate(lines) if _iteration(path, lines, number) < first_iteration]
+    if len(kept) < len(lines):
+        partial = path.with_name(f".{path.name}.partial")
+        with partial.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    return len(lines) - len(kept)
+
+
+def _iteration(path: Path, lines: list[bytes], number: int) -> float:
+    """The iteration of a line; infinity for a half-written last one."""
+    line = lines[number]
+    is_last = number == len(lines) - 1
+    if is_last and not line.endswith(b"\n"):
+        return float("inf")
+    try:
+        return int(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{str(path)!r}, line {number + 1} is not a record with an iteration: {line[:80]!r}; repair or remove it"
+        ) from error

@@ -1,0 +1,224 @@
+"""Collectives of a weight group that end in time, on every backend; `weight_stream.WeightGroup` alone uses them.
+
+Work of gloo raises once its timeout has passed. That of nccl and hccl does not: `wait` only orders streams, and returns
+at once whether the other end lives or not; the next copy to the host then hangs, and a watchdog ends the whole process
+some time later. So theirs is polled, and the group aborted where the timeout passes first.
+"""
+
+import hmac
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from async_rl.net.local_address import choose_interface
+from async_rl.weights.store import MeetingStore
+from async_rl.weights.store_wire import PROOF_BYTES, NotInvited
+
+NUM_IN_FLIGHT = 2
+"""Collectives that run at once; gloo works on as many, so a peer that is silent costs one timeout, not one for each."""
+
+POLL_S = 0.0002
+"""A bucket takes milliseconds."""
+
+ABORT_TIMEOUT_S = 10.0
+"""An abort that itself hangs is left behind."""
+
+NATIVE_TIMEOUTS = 3
+"""How much later than ours the timeouts of nccl and hccl are, whose watchdogs end the process."""
+
+DEVICES = {"gloo": "cpu", "nccl": "cuda", "hccl": "npu"}
+
+
+class TimedOut(RuntimeError):
+    """A collective did not end in time, so that the group was aborted."""
+
+
+class Collectives:
+    """A process group with timeouts that hold.
+
+    Args:
+        group: of torch.distributed, or one that behaves like its.
+        device: where its tensors are.
+        raises_in_time: whether the `wait` of its work blocks, and raises when its timeout has passed.
+    """
+
+    def __init__(self, group: Any, device: torch.device, timeout_s: float, *, raises_in_time: bool) -> None:
+        self.device = device
+        self._group = group
+        self._timeout_s = timeout_s
+        self._raises_in_time = raises_in_time
+
+    def broadcast(self, data: torch.Tensor) -> Any:
+        """Starts a broadcast from rank 0; its work is for `wait`. `data` is on the group's device.
+
+        Raises:
+            RuntimeError: the group is broken or closed.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        return self._open_group().broadcast([data], options)
+
+    def wait(self, work: Any) -> None:
+        """Returns when the work is done, and what follows on the device may use its tensors.
+
+        Raises:
+            RuntimeError: it failed.
+            TimedOut: it did not end within the timeout; the group is aborted.
+        """
+        if not self._raises_in_time:
+            self._poll(work)
+        work.wait()
+
+    def meet(self) -> None:
+        """Makes the connections: nccl and hccl do so with the first collective, and block meanwhile.
+
+        Raises:
+            RuntimeError: it failed.
+            TimedOut: not all members took part within the timeout; the group is aborted.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        started: list[Any] = []
+        if not _ends_within(self._timeout_s, lambda: started.append(self.broadcast(byte))):
+            self.abort()
+            raise TimedOut(f"not all members connected within {self._timeout_s:g} s")
+        self.wait(started[0])
+
+    def prove(self, rank: int, world_size: int, secret: str) -> None:
+        """Exchanges proofs with each other member over the very connections that weights will take.
+
+        gloo lets in whoever connects to its ports first. Over nccl and hccl the members know each other by an id that
+        they get from the store.
+
+        Raises:
+            NotInvited: whoever is at the other end of a connection does not know the secret.
+        """
+        ours = b"".join(_proof(secret, rank, other) for other in range(world_size))
+        sent = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
+        received = torch.empty_like(sent)
+        self.wait(self._open_group().alltoall_base(received, sent, [], [], dist.AllToAllOptions()))
+        proofs = bytes(received.tolist())
+        for other in range(world_size):
+            proof = proofs[other * PROOF_BYTES : (other + 1) * PROOF_BYTES]
+            if not hmac.compare_digest(proof, _proof(secret, other, rank)):
+                raise NotInvited(f"whoever is connected as rank {other} does not know the secret of the invitation")
+
+    def let_end(self, works: Iterable[Any]) -> None:
+        """Ends what an error left under way: until then it holds connections, and writes where it was told to."""
+        left = list(works)
+        if left and not self._raises_in_time:
+            self.abort()
+            return
+        for work in left:
+            with suppress(RuntimeError):
+                work.wait()
+
+    def abort(self) -> None:
+        """Ends what is under way, here and by that at the other members; the group is of no use any more."""
+        group, self._group = self._group, None
+        if group is not None:
+            _ends_within(ABORT_TIMEOUT_S, lambda: _abort(group))
+
+    def close(self) -> None:
+        """Drops the connections; a second call does nothing."""
+        group, self._group = self._group, None
+        if group is not None:
+            # gloo closes its sockets only with the object itself, which goes with this call.
+            group.shutdown()
+
+    def _poll(self, work: Any) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self.abort()
+                raise TimedOut(f"it did not end within {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+        if (error := work.exception()) is not None:
+            self.abort()
+            raise RuntimeError(str(error))
+
+    def _open_group(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("the group is closed")
+        return self._group
+
+
+def open_collectives(store: MeetingStore, rank: int, world_size: int, backend: str, timeout_s: float) -> Collectives:
+    """Returns when all members are there, and have shown that they were invited.
+
+    Raises:
+        NotInvited: a stranger took the place of a member.
+        RuntimeError, PublishError: they did not all meet within the timeout.
+    """
+    if backend == "gloo":
+        group = _gloo_group(store, rank, world_size, timedelta(seconds=timeout_s))
+        collectives = Collectives(group, torch.device("cpu"), timeout_s, raises_in_time=True)
+        collectives.prove(rank, world_size, store.secret)
+        return collectives
+    choose_interface(backend, store.address)
+    kind = DEVICES[backend]
+    device = torch.device(kind, getattr(torch, kind).current_device())
+    group = make_group(store, rank, world_size, backend, timedelta(seconds=NATIVE_TIMEOUTS * timeout_s))
+    collectives = Collectives(group, device, timeout_s, raises_in_time=False)
+    collectives.meet()
+    return collectives
+
+
+def make_group(store: MeetingStore, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:
+    """A process group of nccl or hccl."""
+    # torch_npu is there only where there is an NPU; it has no type of its own in torch.distributed.
+    module = dist if backend == "nccl" else import_module("torch_npu._C._distributed_c10d")
+    group_type = getattr(module, f"ProcessGroup{backend.upper()}")
+    options = group_type.Options()
+    options._timeout = timeout
+    return group_type(store, rank, world_size, options)
+
+
+def _gloo_group(store: MeetingStore, rank: int, world_size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    # Left to itself gloo takes the address that this host's own name has, which others need not reach.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=store.address)]
+    options._threads = NUM_IN_FLIGHT
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _proof(secret: str, of: int, to: int) -> bytes:
+    return hmac.digest(secret.encode(), f"rank {of} to {to}".encode(), "sha256")
+
+
+def _abort(group: Any) -> None:
+    """torch_npu has a method of its own; the one that it inherits from torch does not reach hccl's communicators."""
+    if hasattr(group, "abort_hccl_comm"):
+        group.abort_hccl_comm("a collective of the weight group did not end in time")
+    else:
+        group.abort()
+
+
+def _ends_within(timeout_s: float, call: Callable[[], object]) -> bool:
+    """Whether a call that may block for ever has ended in time; it is left behind in its thread otherwise.
+
+    Raises:
+        Exception: whatever the call raised.
+    """
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="async-rl-collective", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()

@@ -1,0 +1,249 @@
+"""The one weight transport, both ends of it: a group of one sender and all receivers, buckets, and the fingerprint.
+
+The trainer's first rank is rank 0 and the only source; every worker of every inference instance is one more rank.
+Tensors travel in a given order by `torch.distributed` broadcast (gloo, nccl or hccl): large ones alone, out of and into
+their own memory, small ones packed into buckets. One message is hashed while another travels. Before each update every
+receiver announces through the group's store that it accepted the list of tensors; the sender broadcasts only then, so a
+refused list never leaves it stuck in a collective.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+
+from async_rl.errors import ConfigError, PublishError
+from async_rl.weights.collectives import NUM_IN_FLIGHT, open_collectives
+from async_rl.weights.store import MeetingStore
+from async_rl.weights.store_wire import NotInvited
+
+T = TypeVar("T")
+
+ALONE_BYTES = 2**20
+"""A tensor of this size is worth a message of its own: copying it into a bucket costs more than the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (torch attribute name) and shape of one tensor of the stream."""
+
+    name: str
+    dtype_name: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"tensor {self.name!r} has dtype {self.dtype_name!r}, which torch does not know")
+        return dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Stream = Iterable[tuple[TensorSpec, torch.Tensor]]
+MakeStream = Callable[[], Stream]
+"""Starts the stream of a publish; each tensor keeps its values until the stream has ended."""
+
+
+class Fingerprint:
+    """xxh3-128 over the stream: per tensor its name, dtype, shape and bytes, folded in stream order.
+
+    Both ends feed it the tensors as they pass; equal hex digests mean equal weights under equal names.
+    """
+
+    def __init__(self) -> None:
+        self._fold = xxhash.xxh3_128()
+
+    def add(self, spec: TensorSpec, data: torch.Tensor) -> None:
+        """Adds one tensor; `data` is its uint8 view on any device, [num_bytes]."""
+        self._fold.update(f"{spec.name}|{spec.dtype_name}|{spec.shape}|".encode())
+        self._fold.update(xxhash.xxh3_128_digest(data.cpu().numpy().data))
+
+    def hexdigest(self) -> str:
+        return self._fold.hexdigest()
+
+
+def buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
+    """Cuts the stream into consecutive runs of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+    return _cut(specs, lambda spec: spec.num_bytes, bucket_bytes, alone_bytes=None)
+
+
+def _messages(items: Iterable[T], spec_of: Callable[[T], TensorSpec], bucket_bytes: int) -> Iterator[list[T]]:
+    """What travels in one broadcast each; both ends derive the same cuts from the same specs and size."""
+    return _cut(items, lambda item: spec_of(item).num_bytes, bucket_bytes, ALONE_BYTES)
+
+
+def _cut(
+    items: Iterable[T], num_bytes_of: Callable[[T], int], bucket_bytes: int, alone_bytes: int | None
+) -> Iterator[list[T]]:
+    bucket: list[T] = []
+    size = 0
+    for item in items:
+        num_bytes = num_bytes_of(item)
+        alone = alone_bytes is not None and num_bytes >= alone_bytes
+        if bucket and (alone or size + num_bytes > bucket_bytes):
+            yield bucket
+            bucket, size = [], 0
+        if alone:
+            yield [item]
+            continue
+        bucket.append(item)
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A broadcast under way: the bytes that travel, uint8 [num_bytes], and the tensors in them."""
+
+    work: Any
+    data: torch.Tensor
+    specs: list[TensorSpec]
+
+
+class WeightGroup:
+    """The process group of one trainer rank (0) and all receiving workers (1 .. world_size - 1).
+
+    It stands beside the default group of either process. Every wait ends within `timeout_s` in a PublishError.
+    After any error the group is unusable on all ends: close it and open a new one.
+    """
+
+    def __init__(self, store: MeetingStore, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        """Returns when all members are there, and have proven to each other that they were invited.
+
+        Raises:
+            PublishError: they did not all meet within the timeout.
+            NotInvited: a stranger took the place of a member.
+        """
+        self._store = store
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._num_updates = 0
+        try:
+            self._collectives = open_collectives(store, rank, world_size, backend, timeout_s)
+        except (RuntimeError, PublishError) as error:
+            store.close()
+            kind = NotInvited if isinstance(error, NotInvited) else PublishError
+            raise kind(
+                f"not all {world_size} members of the weight group met within {timeout_s:g} s, this one at "
+                f"{store.address}: {error}"
+            ) from error
+
+    def announce(self, rank: int) -> None:
+        """Receiver: tells the sender that this rank accepted the next update and is about to receive."""
+        self._num_updates += 1
+        self._store.set(f"update/{self._num_updates}/{rank}", "ready")
+
+    def next_update(self) -> None:
+        """Sender: begins the next update."""
+        self._num_updates += 1
+
+    def missing(self) -> list[int]:
+        """Sender: the ranks that have not announced the current update yet; does not wait."""
+        return [
+            rank for rank in range(1, self._world_size) if not self._store.check([f"update/{self._num_updates}/{rank}"])
+        ]
+
+    def send(self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], bucket_bytes: int) -> str:
+        """Broadcasts all tensors of the stream, in order, and returns the fingerprint of what was sent.
+
+        A tensor must keep its values until the end of the call. The stream is closed if it could not be sent to its
+        end, since others may take part in it.
+        """
+        fingerprint = Fingerprint()
+        in_flight: deque[_Message] = deque()
+        device = self._collectives.device
+        try:
+            for items in _messages(stream, lambda item: item[0], bucket_bytes):
+                parts = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in items]
+                data = parts[0] if len(parts) == 1 else torch.cat(parts)
+                in_flight.append(self._start(data, [spec for spec, _ in items]))
+                for (spec, _), part in zip(items, parts, strict=True):
+                    fingerprint.add(spec, part)
+                while len(in_flight) >= NUM_IN_FLIGHT:
+                    self._wait(in_flight.popleft())
+            while in_flight:
+                self._wait(in_flight.popleft())
+        finally:
+            self._collectives.let_end(message.work for message in in_flight)
+            if isinstance(stream, Generator):
+                stream.close()
+        return fingerprint.hexdigest()
+
+    def receive(
+        self, specs: Sequence[TensorSpec], bucket_bytes: int, into: Mapping[str, torch.Tensor] | None = None
+    ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Yields (spec, tensor) in stream order.
+
+        A tensor that `into` has a contiguous place for (of the spec's dtype and shape, on the group's device) has been
+        put there, and is that place; any other is a view of its message, which it keeps in memory. Places are
+        written before their tensors are yielded, from the first step on.
+        """
+        places = into or {}
+        in_flight: deque[_Message] = deque()
+        try:
+            for message in _messages(specs, lambda spec: spec, bucket_bytes):
+                arrived = None
+                if len(in_flight) == NUM_IN_FLIGHT:
+                    arrived = in_flight.popleft()
+                    self._wait(arrived)
+                in_flight.append(self._start(self._room_for(message, places), message))
+                if arrived is not None:
+                    yield from _put_in_place(arrived, places)
+            while in_flight:
+                arrived = in_flight.popleft()
+                self._wait(arrived)
+                yield from _put_in_place(arrived, places)
+        finally:
+            self._collectives.let_end(message.work for message in in_flight)
+
+    def _room_for(self, message: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        place = places.get(message[0].name) if len(message) == 1 else None
+        if place is not None and place.is_contiguous():
+            return place.view(-1).view(torch.uint8)
+        return torch.empty(sum(spec.num_bytes for spec in message), dtype=torch.uint8, device=self._collectives.device)
+
+    def close(self) -> None:
+        """Drops the connections, which ends the wait of any other member; a second call does nothing."""
+        self._collectives.close()
+        self._store.close()
+
+    def _start(self, data: torch.Tensor, specs: list[TensorSpec]) -> _Message:
+        try:
+            return _Message(self._collectives.broadcast(data), data, specs)
+        except RuntimeError as error:
+            raise PublishError(f"the weight broadcast broke: {error}") from error
+
+    def _wait(self, message: _Message) -> None:
+        started = time.monotonic()
+        try:
+            self._collectives.wait(message.work)
+        except RuntimeError as error:
+            waited = time.monotonic() - started
+            raise PublishError(
+                f"the weight broadcast broke after {waited:.1f} s (timeout {self._timeout_s:g} s): {error}"
+            ) from error
+
+
+def _put_in_place(message: _Message, places: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """The tensors of a message that has arrived, each in its place if it has one."""
+    start = 0
+    for spec in message.specs:
+        raw = message.data[start : start + spec.num_bytes]
+        start += spec.num_bytes
+        # A tensor may start at any byte of the message; a typed view needs its own alignment.
+        aligned = raw if raw.storage_offset() % spec.dtype.itemsize == 0 else raw.clone()
+        tensor = aligned.view(spec.dtype).view(spec.shape)
+        place = places.get(spec.name)
+        if place is not None and place.data_ptr() != tensor.data_ptr():
+            tensor = place.copy_(tensor)
+        yield spec, tensor
