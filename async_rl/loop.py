@@ -23,7 +23,7 @@ class Trainer(Protocol):
     """The policy in training, or one rank's part of it."""
 
     @property
-    def replica(self) -> int: ...
+    def dp_rank(self) -> int: ...
 
     @property
     def num_replicas(self) -> int: ...
@@ -87,7 +87,7 @@ def train(
         with record.timed("publish_s"):
             publication = trainer.publish_weights()
         mini_batches = prompts.batch(iteration).split(config.steps_per_batch)
-        shares = [mini_batch.share(trainer.replica, trainer.num_replicas) for mini_batch in mini_batches]
+        shares = [mini_batch.share(trainer.dp_rank, trainer.num_replicas) for mini_batch in mini_batches]
         with producer.start(Batch.union(shares), publication.version) as finished:
             order = TrainingOrder(finished, config, shares)
             for mini_batch in mini_batches:

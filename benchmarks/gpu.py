@@ -44,10 +44,10 @@ from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt, Response
 from benchmarks.gpu_model import PASSES, PEAK_FLOPS, SIZES, device_name, make_checkpoint, model_flops
 from benchmarks.gpu_publish import measure_publish
-from trainer.attention import checked_kernel
+from trainer.attention.shared_attention import checked_kernel
+from trainer.batching.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
-from trainer.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
 from trainer.trainer import MegatronTrainer
 
 DTYPE = torch.bfloat16

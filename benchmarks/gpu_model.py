@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config
 
-from trainer.hf_config import ModelShape
-from trainer.hf_weights import weight_map
-from trainer.shared_prompt import MicroBatch
+from trainer.batching.shared_prompt import MicroBatch
+from trainer.hf.weights import weight_map
+from trainer.model.shape import ModelShape
 
 SIZES = {
     "tiny": ModelShape(

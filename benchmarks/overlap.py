@@ -194,7 +194,7 @@ def run_once(session: Session, config: Config, mode: str, number: int) -> dict[s
     section = TrainSection.model_validate({**config.train.model_dump(), "iterations": 1, "mode": mode})
     prompts = OneBatch(session.prompts, number)
     started = time.monotonic()
-    train(section, session.replica, prompts, session.rollouts, session.ledger, session.recorder)
+    train(section, session.rank, prompts, session.rollouts, session.ledger, session.recorder)
     total = time.monotonic() - started
     record = json.loads((config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
     return {**record, "total_s": total}

@@ -39,12 +39,14 @@ from megatron.core.distributed import DistributedDataParallel
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Group, Prompt, Response
 from benchmarks.memory import allocated
+from trainer.attention.segments import Segments
+from trainer.batching.shared_prompt import GroupSlice, Labels, MicroBatch, Rows, make_micro_batch, num_rows
 from trainer.devices import choose_device
-from trainer.hf_config import ModelShape
-from trainer.model import SharedPromptGPT, build_model
+from trainer.devices.attention_part import Part
+from trainer.forward_backward import TwoStagePass
+from trainer.model.gpt import SharedPromptGPT, build_model
+from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel, init_parallel
-from trainer.passes import TwoStagePass
-from trainer.shared_prompt import GroupSlice, Labels, MicroBatch, Part, Rows, Segments, make_micro_batch, num_rows
 
 CASES = ((64, 256, 8), (512, 128, 8), (1024, 128, 16), (2048, 256, 8), (256, 1024, 8))
 """(prompt tokens, response tokens, responses)."""

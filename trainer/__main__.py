@@ -90,16 +90,16 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
     ending = Ending(parallel, stop, config.checkpoint.grace_s)
     try:
         with open_session(config, parallel, token, ending=ending) as session:
-            with ending.saving(session.progress.save_last):
+            with ending.saving(session.saving.save_last):
                 train(
                     config.train,
-                    session.replica,
+                    session.rank,
                     session.prompts,
                     session.rollouts,
                     session.ledger,
                     session.recorder,
-                    session.progress.first_iteration,
-                    session.progress.after_iteration,
+                    session.saving.first_iteration,
+                    session.saving.after_iteration,
                 )
             session.megatron.save_hf(config.run.dir / "model")
     finally:

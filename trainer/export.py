@@ -10,7 +10,7 @@ from pathlib import Path
 from async_rl.config.sections import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.programs.command_line import Parser
-from trainer.checkpoint_files import checkpoint_path, checkpoints_dir, newest_checkpoint, whole_checkpoints
+from trainer.checkpoint.files import checkpoint_path, checkpoints_dir, newest_checkpoint, whole_checkpoints
 
 log = logging.getLogger("export")
 
@@ -40,9 +40,9 @@ def main(arguments: list[str]) -> int:
 def run(checkpoint: Path, target: Path) -> None:
     """Writes the policy, in a process group of this process alone."""
     # After the arguments were found good, so that a typo does not wait for torch and Megatron to load.
+    from trainer.checkpoint.policy_export import export_policy
     from trainer.devices import choose_device
     from trainer.parallel import init_parallel
-    from trainer.policy_export import export_policy
 
     parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
     try:

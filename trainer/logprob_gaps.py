@@ -9,7 +9,7 @@ import torch
 
 from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, MIXED, SMALLEST, LogprobGaps
 from async_rl.types import Group, Response
-from trainer.shared_prompt import GroupSlice, MicroBatch
+from trainer.batching.shared_prompt import GroupSlice, MicroBatch
 
 LARGEST_EXPONENT = 700.0
 """exp(d) of a larger d is no float64; what it then adds to k3 is beyond any limit anyhow."""

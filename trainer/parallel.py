@@ -29,13 +29,13 @@ CPU = torch.device("cpu")
 class Parallel:
     """This rank's place among the training ranks.
 
-    `replica` of `num_replicas` is its data-parallel rank; `*_rank` of `*_size` are its places along the other axes.
+    `dp_rank` of `num_replicas` is its data-parallel rank; `*_rank` of `*_size` are its places along the other axes.
     """
 
     device: Device
     rank: int
     num_ranks: int
-    replica: int
+    dp_rank: int
     num_replicas: int
     tp_rank: int
     tp_size: int
@@ -150,7 +150,7 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
         device=device,
         rank=dist.get_rank(),
         num_ranks=dist.get_world_size(),
-        replica=parallel_state.get_data_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
         num_replicas=parallel_state.get_data_parallel_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=section.tensor_parallel,

@@ -23,15 +23,15 @@ from async_rl.rewards import Reward, make_reward
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import cut_run_records, holds_another_run, require_no_records
 from async_rl.tracking.run_lock import lock_run
-from trainer.checkpoint import Checkpoints
-from trainer.checkpoint_files import checkpoints_dir, newest_checkpoint
+from trainer.checkpoint.checkpoint import Checkpoints
+from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
 from trainer.ending import Ending
-from trainer.hf_config import find_checkpoint
-from trainer.inference_side import InferenceSide
+from trainer.leader import InferenceSide
+from trainer.model.shape import find_checkpoint
 from trainer.parallel import Parallel
-from trainer.progress import Progress
-from trainer.replica import NoRollouts, Replica
-from trainer.run_data import load_prompts_and_contents
+from trainer.prompt_data import load_prompts_and_contents
+from trainer.rank import NoRollouts, TrainingRank
+from trainer.saving import Saving
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -43,12 +43,12 @@ class Session:
     """What `async_rl.loop.train` takes, built and connected."""
 
     megatron: MegatronTrainer
-    replica: Replica
+    rank: TrainingRank
     prompts: PromptSource
     rollouts: Rollouts
     ledger: Ledger
     recorder: Recorder
-    progress: Progress
+    saving: Saving
 
 
 @contextmanager
@@ -83,26 +83,26 @@ def open_session(
         )
         checkpoints = Checkpoints(checkpoints_dir(config.run.dir), config.checkpoint.keep, parallel, config, contents)
         closing.callback(checkpoints.close)
-        progress = Progress(checkpoints, megatron, config.run, config.train, config.checkpoint)
+        saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
         # Unique per run, so that an instance left over from another run cannot pass for this one's.
         run_id: str = parallel.broadcast_json(secrets.token_hex(4))
         rollouts: Rollouts = NoRollouts()
         side = None
         if parallel.is_main:
-            num_cut = cut_run_records(config.run.dir, progress.first_iteration)
-            log.info("starting at iteration %d, %d later records removed", progress.first_iteration, num_cut)
+            num_cut = cut_run_records(config.run.dir, saving.first_iteration)
+            log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
         if parallel.is_leader:
             side = InferenceSide(closing, config, parallel, token, make_pool)
         fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
         if side is not None:
             side.wait_for_instances(fleet_url, prompts.longest)
-            evaluator = side.evaluator(tokenizer, reward, progress.first_iteration) if parallel.is_main else None
+            evaluator = side.evaluator(tokenizer, reward, saving.first_iteration) if parallel.is_main else None
             rollouts = side.producer(tokenizer, reward, evaluator, ending.watch)
-        recorder = _make_recorder(config, parallel, progress.first_iteration, side, reward)
+        recorder = _make_recorder(config, parallel, saving.first_iteration, side, reward)
         closing.callback(recorder.close)
         yield Session(
             megatron,
-            Replica(
+            TrainingRank(
                 megatron,
                 parallel,
                 run_id,
@@ -114,7 +114,7 @@ def open_session(
             rollouts,
             _make_ledger(config, parallel),
             recorder,
-            progress,
+            saving,
         )
 
 

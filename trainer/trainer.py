@@ -31,17 +31,17 @@ from async_rl.proof.gap_limits import noise_limits
 from async_rl.rewards.base import LARGEST_REWARD, is_reward
 from async_rl.training_order import TrainingOrder
 from async_rl.types import UNPROVEN, Group, GroupProof, Prompt, Response, StepStats
-from trainer.batch_sums import BatchSums
-from trainer.canary_weights import CanaryWeights
-from trainer.frozen_model import FrozenModel
-from trainer.group_feed import GroupFeed
-from trainer.hf_checkpoint import save_hf_checkpoint
-from trainer.hf_config import find_checkpoint, read_model_shape
-from trainer.optimizer import PolicyOptimizer
+from trainer.batching.group_feed import GroupFeed
+from trainer.forward_backward import Pass, make_passes
+from trainer.hf.checkpoint import save_hf_checkpoint
+from trainer.hf.weight_export import WeightExport
+from trainer.loss_sums import BatchSums
+from trainer.model.shape import find_checkpoint, read_model_shape
 from trainer.parallel import Parallel
-from trainer.passes import Pass, make_passes
-from trainer.tri_model import load_tri_model
-from trainer.weight_export import WeightExport
+from trainer.policy.canary_weights import CanaryWeights
+from trainer.policy.frozen_model import FrozenModel
+from trainer.policy.optimizer import PolicyOptimizer
+from trainer.policy.tri_model import load_tri_model
 
 log = logging.getLogger(__name__)
 

@@ -36,9 +36,9 @@ def make_group(index: int, version: str, iteration: int = 0) -> Group:
 
 
 class ScriptedTrainer:
-    """Notes every call; `replica` 0 of 1."""
+    """Notes every call; `dp_rank` 0 of 1."""
 
-    replica = 0
+    dp_rank = 0
     num_replicas = 1
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from async_rl.weights.stream import Fingerprint
 from trainer.devices import choose_device
 from trainer.ending import Ending
 from trainer.parallel import Parallel, init_parallel
-from trainer.replica import Replica
+from trainer.rank import TrainingRank
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -65,7 +65,7 @@ def report(megatron: MegatronTrainer, parallel: Parallel) -> dict[str, Any]:
     """What came out on this rank; publishes twice."""
     publisher = CanaryOnly() if parallel.is_main else None
     ending = Ending(parallel, StopSignal(), grace_s=60.0)
-    replica = Replica(megatron, parallel, "run", None, publisher, ending)  # type: ignore[arg-type]
+    replica = TrainingRank(megatron, parallel, "run", None, publisher, ending)  # type: ignore[arg-type]
     for _ in range(2):
         replica.publish_weights()
     return {"fingerprints": publisher.fingerprints, "scores": publisher.scores} if publisher else {}

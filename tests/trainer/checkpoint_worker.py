@@ -22,8 +22,8 @@ import torch
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config, TrainerSection
 from async_rl.types import Group
-from trainer.checkpoint import Checkpoints
-from trainer.checkpoint_files import newest_checkpoint
+from trainer.checkpoint.checkpoint import Checkpoints
+from trainer.checkpoint.files import newest_checkpoint
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
 from trainer.trainer import MegatronTrainer
@@ -103,7 +103,7 @@ def make_trainer(config: Config, parallel: Parallel) -> MegatronTrainer:
 
 def train(trainer: MegatronTrainer, batch: list[Group], parallel: Parallel) -> None:
     """One step on a replica's share of a batch."""
-    for group in batch[parallel.replica :: parallel.num_replicas]:
+    for group in batch[parallel.dp_rank :: parallel.num_replicas]:
         trainer.accumulate([[group]])
     trainer.optimizer_step()
 

@@ -21,7 +21,7 @@ from async_rl.config.sections import (
 )
 from async_rl.types import Group, Prompt, Response, WeightSpan
 from trainer.devices import choose_device
-from trainer.hf_weights import weight_map
+from trainer.hf.weights import weight_map
 from trainer.parallel import Parallel, init_parallel
 from trainer.trainer import MegatronTrainer
 

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 from async_rl.config.sections import TrainerSection
 from trainer.devices import choose_device
-from trainer.hf_checkpoint import save_hf_checkpoint
-from trainer.hf_config import read_model_shape
-from trainer.hf_weights import load_hf_weights
-from trainer.model import build_model
+from trainer.hf.checkpoint import save_hf_checkpoint
+from trainer.hf.weight_export import WeightExport
+from trainer.hf.weights import load_hf_weights
+from trainer.model.gpt import build_model
+from trainer.model.shape import read_model_shape
 from trainer.parallel import init_parallel
-from trainer.weight_export import WeightExport
 
 ABANDONED_AFTER = 3
 

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Group
+from trainer.forward_backward import make_passes
 from trainer.parallel import Parallel
-from trainer.passes import make_passes
 from trainer.trainer import MegatronTrainer
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")

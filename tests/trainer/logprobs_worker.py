@@ -10,8 +10,8 @@ import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
 from async_rl.config.sections import TrainerSection
-from trainer import logprobs
 from trainer.devices import choose_device
+from trainer.model import logprobs
 from trainer.parallel import init_parallel
 
 

@@ -18,7 +18,7 @@ from async_rl.weights.stream import TensorSpec
 from trainer.devices import choose_device
 from trainer.ending import Ending
 from trainer.parallel import init_parallel
-from trainer.replica import Replica
+from trainer.rank import TrainingRank
 from trainer.stop_signal import StopSignal
 
 Stream = Iterable[tuple[TensorSpec, torch.Tensor]]
@@ -61,7 +61,7 @@ def main(checkpoint: str, out: Path) -> None:
         served.append((version, list(urls)))
 
     # As if every rank led a replica of its own.
-    replica = Replica(trainer, parallel, "run", put_in_service, publisher, Ending(parallel, StopSignal(), 60.0))
+    replica = TrainingRank(trainer, parallel, "run", put_in_service, publisher, Ending(parallel, StopSignal(), 60.0))
     publications = [asdict(replica.publish_weights()) for _ in range(2)]
     report = {"publications": publications, "served": served, "scores": publisher.scores if publisher else None}
     (out / f"rank{parallel.rank}.json").write_text(json.dumps(report))

@@ -11,9 +11,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.memory import allocated
-from trainer.attention import shared_prompt_attention
+from trainer.attention.segments import Segments
+from trainer.attention.shared_attention import shared_prompt_attention
 from trainer.devices import choose_device
-from trainer.shared_prompt import Part, Segments
+from trainer.devices.attention_part import Part
 
 CPU = torch.device("cpu")
 LIMITS = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 8e-2}

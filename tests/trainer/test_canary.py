@@ -25,8 +25,8 @@ from async_rl.errors import InstanceError
 from async_rl.proof.gap_limits import noise_scale
 from async_rl.publish.canary import EVERYTHING, Canary
 from inference_service.weight_transfer.receiver import model_places
-from trainer.canary_weights import class_of
 from trainer.parallel import Parallel
+from trainer.policy.canary_weights import class_of
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
@@ -244,7 +244,7 @@ def test_every_bit_comes_back_wherever_a_change_broke_off(
     weights.change({})
     assert same(before, bits(trainer))
 
-    module = __import__("trainer.canary_weights", fromlist=["_flip"])
+    module = __import__("trainer.policy.canary_weights", fromlist=["_flip"])
     flip, count = module._flip, 0
 
     def interrupted(parameter: Any, masks: list[int]) -> None:

@@ -19,9 +19,9 @@ from torch.distributed import checkpoint as dcp
 from async_rl.errors import ConfigError
 from async_rl.types import Group
 from tests.trainer.checkpoint_worker import TIMEOUT_S, Run, make_trainer, run_config, train_elementwise
-from trainer.checkpoint import Checkpoints
-from trainer.checkpoint_files import checkpoint_path, newest_checkpoint, whole_checkpoints
-from trainer.checkpoint_tensors import boxes
+from trainer.checkpoint.checkpoint import Checkpoints
+from trainer.checkpoint.files import checkpoint_path, newest_checkpoint, whole_checkpoints
+from trainer.checkpoint.tensors import boxes
 from trainer.parallel import Parallel
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")

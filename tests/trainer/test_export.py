@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from async_rl.errors import ConfigError
 from async_rl.types import Group
 from tests.trainer.checkpoint_worker import Run
-from trainer.checkpoint_files import checkpoint_path
+from trainer.checkpoint.files import checkpoint_path
+from trainer.checkpoint.policy_export import export_policy
 from trainer.export import choose_checkpoint, require_empty
+from trainer.forward_backward import make_passes
 from trainer.parallel import Parallel
-from trainer.passes import make_passes
-from trainer.policy_export import export_policy
 from trainer.trainer import MegatronTrainer
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.errors import ConfigError
 from async_rl.types import Group
-from trainer.hf_checkpoint import save_hf_checkpoint
+from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]

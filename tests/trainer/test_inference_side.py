@@ -3,7 +3,7 @@ import pytest
 from async_rl.config.sections import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.types import Prompt
-from trainer.inference_side import require_fit
+from trainer.leader import require_fit
 
 PROMPT = Prompt("row-7", (1, 2, 3), {})
 

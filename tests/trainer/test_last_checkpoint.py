@@ -20,11 +20,11 @@ from async_rl.loop import train
 from async_rl.proof.gap_limits import NoiseLimits
 from async_rl.tracking.recorder import Recorder
 from async_rl.types import Batch, Group, GroupProof, Publication
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.ending import Ending
 from trainer.parallel import Parallel
-from trainer.progress import Progress
-from trainer.replica import Replica
+from trainer.rank import TrainingRank
+from trainer.saving import Saving
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -76,7 +76,7 @@ class Publisher:
         return Publication("v0", "", (), 0, 0.0)
 
 
-class RaggedReplica(Replica):
+class RaggedRank(TrainingRank):
     """Groups of any size count as whole."""
 
     def accumulate(self, window: Any) -> list[GroupProof]:
@@ -111,8 +111,8 @@ class Runs:
         ending = Ending(self._parallel, stop, grace_s=300.0)
         megatron: MegatronTrainer = make_trainer(config, self._parallel)
         checkpoints = Checkpoints(directory / "checkpoints", 2, self._parallel, config)
-        progress = Progress(checkpoints, megatron, config.run, config.train, config.checkpoint)
-        replica = RaggedReplica(megatron, self._parallel, "run", None, Publisher(publish_fails), ending)  # type: ignore[arg-type]
+        progress = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
+        replica = RaggedRank(megatron, self._parallel, "run", None, Publisher(publish_fails), ending)  # type: ignore[arg-type]
         replica._num_publishes = progress.first_iteration
         rollouts = Rollouts(self._groups, fault, stale)
         ledger = Ledger(None, responses_per_prompt=1, limits=NoiseLimits(float("inf")))

@@ -37,8 +37,8 @@ from async_rl.config.sections import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.preflight.layout import require_layout
 from async_rl.types import Group
+from trainer.batching.shared_prompt import split_group
 from trainer.parallel import Parallel
-from trainer.shared_prompt import split_group
 
 REFUSALS = {
     "ranks": r"(\d+) training ranks .* cannot form replicas of .*: start a multiple of it",

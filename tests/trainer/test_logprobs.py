@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from benchmarks.memory import allocated
-from trainer import logprobs
-from trainer.logprobs import response_logprobs
+from trainer.model import logprobs
+from trainer.model.logprobs import response_logprobs
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 WORKER = Path(__file__).with_name("logprobs_worker.py")

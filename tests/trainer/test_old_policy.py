@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Batch, Group
-from trainer.frozen_model import FrozenModel
 from trainer.parallel import Parallel
+from trainer.policy.frozen_model import FrozenModel
 
 CLIP_LOW, CLIP_HIGH = 0.02, 0.05
 """Narrow, so that a step of Adam takes many ratios beyond it."""

@@ -8,7 +8,7 @@ import torch
 
 from async_rl.config.sections import OptimizerSection
 from async_rl.types import Group
-from trainer.optimizer import LearningRate
+from trainer.policy.optimizer import LearningRate
 from trainer.trainer import MegatronTrainer
 
 

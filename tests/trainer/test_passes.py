@@ -9,14 +9,14 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Group
-from trainer.hf_config import read_model_shape
-from trainer.hf_weights import load_hf_weights
-from trainer.model import SharedPromptGPT, build_model
-from trainer.packing import pack
+from trainer.batching.packing import pack
+from trainer.batching.shared_prompt import GroupSlice, make_micro_batch
+from trainer.forward_backward import PackedPass, TwoStagePass, make_passes
+from trainer.hf.weight_export import WeightExport
+from trainer.hf.weights import load_hf_weights
+from trainer.model.gpt import SharedPromptGPT, build_model
+from trainer.model.shape import read_model_shape
 from trainer.parallel import Parallel
-from trainer.passes import PackedPass, TwoStagePass, make_passes
-from trainer.shared_prompt import GroupSlice, make_micro_batch
-from trainer.weight_export import WeightExport
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5}
 TEMPERATURE = 0.7

@@ -51,7 +51,7 @@ class ReplayedRollouts:
 class UnpublishedTrainer:
     """The loop's trainer without a pool: every version is the one that the groups claim."""
 
-    replica = 0
+    dp_rank = 0
     num_replicas = 1
 
     def __init__(self, megatron: MegatronTrainer) -> None:

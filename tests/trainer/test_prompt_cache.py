@@ -11,11 +11,18 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from async_rl.types import Group, Prompt, Response
-from trainer.attention import shared_prompt_attention
+from trainer.attention.prompt_cache import PromptCache
+from trainer.attention.shared_attention import shared_prompt_attention
+from trainer.batching.shared_prompt import (
+    GroupSlice,
+    Rows,
+    make_micro_batch,
+    make_micro_group,
+    make_prompt_rows,
+    split_group,
+)
 from trainer.devices import choose_device
-from trainer.logprobs import response_logprobs
-from trainer.prompt_cache import PromptCache
-from trainer.shared_prompt import GroupSlice, Rows, make_micro_batch, make_micro_group, make_prompt_rows, split_group
+from trainer.model.logprobs import response_logprobs
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, HIDDEN, HEADS, HEAD_DIM, LAYERS = 50, 24, (4, 2, 2), 8, 3

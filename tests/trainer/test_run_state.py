@@ -11,7 +11,7 @@ from async_rl.config.sections import Config
 from async_rl.data.prompt_table import PromptTable
 from async_rl.errors import ConfigError
 from async_rl.rewards.identity import reward_identity
-from trainer.run_state import Contents, require_same_run
+from trainer.checkpoint.compatibility import Contents, require_same_run
 
 
 def config(**sections: dict[str, Any]) -> Config:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from async_rl.types import Group, Prompt, Response
-from trainer.shared_prompt import (
+from trainer.batching.shared_prompt import (
     GroupSlice,
     MicroBatch,
     make_micro_batch,

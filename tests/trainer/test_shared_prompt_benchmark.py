@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.memory import Allocated, allocated
 from benchmarks.shared_prompt import SHAPE, Case, make_group, make_model, measure, packed, padded, run, shared
-from trainer.model import SharedPromptGPT
+from trainer.model.gpt import SharedPromptGPT
 from trainer.parallel import Parallel
 
 SMALL = replace(SHAPE, hidden_size=32, ffn_size=48, num_heads=4, head_dim=8, vocab_size=64)

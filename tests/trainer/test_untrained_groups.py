@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from async_rl.algorithms.grpo import GRPO
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Group, GroupProof, StepStats
+from trainer.forward_backward import PackedPass, TwoStagePass
 from trainer.parallel import Parallel
-from trainer.passes import PackedPass, TwoStagePass
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]

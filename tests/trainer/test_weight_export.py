@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.hf_config import read_model_shape
-from trainer.weight_map import weight_map
+from trainer.hf.weight_map import weight_map
+from trainer.model.shape import read_model_shape
 
 pytestmark = pytest.mark.distributed
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")

@@ -27,7 +27,7 @@ from async_rl.publish.publisher import Publisher
 from trainer.devices import choose_device
 from trainer.ending import Ending
 from trainer.parallel import Parallel, init_parallel
-from trainer.replica import Replica
+from trainer.rank import TrainingRank
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -56,7 +56,7 @@ def test_a_stale_tied_head_is_found_and_named_and_the_mended_one_serves(
     publisher = Publisher(pool, loop, config, wait_s=60.0, canary=canary)
     try:
         ending = Ending(parallel, StopSignal(), grace_s=60.0)
-        publication = Replica(megatron, parallel, "run", None, publisher, ending).publish_weights()
+        publication = TrainingRank(megatron, parallel, "run", None, publisher, ending).publish_weights()
         reasons = {member.url: member.reason for member in pool.members}
         kinds = set(canary.kinds.values())
     finally:

@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast
 import torch
 
 from async_rl.errors import ConfigError
-from trainer.layer_ops import LayerOps
-from trainer.shared_prompt import Part
+from trainer.devices.attention_part import Part
+from trainer.devices.layer_ops import LayerOps
 
 DEVICE_NAMES = ("cpu", "cuda", "npu")
 
@@ -59,7 +59,7 @@ class Device(Protocol):
     LAYER_OPS: LayerOps
     """Its kernels for the small operations of a layer."""
     ATTENTION: AttentionKernel
-    """Its flash attention; used where `trainer.attention.checked_kernel` finds that it computes the right thing."""
+    """Its flash attention; used where `attention/shared_attention.py` finds that it computes the right thing."""
 
     def prepare(self) -> None:
         """Makes Megatron usable on this device; called once or more, before any Megatron object is made."""

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 
 from trainer.devices.cpu_attention import CPUAttention
-from trainer.layer_ops import LayerOps
+from trainer.devices.layer_ops import LayerOps
 
 BACKEND = "gloo"
 DEVICE = torch.device("cpu")

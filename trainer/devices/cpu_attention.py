@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.shared_prompt import Part
+from trainer.devices.attention_part import Part
 
 MIN_VIEW_ROWS = 64
 """Rows from which on a call of its own, about 40 us more, costs less than gathering and padding."""

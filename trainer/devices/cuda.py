@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from async_rl.errors import ConfigError
 from trainer.devices.cuda_attention import CUDAAttention
-from trainer.layer_ops import LayerOps
+from trainer.devices.layer_ops import LayerOps
 
 BACKEND = "nccl"
 # torchrun's LOCAL_RANK; 0 for a process that it did not start.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer.shared_prompt import Part
+from trainer.devices.attention_part import Part
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIM_MULTIPLE = 8
@@ -78,7 +78,7 @@ class CUDAAttention:
 
 def _layout(part: Part) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Offsets of queries and keys on the device, and the longest entry of each, which stays on the host."""
-    return part.cu_q, part.cu_kv, max(part.q_lens), max(part.kv_lens)
+    return part.cu_seqlens_q, part.cu_seqlens_k, max(part.q_lens), max(part.kv_lens)
 
 
 def _dense_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from async_rl.errors import ConfigError
+from trainer.devices.layer_ops import LayerOps
 from trainer.devices.npu_attention import NPUAttention
 from trainer.devices.npu_ops import NPUOps
-from trainer.layer_ops import LayerOps
 
 BACKEND = "hccl"
 _LOCAL_RANK = dist.get_node_local_rank(fallback_rank=0)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from trainer.shared_prompt import Part
+from trainer.devices.attention_part import Part
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUT = "TND"

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from trainer.shared_prompt import Part, Segments
+from trainer.attention.segments import Segments
+from trainer.devices.attention_part import Part
 
 CPU = torch.device("cpu")
 SHAPES = (

@@ -10,12 +10,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from async_rl.config.sections import OptimizerSection, TrainerSection, TrainSection
 from async_rl.types import Group, Prompt, Response
+from trainer.batching.shared_prompt import GroupSlice, make_micro_batch
 from trainer.devices import choose_device
-from trainer.hf_config import ModelShape
-from trainer.model import build_model
-from trainer.optimizer import PolicyOptimizer
+from trainer.model.gpt import build_model
+from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel, init_parallel
-from trainer.shared_prompt import GroupSlice, make_micro_batch
+from trainer.policy.optimizer import PolicyOptimizer
 
 SHAPE = ModelShape(
     family="qwen3",

@@ -12,7 +12,7 @@ import torch
 from async_rl.errors import ConfigError
 from tests.trainer.devices.conftest import SHAPES, make_inputs, make_segments
 from tests.trainer.devices.step_worker import train_step
-from trainer.attention import checked_kernel, shared_prompt_attention
+from trainer.attention.shared_attention import checked_kernel, shared_prompt_attention
 from trainer.devices import choose_device, cuda
 from trainer.parallel import Parallel
 

@@ -10,12 +10,13 @@ import torch
 from tests.trainer.devices.conftest import CPU, make_inputs
 from tests.trainer.devices.fake_flash import FakeFlash
 from tests.trainer.devices.fake_torch_npu import FakeTorchNPU
-from trainer.attention import checked_kernel, shared_prompt_attention
+from trainer.attention.segments import Segments
+from trainer.attention.shared_attention import checked_kernel, shared_prompt_attention
 from trainer.devices import AttentionKernel
+from trainer.devices.attention_part import Part
 from trainer.devices.cpu_attention import CPUAttention
 from trainer.devices.cuda_attention import CUDAAttention
 from trainer.devices.npu_attention import NPUAttention
-from trainer.shared_prompt import Part, Segments
 
 HEADS = (6, 2)
 HEAD_DIM = 16

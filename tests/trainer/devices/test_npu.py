@@ -15,9 +15,8 @@ import torch
 from async_rl.errors import ConfigError
 from tests.trainer.devices.conftest import SHAPES, make_inputs, make_segments
 from tests.trainer.devices.fake_torch_npu import FakeTorchNPU
-from trainer import layer_ops
-from trainer.attention import shared_prompt_attention
-from trainer.devices import choose_device, npu
+from trainer.attention.shared_attention import shared_prompt_attention
+from trainer.devices import choose_device, layer_ops, npu
 from trainer.devices.npu_ops import NPUOps
 
 on_npu = [pytest.mark.npu, pytest.mark.skipif(find_spec("torch_npu") is None, reason="needs torch_npu")]

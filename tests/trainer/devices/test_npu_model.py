@@ -9,14 +9,14 @@ import torch
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Group
 from tests.trainer.devices.fake_torch_npu import FakeTorchNPU
+from trainer.batching.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
 from trainer.devices import AttentionKernel, cpu
+from trainer.devices.layer_ops import LayerOps
 from trainer.devices.npu_attention import NPUAttention
 from trainer.devices.npu_ops import NPUOps
-from trainer.hf_config import Experts, ModelShape
-from trainer.layer_ops import LayerOps
-from trainer.model import SharedPromptGPT, build_model
+from trainer.model.gpt import SharedPromptGPT, build_model
+from trainer.model.shape import Experts, ModelShape
 from trainer.parallel import Parallel
-from trainer.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
 
 DENSE = ModelShape(
     family="qwen3",

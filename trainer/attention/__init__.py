@@ -1,0 +1,1 @@
+"""Shared-prompt attention on the device's kernels, and its reference."""

@@ -1,0 +1,68 @@
+"""The core attention that Megatron's layers call, and what their packed_seq_params carry to it.
+
+Shape legend: T fed rows, H query heads, K key / value heads, D head dimension; 1 is Megatron's batch dimension.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.attention.prompt_cache import PromptCache
+from trainer.attention.segments import Segments
+from trainer.attention.shared_attention import shared_prompt_attention
+from trainer.devices import AttentionKernel
+from trainer.devices.layer_ops import LayerOps
+
+
+@dataclass(kw_only=True)
+class SharedPromptParams(PackedSeqParams):
+    """Carries the segments through Megatron's layers to the core attention.
+
+    Rotary angles come along, by position: Megatron's own would number the rows, or restart at 0 in every segment. The
+    format stays "sbhd", in which Megatron leaves the rows alone.
+    """
+
+    segments: Segments
+    cos_T1D: torch.Tensor
+    sin_T1D: torch.Tensor
+    ops: LayerOps
+    kernel: AttentionKernel | None
+    cache: PromptCache | None = None
+    qkv_format: str = "sbhd"
+
+
+class SharedPromptAttention(torch.nn.Module):
+    """Scaled dot-product attention of the shared-prompt layout, in place of Megatron's own."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        """Takes what Megatron's layers pass; mask type and process groups make no difference here."""
+        super().__init__()
+        self._layer_number = layer_number
+        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query_T1HD: torch.Tensor,
+        key_T1KD: torch.Tensor,
+        value_T1KD: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: SharedPromptParams,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attention output, [T, 1, H * D]. Who sees whom comes from the segments; `attention_mask` is None."""
+        params = packed_seq_params
+        query_THD, key_SKD = (
+            params.ops.rotary(rows[:, 0], params.cos_T1D, params.sin_T1D) for rows in (query_T1HD, key_T1KD)
+        )
+        value_SKD = value_T1KD[:, 0]
+        if params.cache is not None:
+            key_SKD, value_SKD = params.cache.extend(self._layer_number, key_SKD, value_SKD)
+        out_THD = shared_prompt_attention(query_THD, key_SKD, value_SKD, params.segments, self._scale, params.kernel)
+        return out_THD.flatten(1)[:, None]

@@ -1,0 +1,211 @@
+"""Shared-prompt attention without a mask: two parts per layer, merged by their log-sum-exps.
+
+Every segment attends causally to itself (self part); response rows attend to their whole prompt (cross part). With the
+parts' outputs o_s, o_c and log-sum-exps l_s, l_c, the softmax over both is
+
+    l = logaddexp(l_s, l_c),    o = o_s + sigmoid(l_c - l_s) (o_c - o_s).
+
+The backward pass runs each part's own flash backward with the merged o and l in place of the part's: with P_ij =
+exp(s_ij - l) and delta_i = do_i . o_i, which are those of the whole softmax, dS_ij = P_ij (do_i . v_j - delta_i) holds
+for every key of either part (FlashAttention, arXiv 2205.14135, appendix B.4). So only q, k, v, o and l are kept.
+
+Shape legend: T query rows, S key / value rows, M query rows of the cross part, H query heads, K key / value heads,
+D head dimension.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from trainer.attention.dense_attention import dense_attention
+from trainer.attention.segments import Segments
+from trainer.devices import AttentionKernel, Device
+from trainer.devices.attention_part import Part
+
+log = logging.getLogger(__name__)
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest difference of one row from the reference's on unit-normal inputs, relative to the row (see `_row_error`).
+
+In bfloat16 (unit roundoff u = 2^-8) a row passes some roundings, of the probabilities, of each part's output and of
+their merger, or of dS, of each part's gradient and of their sum: about 5 u = 2e-2 if none of them cancels."""
+
+SHORT_SEGMENTS = ((5, 3), ((4, 1, 7), (2, 6)))
+"""(prompt lengths, fed response lengths of each group) of the check on first use: fewer rows than a kernel's block."""
+
+LONG_SEGMENTS = ((833, 64, 129), ((127, 1, 130), (65, 64), (63, 128)))
+"""The same around the borders of blocks: flash kernels take 32 to 256 queries and 64 to 512 keys at a time."""
+
+LONG_KV_HEADS = 2
+"""Key / value heads of the long check at most, each with as many query heads as in the model: it bounds the time."""
+
+
+def shared_prompt_attention(
+    query_THD: torch.Tensor,
+    key_SKD: torch.Tensor,
+    value_SKD: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    kernel: AttentionKernel | None,
+) -> torch.Tensor:
+    """Attention output [T, H, D], in the inputs' dtype, with gradients for query, key and value.
+
+    Args:
+        kernel: the device's flash kernel, or None for the dense reference; `checked_kernel` says which to use.
+    """
+    if kernel is None:
+        return dense_attention(query_THD, key_SKD, value_SKD, segments, scale)
+    return _TwoPartAttention.apply(query_THD, key_SKD, value_SKD, segments, scale, kernel)
+
+
+class _TwoPartAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_THD: torch.Tensor,
+        key_SKD: torch.Tensor,
+        value_SKD: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        kernel: AttentionKernel,
+    ) -> torch.Tensor:
+        own = slice(segments.self_kv_start, None)
+        out_THD, lse_HT = kernel.forward(query_THD, key_SKD[own], value_SKD[own], segments.self_part, scale)
+        if segments.cross_part is not None:
+            rows, keys = _cross_slices(segments, segments.cross_part)
+            cross = kernel.forward(query_THD[rows], key_SKD[keys], value_SKD[keys], segments.cross_part, scale)
+            _merge(out_THD[rows], lse_HT[:, rows], *cross)
+        ctx.save_for_backward(query_THD, key_SKD, value_SKD, out_THD, lse_HT)
+        ctx.segments, ctx.scale, ctx.kernel = segments, scale, kernel
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, dout_THD: torch.Tensor) -> Any:
+        query, key, value, out, lse = ctx.saved_tensors
+        segments, scale, kernel = ctx.segments, ctx.scale, ctx.kernel
+        own = slice(segments.self_kv_start, None)
+        dquery, dkey_own, dvalue_own = kernel.backward(
+            dout_THD, query, key[own], value[own], out, lse, segments.self_part, scale
+        )
+        dkey, dvalue = _grown(dkey_own, key), _grown(dvalue_own, value)
+        if segments.cross_part is not None:
+            rows, keys = _cross_slices(segments, segments.cross_part)
+            dquery_M, dkey_P, dvalue_P = kernel.backward(
+                dout_THD[rows],
+                query[rows],
+                key[keys],
+                value[keys],
+                out[rows],
+                lse[:, rows],
+                segments.cross_part,
+                scale,
+            )
+            dquery[rows] += dquery_M
+            dkey[keys] += dkey_P
+            dvalue[keys] += dvalue_P
+        return dquery, dkey, dvalue, None, None, None
+
+
+def _cross_slices(segments: Segments, part: Part) -> tuple[slice, slice]:
+    start = segments.cross_q_start
+    return slice(start, start + sum(part.q_lens)), slice(0, sum(part.kv_lens))
+
+
+def _merge(
+    out_MHD: torch.Tensor, lse_HM: torch.Tensor, cross_out_MHD: torch.Tensor, cross_lse_HM: torch.Tensor
+) -> None:
+    """Merges the cross part into the self part's output and log-sum-exp, in place."""
+    weight_MH1 = torch.sigmoid(cross_lse_HM - lse_HM).T[..., None]
+    # In the wider type of the log-sum-exps: the difference of two halves loses what the sum of them keeps.
+    out_MHD.copy_(torch.lerp(out_MHD.to(weight_MH1.dtype), cross_out_MHD.to(weight_MH1.dtype), weight_MH1))
+    lse_HM.copy_(torch.logaddexp(lse_HM, cross_lse_HM))
+
+
+def _grown(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Gradients of the last rows of `like`, with zeros for the rows before them."""
+    if len(own) == len(like):
+        return own
+    return torch.cat([own.new_zeros(len(like) - len(own), *own.shape[1:]), own])
+
+
+@functools.cache
+def checked_kernel(
+    device: Device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> AttentionKernel | None:
+    """The device's kernel, or None, with an error in the log, where it does not compute what the reference does.
+
+    Compares output and gradients of two ragged micro-batches on first use of each device, dtype and head layout: a
+    short one with all heads, and one of many blocks with few.
+    """
+    kernel = device.ATTENTION
+    few = min(num_kv_heads, LONG_KV_HEADS)
+    checks = (
+        (SHORT_SEGMENTS, num_heads, num_kv_heads),
+        (LONG_SEGMENTS, few * (num_heads // num_kv_heads), few),
+    )
+    try:
+        error = max(
+            _largest_error(kernel, device.DEVICE, dtype, _check_segments(lens, device.DEVICE), *heads, head_dim)
+            for lens, *heads in checks
+        )
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as problem:
+        reason = f"it failed: {problem}"
+    else:
+        if error <= TOLERANCES[dtype]:
+            return kernel
+        reason = f"its relative error is {error:.1e}, allowed is {TOLERANCES[dtype]:.1e}"
+    log.error(
+        "the shared-prompt attention kernel of device %s is not used for %s with %d heads, %d key / value heads of "
+        "dimension %d: %s. The dense reference stands in: correct, but slow, and memory grows with the square of a "
+        "micro-batch's tokens",
+        *(device.DEVICE.type, dtype, num_heads, num_kv_heads, head_dim, reason),
+    )
+    return None
+
+
+def _largest_error(
+    kernel: AttentionKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    segments: Segments,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> float:
+    generator = torch.Generator().manual_seed(0)
+    heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    inputs = [
+        torch.randn(segments.num_rows, n, head_dim, generator=generator, dtype=torch.float64).to(device, dtype)
+        for n in heads
+    ]
+    scale = head_dim**-0.5
+    results = []
+    for used, wide in ((kernel, dtype), (None, torch.float32 if dtype == torch.bfloat16 else dtype)):
+        *qkv, dout = (tensor.to(wide).requires_grad_() for tensor in inputs)
+        with torch.enable_grad():
+            out = shared_prompt_attention(*qkv, segments, scale, used)
+        results.append([out.detach(), *torch.autograd.grad(out, qkv, dout.detach())])
+    return max(_row_error(actual, expected) for actual, expected in zip(*results, strict=True))
+
+
+def _row_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference of one row, relative to its norm, or to the median norm where the row's is smaller.
+
+    Relative to the largest value of all it would tell little of late rows: a mean over a thousand keys is thirty times
+    smaller than the first row's single value.
+    """
+    norms = expected.flatten(1).norm(dim=1)
+    differences = (actual.to(expected.dtype) - expected).flatten(1).norm(dim=1)
+    error = (differences / norms.clamp(min=norms.median())).max()
+    return float(error.nan_to_num(torch.inf))
+
+
+def _check_segments(
+    lens_of_groups: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]], device: torch.device
+) -> Segments:
+    prompts, responses = lens_of_groups
+    lens = (*prompts, *(length for group in responses for length in group))
+    cross = Part(tuple(sum(group) for group in responses), prompts, False, device)
+    return Segments(Part(lens, lens, True, device), cross, cross_q_start=sum(prompts))

@@ -1,0 +1,1 @@
+"""Finished groups -> micro-batches -> windows, on all ranks of a replica."""

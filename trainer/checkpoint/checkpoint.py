@@ -1,0 +1,258 @@
+"""Saves and loads a run's checkpoints: on every rank, and under any layout of the ranks.
+
+Where a tensor's parts lie is Megatron's knowledge (`trainer.checkpoint.tensors`); the files are those of
+torch.distributed.checkpoint, whose plans fit parts of any shape to each other. Megatron's own writer over the same
+format is not used: it forks the trainer, which has threads, and hands the results on through a third process. Here the
+tensors are copied to host memory, and a thread writes them while training goes on.
+
+`trainer.session` opens one `Checkpoints` per rank; the methods that wait say for whom.
+"""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
+from torch.distributed import checkpoint as dcp
+
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from trainer.checkpoint.compatibility import Contents, require_same_run
+from trainer.checkpoint.files import (
+    checkpoint_path,
+    file_sums,
+    find_damage,
+    keep_newest,
+    partial_path,
+    read_manifest,
+    remove_partial,
+    seal,
+    write_json,
+)
+from trainer.checkpoint.random_state import random_state, set_random_state
+from trainer.checkpoint.tensors import OLD, POLICY, model_tensors, optimizer_tensors, snapshot, storable
+from trainer.parallel import TIMEOUT, Parallel
+from trainer.policy.frozen_model import FrozenModel
+from trainer.policy.optimizer import PolicyOptimizer, StepCounts
+
+_METADATA = ".metadata"
+"""Where torch.distributed.checkpoint notes which file has which part of which tensor."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, as one rank writes them; every rank makes its own, at the same time.
+
+    Args:
+        directory: where they go; all ranks share it.
+        keep: how many stay, the newest ones.
+        config: the run's, which each checkpoint keeps.
+        contents: of its prompts and reward, which each checkpoint keeps, too.
+    """
+
+    def __init__(
+        self, directory: Path, keep: int, parallel: Parallel, config: Config, contents: Contents | None = None
+    ) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._parallel = parallel
+        self._config = config
+        self._contents = contents
+        # A group of its own, for the thread that writes while the others are in use.
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(
+        self,
+        iteration: int,
+        policy: DistributedDataParallel,
+        optimizer: PolicyOptimizer,
+        old: FrozenModel | None,
+    ) -> None:
+        """Copies everything to host memory and begins to write it; returns before it is written.
+
+        Waits for the save before it, so that there is never more than one copy. All ranks call it.
+
+        Args:
+            iteration: the one that is trained next.
+            old: the old policy, where its weights outlive an iteration.
+
+        Raises:
+            Exception: what made the save before it fail.
+        """
+        self.wait()
+        tensors = snapshot(optimizer_tensors(policy.module, optimizer.parameter_states()))
+        if old is not None:
+            with old.resident() as model:
+                tensors += snapshot(model_tensors(model, OLD))
+        content = {
+            "iteration": iteration,
+            "num_steps": optimizer.counts.taken,
+            "num_skipped": optimizer.counts.skipped,
+            "num_skipped_in_a_row": optimizer.counts.skipped_in_a_row,
+            "config": self._config.model_dump(mode="json"),
+            "layout": _layout(self._parallel),
+        }
+        if self._contents is not None:
+            content["contents"] = self._contents.as_json()
+        self._writing = self._thread.submit(self._write, iteration, tensors, content, random_state(self._parallel))
+
+    def wait(self) -> None:
+        """Waits until the last save is whole, on all ranks.
+
+        Raises:
+            Exception: what made it fail.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def require_no_failure(self) -> None:
+        """Raises what made the last save fail, if it has; does not wait."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def close(self) -> None:
+        """Waits for the last save; to be called before the ranks part.
+
+        Raises:
+            Exception: what made it fail.
+        """
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def load(
+        self,
+        path: Path,
+        policy: DistributedDataParallel,
+        optimizer: PolicyOptimizer,
+        old: FrozenModel | None,
+    ) -> int:
+        """Fills models and optimizer from a checkpoint; returns the iteration to train next.
+
+        All ranks call it, under whatever layout. Random states are restored where the layout is the one that saved.
+
+        Raises:
+            ConfigError: on all ranks; the checkpoint is damaged, or belongs to another run or model.
+        """
+        content = read_checked(path, self._parallel)
+        require_same_run(content["config"], self._config, str(path), content.get("contents"), self._contents)
+        # One after the other: the weights and their masters have the same names.
+        self._fill(path, model_tensors(policy.module, POLICY))
+        self._fill(path, optimizer_tensors(policy.module, optimizer.parameter_states()))
+        if old is not None:
+            with old.resident() as model:
+                self._fill(path, model_tensors(model, OLD))
+                old.copy_from(model)
+        # Checkpoints of earlier releases do not have the latter two: they never went on after such a step.
+        skipped = content.get("num_skipped", 0), content.get("num_skipped_in_a_row", 0)
+        optimizer.resume(StepCounts(content["num_steps"], *skipped))
+        if content["layout"] == _layout(self._parallel):
+            set_random_state(self._parallel, _read_rank_file(path, self._parallel.rank)["random_state"])
+        return int(content["iteration"])
+
+    def _fill(self, path: Path, tensors: Sequence[ShardedTensor]) -> None:
+        fill(path, tensors, self._parallel, self._group)
+
+    def _write(
+        self, iteration: int, tensors: Sequence[ShardedTensor], content: dict[str, Any], random: dict[str, str]
+    ) -> None:
+        """Runs in the thread, on all ranks together."""
+        partial, rank = partial_path(self._directory, iteration), self._parallel.rank
+        if self._parallel.is_main:
+            remove_partial(self._directory)
+            partial.mkdir(parents=True)
+        dist.barrier(self._group)
+        dcp.save(
+            storable(tensors),
+            storage_writer=dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True),
+            planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=self._group,
+        )
+        names = [file.name for file in partial.glob(f"__{rank}_*")]
+        write_json(partial / _rank_file(rank), {"files": file_sums(partial, names), "random_state": random})
+        dist.barrier(self._group)
+        if self._parallel.is_main:
+            ranks = range(self._parallel.num_ranks)
+            files = file_sums(partial, [_METADATA, *map(_rank_file, ranks)])
+            for other in ranks:
+                files |= _read_rank_file(partial, other)["files"]
+            seal(partial, checkpoint_path(self._directory, iteration), {**content, "files": files})
+            keep_newest(self._directory, self._keep)
+        dist.barrier(self._group)
+
+
+def read_checked(path: Path, parallel: Parallel) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files were found whole; the ranks share the work of reading them.
+
+    Raises:
+        ConfigError: on all ranks; a file is missing or altered.
+    """
+    content = read_manifest(path)
+    share = sorted(content["files"])[parallel.rank :: parallel.num_ranks]
+    damage = find_damage(path, {name: content["files"][name] for name in share})
+    _raise_together(damage, parallel)
+    return content
+
+
+def fill(path: Path, tensors: Sequence[ShardedTensor], parallel: Parallel, group: dist.ProcessGroup) -> None:
+    """Reads this rank's parts of tensors from a checkpoint into their data, whose dtype may be another.
+
+    All ranks of `group`, which are all there are, call it.
+
+    Raises:
+        ConfigError: on all ranks; the tensors are not those of the checkpoint with the same prefixes.
+    """
+    _require_same_tensors(path, tensors, parallel)
+    dcp.load(
+        storable(tensors),
+        storage_reader=dcp.FileSystemReader(path),
+        planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        process_group=group,
+    )
+
+
+def _require_same_tensors(path: Path, tensors: Sequence[ShardedTensor], parallel: Parallel) -> None:
+    """Checks that the checkpoint has each of the tensors, and no other with one of their prefixes."""
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    wanted = {tensor.key: list(tensor.global_shape) for tensor in tensors}
+    for part in parallel.gather_json(wanted):
+        wanted |= part
+    prefixes = {key.split(".")[0] for key in wanted}
+    found = {key: list(entry.size) for key, entry in stored.items() if key.split(".")[0] in prefixes}
+    for key in sorted(wanted.keys() | found.keys()):
+        if wanted.get(key) != found.get(key):
+            raise ConfigError(
+                f"checkpoint {str(path)!r} is of another model: {key} has shape {found.get(key, 'none')}, but the "
+                f"model's is {wanted.get(key, 'none')}: set model.path to the model that the run began with"
+            )
+
+
+def _raise_together(error: ConfigError | None, parallel: Parallel) -> None:
+    """Raises the first rank's error on all of them, so that none waits for one that has left."""
+    found = [text for text in parallel.gather_json(error and str(error)) if text]
+    if found:
+        raise ConfigError(found[0]) from error
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05}.json"
+
+
+def _read_rank_file(path: Path, rank: int) -> dict[str, Any]:
+    return dict(json.loads((path / _rank_file(rank)).read_bytes()))
+
+
+def _layout(parallel: Parallel) -> dict[str, int]:
+    return {
+        "ranks": parallel.num_ranks,
+        "tensor_parallel": parallel.tp_size,
+        "pipeline_parallel": parallel.pp_size,
+        "expert_parallel": parallel.ep_size,
+    }

@@ -1,0 +1,160 @@
+"""Checkpoints as directories: one has its final name only when it is whole, and its manifest tells whether it still is.
+
+    RUN/checkpoints/iteration-000050/       manifest.json, .metadata, __0_0.distcp, ...
+    RUN/checkpoints/.iteration-000100.partial/       being written, or left behind by a run that was killed
+
+The number is that of the next iteration to train. `trainer/checkpoint/checkpoint.py` writes and reads them,
+`trainer/export.py` reads.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from async_rl.errors import ConfigError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of the manifest and the names of tensors; a checkpoint of another format is refused."""
+
+_NAME = re.compile(r"iteration-(\d{6,})")
+_CHUNK_BYTES = 16 * 2**20
+
+
+def checkpoints_dir(run_dir: Path) -> Path:
+    """Where the checkpoints of a run are."""
+    return run_dir / "checkpoints"
+
+
+def checkpoint_path(directory: Path, iteration: int) -> Path:
+    """The directory of the checkpoint from which `iteration` is trained next."""
+    return directory / f"iteration-{iteration:06}"
+
+
+def partial_path(directory: Path, iteration: int) -> Path:
+    """Where that checkpoint is until it is whole."""
+    return directory / f".iteration-{iteration:06}.partial"
+
+
+def whole_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints that were written to the end, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = {int(match[1]): path for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return [path for _, path in sorted(found.items())]
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The one to go on from; None where there is none."""
+    return next(reversed(whole_checkpoints(directory)), None)
+
+
+def remove_partial(directory: Path) -> None:
+    """Removes what killed runs left behind."""
+    for path in directory.glob(".iteration-*"):
+        shutil.rmtree(path)
+
+
+def keep_newest(directory: Path, num_kept: int) -> None:
+    """Removes the older checkpoints; each first loses its name, so that none is ever half there."""
+    for path in whole_checkpoints(directory)[:-num_kept]:
+        doomed = path.with_name(f".{path.name}.removed")
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def file_sums(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """name -> its size in bytes and its xxh3 checksum (64 bits, hexadecimal)."""
+    return {name: {"bytes": (directory / name).stat().st_size, "xxh3": _file_sum(directory / name)} for name in names}
+
+
+def seal(partial: Path, final: Path, content: dict[str, Any]) -> None:
+    """Writes the manifest and gives the directory its final name; after a crash it has the one name or the other.
+
+    Args:
+        content: what the manifest says, `files` (see `file_sums`) among it. The files are on the disk already.
+    """
+    content = {"format": FORMAT, **content}
+    write_json(partial / MANIFEST, {"content": content, "xxh3": _json_sum(content)})
+    sync_directory(partial)
+    if final.exists():  # From before this run went back to an older checkpoint.
+        shutil.rmtree(final)
+    partial.rename(final)
+    sync_directory(final.parent)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What the manifest of a checkpoint says.
+
+    Raises:
+        ConfigError: there is none, it was altered, or another version of async-rl wrote it.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        content, expected = manifest["content"], manifest["xxh3"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(path, MANIFEST, f"cannot be read ({type(error).__name__}: {error})") from error
+    if _json_sum(content) != expected:
+        raise damaged(path, MANIFEST, "was altered: its checksum does not match")
+    if content["format"] != FORMAT:
+        raise ConfigError(
+            f"checkpoint {str(path)!r} has format {content['format']}, expected {FORMAT}: "
+            "use the version of async-rl that wrote it"
+        )
+    return dict(content)
+
+
+def find_damage(path: Path, files: dict[str, dict[str, Any]]) -> ConfigError | None:
+    """The error of the first of `files` that is missing or not what was written; reads them all."""
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            return damaged(path, name, "is missing")
+        if file.stat().st_size != expected["bytes"]:
+            return damaged(path, name, f"has {file.stat().st_size} bytes, expected {expected['bytes']}")
+        if _file_sum(file) != expected["xxh3"]:
+            return damaged(path, name, f"was altered: its checksum is not {expected['xxh3']}")
+    return None
+
+
+def damaged(path: Path, name: str, what: str) -> ConfigError:
+    """The error for a checkpoint that is not as it was written; its remedy names the checkpoint before it."""
+    older = list(takewhile(lambda other: other.name != path.name, whole_checkpoints(path.parent)))
+    then = f"the one before it is {older[-1].name}" if older else "there is none before it, so the run starts anew"
+    return ConfigError(f"checkpoint {str(path)!r} is damaged: {name} {what}. Remove the directory; {then}")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a file and waits until it is on the disk."""
+    with path.open("w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names in a directory are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _file_sum(path: Path) -> str:
+    checksum = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            checksum.update(chunk)
+    return checksum.hexdigest()
+
+
+def _json_sum(content: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())

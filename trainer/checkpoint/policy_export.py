@@ -1,0 +1,31 @@
+"""The policy of a checkpoint as a Hugging Face checkpoint; `trainer.export` calls it."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from async_rl.config.file import parse_config
+from async_rl.config.sections import TrainerSection
+from trainer.checkpoint.checkpoint import fill, read_checked
+from trainer.checkpoint.tensors import POLICY, model_tensors
+from trainer.hf.checkpoint import save_hf_checkpoint
+from trainer.model.gpt import build_model
+from trainer.model.shape import find_checkpoint, read_model_shape
+from trainer.parallel import Parallel
+
+
+def export_policy(checkpoint: Path, target: Path, parallel: Parallel) -> None:
+    """Writes the policy to `target` in the run's `model.dtype`; all but the weights is that of the run's `model.path`.
+
+    `parallel` is one process; the checkpoint may come from any layout.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or the run's model is no longer there.
+    """
+    content = read_checked(checkpoint, parallel)
+    config = parse_config(content["config"], source=f"the config in checkpoint {str(checkpoint)!r}")
+    source = find_checkpoint(config.model.path)
+    model = build_model(read_model_shape(source), getattr(torch, config.model.dtype), parallel, TrainerSection())
+    fill(checkpoint, model_tensors(model, POLICY), parallel, dist.group.WORLD)
+    save_hf_checkpoint(model, source, target)

@@ -1,0 +1,156 @@
+"""The tensors of a checkpoint: which part of each this rank has, under names that no layout changes.
+
+Megatron's `sharded_state_dict` says where a rank's parameters lie in the whole model. Its own optimizer state dicts are
+not used: they differ between its optimizers, so that a run could not go on with another one. Here every optimizer has
+the same three tensors per parameter, a rank's part of them being boxes of the whole tensor:
+
+    policy.NAME       float32 master weight     exp_avg.NAME, exp_avg_sq.NAME    float32 Adam moments
+    old.NAME          weight of the old policy's model, where there is one, in the model's dtype
+
+A bfloat16 model's weights are its master weights, rounded.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
+
+from trainer.model.gpt import SharedPromptGPT
+from trainer.policy.optimizer_state import ParameterState
+
+POLICY = "policy"
+OLD = "old"
+
+_NAMES = {
+    # Every layer under its own number, and gate and up apart: each tensor is then one block per rank.
+    "singleton_local_shards": True,
+    "non_homogeneous_layers": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A tensor of the checkpoint as a part of one parameter: its elements from `start` on, flattened."""
+
+    start: int
+    sharded: ShardedTensor
+
+
+def model_tensors(model: SharedPromptGPT, prefix: str) -> list[ShardedTensor]:
+    """This rank's part of a model's weights, as views of its parameters."""
+    return [
+        replace(piece.sharded, key=f"{prefix}.{piece.sharded.key}")
+        for pieces in _pieces(model).values()
+        for piece in pieces
+    ]
+
+
+def optimizer_tensors(model: SharedPromptGPT, states: Iterable[ParameterState]) -> list[ShardedTensor]:
+    """This rank's part of the master weights and moments of `model`, as views of the optimizer's tensors."""
+    pieces = _pieces(model)
+    return [
+        tensor
+        for state in states
+        for piece in pieces[id(state.parameter)]
+        for prefix, flat in {POLICY: state.master, **state.moments}.items()
+        for tensor in _cut(piece, prefix, flat, state)
+    ]
+
+
+def snapshot(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+    """Copies in host memory of those tensors that this rank is to write; each element of the model once."""
+    return [
+        replace(tensor, data=tensor.data.detach().to("cpu", copy=True))
+        for tensor in tensors
+        if is_main_replica(tensor.replica_id)
+    ]
+
+
+def storable(tensors: Iterable[ShardedTensor]) -> dict[str, torch.Tensor]:
+    """The state dict that torch.distributed.checkpoint writes or fills: this rank's parts of each tensor as one."""
+    parts: dict[str, list[CheckpointableShardedTensor]] = {}
+    for tensor in tensors:
+        parts.setdefault(tensor.key, []).append(CheckpointableShardedTensor.from_sh_ten(tensor))
+    return {key: LocalShardsContainer(shards) for key, shards in parts.items()}
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The elements `start` to `stop` of a row-major array as boxes (offset, size), in the order of the elements.
+
+    At each level these are the end of a row, whole rows, and the beginning of a row; empty boxes are left out.
+    """
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    first_whole, end_whole = -(-start // row), stop // row
+    if first_whole > end_whole:
+        yield from _within_row(shape, end_whole, start, stop)
+        return
+    yield from _within_row(shape, first_whole - 1, start, first_whole * row)
+    if first_whole < end_whole:
+        yield (first_whole, *(0 for _ in shape[1:])), (end_whole - first_whole, *shape[1:])
+    yield from _within_row(shape, end_whole, end_whole * row, stop)
+
+
+def _within_row(
+    shape: Sequence[int], index: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    begin = index * math.prod(shape[1:])
+    for offset, size in boxes(shape[1:], start - begin, stop - begin):
+        yield (index, *offset), (1, *size)
+
+
+def _pieces(model: SharedPromptGPT) -> dict[int, list[_Piece]]:
+    """id(parameter) -> the tensors of the checkpoint that it holds a part of."""
+    found: dict[int, list[_Piece]] = {}
+    for entry in model.sharded_state_dict(metadata=dict(_NAMES)).values():
+        if isinstance(entry, ShardedObject):  # Megatron's slot for fp8 scales, empty here.
+            continue
+        parameter = entry.data
+        built = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
+        pieces = [_piece(parameter, sharded) for sharded in built]
+        assert sum(piece.sharded.data.numel() for piece in pieces) == parameter.numel(), f"{entry.key} has gaps"
+        found[id(parameter)] = pieces
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
+    assert not missing, f"not part of the model's sharded state dict: {missing}"
+    return found
+
+
+def _piece(parameter: torch.Tensor, sharded: ShardedTensor) -> _Piece:
+    data = sharded.data.detach()
+    is_view = data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() and data.is_contiguous()
+    assert is_view and not sharded.prepend_axis_num, f"{sharded.key} is not a block of its parameter"
+    return _Piece(
+        data.storage_offset() - parameter.storage_offset(),
+        # Vocabularies are not padded, so no shape may differ.
+        replace(sharded, data=data, axis_fragmentations=None, allow_shape_mismatch=False),
+    )
+
+
+def _cut(piece: _Piece, prefix: str, flat: torch.Tensor, state: ParameterState) -> Iterator[ShardedTensor]:
+    """The part of `piece` that `flat` covers, as views of it."""
+    whole = piece.sharded
+    start = max(piece.start, state.start)
+    stop = min(piece.start + whole.data.numel(), state.start + flat.numel())
+    # Megatron's replica id is (pipeline, tensor, data parallel): each replica has other elements of a shard.
+    replica_id = (*whole.replica_id[:2], 0) if state.is_shard else whole.replica_id
+    at = start - state.start
+    for offset, size in boxes(whole.local_shape, start - piece.start, stop - piece.start):
+        numel = math.prod(size)
+        yield replace(
+            whole,
+            key=f"{prefix}.{whole.key}",
+            data=flat[at : at + numel].view(size),
+            dtype=flat.dtype,
+            local_shape=size,
+            global_offset=tuple(a + b for a, b in zip(whole.global_offset, offset, strict=True)),
+            replica_id=replica_id,
+        )
+        at += numel

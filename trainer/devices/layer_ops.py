@@ -1,0 +1,33 @@
+"""Small operations of a decoder layer for which some devices have fused kernels; Megatron-free, as devices import it.
+
+A device offers its own in `LAYER_OPS`; the functions here are those of all others, and the reference of the tests.
+`trainer/model/layer_spec.py` puts them into Megatron's layers.
+
+Shape legend: T fed rows, H heads, D head dimension, F feed-forward size of this rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's dtype (arXiv 1910.07467)."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rotary(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+    """x cos + rotate_half(x) sin, where rotate_half maps the halves (a, b) of D to (-b, a) (arXiv 2104.09864)."""
+    first, second = x_THD.chunk(2, dim=-1)
+    return x_THD * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOps:
+    """`swiglu` takes [..., 2F] and gives silu(first half) * second half; None leaves it to Megatron's MLP."""
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm
+    rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = rotary
+    swiglu: Callable[[torch.Tensor], torch.Tensor] | None = None

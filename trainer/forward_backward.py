@@ -1,0 +1,173 @@
+"""Forward and backward passes of a model over the micro-batches of a window.
+
+`PackedPass` runs whole micro-batches through Megatron's schedule (1F1B under pipeline parallelism, one after the other
+without); `TwoStagePass` runs one group that is too long for a micro-batch. Both give, per micro-batch or micro-group,
+the log-probs of its response tokens on the last pipeline stage.
+
+Shape legend: N response tokens of one micro-batch.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from async_rl.loop import Window
+from async_rl.types import Group
+from trainer.attention.prompt_cache import PromptCache
+from trainer.batching.shared_prompt import (
+    GroupSlice,
+    MicroBatch,
+    make_micro_batch,
+    make_micro_group,
+    make_prompt_rows,
+    num_rows,
+    split_group,
+)
+from trainer.model.gpt import SharedPromptGPT
+from trainer.parallel import Parallel
+
+LossOf = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(number of the micro-batch, log-probs [N] with gradient, entropies [N] without) -> its loss, a sum."""
+
+
+class Pass(Protocol):
+    micro_batches: Sequence[MicroBatch]
+
+    def forward(self, model: SharedPromptGPT, loss_of: LossOf) -> None:
+        """Forward only, for a model without gradients. `loss_of` runs on the last stage."""
+        ...
+
+    def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
+        """Log-probs of each micro-batch, [N] each; an empty list before the last pipeline stage."""
+        ...
+
+    def train(self, policy: DistributedDataParallel, loss_of: LossOf) -> None:
+        """Forward and backward; gradients are added to the policy's buffers. `loss_of` runs on the last stage."""
+        ...
+
+
+def make_passes(window: Window, parallel: Parallel, temperature: float, max_tokens: int) -> list[Pass]:
+    """What it takes to run a window, whose micro-batches have at most `max_tokens` rows but for longer groups.
+
+    Under pipeline parallelism, and where experts span replicas, such a group is split in micro-groups that each hold
+    the prompt: all ranks then run the same passes. Otherwise it runs in two stages, with its prompt computed once.
+
+    Where experts span replicas, it is a collective of the replicas that share them: their ranks exchange tokens in
+    every layer, so they agree on the passes that the longest of them needs, and the others run empty ones.
+    """
+    if parallel.pp_size > 1 or parallel.experts_span_replicas:
+        planned = [slices for groups in window for slices in _split(groups, max_tokens)]
+        (most,) = parallel.most_among_expert_peers(len(planned))
+        if most == 0:
+            return []
+        planned += [[]] * (most - len(planned))
+        return [PackedPass([_lay_out(slices, parallel) for slices in planned], temperature)]
+    return [
+        TwoStagePass(groups[0], parallel, temperature, max_tokens)
+        if _is_too_long(groups, max_tokens)
+        else PackedPass([_lay_out([GroupSlice.whole(group) for group in groups], parallel)], temperature)
+        for groups in window
+    ]
+
+
+class PackedPass:
+    """Whole micro-batches, through Megatron's schedule."""
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], temperature: float) -> None:
+        self.micro_batches = micro_batches
+        self._temperature = temperature
+
+    def forward(self, model: SharedPromptGPT, loss_of: LossOf) -> None:
+        self._run(model, loss_of, forward_only=True)
+
+    def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
+        logprobs: list[torch.Tensor] = []
+
+        def keep(number: int, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> torch.Tensor:
+            logprobs.append(logprobs_N)
+            return logprobs_N.sum()
+
+        self._run(model, keep, forward_only=True)
+        return logprobs
+
+    def train(self, policy: DistributedDataParallel, loss_of: LossOf) -> None:
+        self._run(policy, loss_of, forward_only=False)
+
+    def _run(self, model: torch.nn.Module, loss_of: LossOf, forward_only: bool) -> None:
+        def forward_step(numbered: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> Any:
+            number, micro_batch = next(numbered)
+            return model(micro_batch, self._temperature), functools.partial(_with_count, loss_of, number)
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(enumerate(self.micro_batches)),
+            model=model,
+            num_microbatches=len(self.micro_batches),
+            # Not read: stages tell each other the size of each micro-batch.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+class TwoStagePass:
+    """One long group: its prompt once, then its responses in micro-groups, then the prompt's backward once."""
+
+    def __init__(self, group: Group, parallel: Parallel, temperature: float, max_tokens: int) -> None:
+        device, multiple_of = parallel.device.DEVICE, _row_multiple(parallel)
+        self._num_prompt_rows = len(group.prompt.token_ids)
+        self._prompt_rows = make_prompt_rows(group, device, multiple_of)
+        self.micro_batches = [
+            make_micro_group(part, device, multiple_of) for part in split_group(group, max_tokens, with_prompt=False)
+        ]
+        self._temperature = temperature
+
+    def forward(self, model: SharedPromptGPT, loss_of: LossOf) -> None:
+        for number, outputs in enumerate(self._forward(model, PromptCache())):
+            loss_of(number, *outputs)
+
+    def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
+        return [logprobs for logprobs, _ in self._forward(model, PromptCache())]
+
+    def train(self, policy: DistributedDataParallel, loss_of: LossOf) -> None:
+        cache = PromptCache()
+        for number, outputs in enumerate(self._forward(policy.module, cache)):
+            loss_of(number, *outputs).backward()
+        cache.backward()
+
+    def _forward(self, model: SharedPromptGPT, cache: PromptCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        prompt_TH = model.rows_for_logits(model.hidden(self._prompt_rows, cache))
+        cache.begin_responses(prompt_TH[self._num_prompt_rows - 1 : self._num_prompt_rows])
+        for micro_group in self.micro_batches:
+            rows_TH = model.rows_for_logits(model.hidden(micro_group.rows, cache))
+            yield model.logprobs(torch.cat([cache.last_row(), rows_TH]), micro_group.labels, self._temperature)
+
+
+def _with_count(
+    loss_of: LossOf, number: int, outputs: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """What Megatron's schedule takes as (loss, token count, report) when losses are sums; we count ourselves."""
+    loss = loss_of(number, *outputs)
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+
+def _lay_out(slices: Sequence[GroupSlice], parallel: Parallel) -> MicroBatch:
+    return make_micro_batch(slices, parallel.device.DEVICE, _row_multiple(parallel))
+
+
+def _row_multiple(parallel: Parallel) -> int:
+    return parallel.tp_size if parallel.sequence_parallel else 1
+
+
+def _is_too_long(groups: Sequence[Group], max_tokens: int) -> bool:
+    return len(groups) == 1 and num_rows(groups[0]) > max_tokens
+
+
+def _split(groups: Sequence[Group], max_tokens: int) -> list[list[GroupSlice]]:
+    if _is_too_long(groups, max_tokens):
+        return [[part] for part in split_group(groups[0], max_tokens, with_prompt=True)]
+    return [[GroupSlice.whole(group) for group in groups]]

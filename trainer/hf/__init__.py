@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints and names, read and written."""

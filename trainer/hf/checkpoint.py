@@ -1,0 +1,68 @@
+"""Saves the policy as a Hugging Face checkpoint directory that transformers and vLLM load."""
+
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from async_rl.weights.stream import buckets
+from trainer.hf.weight_export import WeightExport
+from trainer.hf.weights import INDEX_FILE, SINGLE_FILE
+from trainer.model.gpt import SharedPromptGPT
+from trainer.model.shape import CHECKPOINT_FILES
+
+MAX_SHARD_BYTES = 4 * 2**30
+
+
+def save_hf_checkpoint(
+    model: SharedPromptGPT, source: Path, path: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Writes weights, config, tokenizer and generation config to the directory `path`, replacing what is there.
+
+    Every rank calls it and gives its part of the weights; only the main rank writes, and the others do not wait for its
+    files to be whole.
+
+    All but the weights comes from the `source` checkpoint, the one that was loaded. `path` appears only when it is
+    whole; until then the files are in `path` + ".partial" beside it.
+    """
+    export = WeightExport(model)
+    if not model.parallel.is_main:
+        export.serve()
+        return
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for pattern in CHECKPOINT_FILES:
+        for file in source.glob(pattern):
+            if not file.name.endswith((".safetensors", INDEX_FILE)):
+                shutil.copy(file, partial / file.name)
+    dtype_name = _save_weights(export, partial, max_shard_bytes)
+    config = json.loads((partial / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (partial / "config.json").write_text(json.dumps({**config, "dtype": dtype_name}, indent=2) + "\n")
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+
+
+def _save_weights(export: WeightExport, directory: Path, max_shard_bytes: int) -> str:
+    """Writes one safetensors file, or several and their index; at most one shard is copied at a time."""
+    specs = export.specs
+    shards = list(buckets(specs, max_shard_bytes))
+    files: dict[str, str] = {}
+    with closing(export.stream()) as stream:
+        for number, shard in enumerate(shards, start=1):
+            file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            tensors: dict[str, torch.Tensor] = {}
+            for _ in shard:
+                spec, tensor = next(stream)
+                # safetensors refuses tensors that share memory, as parts of one fused parameter do.
+                tensors[spec.name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
+                files[spec.name] = file
+            save_file(tensors, directory / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs)}, "weight_map": files}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    return specs[0].dtype_name

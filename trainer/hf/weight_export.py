@@ -1,0 +1,156 @@
+"""The policy as a stream of whole Hugging Face tensors on the main rank, the form in which it is published and saved.
+
+Under a divided model the stream goes parcel by parcel: consecutive tensors of one owner, at most `bucket_bytes` or a
+single parameter. The owner is the first tensor-parallel rank of the stage that has a layer, or the rank that has an
+expert whole. The stage's other tensor-parallel ranks send it their parts, it puts the whole tensors together, and sends
+them to the main rank. Only the first replica, and the first ranks that hold all experts, take part; nobody holds more
+than a parcel beside its own weights, plus the one that the consumer of the stream still holds.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from async_rl.weights.stream import TensorSpec
+from trainer.hf.weight_map import Layout, WeightEntry, weight_map
+from trainer.model.gpt import SharedPromptGPT
+
+MAIN_RANK = 0
+PARCEL_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Entries that travel in one message from rank `owner` to the main rank, and their tensors, in stream order."""
+
+    owner: int
+    entries: tuple[WeightEntry, ...]
+    specs: tuple[TensorSpec, ...]
+
+
+class WeightExport:
+    """Made on every rank alike; reads the weights of the moment each time, until the next step.
+
+    A stream is a collective: while the main rank iterates over `stream()`, each other rank calls `serve()` once.
+    """
+
+    def __init__(self, model: SharedPromptGPT, bucket_bytes: int = PARCEL_BYTES) -> None:
+        self._parallel = parallel = model.parallel
+        self._parameters = dict(model.named_parameters())
+        any_parameter = next(iter(self._parameters.values()))
+        self._dtype, self._device = any_parameter.dtype, any_parameter.device
+        assert all(p.dtype == self._dtype for p in self._parameters.values()), "a parcel has tensors of one dtype"
+        self._num_stage_ranks = parallel.num_ranks // parallel.pp_size
+        self._parcels = list(self._cut(weight_map(model.shape, Layout.of(parallel)), bucket_bytes))
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """The tensors of the stream, in its order, on every rank."""
+        return [spec for parcel in self._parcels for spec in parcel.specs]
+
+    def stream(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Main rank: yields (spec, tensor) of every tensor, whole, on the model's device.
+
+        A tensor is a view of the model's own weights where these are not divided. A stream that is closed half way
+        still takes what the other ranks send: each of them is in `serve`, and none may be left there.
+        """
+        parcels = iter(self._parcels)
+        try:
+            for parcel in parcels:
+                yield from zip(parcel.specs, self._collect(parcel), strict=True)
+        except GeneratorExit:
+            for parcel in parcels:
+                self._collect(parcel)
+            raise
+
+    def serve(self) -> None:
+        """Any other rank: gives what it has to one stream; returns when that has passed its last tensor."""
+        for parcel in self._parcels:
+            self._give(parcel)
+
+    def _give(self, parcel: Parcel) -> None:
+        """Another rank's side of one parcel; its buffers are gone before the next one is made."""
+        if parcel.owner == self._parallel.rank:
+            dist.send(self._whole(parcel)[0], MAIN_RANK)
+        elif self._parallel.rank in self._helpers(parcel):
+            dist.send(self._own_part(parcel), parcel.owner)
+
+    def _collect(self, parcel: Parcel) -> list[torch.Tensor]:
+        """The main rank's side of one parcel: its tensors."""
+        if parcel.owner != MAIN_RANK:
+            flat, tensors = self._empty(parcel)
+            dist.recv(flat, parcel.owner)
+            return tensors
+        if not self._helpers(parcel):
+            return [tensor for entry in parcel.entries for tensor in self._own_tensors(entry)]
+        return self._whole(parcel)[1]
+
+    def _whole(self, parcel: Parcel) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The owner's side: (all bytes of a parcel, [elements]; its tensors, views of them)."""
+        flat, tensors = self._empty(parcel)
+        whole = iter(tensors)
+        targets = [(entry, [next(whole) for _ in entry.hf_shapes]) for entry in parcel.entries]
+        for entry, wholes in targets:
+            self._place(entry, wholes, self._own_tensors(entry), self._parallel.tp_rank)
+        for tp_rank, helper in enumerate(self._helpers(parcel), start=1):
+            part = self._own_part(parcel, receive_from=helper)
+            start = 0
+            for entry, wholes in targets:
+                if entry.divided is not None:
+                    own = self._parameters[entry.megatron_name]
+                    theirs = part[start : start + own.numel()].view(own.shape)
+                    start += own.numel()
+                    self._place(entry, wholes, entry.fusion.split(theirs), tp_rank)
+        return flat, tensors
+
+    def _place(self, entry: WeightEntry, wholes: list[torch.Tensor], parts: list[torch.Tensor], tp_rank: int) -> None:
+        for whole, part in zip(wholes, parts, strict=True):
+            whole[entry.shard(tuple(whole.shape), tp_rank, self._parallel.tp_size)].copy_(part)
+
+    def _own_tensors(self, entry: WeightEntry) -> list[torch.Tensor]:
+        return entry.fusion.split(self._parameters[entry.megatron_name].detach())
+
+    def _own_part(self, parcel: Parcel, receive_from: int | None = None) -> torch.Tensor:
+        """What a tensor-parallel rank gives to a parcel: its part of every divided parameter, [elements]."""
+        own = [self._parameters[entry.megatron_name].detach() for entry in parcel.entries if entry.divided is not None]
+        part = torch.empty(sum(p.numel() for p in own), dtype=self._dtype, device=self._device)
+        if receive_from is not None:
+            dist.recv(part, receive_from)
+        else:
+            torch.cat([p.view(-1) for p in own], out=part)
+        return part
+
+    def _empty(self, parcel: Parcel) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        sizes = [prod(spec.shape) for spec in parcel.specs]
+        flat = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+        return flat, [t.view(spec.shape) for t, spec in zip(flat.split(sizes), parcel.specs, strict=True)]
+
+    def _helpers(self, parcel: Parcel) -> range:
+        """The ranks whose parts the owner needs, in order of their tensor-parallel ranks, from 1 on."""
+        divided = any(entry.divided is not None for entry in parcel.entries)
+        return range(parcel.owner + 1, parcel.owner + self._parallel.tp_size) if divided else range(0)
+
+    def _cut(self, entries: Iterable[WeightEntry], bucket_bytes: int) -> Iterator[Parcel]:
+        """Consecutive entries of one owner, cut where they would exceed `bucket_bytes`."""
+        run: list[WeightEntry] = []
+        size = 0
+        for entry in entries:
+            num_bytes = sum(map(prod, entry.hf_shapes.values())) * self._dtype.itemsize
+            if run and (size + num_bytes > bucket_bytes or self._owner(entry) != self._owner(run[0])):
+                yield self._parcel(run)
+                run, size = [], 0
+            run.append(entry)
+            size += num_bytes
+        yield self._parcel(run)
+
+    def _parcel(self, entries: Sequence[WeightEntry]) -> Parcel:
+        dtype_name = str(self._dtype).removeprefix("torch.")
+        specs = [TensorSpec(name, dtype_name, shape) for e in entries for name, shape in e.hf_shapes.items()]
+        return Parcel(self._owner(entries[0]), tuple(entries), tuple(specs))
+
+    def _owner(self, entry: WeightEntry) -> int:
+        """The first rank of the stage, or the first that has the expert."""
+        return entry.stage * self._num_stage_ranks + (entry.ep_rank or 0)

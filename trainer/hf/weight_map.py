@@ -1,0 +1,179 @@
+"""Names, shapes and places of all weights, Hugging Face <-> Megatron; for loading, publishing and saving.
+
+Shape legend: V vocabulary, H hidden size, A query heads, K key / value heads, D head dimension, F feed-forward size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from trainer.model.shape import ModelShape
+from trainer.parallel import Parallel
+
+EMBEDDING = "model.embed_tokens.weight"
+ROWS, COLUMNS = 0, 1
+"""The dimension of each Hugging Face tensor along which tensor-parallel ranks divide it."""
+
+
+class Fusion(Protocol):
+    """How one Megatron tensor is made of Hugging Face tensors, or a rank's part of it of their parts."""
+
+    def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor: ...
+
+    def split(self, merged: torch.Tensor) -> list[torch.Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """The parts one after the other along dimension 0, in equal shares: gate and up; a single part is itself."""
+
+    num_parts: int = 1
+
+    def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+    def split(self, merged: torch.Tensor) -> list[torch.Tensor]:
+        return list(merged.chunk(self.num_parts))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQKV:
+    """q, k, v as Megatron keeps them: per key / value head its query heads, then its key, then its value.
+
+    Tensor-parallel ranks divide the key / value heads, so a rank's part has the same form with fewer heads.
+    """
+
+    queries_per_kv: int
+    head_dim: int
+
+    def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """q [A * D, ...], k and v [K * D, ...] -> [(A + 2 K) * D, ...]."""
+        sizes = (self.queries_per_kv, 1, 1)
+        heads = [part.unflatten(0, (-1, size, self.head_dim)) for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(heads, dim=1).flatten(0, 2)
+
+    def split(self, merged: torch.Tensor) -> list[torch.Tensor]:
+        heads = merged.unflatten(0, (-1, self.queries_per_kv + 2, self.head_dim))
+        return [part.flatten(0, 2) for part in heads.split([self.queries_per_kv, 1, 1], dim=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Among how many ranks a model is divided along each axis; all 1 is a whole model on one rank."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+
+    @staticmethod
+    def of(parallel: Parallel) -> "Layout":
+        return Layout(parallel.tp_size, parallel.pp_size, parallel.ep_size)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEntry:
+    """One Megatron parameter and the Hugging Face tensors that it holds, in the order `fusion` takes them.
+
+    `megatron_name` is its name on the ranks that have it: those of pipeline stage `stage` and, for an expert's, of
+    expert-parallel rank `ep_rank`. `hf_shapes` are those of the whole tensors; each is divided along `divided` among
+    the stage's tensor-parallel ranks, or every one of them has all of it (None).
+    """
+
+    megatron_name: str
+    hf_shapes: dict[str, tuple[int, ...]]
+    fusion: Fusion
+    stage: int = 0
+    divided: int | None = None
+    ep_rank: int | None = None
+
+    def is_on(self, parallel: Parallel) -> bool:
+        return self.stage == parallel.pp_rank and self.ep_rank in (None, parallel.ep_rank)
+
+    def shard(self, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> tuple[slice, ...]:
+        """Where in a whole Hugging Face tensor of `shape` the part of one tensor-parallel rank lies."""
+        if self.divided is None:
+            return tuple(slice(0, size) for size in shape)
+        share = shape[self.divided] // tp_size
+        part = slice(tp_rank * share, (tp_rank + 1) * share)
+        return tuple(part if dim == self.divided else slice(0, size) for dim, size in enumerate(shape))
+
+
+def weight_map(shape: ModelShape, layout: Layout | None = None) -> Iterator[WeightEntry]:
+    """All weights of a model, layer by layer, in the order they are published under any layout; no tied head."""
+    layout = layout or Layout()
+    V, H = shape.vocab_size, shape.hidden_size
+    last = layout.pp_size - 1
+    yield WeightEntry("embedding.word_embeddings.weight", {EMBEDDING: (V, H)}, Stacked(), divided=ROWS)
+    for layer in range(shape.num_layers):
+        yield from _layer_map(shape, layout, layer)
+    yield WeightEntry("decoder.final_layernorm.weight", {"model.norm.weight": (H,)}, Stacked(), last)
+    if not shape.tied:
+        yield WeightEntry("output_layer.weight", {"lm_head.weight": (V, H)}, Stacked(), last, ROWS)
+
+
+def tied_head(shape: ModelShape, layout: Layout) -> WeightEntry | None:
+    """The copy of a tied embedding that the last pipeline stage has; it is loaded, but published only once."""
+    if not shape.tied or layout.pp_size == 1:
+        return None
+    shapes = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}
+    return WeightEntry("output_layer.weight", shapes, Stacked(), layout.pp_size - 1, ROWS)
+
+
+class _LayerNames:
+    """Makes the entries of one layer from names within it."""
+
+    def __init__(self, shape: ModelShape, layout: Layout, layer: int) -> None:
+        self._stage, local_layer = divmod(layer, shape.num_layers // layout.pp_size)
+        self._ours = f"decoder.layers.{local_layer}."
+        self._theirs = f"model.layers.{layer}."
+
+    def entry(
+        self,
+        name: str,
+        hf_shapes: dict[str, tuple[int, ...]],
+        fusion: Fusion | None = None,
+        divided: int | None = None,
+        ep_rank: int | None = None,
+    ) -> WeightEntry:
+        theirs = {self._theirs + hf_name: hf_shape for hf_name, hf_shape in hf_shapes.items()}
+        return WeightEntry(self._ours + name, theirs, fusion or Stacked(), self._stage, divided, ep_rank)
+
+
+def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
+    H, D = shape.hidden_size, shape.head_dim
+    q_size, kv_size = shape.num_heads * D, shape.num_kv_heads * D
+    qkv = GroupedQKV(shape.num_heads // shape.num_kv_heads, D)
+    entry = _LayerNames(shape, layout, layer).entry
+    yield entry("input_layernorm.weight", {"input_layernorm.weight": (H,)})
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        rest = (H,) if kind == "weight" else ()
+        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        hf_shapes = {f"self_attn.{name}.{kind}": (size, *rest) for name, size in sizes.items()}
+        yield entry(f"self_attention.linear_qkv.{kind}", hf_shapes, qkv, ROWS)
+    if shape.qk_norm:
+        yield entry("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (D,)})
+        yield entry("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (D,)})
+    yield entry("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (H, q_size)}, divided=COLUMNS)
+    yield entry("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (H,)})
+    if shape.experts is None:
+        gate_up = {"mlp.gate_proj.weight": (shape.ffn_size, H), "mlp.up_proj.weight": (shape.ffn_size, H)}
+        yield entry("mlp.linear_fc1.weight", gate_up, Stacked(2), ROWS)
+        yield entry("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (H, shape.ffn_size)}, divided=COLUMNS)
+    else:
+        yield from _experts_map(shape, layout, layer)
+
+
+def _experts_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
+    """The router, which every rank has, and the experts, whole each, in equal shares on the expert-parallel ranks."""
+    assert shape.experts is not None
+    H, F = shape.hidden_size, shape.experts.ffn_size
+    entry = _LayerNames(shape, layout, layer).entry
+    yield entry("mlp.router.weight", {"mlp.gate.weight": (shape.experts.num_experts, H)})
+    for expert in range(shape.experts.num_experts):
+        ep_rank, local_expert = divmod(expert, shape.experts.num_experts // layout.ep_size)
+        ours, theirs = f"mlp.experts.local_experts.{local_expert}.", f"mlp.experts.{expert}."
+        gate_up = {f"{theirs}gate_proj.weight": (F, H), f"{theirs}up_proj.weight": (F, H)}
+        yield entry(f"{ours}linear_fc1.weight", gate_up, Stacked(2), ep_rank=ep_rank)
+        yield entry(f"{ours}linear_fc2.weight", {f"{theirs}down_proj.weight": (H, F)}, ep_rank=ep_rank)

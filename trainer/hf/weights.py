@@ -1,0 +1,85 @@
+"""Loads a Hugging Face checkpoint into a rank's part of a model, one Megatron tensor at a time."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from async_rl.errors import ConfigError
+from trainer.hf.weight_map import Layout, WeightEntry, tied_head, weight_map
+from trainer.model.gpt import SharedPromptGPT
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
+    """Fills this rank's part of the model from the safetensors files of a checkpoint directory.
+
+    Of every tensor only the part that belongs to this rank is read; no rank waits for another.
+
+    Raises:
+        ConfigError: a tensor is missing, has another shape, or is not part of the architecture; nothing is half
+            loaded then, as names and shapes of the whole checkpoint are compared first.
+    """
+    parallel = model.parallel
+    layout = Layout.of(parallel)
+    entries = list(weight_map(model.shape, layout))
+    head = tied_head(model.shape, layout)
+    own = [entry for entry in (*entries, *([head] if head else [])) if entry.is_on(parallel)]
+    parameters = dict(model.named_parameters())
+    assert {entry.megatron_name for entry in own} == set(parameters), (
+        f"the weight map misses {set(parameters) ^ {entry.megatron_name for entry in own}}"
+    )
+    with ExitStack() as stack:
+        files = _open_tensors(checkpoint, stack)
+        _check_names_and_shapes(checkpoint, entries, files, model.shape.tied)
+        with torch.no_grad():
+            for entry in own:
+                parts = [
+                    files[name].get_slice(name)[entry.shard(shape, parallel.tp_rank, parallel.tp_size)]
+                    for name, shape in entry.hf_shapes.items()
+                ]
+                merged, parameter = entry.fusion.merge(parts), parameters[entry.megatron_name]
+                assert merged.shape == parameter.shape, f"{entry.megatron_name}: {merged.shape} != {parameter.shape}"
+                parameter.copy_(merged)
+
+
+def _open_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, Any]:
+    """Tensor name -> the open file that has it; the files stay open as long as `stack`."""
+    if (checkpoint / INDEX_FILE).is_file():
+        names = sorted(set(json.loads((checkpoint / INDEX_FILE).read_text())["weight_map"].values()))
+    else:
+        names = [SINGLE_FILE]
+    missing = [name for name in names if not (checkpoint / name).is_file()]
+    if missing:
+        raise ConfigError(f"checkpoint {str(checkpoint)!r} has no {missing[0]}: expected weights as safetensors")
+    opened: dict[str, Any] = {}
+    for name in names:
+        file = stack.enter_context(safe_open(checkpoint / name, framework="pt"))
+        opened.update(dict.fromkeys(file.keys(), file))
+    return opened
+
+
+def _check_names_and_shapes(checkpoint: Path, entries: list[WeightEntry], files: dict[str, Any], tied: bool) -> None:
+    expected = {name: shape for entry in entries for name, shape in entry.hf_shapes.items()}
+    for name, shape in expected.items():
+        if name not in files:
+            raise ConfigError(f"checkpoint {str(checkpoint)!r} has no tensor {name!r}, which its config asks for")
+        found = tuple(files[name].get_slice(name).get_shape())
+        if found != shape:
+            raise ConfigError(
+                f"checkpoint {str(checkpoint)!r}: tensor {name!r} has shape {list(found)}, but its config.json asks "
+                f"for {list(shape)}: use the config that belongs to these weights"
+            )
+    for name in files:
+        # Older checkpoints also keep a copy of the tied head, and the rotary frequencies, which follow from the config.
+        known = name in expected or (tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
+        if not known:
+            raise ConfigError(
+                f"checkpoint {str(checkpoint)!r} has the tensor {name!r}, which the trainer has no place for: "
+                "its architecture has a feature that is not supported"
+            )

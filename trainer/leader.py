@@ -1,0 +1,190 @@
+"""A leader's side of the inference pool: its members, the fleet endpoint, rollouts, evaluation and publishing.
+
+Every leader has its own pool; the main rank's alone has the endpoint, publishes, admits and evaluates.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from async_rl.config.sections import Config, RolloutSection
+from async_rl.errors import ConfigError
+from async_rl.evaluation.evaluator import Evaluator
+from async_rl.evaluation.recorder import EvaluationRecorder
+from async_rl.evaluation.sampler import Sampler
+from async_rl.evaluation.sets import load_sets
+from async_rl.event_loop import EventLoopThread
+from async_rl.fleet.dns import DnsMembership
+from async_rl.fleet.follower import FleetFollower
+from async_rl.fleet.server import FleetServer
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.proof.gap_limits import noise_limits
+from async_rl.publish.admission import Admission
+from async_rl.publish.canary import Canary
+from async_rl.publish.probe import Probe
+from async_rl.publish.publisher import Publisher
+from async_rl.publish.snapshot_store import SnapshotStore
+from async_rl.rewards import Reward
+from async_rl.rollout.producer import Producer
+from async_rl.types import Prompt, WeightVersion
+from trainer.parallel import Parallel
+
+
+class InferenceSide:
+    """Built in the order of its methods; what it opens is closed by `closing`, last first."""
+
+    def __init__(
+        self,
+        closing: ExitStack,
+        config: Config,
+        parallel: Parallel,
+        token: str | None,
+        make_pool: Callable[..., InferencePool],
+    ) -> None:
+        self._closing = closing
+        self._config = config
+        self._parallel = parallel
+        self._token = token
+        self._loop = EventLoopThread()
+        closing.callback(self._loop.close)
+        self._pool = make_pool(config.pool, token)
+        closing.callback(lambda: self._loop.end(self._pool.close()))
+        self._server: FleetServer | None = None
+
+    def open_fleet(self) -> str:
+        """Main rank: opens the fleet endpoint and looks for instances; returns the endpoint's URL.
+
+        Raises:
+            ConfigError: the address cannot be had, or `pool.dns` is none.
+        """
+        config = self._config
+        self._server = FleetServer(self._pool, config.pool, self._token, config.run.dir, config.publish.master_address)
+        self._start(self._server)
+        if config.pool.dns is not None:
+            self._start(DnsMembership(self._pool, config.pool.dns))
+        return self._server.url
+
+    def wait_for_instances(self, fleet_url: str, longest: Prompt) -> None:
+        """Waits for the instances and compares their model's length with the run's.
+
+        Raises:
+            NoInstanceLeft: none became healthy within `pool.timeout_s`.
+            ConfigError: the longest prompt and its response do not fit.
+        """
+        if not self._parallel.is_main:
+            self._start(FleetFollower(self._pool, fleet_url, self._parallel.dp_rank, self._token))
+        self._loop.run(self._pool.wait_until_ready())
+        require_fit(self._config.rollout, longest, self._pool.max_model_len)
+        self._pool.min_model_len = len(longest.token_ids) + self._config.rollout.max_response_tokens
+
+    def evaluator(self, tokenizer: PreTrainedTokenizerBase, reward: Reward, first_iteration: int) -> Evaluator | None:
+        """What evaluates the sets of the config, if there are any.
+
+        Raises:
+            ConfigError: a set cannot be loaded, or its longest prompt does not fit.
+        """
+        config = self._config
+        if not config.evaluation.sets:
+            return None
+        sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed)
+        recorder = EvaluationRecorder(config.run.dir, first_iteration)
+        self._closing.callback(recorder.close)
+        sampler = Sampler(
+            self._pool,
+            reward,
+            tokenizer,
+            config.rollout,
+            config.run.seed,
+            skip_special_tokens=config.reward.skip_special_tokens,
+        )
+        evaluator = Evaluator(self._pool, sampler, sets, config.evaluation, recorder.write)
+        if evaluator.longest is not None:
+            require_fit(config.rollout, evaluator.longest, self._pool.max_model_len)
+        return evaluator
+
+    def producer(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        reward: Reward,
+        evaluator: Evaluator | None,
+        watch: Callable[[], None],
+    ) -> Producer:
+        """Makes the rollouts of this leader's replica; `watch` raises when the run is to end."""
+        config = self._config
+        producer = Producer(
+            self._pool,
+            reward,
+            self._loop,
+            tokenizer,
+            config.rollout,
+            config.run.seed,
+            evaluator,
+            skip_special_tokens=config.reward.skip_special_tokens,
+            watch=watch,
+        )
+        self._closing.callback(producer.close)
+        return producer
+
+    def publisher(self, run_id: str, probe_prompt: Prompt) -> Publisher:
+        """Main rank: publishes to this pool, and lets instances join between two publishes.
+
+        Raises:
+            ConfigError: the snapshot directory cannot be made.
+        """
+        config = self._config
+        snapshots = admission = probe = canary = None
+        if config.publish.canary != "off":
+            noise = noise_limits(config.train, config.model.dtype).noise
+            canary = Canary(config.publish, config.rollout, probe_prompt.token_ids, noise, config.model.dtype)
+        if config.publish.snapshot_dir is not None:
+            snapshots = SnapshotStore(config.publish.snapshot_dir, run_id)
+            self._closing.callback(snapshots.close)
+            admission = Admission(config.publish)
+            admission.canary = canary
+            self._pool.admit = admission.admit
+        if config.publish.probe_tokens:
+            probe = Probe(config.publish, config.rollout, probe_prompt.token_ids)
+        publisher = Publisher(
+            self._pool,
+            self._loop,
+            config.publish,
+            wait_s=config.pool.timeout_s,
+            backend=self._parallel.device.BACKEND,
+            snapshots=snapshots,
+            admission=admission,
+            probe=probe,
+            canary=canary,
+        )
+        self._closing.callback(publisher.close)
+        return publisher
+
+    def put_in_service(self, version: WeightVersion, urls: Collection[str]) -> None:
+        """Other leaders: takes over what the main rank published."""
+        self._loop.run(self._pool.end_publish(version, urls))
+
+    def on_record(self, record: Mapping[str, Any]) -> None:
+        """Shows the record of an iteration at the fleet endpoint."""
+        if self._server is not None:
+            self._server.metrics.note(record)
+
+    def _start(self, part: FleetServer | DnsMembership | FleetFollower) -> None:
+        self._loop.run(part.start())
+        self._closing.callback(lambda: self._loop.end(part.stop()))
+
+
+def require_fit(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> None:
+    """Checks that every prompt and its longest response fit into the model of every instance.
+
+    Raises:
+        ConfigError: they do not; names the prompt and the lengths.
+    """
+    num_tokens = len(longest.token_ids) + rollout.max_response_tokens
+    if max_model_len is not None and num_tokens > max_model_len:
+        raise ConfigError(
+            f"prompt {longest.prompt_id} has {len(longest.token_ids)} tokens; with rollout.max_response_tokens = "
+            f"{rollout.max_response_tokens} that is {num_tokens}, but the instances' model takes {max_model_len}: "
+            f"lower prompts.max_prompt_tokens to {max(max_model_len - rollout.max_response_tokens, 0)} "
+            "or shorten the responses"
+        )

@@ -1,0 +1,72 @@
+"""Losses and figures of the groups trained since the last step, as sums: their count is known only at its end (I4).
+
+Shape legend: G responses and N response tokens of one micro-batch.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from async_rl.algorithms import Algorithm
+from async_rl.types import Group, GroupProof
+from trainer.batching.shared_prompt import MicroBatch
+from trainer.logprob_gaps import GroupGaps
+
+
+class BatchSums:
+    """Sums over one rank's micro-batches, on the last pipeline stage."""
+
+    def __init__(self, algorithm: Algorithm, old_policy: str, gap_clip: float) -> None:
+        """`gap_clip`: see `LogprobGaps`."""
+        self._algorithm = algorithm
+        self._old_policy = old_policy
+        self._terms: dict[str, list[float | torch.Tensor]] = {}
+        self._gaps = GroupGaps(gap_clip)
+
+    def add(
+        self,
+        micro_batch: MicroBatch,
+        logprobs_N: torch.Tensor,
+        entropy_N: torch.Tensor,
+        old_logprobs_N: torch.Tensor | None,
+        ref_logprobs_N: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Adds a micro-batch; returns its loss sum. Without an old model the policy itself is the old one."""
+        if old_logprobs_N is None:
+            old_logprobs_N = logprobs_N.detach()
+        advantages_G = self._advantages(micro_batch, logprobs_N)
+        loss_sum = self._algorithm.loss_sum(
+            logprobs_N, old_logprobs_N, ref_logprobs_N, advantages_G, micro_batch.labels.lengths_G
+        )
+        self._append({"loss": loss_sum.loss.detach(), "count": loss_sum.count, "tokens": len(logprobs_N)})
+        self._append({f"metric/{name}": value for name, value in loss_sum.metrics.items()})
+        self._append({"metric/entropy": entropy_N.sum()})
+        # The model that sampled: the published weights.
+        sampler_N = old_logprobs_N if self._old_policy == "model" else logprobs_N.detach()
+        self._gaps.add(micro_batch, sampler_N)
+        return loss_sum.loss
+
+    def note_untrained(self, num_groups: int) -> None:
+        """So many of the groups that were added had no backward pass."""
+        self._append({"untrained": num_groups})
+
+    def take_rows(self, groups: Sequence[Group]) -> list[GroupProof]:
+        """The ledger rows of groups that were added, each once."""
+        return [GroupProof.of(group, self._gaps.take(group)) for group in groups]
+
+    def totals(self) -> dict[str, float]:
+        """All sums as numbers, on the host."""
+        return {name: sum(float(term) for term in terms) for name, terms in self._terms.items()}
+
+    def clear(self) -> None:
+        self._terms.clear()
+        self._gaps.clear()
+
+    def _advantages(self, micro_batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
+        """Advantages of all responses, each from the rewards of its whole group, [G]."""
+        parts = [self._algorithm.advantages(part.group.rewards)[part.start : part.stop] for part in micro_batch.slices]
+        return torch.cat([torch.empty(0), *parts]).to(like.device, like.dtype)
+
+    def _append(self, terms: Mapping[str, float | torch.Tensor]) -> None:
+        for name, term in terms.items():
+            self._terms.setdefault(name, []).append(term)

@@ -1,0 +1,1 @@
+"""A Hugging Face architecture as Megatron's GPTModel."""

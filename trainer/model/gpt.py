@@ -1,0 +1,199 @@
+"""Megatron's GPTModel for a Hugging Face architecture, reading micro-batches in the shared-prompt layout.
+
+Shape legend: T fed rows, R rows with logits, N response tokens, H hidden size, V vocabulary, D rotary dimension.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from async_rl.config.sections import TrainerSection
+from async_rl.preflight.layout import require_layout
+from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
+from trainer.attention.prompt_cache import PromptCache
+from trainer.attention.shared_attention import checked_kernel
+from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
+from trainer.devices.layer_ops import LayerOps
+from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops
+from trainer.model.logprobs import response_logprobs
+from trainer.model.moe import moe_options, use_router
+from trainer.model.shape import ModelShape
+from trainer.parallel import Parallel
+
+RECOMPUTE = {
+    "none": {},
+    # The feed-forward part keeps the most per row, and flash attention keeps little.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+class SharedPromptGPT(GPTModel):
+    """This rank's part of a GPTModel whose forward takes a micro-batch and gives log-probs of its response tokens."""
+
+    def __init__(self, config: TransformerConfig, shape: ModelShape, parallel: Parallel) -> None:
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_block_spec(config, shape, parallel.device.LAYER_OPS),
+            vocab_size=shape.vocab_size,
+            # Only learned position embeddings have a length; rotary ones take any position.
+            max_sequence_length=0,
+            pre_process=parallel.is_first_stage,
+            post_process=parallel.is_last_stage,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            rope_scaling=shape.rope_factor is not None,
+            rope_scaling_factor=shape.rope_factor or 1.0,
+        )
+        self.shape = shape
+        self.parallel = parallel
+        self.other_head: torch.Tensor | None = None
+        """Takes the place of a tied head, of the same shape, while it is set."""
+        self._ops = parallel.device.LAYER_OPS
+        self._kernel = checked_kernel(
+            parallel.device,
+            config.params_dtype,
+            shape.num_heads // parallel.tp_size,
+            shape.num_kv_heads // parallel.tp_size,
+            shape.head_dim,
+        )
+
+    def forward(self, micro_batch: MicroBatch, temperature: float) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of the response tokens (see `logprobs`); hidden rows before the last stage."""
+        hidden_T1H = self.hidden(micro_batch.rows)
+        if not self.post_process:
+            return hidden_T1H
+        return self.logprobs(self.rows_for_logits(hidden_T1H), micro_batch.labels, temperature)
+
+    def hidden(self, rows: Rows, cache: PromptCache | None = None) -> torch.Tensor:
+        """This stage's output, [T, 1, H]; with sequence parallelism this rank's share of the rows.
+
+        A stage other than the first takes its input from `set_input_tensor`, as Megatron's pipeline gives it.
+        """
+        hidden_T1H = None
+        if self.pre_process:
+            hidden_T1H = self.embedding(rows.tokens_T[None], position_ids=rows.positions_T[None])
+        cos_T1D, sin_T1D = self._rotation(rows.positions_T)
+        params = SharedPromptParams(
+            segments=rows.segments,
+            cos_T1D=cos_T1D,
+            sin_T1D=sin_T1D,
+            ops=self._ops,
+            kernel=self._kernel,
+            cache=cache,
+        )
+        return self.decoder(
+            hidden_states=hidden_T1H, attention_mask=None, rotary_pos_emb=None, packed_seq_params=params
+        )
+
+    def rows_for_logits(self, hidden_T1H: torch.Tensor) -> torch.Tensor:
+        """The last stage's hidden rows as the vocabulary-parallel output layer takes them, [T, H].
+
+        Each rank's gradient is that of its own part of the vocabulary; the backward pass here sums them.
+        """
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=True)[:, 0]
+        return copy_to_tensor_model_parallel_region(hidden_T1H)[:, 0]
+
+    def logprobs(self, rows_TH: torch.Tensor, labels: Labels, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the response tokens at `temperature`, with gradient, and entropies, without; float32 [N]."""
+        weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
+        if self.other_head is not None:
+            weight_VH = self.other_head
+        hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
+        return response_logprobs(hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature)
+
+    def _rotation(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of the rotary angles of each position, [T, 1, D], in the model's dtype."""
+        angles = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq.to(positions_T.device))
+        angles_T1D = torch.cat((angles, angles), dim=-1)[:, None]
+        return angles_T1D.cos().to(self.config.params_dtype), angles_T1D.sin().to(self.config.params_dtype)
+
+
+def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, section: TrainerSection) -> SharedPromptGPT:
+    """This rank's part of a model of this shape with undefined weights, in `dtype` throughout.
+
+    Raises:
+        ConfigError: the layout is not one of those that are known to train this model exactly.
+    """
+    require_layout(section, shape, parallel.num_ranks)
+    config = TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        cuda_graph_scope=[],
+        tensor_model_parallel_size=parallel.tp_size,
+        pipeline_model_parallel_size=parallel.pp_size,
+        expert_model_parallel_size=parallel.ep_size,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=parallel.sequence_parallel,
+        # Micro-batches have any number of rows; pipeline stages tell each other how many.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # Keeps Megatron's DDP from averaging: gradients stay plain sums until the batch's count is known.
+        calculate_per_token_loss=True,
+        **RECOMPUTE[section.recompute] | moe_options(shape.experts, section.recompute),
+        **swiglu_options(parallel.device.LAYER_OPS),
+        **parallel.device.MODEL_OPTIONS,
+    )
+    model = SharedPromptGPT(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
+    _mark_divided(model)
+    return model
+
+
+def _mark_divided(model: SharedPromptGPT) -> None:
+    """Tells Megatron which weights differ from one tensor-parallel rank to the next, and which belong to experts.
+
+    The former is for its gradient norm; Megatron does it where it draws initial weights, which is not asked of it here.
+    The latter says over which ranks gradients are summed and optimizer states divided. Megatron (0.16.1) says it only
+    where expert parallelism is above 1, but the ranks that hold an expert are never just those that hold the same part
+    of a dense layer: each tensor-parallel rank routes rows of its own.
+    """
+    dimensions = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        if type(module) in dimensions:
+            for parameter in module.parameters(recurse=False):
+                if getattr(module, "is_expert", False):
+                    parameter.allreduce = False  # type: ignore[attr-defined]
+                # A tied output layer shares the embedding's weight, and has none of its own.
+                if not hasattr(parameter, "tensor_model_parallel"):
+                    set_tensor_model_parallel_attributes(parameter, True, dimensions[type(module)], 1)
+
+
+def _block_spec(config: TransformerConfig, shape: ModelShape, ops: LayerOps) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(
+        num_experts=shape.experts and shape.experts.num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
+    if shape.experts is not None:
+        use_router(layer)
+    layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
+    use_layer_ops(layer, ops, shape.qk_norm)
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), norm_spec(ops))

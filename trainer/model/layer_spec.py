@@ -1,0 +1,74 @@
+"""A device's layer operations as modules of Megatron's local layer spec; `trainer/model/gpt.py` calls it.
+
+Shape legend: F feed-forward size of this rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.devices.layer_ops import LayerOps
+
+
+class RMSNorm(torch.nn.Module):
+    """A norm of Megatron's layers by the given operation; its weight starts at 1.
+
+    Unlike Megatron's own local norm it goes together with sequence parallelism, and it needs neither Apex nor
+    Transformer Engine.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        op: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        # Tells Megatron to sum its gradients over the ranks that share the rows.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._eps = eps
+        self._op = op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._op(x, self.weight, self._eps)
+
+
+class SwiGLU(torch.nn.Module):
+    """The activation of Megatron's MLP by the given operation, [..., 2F] -> [..., F]."""
+
+    def __init__(self, config: TransformerConfig, *, op: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._op = op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._op(x)
+
+
+def norm_spec(ops: LayerOps) -> ModuleSpec:
+    """What builds a norm, for a place in a layer or after the last one."""
+    return ModuleSpec(module=RMSNorm, params={"op": ops.rms_norm})
+
+
+def use_layer_ops(layer: ModuleSpec, ops: LayerOps, qk_norm: bool) -> None:
+    """Puts norms and activation into a layer spec, in place; the rotary embedding is up to the core attention."""
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm_spec(ops)
+    if qk_norm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = norm_spec(ops)
+    if ops.swiglu is not None:
+        feed_forward = layer.submodules.mlp.submodules
+        # With experts, each of them is such an MLP.
+        mlp = feed_forward if isinstance(feed_forward, MLPSubmodules) else feed_forward.experts.submodules
+        mlp.activation_func = ModuleSpec(module=SwiGLU, params={"op": ops.swiglu})
+
+
+def swiglu_options(ops: LayerOps) -> dict[str, Any]:
+    """TransformerConfig fields with which Megatron's MLP takes its activation from the spec, if `ops` has one."""
+    return {} if ops.swiglu is None else {"use_te_activation_func": True}

@@ -1,0 +1,152 @@
+"""What a Hugging Face checkpoint's config says about its model, in our words; refuses what the trainer cannot train."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, PreTrainedConfig
+
+from async_rl.errors import ConfigError
+from async_rl.preflight.model import FAMILIES
+
+CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
+
+_LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants of llama3 rope scaling that Megatron's RotaryEmbedding has built in; only the factor can be set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of every layer's feed-forward part: `num_experts` of them, the `top_k` best used by each token.
+
+    `renormalized` means that a token's `top_k` weights sum to 1; otherwise they are its shares among all experts.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_size: int
+    renormalized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes and features of one decoder-only model.
+
+    `rope_factor` is the llama3 scaling factor, or None for plain rotary embeddings. `tied` means that the output layer
+    uses the embedding's weights. `experts` stand in every layer in place of one feed-forward part of `ffn_size`.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    rope_factor: float | None
+    tied: bool
+    experts: Experts | None = None
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.family in ("qwen3", "qwen3_moe")
+
+
+def find_checkpoint(path: str) -> Path:
+    """The directory of the checkpoint called `path`: a local directory, or a hub name, fetched once into HF's cache.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    if Path(path).exists():
+        raise ConfigError(f"model.path {path!r} has no config.json: give a Hugging Face checkpoint directory")
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(CHECKPOINT_FILES)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ConfigError(
+            f"model.path {path!r} is neither a directory nor a model that can be fetched from the hub: {error}"
+        ) from error
+
+
+def read_model_shape(checkpoint: Path) -> ModelShape:
+    """Reads `config.json` of a checkpoint directory.
+
+    Raises:
+        ConfigError: an architecture or feature that the trainer does not have; the message names it.
+    """
+    try:
+        config = AutoConfig.from_pretrained(checkpoint)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"cannot read the model config in {str(checkpoint)!r}: {error}") from error
+    if config.model_type not in FAMILIES:
+        raise _unsupported(checkpoint, f"model_type {config.model_type!r}", f"one of {', '.join(FAMILIES)}")
+    _refuse_features(checkpoint, config)
+    return ModelShape(
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        norm_eps=config.rms_norm_eps,
+        rope_theta=config.rope_parameters["rope_theta"],
+        rope_factor=_rope_factor(checkpoint, config.rope_parameters),
+        tied=config.tie_word_embeddings,
+        experts=_read_experts(checkpoint, config) if config.model_type == "qwen3_moe" else None,
+    )
+
+
+def _read_experts(checkpoint: Path, config: PreTrainedConfig) -> Experts:
+    if config.decoder_sparse_step != 1:
+        raise _unsupported(checkpoint, f"decoder_sparse_step {config.decoder_sparse_step}", "1, experts in every layer")
+    if config.mlp_only_layers:
+        raise _unsupported(checkpoint, f"mlp_only_layers {config.mlp_only_layers}", "[], experts in every layer")
+    if config.num_experts_per_tok == 1 and config.norm_topk_prob:
+        # The one weight would always be 1, and the router would never learn.
+        raise _unsupported(checkpoint, "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false")
+    return Experts(
+        num_experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        ffn_size=config.moe_intermediate_size,
+        renormalized=config.norm_topk_prob,
+    )
+
+
+def _refuse_features(checkpoint: Path, config: PreTrainedConfig) -> None:
+    if config.hidden_act != "silu":
+        raise _unsupported(checkpoint, f"hidden_act {config.hidden_act!r}", "'silu'")
+    for feature in ("attention_bias", "mlp_bias"):
+        if getattr(config, feature, False):
+            raise _unsupported(checkpoint, f"{feature} true", "false")
+    windows = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    if windows:
+        raise _unsupported(checkpoint, f"layer type {sorted(windows)[0]!r}", "'full_attention' in every layer")
+
+
+def _rope_factor(checkpoint: Path, rope: dict[str, Any]) -> float | None:
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise _unsupported(checkpoint, f"rope_type {kind!r}", "'default' or 'llama3'")
+    for name, expected in _LLAMA3_FIXED.items():
+        if rope[name] != expected:
+            raise _unsupported(checkpoint, f"llama3 rope scaling with {name} {rope[name]}", str(expected))
+    return float(rope["factor"])
+
+
+def _unsupported(checkpoint: Path, found: str, expected: str) -> ConfigError:
+    return ConfigError(f"the trainer does not support the model in {str(checkpoint)!r}: {found}, expected {expected}")

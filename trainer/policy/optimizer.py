@@ -1,0 +1,145 @@
+"""Megatron's AdamW over the policy, with the learning rate of each iteration."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from async_rl.config.sections import OptimizerSection, TrainSection
+from async_rl.errors import NonFiniteGradient
+from trainer.policy.optimizer_state import ParameterState, parameter_states, set_num_steps
+
+CLIP_EPS = 1e-6
+
+MAX_SKIPS_IN_A_ROW = 3
+"""A spike belongs to one batch, and every batch is sampled anew; weights whose gradient is not finite on several
+batches in a row will not recover, and the run would burn its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """How many steps were taken, how many were skipped, and how many of these since the last one that was taken.
+
+    Adam's correction of its moments' bias follows those that were taken, the learning rate all of them: it belongs to
+    the iteration.
+    """
+
+    taken: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    @property
+    def all(self) -> int:
+        return self.taken + self.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """Linear warm-up, then linear decay that reaches `min_learning_rate_ratio` of the peak at the last iteration."""
+
+    section: OptimizerSection
+    num_iterations: int
+
+    def at(self, iteration: int) -> float:
+        """Learning rate of the step that ends `iteration`, counted from 0."""
+        peak, warmup = self.section.learning_rate, self.section.warmup_iterations
+        if iteration < warmup:
+            return peak * (iteration + 1) / warmup
+        progress = min(1.0, (iteration - warmup) / max(1, self.num_iterations - 1 - warmup))
+        return peak * (1 - progress * (1 - self.section.min_learning_rate_ratio))
+
+
+class PolicyOptimizer:
+    """Steps the policy on the gradients in its DDP buffers.
+
+    Weight decay spares biases and norms, as Megatron's default does.
+    """
+
+    def __init__(
+        self, section: OptimizerSection, train: TrainSection, policy: DistributedDataParallel, distributed: bool
+    ) -> None:
+        """With `distributed`, the replicas share the optimizer's state (Megatron's distributed optimizer)."""
+        self._section = section
+        self._schedule = LearningRate(section, train.iterations)
+        self._steps_per_iteration = train.steps_per_batch
+        self._on_nonfinite = train.on_nonfinite
+        self._optimizer = _make_adam(section, policy, distributed)
+        self._counts = StepCounts()
+
+    @property
+    def counts(self) -> StepCounts:
+        return self._counts
+
+    def parameter_states(self) -> Iterator[ParameterState]:
+        """This rank's master weights and moments, as views: what is written to them counts from the next step on."""
+        return parameter_states(self._optimizer)
+
+    def resume(self, counts: StepCounts) -> None:
+        """Goes on after so many steps; master weights and moments were filled through `parameter_states` before."""
+        set_num_steps(self._optimizer, counts.taken)
+        self._counts = counts
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return self._schedule.at(self._counts.all // self._steps_per_iteration)
+
+    def gradient_norm(self) -> float:
+        """The global norm of the gradients in the buffers, for `step`, or for `skip` if it is infinite or nan."""
+        self._optimizer.prepare_grads()
+        return float(self._optimizer.get_grad_norm())
+
+    def skip(self, grad_norm: float) -> None:
+        """Leaves weights and moments as they are; the schedule goes on.
+
+        Raises:
+            NonFiniteGradient: `train.on_nonfinite` is "fail", or too many steps in a row were skipped.
+        """
+        problem = f"step {self._counts.all}: the gradient norm is {grad_norm}; no step was taken"
+        self._optimizer.zero_grad()
+        if self._on_nonfinite == "fail":
+            raise NonFiniteGradient(
+                f"{problem} (train.on_nonfinite is 'fail'): lower optimizer.learning_rate, or set it to 'skip'"
+            )
+        if self._counts.skipped_in_a_row == MAX_SKIPS_IN_A_ROW:
+            raise NonFiniteGradient(
+                f"{problem}, nor on the {MAX_SKIPS_IN_A_ROW} before it: the weights themselves give such gradients; go "
+                "on from an earlier checkpoint with a lower optimizer.learning_rate"
+            )
+        self._counts = StepCounts(self._counts.taken, self._counts.skipped + 1, self._counts.skipped_in_a_row + 1)
+
+    def step(self, grad_norm: float) -> None:
+        """Clips by the global norm, which is finite, and steps."""
+        # Megatron's own clipping insists on CUDA gradients.
+        scale = self._section.clip_grad_norm / (grad_norm + CLIP_EPS)
+        if scale < 1.0:
+            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        self._optimizer.step_with_ready_grads()
+        self._optimizer.zero_grad()
+        self._counts = StepCounts(self._counts.taken + 1, self._counts.skipped)
+
+
+def _make_adam(section: OptimizerSection, policy: DistributedDataParallel, distributed: bool) -> MegatronOptimizer:
+    bf16 = next(policy.parameters()).dtype == torch.bfloat16
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=section.learning_rate,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.beta1,
+        adam_beta2=section.beta2,
+        adam_eps=section.eps,
+        clip_grad=0.0,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=distributed,
+    )
+    optimizer = get_megatron_optimizer(config, [policy], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # Megatron applies this factor in its own scheduler, which is not used here.
+        group["weight_decay"] = section.weight_decay * group["wd_mult"]
+    return optimizer

@@ -1,0 +1,163 @@
+"""The loop's trainer on one rank: the Megatron trainer, and publishing from it to the inference pool."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from async_rl.errors import AsyncRLError, LeaderFailed
+from async_rl.loop import Window
+from async_rl.publish.publisher import Publisher
+from async_rl.training_order import TrainingOrder
+from async_rl.types import Batch, Group, GroupProof, Publication, StepStats, WeightVersion
+from async_rl.weights.stream import Stream
+from trainer.ending import Ending
+from trainer.parallel import Parallel
+from trainer.trainer import MegatronTrainer
+
+STREAM = "stream"
+SCORE = "score"
+CHANGE = "change"
+PUBLISHED = "published"
+FAILED = "failed"
+"""What the main rank says to the others while it publishes: take part in a stream of the weights, once for each try; in
+scoring the responses that follow; change the weights by the strengths that follow; go on with the publication that
+follows; or end, for the reason that follows."""
+
+
+class TrainingRank:
+    """The loop's `Trainer`: the Megatron trainer, and publishing from it to the inference pool."""
+
+    def __init__(
+        self,
+        megatron: MegatronTrainer,
+        parallel: Parallel,
+        run_id: str,
+        put_in_service: Callable[[WeightVersion, Collection[str]], None] | None,
+        publisher: Publisher | None,
+        ending: Ending,
+    ) -> None:
+        """Args:
+        run_id: the same on every rank, and unique, so that an instance left over from another run cannot pass for
+            this one's.
+        put_in_service: on leaders only: their pool's instances at these URLs serve a version.
+        publisher: on the main rank only, in whose pool it does that itself.
+        ending: where ranks tell each other that the run ends.
+        """
+        self._megatron = megatron
+        self._parallel = parallel
+        self._run_id = run_id
+        self._put_in_service = put_in_service
+        self._publisher = publisher
+        self._ending = ending
+        self._num_publishes = 0
+
+    @property
+    def dp_rank(self) -> int:
+        return self._parallel.dp_rank
+
+    @property
+    def num_replicas(self) -> int:
+        return self._parallel.num_replicas
+
+    def publish_weights(self) -> Publication:
+        """Moves the weights to the pool and tells every rank which instances serve them; waits for the main rank.
+
+        Raises:
+            PublishError: no instance took the weights; the other ranks raise `LeaderFailed`.
+            RunStopped: some rank was told to end.
+        """
+        self._ending.meet(may_stop=True)
+        version = f"{self._run_id}-{self._num_publishes}"
+        self._num_publishes += 1
+        self._megatron.before_publish()
+        publication = self._publish(self._publisher, version) if self._publisher else self._help_to_publish()
+        self._ending.part()
+        if self._publisher is None and self._put_in_service is not None:
+            self._put_in_service(version, publication.instances)
+        return publication
+
+    def windows(self, order: TrainingOrder) -> Iterator[Window]:
+        self._ending.part()
+        order.watch = self._ending.watch
+        for window in self._megatron.windows(order):
+            self._ending.tell()
+            yield window
+
+    def accumulate(self, window: Window) -> list[GroupProof]:
+        return self._megatron.accumulate(window)
+
+    def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
+        self._ending.meet(may_stop=False)
+        # What follows, the proof and the step, comes to the same end on all ranks.
+        return self._megatron.gather(rows)
+
+    def optimizer_step(self) -> StepStats:
+        return self._megatron.optimizer_step()
+
+    def _publish(self, publisher: Publisher, version: WeightVersion) -> Publication:
+        """The main rank's side: it tells the others what to take part in."""
+
+        def make_stream() -> Stream:
+            self._parallel.broadcast_json([STREAM])
+            return self._megatron.export.stream()
+
+        trainer = _MainTrainer(self._megatron, self._parallel)
+        try:
+            publication = publisher.publish(
+                version, self._megatron.export.specs, make_stream, trainer.score, canary_trainer=trainer
+            )
+        except AsyncRLError as error:
+            # The others wait to hear what to take part in next.
+            self._parallel.broadcast_json([FAILED, f"{type(error).__name__}: {error}"])
+            raise
+        finally:
+            self._megatron.canary_weights.restore()
+        self._parallel.broadcast_json([PUBLISHED, asdict(publication)])
+        return publication
+
+    def _help_to_publish(self) -> Publication:
+        """The other ranks' side; they learn of the main rank's failure from it, or from the end of its connection."""
+        try:
+            while True:
+                match self._parallel.broadcast_json(None):
+                    case [message] if message == STREAM:
+                        self._megatron.export.serve()
+                    case [message, prompt, responses] if message == SCORE:
+                        self._megatron.score(prompt, responses)
+                    case [message, strengths] if message == CHANGE:
+                        self._megatron.canary_weights.change(strengths)
+                    case [message, failure] if message == FAILED:
+                        raise LeaderFailed(f"the main training rank failed: {failure}")
+                    case [_, publication]:
+                        return Publication(**publication | {"instances": tuple(publication["instances"])})
+        finally:
+            self._megatron.canary_weights.restore()
+
+
+class _MainTrainer:
+    """What the publisher may ask of the trainer on the main rank: the other ranks take part in it."""
+
+    def __init__(self, megatron: MegatronTrainer, parallel: Parallel) -> None:
+        self._megatron = megatron
+        self._parallel = parallel
+        self.classes = megatron.canary_weights.classes
+        self.one_tensor = megatron.canary_weights.one_tensor
+
+    def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._parallel.broadcast_json([SCORE, prompt, responses])
+        return self._megatron.score(prompt, responses)
+
+    def change(self, strengths: Mapping[str, int]) -> None:
+        self._parallel.broadcast_json([CHANGE, dict(strengths)])
+        self._megatron.canary_weights.change(strengths)
+
+
+class NoRollouts:
+    """The rollouts of a rank that is not its replica's leader: it gets its groups from there."""
+
+    @contextmanager
+    def start(self, batch: Batch, version: WeightVersion) -> Iterator["NoRollouts"]:
+        yield self
+
+    def ready(self, wait: bool) -> list[Group]:
+        raise AssertionError("only a leader reads the order of training")

@@ -1,0 +1,84 @@
+"""Where a run stands on its checkpoints: where it goes on, and when it saves."""
+
+import logging
+
+from async_rl.config.sections import CheckpointSection, RunSection, TrainSection
+from trainer.checkpoint.checkpoint import Checkpoints
+from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
+from trainer.trainer import MegatronTrainer
+
+log = logging.getLogger(__name__)
+
+
+class Saving:
+    """Goes on from the newest checkpoint if the run asks for it; saves every few iterations and at the end."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        megatron: MegatronTrainer,
+        run: RunSection,
+        train: TrainSection,
+        section: CheckpointSection,
+    ) -> None:
+        """All ranks call it, and find the same checkpoint.
+
+        Raises:
+            ConfigError: the newest checkpoint is damaged, or belongs to another run or model.
+        """
+        self._checkpoints = checkpoints
+        self._megatron = megatron
+        self._every = section.every
+        self._iterations = train.iterations
+        self.first_iteration = 0
+        newest = newest_checkpoint(checkpoints_dir(run.dir)) if run.resume else None
+        if newest is not None:
+            models = megatron.models
+            self.first_iteration = checkpoints.load(newest, models.policy, megatron.optimizer, megatron.lagged_old)
+        self._saved = self._sound = self.first_iteration
+        self._sound_counts = megatron.optimizer.counts
+
+    def after_iteration(self, iteration: int) -> None:
+        """Saves if a checkpoint is due; returns before it is written.
+
+        Raises:
+            Exception: what made the last save fail.
+        """
+        following = iteration + 1
+        self._sound, self._sound_counts = following, self._megatron.optimizer.counts
+        if self._every and (following % self._every == 0 or following == self._iterations):
+            self._save()
+        else:
+            self._checkpoints.require_no_failure()
+
+    def save_last(self) -> None:
+        """Saves the last whole iteration of a run that ends early, and waits until it is written.
+
+        Nothing is saved where checkpoints are off, where it is saved already, or where the weights are not those of a
+        whole iteration any more: after some, not all, of several steps per batch.
+
+        Raises:
+            Exception: what made it fail.
+        """
+        if not self._every:
+            log.info("no checkpoint: checkpoint.every = 0")
+        elif self._sound == self._saved:
+            self._checkpoints.wait()
+            log.info("the last whole iteration is saved: go on from iteration %d", self._saved)
+        elif self._megatron.optimizer.counts.taken != self._sound_counts.taken:
+            log.error(
+                "the weights are not those of a whole iteration, of which a checkpoint could be made: go on from "
+                "iteration %d",
+                self._saved,
+            )
+        else:
+            # Steps of the unfinished iteration that were skipped will be made again.
+            self._megatron.optimizer.resume(self._sound_counts)
+            self._save()
+            self._checkpoints.wait()
+            log.info("saved a checkpoint: go on from iteration %d with run.resume = true", self._saved)
+
+    def _save(self) -> None:
+        models = self._megatron.models
+        self._checkpoints.save(self._sound, models.policy, self._megatron.optimizer, self._megatron.lagged_old)
+        self._saved = self._sound
