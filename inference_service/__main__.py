@@ -15,8 +15,8 @@ from types import FrameType
 from async_rl.errors import ConfigError, ProcessFailed
 from async_rl.programs.failure_report import report_failure
 from inference_service.options import TOKEN_VARIABLE, Options, parse_options, require_checkpoint
-from inference_service.vllm_server import serve_vllm
-from inference_service.vllm_versions import installed_versions, require_vllm
+from inference_service.vllm.server import serve_vllm
+from inference_service.vllm.versions import installed_versions, require_vllm
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from async_rl.errors import ConfigError
 from async_rl.programs.command_line import Parser
-from inference_service.engine import LogprobsMode
+from inference_service.engine_interface import LogprobsMode
 
 TOKEN_VARIABLE = "ASYNC_RL_TOKEN"
 """Environment variable with the bearer token that requests must carry; unset or empty for none."""

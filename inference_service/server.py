@@ -13,13 +13,13 @@ from transformers.utils import logging as transformers_logging
 
 from async_rl.errors import ConfigError
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
-from inference_service.app import ServerInfo, make_app
-from inference_service.cache_size import plan_cache
+from inference_service.api.app import ServerInfo, make_app
+from inference_service.engine.cache_size import plan_cache
+from inference_service.engine.model import LoadedModel, load_model
+from inference_service.engine.transformers_engine import TransformersEngine
 from inference_service.identity import identity_headers, new_boot_id
-from inference_service.model import LoadedModel, load_model
 from inference_service.options import Options
 from inference_service.registration import Registration
-from inference_service.transformers_engine import TransformersEngine
 
 logger = logging.getLogger("inference_service")
 

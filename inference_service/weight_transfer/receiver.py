@@ -14,7 +14,7 @@ from async_rl.protocol.inference import InitInfo, UpdateInfo
 from async_rl.weights.snapshot import read_snapshot
 from async_rl.weights.store import join_meeting
 from async_rl.weights.stream import Fingerprint, TensorSpec, WeightGroup
-from inference_service.engine import RequestRefused
+from inference_service.engine_interface import RequestRefused
 
 
 def model_places(model: torch.nn.Module) -> dict[str, torch.Tensor]:

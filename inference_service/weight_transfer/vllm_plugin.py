@@ -5,7 +5,7 @@ vLLM calls `register` in its API server, its engine core and every worker, in so
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from inference_service.vllm_command import BACKEND
+from inference_service.vllm.command import BACKEND
 
 _registered = False
 

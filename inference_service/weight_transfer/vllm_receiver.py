@@ -11,7 +11,7 @@ import torch
 
 from async_rl.protocol.inference import InitInfo, UpdateInfo
 from async_rl.weights.stream import TensorSpec
-from inference_service.engine import RequestRefused
+from inference_service.engine_interface import RequestRefused
 from inference_service.weight_transfer.receiver import WeightReceiver
 
 NamedTensors = list[tuple[str, torch.Tensor]]

@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen3Config
 
 from async_rl.errors import ConfigError
-from inference_service.cache_size import PAGE_SIZE, plan_cache
+from inference_service.engine.cache_size import PAGE_SIZE, plan_cache
 
 CPU = torch.device("cpu")
 

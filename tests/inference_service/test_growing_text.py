@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from inference_service.growing_text import GrowingText
+from inference_service.api.growing_text import GrowingText
 
 
 class Bytes:

@@ -13,7 +13,7 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
-from deploy.machine import free_ports
+from deploy.local.machine import free_ports
 
 DEADLINE_S = 120.0
 NUM_GROUPS = 4

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from async_rl.protocol.inference import SamplingParams
-from inference_service.sampling import sample_step, uniforms
-from inference_service.sequences import Sequence
+from inference_service.engine.sampling import sample_step, uniforms
+from inference_service.engine.sequences import Sequence
 
 LOGITS_V = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 

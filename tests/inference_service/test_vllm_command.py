@@ -7,8 +7,8 @@ import pytest
 
 from async_rl.errors import ConfigError
 from inference_service.options import Options, parse_options
-from inference_service.vllm_command import GUARD, IDENTITY, server_command
-from inference_service.vllm_versions import VllmRelease, require_vllm
+from inference_service.vllm.command import GUARD, IDENTITY, server_command
+from inference_service.vllm.versions import VllmRelease, require_vllm
 
 NEW = VllmRelease((0, 32))
 OLD = VllmRelease((0, 23))

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from inference_service.vllm_guard import TokenGuard
+from inference_service.vllm.guard import TokenGuard
 
 PATHS = ("/pause", "/v1/models", "/health", "/ping", "/metrics")
 

@@ -12,7 +12,7 @@ from async_rl.errors import PublishError
 from async_rl.protocol.inference import UpdateInfo
 from async_rl.weights.store import StoreServer
 from async_rl.weights.stream import TensorSpec, WeightGroup
-from inference_service.engine import RequestRefused
+from inference_service.engine_interface import RequestRefused
 from inference_service.weight_transfer.vllm_adapters import LoadsThroughCallback, ReloadsModel, form_of
 from inference_service.weight_transfer.vllm_receiver import WorkerReceiver, announced_specs, in_batches
 

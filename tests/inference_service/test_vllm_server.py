@@ -17,8 +17,8 @@ from async_rl.errors import ProcessFailed
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.server import FleetServer
 from async_rl.pool.inference_pool import InferencePool
-from inference_service.vllm_command import Command
-from inference_service.vllm_server import VllmProcess
+from inference_service.vllm.command import Command
+from inference_service.vllm.server import VllmProcess
 
 STAND_IN = """
 import http.server, pathlib, signal, subprocess, sys
@@ -44,8 +44,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[3])), Handler).serve_forever()
 SUPERVISOR = """
 import logging, os, signal, sys
 from inference_service.registration import Registration
-from inference_service.vllm_command import Command
-from inference_service.vllm_server import supervise
+from inference_service.vllm.command import Command
+from inference_service.vllm.server import supervise
 
 logging.basicConfig(level=logging.INFO)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -97,7 +97,7 @@ def keep_signal_handlers() -> object:
 def test_leaving_the_context_ends_the_server_and_its_worker(
     how: str, command: Callable[[str], Command], started: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inference_service.vllm_server.GRACE_S", 0.5)
+    monkeypatch.setattr("inference_service.vllm.server.GRACE_S", 0.5)
     with VllmProcess(command(how)) as vllm:
         vllm.wait_until(started.exists)
         worker = psutil.Process(int(started.read_text()))

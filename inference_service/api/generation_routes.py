@@ -10,13 +10,13 @@ from fastapi import FastAPI, Request, Response
 
 from async_rl.protocol import routes
 from async_rl.protocol.inference import AbortRequest
-from inference_service import answers, chunks
-from inference_service.answers import TextCodec
-from inference_service.api_errors import UnknownModel
-from inference_service.bodies import AbortResponse, CompletionRequest, CompletionResponse, ServedGenerateRequest
-from inference_service.completion_choice import CompletionTeller
-from inference_service.engine import Engine, RequestRefused
-from inference_service.event_stream import EventStream, unless_disconnected
+from inference_service.api import responses, stream_chunks
+from inference_service.api.completion_choice import CompletionFormatter
+from inference_service.api.errors import UnknownModel
+from inference_service.api.event_stream import EventStream, unless_disconnected
+from inference_service.api.requests import AbortResponse, CompletionRequest, CompletionResponse, ServedGenerateRequest
+from inference_service.api.responses import TextCodec
+from inference_service.engine_interface import Engine, RequestRefused
 
 T = TypeVar("T")
 
@@ -34,11 +34,11 @@ def add(app: FastAPI, engine: Engine, codec: TextCodec | None, model_name: str) 
         request_id = f"generate-tokens-{_request_id(request, body.request_id)}"
         params = body.sampling_params
         if body.stream:
-            news = engine.stream(request_id, body.token_ids, params)
-            return EventStream(chunks.generate_chunks(request_id, params, news))
+            deltas = engine.stream(request_id, body.token_ids, params)
+            return EventStream(stream_chunks.generate_chunks(request_id, params, deltas))
         run = engine.generate(request_id, body.token_ids, params)
         choices = await unless_disconnected(request.receive, run)
-        answer = answers.generate_response(request_id, model_name, len(body.token_ids), choices, params)
+        answer = responses.generate_response(request_id, model_name, len(body.token_ids), choices, params)
         return Response(answer, media_type="application/json")
 
     @app.post(routes.COMPLETIONS)
@@ -47,8 +47,8 @@ def add(app: FastAPI, engine: Engine, codec: TextCodec | None, model_name: str) 
         request_id = f"cmpl-{_request_id(request, body.request_id)}"
         prompts = _prompts(body, codec)
         if body.stream:
-            news = [engine.stream(f"{request_id}-{i}", prompt, body) for i, prompt in enumerate(prompts)]
-            return EventStream(chunks.completion_chunks(request_id, model_name, body, prompts, codec, news))
+            deltas = [engine.stream(f"{request_id}-{i}", prompt, body) for i, prompt in enumerate(prompts)]
+            return EventStream(stream_chunks.completion_chunks(request_id, model_name, body, prompts, codec, deltas))
         runs = [engine.generate(f"{request_id}-{i}", prompt, body) for i, prompt in enumerate(prompts)]
         results = await unless_disconnected(request.receive, _all(runs))
         answer = CompletionResponse(
@@ -56,11 +56,11 @@ def add(app: FastAPI, engine: Engine, codec: TextCodec | None, model_name: str) 
             created=int(time.time()),
             model=model_name,
             choices=[
-                CompletionTeller(i * body.n + j, body, prompts[i], codec).tell(choice)
+                CompletionFormatter(i * body.n + j, body, prompts[i], codec).format(choice)
                 for i, run in enumerate(results)
                 for j, choice in enumerate(run)
             ],
-            usage=answers.usage(sum(map(len, prompts)), [choice for run in results for choice in run]),
+            usage=responses.usage(sum(map(len, prompts)), [choice for run in results for choice in run]),
         )
         return Response(answer.model_dump_json(), media_type="application/json")
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from async_rl.protocol.inference import SamplingParams
-from inference_service.engine import Limits, RequestRefused
+from inference_service.engine_interface import Limits, RequestRefused
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, limits: Limits) -> None:

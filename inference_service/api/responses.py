@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from async_rl.protocol.inference import SamplingParams, Usage
-from inference_service.engine import Choice, Sample
+from inference_service.engine_interface import Choice, Sample
 
 LOWEST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON has no number for, as in vLLM."""
@@ -60,11 +60,11 @@ class GenerateChunks:
         self._num_top = params.logprobs
         self._spans: list[list[Span]] = [[] for _ in range(params.n)]
 
-    def chunk(self, news: dict[int, Choice]) -> bytes:
+    def chunk(self, deltas: dict[int, Choice]) -> bytes:
         """A GenerateChunk as JSON."""
         choices = [
             _generate_choice(index, choice, self._num_top, extend_spans(self._spans[index], choice.samples))
-            for index, choice in news.items()
+            for index, choice in deltas.items()
         ]
         return to_json({"request_id": self._request_id, "choices": choices})
 

@@ -12,12 +12,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from async_rl.net.http_guard import BearerToken, BodyLimit, error_response
 from async_rl.protocol import routes
 from async_rl.protocol.inference import FinishUpdateRequest, InitRequest, RpcRequest, RpcResponse, UpdateRequest
-from inference_service import api_errors, generation_routes
-from inference_service.answers import TextCodec
-from inference_service.bodies import ModelCard, ModelList
-from inference_service.engine import Engine, EngineFault, PauseMode
+from inference_service.api import errors, generation_routes
+from inference_service.api.metrics import Metrics
+from inference_service.api.requests import ModelCard, ModelList
+from inference_service.api.responses import TextCodec
+from inference_service.engine_interface import Engine, EngineFault, PauseMode
 from inference_service.identity import Identity, identity_headers, new_boot_id
-from inference_service.metrics import Metrics
 
 OPEN_PATHS: Final = (routes.HEALTH, "/ping", routes.METRICS)
 """Paths that need no token: what load balancers and monitors ask."""
@@ -55,7 +55,7 @@ def make_app(
     generation_routes.add(app, engine, codec, info.model_name)
     _add_pause_routes(app, engine)
     _add_weight_routes(app, engine, metrics)
-    api_errors.install(app)
+    errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     if token is not None:
         app.add_middleware(BearerToken, token=token, open_paths=OPEN_PATHS)

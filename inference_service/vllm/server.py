@@ -22,15 +22,15 @@ from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, 
 from inference_service.identity import new_boot_id
 from inference_service.options import TOKEN_VARIABLE, Options
 from inference_service.registration import Registration
-from inference_service.vllm_command import Command, server_command
-from inference_service.vllm_versions import installed_versions, require_vllm
+from inference_service.vllm.command import Command, server_command
+from inference_service.vllm.versions import installed_versions, require_vllm
 
 logger = logging.getLogger("inference_service")
 
 POLL_S = 0.25
 PROBE_TIMEOUT_S = 2.0
 GRACE_S = 8.0
-"""From SIGTERM to SIGKILL; less than the time the keeper of a deployment gives this process itself."""
+"""From SIGTERM to SIGKILL; less than the time the guard of a deployment gives this process itself."""
 
 PR_SET_PDEATHSIG = 1
 

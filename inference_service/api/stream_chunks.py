@@ -6,22 +6,22 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from async_rl.protocol.inference import SamplingParams
-from inference_service.answers import GenerateChunks, TextCodec
-from inference_service.bodies import CompletionChunk, CompletionRequest
-from inference_service.completion_choice import CompletionTeller
-from inference_service.engine import Choice
-from inference_service.event_stream import Chunks
+from inference_service.api.completion_choice import CompletionFormatter
+from inference_service.api.event_stream import Chunks
+from inference_service.api.requests import CompletionChunk, CompletionRequest
+from inference_service.api.responses import GenerateChunks, TextCodec
+from inference_service.engine_interface import Choice
 
-News = AsyncGenerator[dict[int, Choice], None]
+Deltas = AsyncGenerator[dict[int, Choice], None]
 """What is new, by the choice's index."""
 
 
-async def generate_chunks(request_id: str, params: SamplingParams, news: News) -> Chunks:
-    """A chunk for all choices that have news at once."""
+async def generate_chunks(request_id: str, params: SamplingParams, deltas: Deltas) -> Chunks:
+    """A chunk for all choices that have deltas at once."""
     answer = GenerateChunks(request_id, params)
     num_open = params.n
-    async with aclosing(news):
-        async for choices in news:
+    async with aclosing(deltas):
+        async for choices in deltas:
             num_open -= _num_ended(choices)
             yield answer.chunk(choices), num_open == 0
 
@@ -32,29 +32,29 @@ async def completion_chunks(
     body: CompletionRequest,
     prompts: Sequence[Sequence[int]],
     codec: TextCodec | None,
-    news: Sequence[News],
+    deltas: Sequence[Deltas],
 ) -> Chunks:
     """The same for `/v1/completions`, with one stream per prompt; choices count prompt by prompt."""
     created = int(time.time())
-    tellers = [CompletionTeller(i, body, prompts[i // body.n], codec) for i in range(len(prompts) * body.n)]
-    num_open = len(tellers)
-    async with aclosing(_merged(news, body.n)) as merged:
+    formatters = [CompletionFormatter(i, body, prompts[i // body.n], codec) for i in range(len(prompts) * body.n)]
+    num_open = len(formatters)
+    async with aclosing(_merged(deltas, body.n)) as merged:
         async for choices in merged:
             chunk = CompletionChunk(
                 id=request_id,
                 created=created,
                 model=model,
-                choices=[tellers[index].tell(choice) for index, choice in choices.items()],
+                choices=[formatters[index].format(choice) for index, choice in choices.items()],
             )
             num_open -= _num_ended(choices)
             yield chunk.model_dump_json().encode(), num_open == 0
 
 
-async def _merged(streams: Sequence[News], num_children: int) -> News:
+async def _merged(streams: Sequence[Deltas], num_children: int) -> Deltas:
     """All streams as one; child j of stream i counts as choice i * num_children + j."""
     arrived: asyncio.Queue[dict[int, Choice] | None] = asyncio.Queue()
 
-    async def forward(i: int, stream: News) -> None:
+    async def forward(i: int, stream: Deltas) -> None:
         async with aclosing(stream):
             async for choices in stream:
                 arrived.put_nowait({i * num_children + j: choice for j, choice in choices.items()})

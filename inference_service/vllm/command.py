@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from inference_service.identity import BOOT_ID_VARIABLE, MAX_CONCURRENCY_VARIABLE
 from inference_service.options import TOKEN_VARIABLE, Options
-from inference_service.vllm_versions import VllmRelease
+from inference_service.vllm.versions import VllmRelease
 
 BACKEND = "async_rl"
 """Name of async-rl's transport in vLLM's `--weight-transfer-config`; see `weight_transfer/vllm_plugin.py`."""
@@ -17,8 +17,8 @@ PLUGIN = "async_rl"
 
 # The `vllm` script looks for a distribution of that name, which the CPU build is not.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
-WORKER_EXTENSION = "inference_service.vllm_worker.WorkerExtension"
-GUARD = "inference_service.vllm_guard.TokenGuard"
+WORKER_EXTENSION = "inference_service.vllm.worker.WorkerExtension"
+GUARD = "inference_service.vllm.guard.TokenGuard"
 IDENTITY = "inference_service.identity.IdentityFromEnvironment"
 
 

@@ -12,9 +12,9 @@ from transformers import LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from inference_service.engine import LogprobsMode
-from inference_service.sampling import sample_step
-from inference_service.sequences import Sequence
+from inference_service.engine.sampling import sample_step
+from inference_service.engine.sequences import Sequence
+from inference_service.engine_interface import LogprobsMode
 
 
 class TokenSampler(ContinuousBatchingLogitsProcessorList):

@@ -120,10 +120,10 @@ class Engine(Protocol):
     def stream(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[dict[int, Choice], None]:
-        """The same, told while it goes on: what is new, by the response's index, until all of them have ended.
+        """The same, while it goes on: what is new, by the response's index, until all of them have ended.
 
-        A response has news with its first token, with every `params.stream_interval` more, and at its end. Closing the
-        generator cancels the request in the engine. The call itself refuses, before anything is generated.
+        A delta comes with a response's first token, with every `params.stream_interval` more, and at its end. Closing
+        the generator cancels the request in the engine. The call itself refuses, before anything is generated.
 
         Raises:
             RequestRefused, OutOfService: as `generate`; OutOfService also later, when weights break on the way.

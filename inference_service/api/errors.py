@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 
 from async_rl.errors import AsyncRLError
 from async_rl.net.http_guard import error_body, error_response, invalid_request
-from inference_service.engine import OutOfService, RequestRefused
+from inference_service.engine_interface import OutOfService, RequestRefused
 
 
 class UnknownModel(AsyncRLError):

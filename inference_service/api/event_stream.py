@@ -9,7 +9,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from async_rl.errors import AsyncRLError
-from inference_service import api_errors
+from inference_service.api import errors
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class EventStream(Response):
                 async for data, is_last in chunks:
                     await send_body(_event(data) + (END if is_last else b""), not is_last)
         except AsyncRLError as error:
-            await send_body(_event(api_errors.body_of(error).encode()), False)
+            await send_body(_event(errors.body_of(error).encode()), False)
 
 
 def _event(data: bytes) -> bytes:

@@ -14,11 +14,11 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from inference_service import ragged_attention
-from inference_service.cache_size import CacheSize
-from inference_service.engine import EngineFault, LogprobsMode
-from inference_service.sequences import Sequence
-from inference_service.token_sampler import TokenSampler
+from inference_service.engine import ragged_attention
+from inference_service.engine.cache_size import CacheSize
+from inference_service.engine.sequences import Sequence
+from inference_service.engine.token_sampler import TokenSampler
+from inference_service.engine_interface import EngineFault, LogprobsMode
 
 
 class FinishedRouter(OutputRouter):

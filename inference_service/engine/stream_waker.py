@@ -1,14 +1,14 @@
 """Wakes the requests that stream, a few at a time: the generation thread rings, the event loop answers.
 
 Waking each stream for each token would cost more than making the token. So whatever happens within `INTERVAL_S` is told
-at once, of all streams, which also gathers the news of responses that run side by side into one chunk.
+at once, of all streams, which also gathers the deltas of responses that run side by side into one chunk.
 """
 
 import asyncio
 from collections.abc import Iterable
 from typing import Final
 
-from inference_service.sequences import Request, Sequence
+from inference_service.engine.sequences import Request, Sequence
 
 INTERVAL_S: Final = 0.025
 """Long against a step of a small model, short against anything a client waits for."""
@@ -27,7 +27,7 @@ class StreamWaker:
 
     def note_step(self, sampled: list[Sequence]) -> None:
         """Called with the sequences that got a token in this step."""
-        if not self._rung and any(sequence.has_news for sequence in sampled):
+        if not self._rung and any(sequence.has_delta for sequence in sampled):
             self.ring()
 
     def ring(self) -> None:

@@ -1,6 +1,6 @@
 """A request while the engine works on it: its prompt, and one growing sequence per response.
 
-A request that streams has news, which `take_news` hands out once: a sequence's first token, every so many more, its
+A request that streams has deltas, which `take_delta` hands out once: a sequence's first token, every so many more, its
 end.
 """
 
@@ -8,7 +8,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from async_rl.protocol.inference import SamplingParams
-from inference_service.engine import Choice, FinishReason, Sample
+from inference_service.engine_interface import Choice, FinishReason, Sample
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +26,8 @@ class Sequence:
     samples: list[Sample] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     due_at: int | None = None
-    """With so many samples there is news of this sequence; None if nobody streams it, or all is told."""
-    num_told: int = 0
+    """With so many samples there is a delta of this sequence; None if nobody streams it, or all of it was sent."""
+    num_sent: int = 0
 
     def token_ids(self) -> list[int]:
         """Prompt and response so far: what has to be computed again after the cache was emptied."""
@@ -46,8 +46,8 @@ class Sequence:
         return bool(self.samples) and self.samples[-1].token_id in self.stop_ids
 
     @property
-    def has_news(self) -> bool:
-        return self.due_at is not None and self._num_tellable() >= self.due_at
+    def has_delta(self) -> bool:
+        return self.due_at is not None and self._num_sendable() >= self.due_at
 
     def end(self, reason: FinishReason) -> None:
         self.finish_reason = reason
@@ -59,14 +59,14 @@ class Sequence:
         assert self.finish_reason is not None, "an unfinished sequence has no choice"
         return self._choice(0, len(self.samples))
 
-    def take_news(self) -> Choice:
+    def take_delta(self) -> Choice:
         """What was not told yet."""
-        news = self._choice(self.num_told, self._num_tellable())
-        self.num_told += len(news.samples)
-        self.due_at = self.num_told + (self.params.stream_interval or 1) if news.finish_reason is None else None
-        return news
+        delta = self._choice(self.num_sent, self._num_sendable())
+        self.num_sent += len(delta.samples)
+        self.due_at = self.num_sent + (self.params.stream_interval or 1) if delta.finish_reason is None else None
+        return delta
 
-    def _num_tellable(self) -> int:
+    def _num_sendable(self) -> int:
         """Samples that a stream may tell: the last one of a response only together with its end.
 
         The end is noted a moment after the token. Who had the token alone, and lost the stream then, would have the
@@ -90,13 +90,13 @@ class Sequence:
 class Request:
     """The responses of one prompt; `done` ends when the last of them has, or fails with the reason why not.
 
-    With a `news` event the request streams: it is set when there is something to take, and when `done` ends.
+    With a `delta_ready` event the request streams: it is set when there is something to take, and when `done` ends.
     """
 
     request_id: str
     sequences: list[Sequence]
     done: asyncio.Future[None]
-    news: asyncio.Event | None = None
+    delta_ready: asyncio.Event | None = None
     submitted: bool = False
 
     def unfinished(self) -> list[Sequence]:
@@ -113,12 +113,12 @@ class Request:
             self._wake()
 
     def wake_if_news(self) -> None:
-        if self.news is not None and any(sequence.has_news for sequence in self.sequences):
-            self.news.set()
+        if self.delta_ready is not None and any(sequence.has_delta for sequence in self.sequences):
+            self.delta_ready.set()
 
-    def take_news(self) -> dict[int, Choice]:
-        return {index: sequence.take_news() for index, sequence in enumerate(self.sequences) if sequence.has_news}
+    def take_delta(self) -> dict[int, Choice]:
+        return {index: sequence.take_delta() for index, sequence in enumerate(self.sequences) if sequence.has_delta}
 
     def _wake(self) -> None:
-        if self.news is not None:
-            self.news.set()
+        if self.delta_ready is not None:
+            self.delta_ready.set()

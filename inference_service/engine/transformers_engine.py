@@ -1,8 +1,8 @@
 """The embedded engine: transformers' continuous batching behind the Engine interface (CPU and CUDA).
 
 Three threads share it. The event loop owns the requests and is the only one to end them. The generation thread runs the
-model, appends tokens to sequences, posts finished ones to the loop, and says when streams have news. The control thread
-does what blocks: holding the generation thread between two steps, and receiving weights.
+model, appends tokens to sequences, posts finished ones to the loop, and says when streams have deltas. The control
+thread does what blocks: holding the generation thread between two steps, and receiving weights.
 """
 
 import asyncio
@@ -14,9 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from async_rl.protocol.inference import InitInfo, SamplingParams, UpdateInfo
-from inference_service.batching import Batching
-from inference_service.cache_size import CacheSize
-from inference_service.engine import (
+from inference_service.engine.batching import Batching
+from inference_service.engine.cache_size import CacheSize
+from inference_service.engine.model import LoadedModel
+from inference_service.engine.request_checks import check_request
+from inference_service.engine.sequences import Request, Sequence
+from inference_service.engine.stream_waker import StreamWaker
+from inference_service.engine_interface import (
     Choice,
     EngineFault,
     EngineStats,
@@ -27,11 +31,7 @@ from inference_service.engine import (
     PauseMode,
     RequestRefused,
 )
-from inference_service.model import LoadedModel
-from inference_service.request_checks import check_request
-from inference_service.sequences import Request, Sequence
-from inference_service.stream_waker import StreamWaker
-from inference_service.weight_update import Phase, WeightUpdate
+from inference_service.weight_transfer.weight_update import Phase, WeightUpdate
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ STOP_TIMEOUT_S: Final = 1.0
 
 
 class TransformersEngine:
-    """Implements `inference_service.engine.Engine`. Make it anywhere; `start` and all else in the event loop."""
+    """Implements `engine_interface.Engine`. Make it anywhere; `start` and all else in the event loop."""
 
     def __init__(self, loaded: LoadedModel, size: CacheSize, max_model_len: int, mode: LogprobsMode) -> None:
         self._limits = Limits(max_model_len, int(loaded.model.config.vocab_size))
@@ -132,20 +132,20 @@ class TransformersEngine:
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams
     ) -> AsyncGenerator[dict[int, Choice], None]:
         request = self._open(request_id, prompt, params)
-        request.news = asyncio.Event()
+        request.delta_ready = asyncio.Event()
         for sequence in request.sequences:
             sequence.due_at = 1
         try:
             if not self._paused:
                 self._submit(request)
             while not request.done.done():
-                await request.news.wait()
-                request.news.clear()
-                if news := request.take_news():
-                    yield news
+                await request.delta_ready.wait()
+                request.delta_ready.clear()
+                if deltas := request.take_delta():
+                    yield deltas
             request.done.result()
-            if news := request.take_news():
-                yield news
+            if deltas := request.take_delta():
+                yield deltas
         finally:
             self._close(request)
         self._count(request)
@@ -218,7 +218,7 @@ class TransformersEngine:
             self._batching.forget(sequence)
             sequence.end("stop" if sequence.reached_stop() else "length")
             request.end_if_complete()
-            if sequence.has_news:
+            if sequence.has_delta:
                 self._waker.ring()
 
     # Pause and weights

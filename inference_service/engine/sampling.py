@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from async_rl.protocol.inference import SamplingParams
-from inference_service.engine import LogprobsMode, Sample
-from inference_service.sequences import Sequence
+from inference_service.engine.sequences import Sequence
+from inference_service.engine_interface import LogprobsMode, Sample
 
 Bits: TypeAlias = npt.NDArray[np.uint64]
 

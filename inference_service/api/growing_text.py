@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from inference_service.answers import TextCodec
+from inference_service.api.responses import TextCodec
 
 UNFINISHED: Final = "\ufffd"
 """What a tokenizer makes of bytes that are not a whole character yet."""

@@ -15,7 +15,7 @@ import torch
 
 from async_rl.errors import AsyncRLError
 from async_rl.protocol.inference import InitInfo, UpdateInfo
-from inference_service.engine import EngineFault, RequestRefused
+from inference_service.engine_interface import EngineFault, RequestRefused
 from inference_service.weight_transfer.receiver import WeightReceiver, check_update, model_places, specs_of
 
 

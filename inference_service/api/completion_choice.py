@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from inference_service.answers import LOWEST_LOGPROB, TextCodec
-from inference_service.bodies import CompletionChoice, CompletionLogprobs, CompletionRequest
-from inference_service.engine import Choice, Sample
-from inference_service.growing_text import GrowingText
+from inference_service.api.growing_text import GrowingText
+from inference_service.api.requests import CompletionChoice, CompletionLogprobs, CompletionRequest
+from inference_service.api.responses import LOWEST_LOGPROB, TextCodec
+from inference_service.engine_interface import Choice, Sample
 
 
-class CompletionTeller:
+class CompletionFormatter:
     """Tells of choice `index` what is new; without a `codec`, the model's tokenizer, there is no text."""
 
     def __init__(self, index: int, body: CompletionRequest, prompt: Sequence[int], codec: TextCodec | None) -> None:
@@ -19,7 +19,7 @@ class CompletionTeller:
         self._text = None if codec is None else GrowingText(codec)
         self._text_offset = 0
 
-    def tell(self, choice: Choice) -> CompletionChoice:
+    def format(self, choice: Choice) -> CompletionChoice:
         """`choice` is the next piece, or the whole; the first one comes with the prompt, if token ids are asked for."""
         token_ids = [sample.token_id for sample in choice.samples]
         prompt, self._prompt = self._prompt, None

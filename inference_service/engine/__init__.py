@@ -1,0 +1,1 @@
+"""The embedded engine: transformers' continuous batching with exact sampling and weight updates."""
