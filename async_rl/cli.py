@@ -9,11 +9,11 @@ from async_rl.programs.command_line import USAGE_ERROR
 
 PROGRAMS = {
     "quickstart": ("deploy.quickstart", "a small model learns on this machine, both pools included"),
-    "run": ("deploy.local", "start instances and trainer of a config on this machine: async-rl run CONFIG"),
+    "run": ("deploy.local.run", "start instances and trainer of a config on this machine: async-rl run CONFIG"),
     "export": ("trainer.export", "write a run's checkpoint for inference: async-rl export RUN --to DIR"),
     "serve": ("inference_service", "start one inference instance: async-rl serve --model PATH"),
     "fleet": ("async_rl.fleet.cli", "the instances of a run that goes on: async-rl fleet ls | add | drain | remove"),
-    "eval": ("deploy.evaluate", "score a model on a data set: async-rl eval MODEL --data SOURCE --reward NAME"),
+    "eval": ("deploy.local.evaluate", "score a model on a data set: async-rl eval MODEL --data SOURCE --reward NAME"),
 }
 
 USAGE = "usage: async-rl COMMAND [ARGUMENTS]\n\n" + "\n".join(

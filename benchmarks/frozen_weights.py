@@ -35,7 +35,7 @@ from async_rl.config.sections import (
     TrainSection,
 )
 from async_rl.types import Group, Prompt, Response
-from benchmarks.memory import allocated
+from benchmarks.common.memory import allocated
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
 from trainer.trainer import MegatronTrainer

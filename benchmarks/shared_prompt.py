@@ -38,7 +38,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Group, Prompt, Response
-from benchmarks.memory import allocated
+from benchmarks.common.memory import allocated
 from trainer.attention.segments import Segments
 from trainer.batching.shared_prompt import GroupSlice, Labels, MicroBatch, Rows, make_micro_batch, num_rows
 from trainer.devices import choose_device

@@ -76,7 +76,7 @@ class Run:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "deploy.local", str(self.config), *overrides],
+                [sys.executable, "-m", "deploy.local.run", str(self.config), *overrides],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,

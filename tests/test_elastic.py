@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from local_run import Run
 
-from deploy.machine import free_ports
+from deploy.local.machine import free_ports
 
 pytestmark = pytest.mark.distributed
 

@@ -20,10 +20,10 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.programs.command_line import Parser
-from deploy.local import run_config
-from deploy.plan import Plan, Process, log_path
-from deploy.processes import Deployment, Stopped, explain_end, stop_on_signals
-from deploy.progress import JsonlTail
+from deploy.local.plan import Plan, Process, log_path
+from deploy.local.processes import Deployment, Stopped, explain_end, stop_on_signals
+from deploy.local.run import run_config
+from deploy.local.run_view import JsonlTail
 from deploy.quickstart.report import render
 from deploy.quickstart.summary import summarize
 from deploy.quickstart.vllm_python import find_vllm_python

@@ -5,7 +5,7 @@ from html import escape
 from string import Template
 from typing import Any
 
-from deploy.progress import Record
+from deploy.local.run_view import Record
 from deploy.quickstart.charts import BLUE, ORANGE, Span, curve, timeline
 
 PAGE = Template("""<!doctype html>

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from async_rl.errors import ConfigError
-from deploy.local import HOW_TO_GET_VLLM
+from deploy.local.run import HOW_TO_GET_VLLM
 
 BESIDE_THE_PROJECT = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 """Where `make vllm` puts it in a checkout."""

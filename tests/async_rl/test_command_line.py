@@ -171,8 +171,8 @@ except SystemExit as end:
 """
 
 WITH_KEYS = {
-    "deploy.local": "async-rl run",
-    "deploy.evaluate": "async-rl eval",
+    "deploy.local.run": "async-rl run",
+    "deploy.local.evaluate": "async-rl eval",
     "deploy.quickstart": "async-rl quickstart",
     "trainer": "torchrun -m trainer",
 }

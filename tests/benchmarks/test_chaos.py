@@ -18,17 +18,28 @@ from aiohttp import web
 from safetensors.torch import save_file
 
 from async_rl.protocol import routes
-from benchmarks.chaos_log import FaultLog
-from benchmarks.chaos_proxy import Disturbance, Proxy, Published, Spoil
-from benchmarks.chaos_report import MUST_BE_ZERO, is_sound, report
-from benchmarks.chaos_run import PROMPTS_PER_BATCH, RESPONSES_PER_PROMPT, Outcome
+from benchmarks.chaos.fault_log import FaultLog
+from benchmarks.chaos.proxy import Disturbance, Proxy, Published, Spoil
+from benchmarks.chaos.report import MUST_BE_ZERO, is_sound, report
+from benchmarks.chaos.trainer_run import PROMPTS_PER_BATCH, RESPONSES_PER_PROMPT, Outcome
 
 NUM_EVENTS = 20
 
 
 @pytest.mark.distributed
 def test_a_run_under_faults_loses_nothing_and_ends_as_one_without() -> None:
-    command = [sys.executable, "-m", "benchmarks.chaos", "--json", "--iterations", "6", "--seed", "3", "--minutes", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.chaos",
+        "--json",
+        "--iterations",
+        "6",
+        "--seed",
+        "3",
+        "--minutes",
+        "1",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     figures = json.loads(run.stdout.splitlines()[-1]) if run.stdout else {}
     assert run.returncode == 0, f"{figures}\n{run.stderr}"

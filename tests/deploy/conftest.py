@@ -1,4 +1,4 @@
-"""A folder in which `python -m deploy.local` finds stand-ins for the inference service and the trainer."""
+"""A folder in which `python -m deploy.local.run` finds stand-ins for the inference service and the trainer."""
 
 import os
 import signal
@@ -105,7 +105,7 @@ def record() -> Callable[..., dict[str, object]]:
 
 
 class Ground:
-    """A folder with stand-ins, and `deploy.local` runs in it."""
+    """A folder with stand-ins, and `deploy.local.run` runs in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -125,7 +125,7 @@ class Ground:
 
     def start(self, *overrides: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "deploy.local", "config.toml", *overrides],
+            [sys.executable, "-m", "deploy.local.run", "config.toml", *overrides],
             cwd=self.path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -146,7 +146,7 @@ class Ground:
         return self.pids()
 
     def living(self) -> dict[str, int]:
-        """What still runs, after a little while for the keepers to finish."""
+        """What still runs, after a little while for the guards to finish."""
         deadline = time.monotonic() + 20
         while (
             alive := {name: pid for name, pid in self.pids().items() if _lives(pid)}

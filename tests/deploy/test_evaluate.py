@@ -1,4 +1,4 @@
-"""`python -m deploy.evaluate` on real parts: a tiny model, the embedded engine and a reward in its worker process."""
+"""`async-rl eval` on real parts: a tiny model, the embedded engine and a reward in its worker process."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from async_rl.config.file import load_config
-from deploy.evaluate import config_text, parse, set_name
+from deploy.local.evaluate import config_text, parse, set_name
 
 REWARD = """
 def short(prompt, responses, row):
@@ -34,7 +34,17 @@ def data(tmp_path: Path) -> Path:
 
 def evaluate(model: Path, data: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     reward = f"python:{data.parent / 'reward.py'}:short"
-    command = [sys.executable, "-m", "deploy.evaluate", str(model), "--data", str(data), "--reward", reward, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "deploy.local.evaluate",
+        str(model),
+        "--data",
+        str(data),
+        "--reward",
+        reward,
+        *arguments,
+    ]
     command += ["--prompts.chat_template", "false", "--prompts.max_prompt_tokens", "64"]
     environment = {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)

@@ -1,4 +1,4 @@
-"""`python -m deploy.local` with stand-ins for the service and the trainer; real keepers, torchrun and signals."""
+"""`python -m deploy.local.run` with stand-ins for the service and the trainer; real guards, torchrun and signals."""
 
 import os
 import signal

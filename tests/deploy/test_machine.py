@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ConfigError
-from deploy.machine import find_devices
+from deploy.local.machine import find_devices
 
 FOUR_GPUS = "".join(
     f"GPU {i}: NVIDIA H100 (UUID: GPU-{i})\n  MIG 1g.10gb Device 0: (UUID: MIG-{i})\n" for i in range(4)

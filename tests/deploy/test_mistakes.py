@@ -14,7 +14,7 @@ import pytest
 
 from async_rl.config.sections import RewardSection
 from async_rl.preflight.reward import require_reward
-from deploy.local import main
+from deploy.local.run import main
 
 CONFIG = """
 [run]
@@ -292,7 +292,7 @@ def test_all_that_is_wrong_is_said_at_once(workplace: Path, capsys: pytest.Captu
 
 
 PROCESSES = {
-    "run": (["deploy.local", "run.toml", "--prompts.source", "none.jsonl"], "prompts.source 'none.jsonl'"),
+    "run": (["deploy.local.run", "run.toml", "--prompts.source", "none.jsonl"], "prompts.source 'none.jsonl'"),
     "trainer": (["trainer", "run.toml", "--prompts.source", "none.jsonl"], "prompts.source 'none.jsonl'"),
     "torchrun": (
         ["torch.distributed.run", "--standalone", "-m", "trainer", "run.toml", "--reward.name=python:no.py:f"],
@@ -300,7 +300,7 @@ PROCESSES = {
     ),
     "eval": (
         [
-            *("deploy.evaluate", "--max-tokens", "9", "--prompts.max_prompt_tokens=9", "model"),
+            *("deploy.local.evaluate", "--max-tokens", "9", "--prompts.max_prompt_tokens=9", "model"),
             *("--data", "no.jsonl", "--reward", "math"),
         ],
         "no.jsonl' cannot be read",

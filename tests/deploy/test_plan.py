@@ -7,8 +7,8 @@ import pytest
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from deploy.machine import Machine
-from deploy.plan import describe, num_ports, plan, plan_instances
+from deploy.local.machine import Machine
+from deploy.local.plan import describe, num_ports, plan, plan_instances
 
 
 def make_config(**changes: Any) -> Config:

@@ -8,8 +8,8 @@ import pytest
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from deploy.machine import Machine
-from deploy.share import MAX_THREADS, Share, share_out
+from deploy.local.machine import Machine
+from deploy.local.share import MAX_THREADS, Share, share_out
 
 
 def make_config(device: str, ranks: int, instances: int, workers: int, engine: str = "vllm") -> Config:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.memory import allocated
+from benchmarks.common.memory import allocated
 from trainer.attention.segments import Segments
 from trainer.attention.shared_attention import shared_prompt_attention
 from trainer.devices import choose_device

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.memory import allocated
+from benchmarks.common.memory import allocated
 from trainer.model import logprobs
 from trainer.model.logprobs import response_logprobs
 

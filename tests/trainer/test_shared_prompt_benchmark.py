@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.memory import Allocated, allocated
+from benchmarks.common.memory import Allocated, allocated
 from benchmarks.shared_prompt import SHAPE, Case, make_group, make_model, measure, packed, padded, run, shared
 from trainer.model.gpt import SharedPromptGPT
 from trainer.parallel import Parallel

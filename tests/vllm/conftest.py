@@ -15,7 +15,7 @@ import httpx
 import pytest
 from running_instance import Instance, launch, wait_until_ready
 
-from inference_service.vllm_command import SERVER_MODULE
+from inference_service.vllm.command import SERVER_MODULE
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 START_TIMEOUT_S = 600.0
@@ -79,7 +79,7 @@ def other_vllm(vllm_python: str, vllm_model: Path, tmp_path_factory: pytest.Temp
 NO_MENDING = """
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from inference_service.vllm_command import BACKEND
+from inference_service.vllm.command import BACKEND
 from inference_service.weight_transfer import vllm_plugin
 
 
@@ -102,7 +102,7 @@ BY_HAND = (
     *("--host", "127.0.0.1", "--served-model-name", "tiny", "--dtype", "float32", "--max-num-seqs", "8"),
     *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out", "--enforce-eager"),
     *("--weight-transfer-config", '{"backend": "async_rl"}'),
-    *("--worker-extension-cls", "inference_service.vllm_worker.WorkerExtension"),
+    *("--worker-extension-cls", "inference_service.vllm.worker.WorkerExtension"),
 )
 BY_HAND_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import CASES, Case, make_group, make_micro_batches
-from benchmarks.gpu_model import PASSES, SIZES, model_flops, num_pairs
+from benchmarks.gpu.__main__ import CASES, Case, make_group, make_micro_batches
+from benchmarks.gpu.model import PASSES, SIZES, model_flops, num_pairs
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from deploy.plan import Process
-from deploy.processes import Deployment
-from deploy.progress import JsonlTail
+from deploy.local.plan import Process
+from deploy.local.processes import Deployment
+from deploy.local.run_view import JsonlTail
 
 PROMPTS_PER_BATCH = 6
 RESPONSES_PER_PROMPT = 4

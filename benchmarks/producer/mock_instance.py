@@ -1,4 +1,4 @@
-"""An inference instance without a model: `python -m benchmarks.mock_instance SCRIPT`, SCRIPT being JSON, see `Script`.
+"""An inference instance without a model: `python -m benchmarks.producer.mock_instance SCRIPT`, JSON of a `Script`.
 
 It answers generate requests as an engine would, at an engine's pace: after the time to the first token, a chunk of
 every unfinished response for each `stream_interval` tokens; without `stream`, all at once at the end. Response lengths

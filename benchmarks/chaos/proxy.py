@@ -17,7 +17,7 @@ from aiohttp import web
 
 from async_rl.instance.response_stream import event_payloads
 from async_rl.protocol import routes
-from benchmarks.chaos_log import FaultLog
+from benchmarks.chaos.fault_log import FaultLog
 
 HOST = "127.0.0.1"
 CLOSE_TIMEOUT_S = 0.1

@@ -1,4 +1,4 @@
-"""The processes of a local deployment: started, watched and ended, each through its keeper (`deploy.keeper`)."""
+"""The processes of a local deployment: started, watched and ended, each through a `process_guard.py` of its own."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ from rich.markup import escape
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.programs.command_line import USAGE_ERROR
 from async_rl.programs.failure_report import VARIABLE, read_failure
-from deploy.plan import Process
+from deploy.local.plan import Process
 
 POLL_S = 0.2
 NUM_LOG_LINES = 20
@@ -30,40 +30,40 @@ class Stopped(BaseException):
     """The deployer itself was told to stop; not an `Exception`, so that nothing on the way takes it for a fault."""
 
     def __init__(self, signum: int, *, is_first: bool = True) -> None:
-        """`is_first`: a further one cuts the wait for the processes short, which their keepers then end."""
+        """`is_first`: a further one cuts the wait for the processes short, which their guards then end."""
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_code = 128 + signum
         self.is_first = is_first
 
 
 class Running:
-    """A started process, held through its keeper.
+    """A started process, held through its guard.
 
     `log_start` is where its output begins in the log file, `report` where it tells its named error.
     """
 
-    def __init__(self, process: Process, keeper: subprocess.Popen[bytes], log_start: int, report: Path) -> None:
+    def __init__(self, process: Process, guard: subprocess.Popen[bytes], log_start: int, report: Path) -> None:
         self.process = process
-        self._keeper = keeper
+        self._guard = guard
         self._log_start = log_start
         self._report = report
 
     def exit_code(self) -> int | None:
         """None while it runs; 128 + N where signal N ended it."""
-        return self._keeper.poll()
+        return self._guard.poll()
 
     def request_end(self) -> None:
-        """Asks the keeper to end the process; returns at once."""
-        assert self._keeper.stdin is not None, "the keeper is started with a pipe"
-        self._keeper.stdin.close()
+        """Asks the guard to end the process; returns at once."""
+        assert self._guard.stdin is not None, "the guard is started with a pipe"
+        self._guard.stdin.close()
 
     def wait_end(self) -> None:
         """Waits until the process and all its descendants are gone, at most a little longer than the grace time."""
         try:
-            self._keeper.wait(self.process.grace_s + 5.0)
+            self._guard.wait(self.process.grace_s + 5.0)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+            self._guard.kill()
+            self._guard.wait()
 
     def failure(self) -> ProcessFailed:
         """What to raise when it ended and should not have.
@@ -107,7 +107,7 @@ class Deployment:
         with _open_log(process.log_file) as log:
             log_start = log.tell()
             report = Path(self._reports.name) / process.name
-            running = Running(process, _start_keeper(process, log, report), log_start, report)
+            running = Running(process, _start_guard(process, log, report), log_start, report)
         self._running.append(running)
         return running
 
@@ -165,13 +165,13 @@ def _open_log(path: Path) -> IO[bytes]:
         ) from error
 
 
-def _start_keeper(process: Process, log: IO[bytes], report: Path) -> subprocess.Popen[bytes]:
+def _start_guard(process: Process, log: IO[bytes], report: Path) -> subprocess.Popen[bytes]:
     cores = ",".join(str(core) for core in process.cores)
     return subprocess.Popen(
         [
             sys.executable,
             "-m",
-            "deploy.keeper",
+            "deploy.local.process_guard",
             "--cores",
             cores,
             "--grace-s",

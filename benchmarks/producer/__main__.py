@@ -3,7 +3,7 @@
     python -m benchmarks.producer --json
 
 Producer, pool, client, queue, tokenizer and an asynchronous reward are the real ones; the instances are processes of
-their own (`benchmarks.mock_instance`). Three cases, each with fresh instances:
+their own (`benchmarks.producer.mock_instance`). Three cases, each with fresh instances:
 
 - large: all long responses of one batch under way at once;
 - small: many short responses, batch after batch; what one response costs beside its tokens;
@@ -37,8 +37,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from async_rl.rollout.producer import Producer
-from benchmarks.mock_instance import Script
-from benchmarks.producer_rig import MAX_RESPONSE_TOKENS, VERSION, VOCAB_SIZE, Rollouts, make_batch, open_producer
+from benchmarks.producer.mock_instance import Script
+from benchmarks.producer.rig import MAX_RESPONSE_TOKENS, VERSION, VOCAB_SIZE, Rollouts, make_batch, open_producer
 
 BESIDE_TRAINING = (16, 512)
 """Responses to each prompt and mean tokens of each response, beside training."""

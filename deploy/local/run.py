@@ -1,7 +1,7 @@
 """Runs a config on this machine: `async-rl run CONFIG [--section.key VALUE ...]`.
 
 Starts the instances, waits until they answer, starts the trainer and shows its progress. However it ends (success,
-Ctrl-C, SIGTERM, a failed part, `kill -9`), every process it started ends too, see `deploy.keeper`.
+Ctrl-C, SIGTERM, a failed part, `kill -9`), every process it started ends too, see `deploy.local.process_guard`.
 """
 
 import shutil
@@ -20,10 +20,10 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
-from deploy.machine import free_ports, this_machine
-from deploy.plan import Plan, Process, describe, num_ports, plan
-from deploy.processes import POLL_S, Deployment, Running, Stopped, explain_end, stop_on_signals
-from deploy.progress import JsonlTail, RunView, make_run_view
+from deploy.local.machine import free_ports, this_machine
+from deploy.local.plan import Plan, Process, describe, num_ports, plan
+from deploy.local.processes import POLL_S, Deployment, Running, Stopped, explain_end, stop_on_signals
+from deploy.local.run_view import JsonlTail, RunView, make_run_view
 
 START_TIMEOUT_S = 1800.0
 """For an instance that neither answers nor ends; vLLM takes many minutes to load a large model and capture graphs."""

@@ -19,7 +19,7 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import make_reward
 from async_rl.rollout.producer import Producer, RolloutRun
 from async_rl.types import Batch, Prompt
-from benchmarks.mock_instance import Script
+from benchmarks.producer.mock_instance import Script
 
 VERSION = "benchmark-0"
 VOCAB_SIZE = 32_768
@@ -54,7 +54,7 @@ def open_producer(directory: Path, script: Script, responses_per_prompt: int) ->
 @contextmanager
 def mock_instance(script: Script) -> Iterator[str]:
     """An instance in a process of its own; its URL."""
-    command = [sys.executable, "-m", "benchmarks.mock_instance", json.dumps(asdict(script))]
+    command = [sys.executable, "-m", "benchmarks.producer.mock_instance", json.dumps(asdict(script))]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         try:

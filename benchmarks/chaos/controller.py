@@ -8,8 +8,8 @@ from async_rl.errors import AsyncRLError
 from async_rl.fleet.endpoint import FleetClient
 from async_rl.protocol.fleet import FleetInfo, NameRequest
 from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REMOVE
-from benchmarks.chaos_instances import Crew, Instance
-from benchmarks.chaos_log import FaultLog
+from benchmarks.chaos.fault_log import FaultLog
+from benchmarks.chaos.instances import Crew, Instance
 
 GAP_S = (0.3, 1.2)
 """From one fault to the next."""

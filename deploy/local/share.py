@@ -1,4 +1,4 @@
-"""Shares a machine among the processes of a run: pure arithmetic on cores and devices; for `deploy.plan`."""
+"""Shares a machine among the processes of a run: pure arithmetic on cores and devices; for `deploy.local.plan`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from deploy.machine import VISIBLE, Machine
+from deploy.local.machine import VISIBLE, Machine
 
 MAX_THREADS = 16
 """Of one process: beyond it operators on a host gain little, and what they wait for each other grows."""

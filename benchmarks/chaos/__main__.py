@@ -8,7 +8,7 @@ before each instance turns requests away, repeats events of its answers, breaks 
 trainer has given them up, and lies about weight versions. Then the same run is made on two sound instances. As noise
 depends on the position only, both must train the same tokens and end with the same weights, bit for bit.
 
-The last line is one JSON object; `benchmarks/chaos_report.py` says how it is counted. The exit code is 1 if a group was
+The last line is one JSON object; `benchmarks/chaos/report.py` says how it is counted. The exit code is 1 if a group was
 lost or trained twice, a token of other weights was trained, a run hung, or the two runs differ.
 """
 
@@ -28,14 +28,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from async_rl.fleet.endpoint import FleetClient
-from benchmarks.chaos_controller import Controller
-from benchmarks.chaos_instances import Crew
-from benchmarks.chaos_log import FaultLog
-from benchmarks.chaos_proxy import Disturbance
-from benchmarks.chaos_report import is_sound, report
-from benchmarks.chaos_run import MAX_MODEL_LEN, REQUEST_TIMEOUT_S, Outcome, TrainerRun, make_inputs
-from deploy.machine import free_ports
-from deploy.processes import Stopped, stop_on_signals
+from benchmarks.chaos.controller import Controller
+from benchmarks.chaos.fault_log import FaultLog
+from benchmarks.chaos.instances import Crew
+from benchmarks.chaos.proxy import Disturbance
+from benchmarks.chaos.report import is_sound, report
+from benchmarks.chaos.trainer_run import MAX_MODEL_LEN, REQUEST_TIMEOUT_S, Outcome, TrainerRun, make_inputs
+from deploy.local.machine import free_ports
+from deploy.local.processes import Stopped, stop_on_signals
 
 SHARED_MEMORY = Path("/dev/shm")
 INSTANCES_WITHOUT_FAULTS = 2

@@ -14,9 +14,9 @@ import threading
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from benchmarks.chaos_log import FaultLog
-from benchmarks.chaos_proxy import Disturbance, Proxy, Published
-from deploy.machine import free_ports
+from benchmarks.chaos.fault_log import FaultLog
+from benchmarks.chaos.proxy import Disturbance, Proxy, Published
+from deploy.local.machine import free_ports
 from inference_service.__main__ import main as run_instance
 
 PR_SET_PDEATHSIG = 1

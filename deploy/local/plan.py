@@ -1,7 +1,7 @@
 """From a config to the processes of a run: pure data, nothing is started. Called by every launcher.
 
 The launcher says what its machine offers (cores, devices, ports), so the same inputs always give the same plan;
-`deploy.share` shares it out.
+`deploy.local.share` shares it out.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Literal
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from deploy.machine import HOST, VISIBLE, Machine
-from deploy.share import Share, share_out
+from deploy.local.machine import HOST, VISIBLE, Machine
+from deploy.local.share import Share, share_out
 
 GRACE_S = 10.0
 """For a process that has nothing to save."""

@@ -1,8 +1,8 @@
-"""The keeper of one process of a local deployment: `python -m deploy.keeper --cores 0,1 --grace-s 10 -- COMMAND ...`.
+"""Guards one process of a local deployment: `python -m deploy.local.process_guard --cores 0,1 --grace-s 10 -- COMMAND`.
 
 It starts the command and stays, so that nothing of it outlives the deployer. The deployer holds the other end of the
-keeper's standard input and never writes to it: when it closes that pipe, or dies in whatever way (`kill -9` too), the
-keeper reads the end of the pipe and ends the command: SIGTERM, and SIGKILL after the grace time. On Linux it is also
+guard's standard input and never writes to it: when it closes that pipe, or dies in whatever way (`kill -9` too), the
+guard reads the end of the pipe and ends the command: SIGTERM, and SIGKILL after the grace time. On Linux it is also
 the reaper of all its descendants, so workers in sessions of their own (torchrun's, process pools') end with them.
 
 It exits with the command's own code, or 128 + N where signal N ended the command. Standard library only: it must start
@@ -35,7 +35,7 @@ def keep(command: Sequence[str], cores: Sequence[int], grace_s: float) -> int:
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=_die_with_keeper if sys.platform == "linux" else None,
+        preexec_fn=_die_with_guard if sys.platform == "linux" else None,
     )
     ended_by_us = _wait_for_child_or_closed_pipe(child)
     if ended_by_us:
@@ -97,8 +97,8 @@ def _parent_and_state(entry: Path) -> tuple[int, bool]:
     return int(parent), state not in "ZX"
 
 
-def _die_with_keeper() -> None:
-    """In the child before exec: die should the keeper itself be killed."""
+def _die_with_guard() -> None:
+    """In the child before exec: die should the guard itself be killed."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -109,14 +109,14 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="deploy.keeper")
+    parser = argparse.ArgumentParser(prog="deploy.local.process_guard")
     parser.add_argument("--cores", default="", help="comma-separated CPU cores to stay on; empty for any")
     parser.add_argument("--grace-s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ARGUMENTS")
     arguments = parser.parse_args(argv)
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     cores = [int(core) for core in arguments.cores.split(",") if core]
-    # The terminal's Ctrl-C is the deployer's to handle; the keeper waits for the pipe to close.
+    # The terminal's Ctrl-C is the deployer's to handle; the guard waits for the pipe to close.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return keep(command, cores, arguments.grace_s)
 

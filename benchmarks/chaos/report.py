@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.chaos_log import FaultLog
-from benchmarks.chaos_run import PROMPTS_PER_BATCH, RESPONSES_PER_PROMPT, Outcome
+from benchmarks.chaos.fault_log import FaultLog
+from benchmarks.chaos.trainer_run import PROMPTS_PER_BATCH, RESPONSES_PER_PROMPT, Outcome
 
 MUST_BE_ZERO = ("groups_lost", "groups_duplicated", "off_policy_tokens_trained", "hangs", "trainers_failed")
 MUST_HOLD = ("weights_equal", "samples_equal")

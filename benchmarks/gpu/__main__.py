@@ -42,8 +42,8 @@ from async_rl.config.sections import (
 from async_rl.errors import ConfigError
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt, Response
-from benchmarks.gpu_model import PASSES, PEAK_FLOPS, SIZES, device_name, make_checkpoint, model_flops
-from benchmarks.gpu_publish import measure_publish
+from benchmarks.gpu.model import PASSES, PEAK_FLOPS, SIZES, device_name, make_checkpoint, model_flops
+from benchmarks.gpu.publish import measure_publish
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
 from trainer.devices import choose_device

@@ -1,4 +1,4 @@
-"""Evaluates a model: `python -m deploy.evaluate MODEL --data SOURCE --reward NAME`, also called as `async-rl eval`.
+"""Evaluates a model on this machine: `async-rl eval MODEL --data SOURCE --reward NAME`.
 
 Starts instances of the model on this machine, or takes running ones, and samples and scores the data with them, through
 the program `async_rl.evaluation`. However it ends, every process it started ends too.
@@ -24,11 +24,11 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ProcessFailed
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
-from deploy.local import wait_until_healthy
-from deploy.machine import free_ports, this_machine
-from deploy.plan import Process, log_path, num_ports, plan_instances
-from deploy.processes import Deployment, Stopped, explain_end, stop_on_signals
-from deploy.progress import JsonlTail
+from deploy.local.machine import free_ports, this_machine
+from deploy.local.plan import Process, log_path, num_ports, plan_instances
+from deploy.local.processes import Deployment, Stopped, explain_end, stop_on_signals
+from deploy.local.run import wait_until_healthy
+from deploy.local.run_view import JsonlTail
 
 Result = Mapping[str, Any]
 """A line of the program's `results.jsonl`."""

@@ -1,0 +1,1 @@
+"""The trainer on one GPU: `python -m benchmarks.gpu`."""

@@ -1,0 +1,1 @@
+"""What rollouts cost beside the engines: `python -m benchmarks.producer`."""

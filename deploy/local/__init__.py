@@ -1,0 +1,1 @@
+"""A config on this machine: planned, started, shown, ended."""
