@@ -13,8 +13,8 @@ from async_rl.protocol.inference import UpdateInfo
 from async_rl.weights.store import StoreServer
 from async_rl.weights.stream import TensorSpec, WeightGroup
 from inference_service.engine_interface import RequestRefused
-from inference_service.weight_transfer.vllm_adapters import LoadsThroughCallback, ReloadsModel, form_of
-from inference_service.weight_transfer.vllm_receiver import WorkerReceiver, announced_specs, in_batches
+from inference_service.vllm.weight_adapters import LoadsThroughCallback, ReloadsModel, form_of
+from inference_service.vllm.weight_receiver import WorkerReceiver, announced_specs, in_batches
 
 SECRET = "of this meeting" * 3
 TIMEOUT_S = 20.0

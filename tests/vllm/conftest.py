@@ -80,7 +80,7 @@ NO_MENDING = """
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from inference_service.vllm.command import BACKEND
-from inference_service.weight_transfer import vllm_plugin
+from inference_service.vllm import plugin as vllm_plugin
 
 
 def register():
@@ -89,7 +89,7 @@ def register():
 
     def load_without_mending():
         engine = load()
-        from inference_service.weight_transfer import vllm_engine
+        from inference_service.vllm import weight_engine as vllm_engine
 
         vllm_engine.pack_tied_heads = lambda model: None
         return engine

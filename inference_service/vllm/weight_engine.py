@@ -7,7 +7,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from inference_service.weight_transfer.vllm_adapters import ReloadsModel, form_of
+from inference_service.vllm.weight_adapters import ReloadsModel, form_of
 
 if TYPE_CHECKING:
     Form = ReloadsModel

@@ -14,6 +14,6 @@ def register() -> None:
     """Makes the transport known to this process; a second call does nothing."""
     global _registered
     if not _registered:
-        module = "inference_service.weight_transfer.vllm_engine"
+        module = "inference_service.vllm.weight_engine"
         WeightTransferEngineFactory.register_engine(BACKEND, module, "WeightStreamEngine")
         _registered = True

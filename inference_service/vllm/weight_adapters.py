@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from async_rl.protocol.inference import InitInfo, UpdateInfo
-from inference_service.weight_transfer.vllm_receiver import LoadWeights, WorkerReceiver
+from inference_service.vllm.weight_receiver import LoadWeights, WorkerReceiver
 
 
 class Transfer:
