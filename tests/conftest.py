@@ -1,7 +1,6 @@
-"""Small real models for the tests: random Hugging Face checkpoints of each family, with a character tokenizer."""
+"""What every test has: small models, few threads, no hub."""
 
 import os
-import string
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,74 +11,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+
+from tests.support.tiny_model import make_tiny_model
 
 torch.set_num_threads(1)
-
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\"+-*/=()\n"
-MODEL_SIZE = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-
-
-def save_tokenizer(path: Path) -> None:
-    """A tokenizer of one token per character: 0 is <pad>, 1 is <eos>."""
-    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    fast.save_pretrained(path)
-
-
-def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 0, **size: int) -> Path:
-    """Saves a random float32 checkpoint of `family`, see below, with its tokenizer; returns `path`."""
-    torch.manual_seed(seed)
-    settings = {**MODEL_SIZE, **size, "tie_word_embeddings": tied}
-    if family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16, **settings}))
-    elif family == "qwen3_moe":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{"head_dim": 16, **EXPERTS, **settings}))
-    elif family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**settings))
-    elif family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**settings))
-    else:
-        raise ValueError(f"unknown family {family!r}: expected qwen3, qwen3_moe, qwen2 or llama")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Default initialisation leaves norms at 1 and biases at 0, which would hide a mistake in either.
-            if name.endswith(("norm.weight", "bias")) or "layernorm" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            else:
-                parameter.copy_(0.15 * torch.randn_like(parameter))
-    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
-    model.save_pretrained(path)
-    save_tokenizer(path)
-    return path
 
 
 @pytest.fixture(scope="session")

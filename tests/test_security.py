@@ -1,11 +1,11 @@
 """What the sources may not do: turn bytes into objects or code by ways that run whatever the bytes say."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support import ROOT
+
 PACKAGES = ("async_rl", "inference_service", "trainer", "deploy")
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "marshal.load", "marshal.loads", "yaml.load"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve"}

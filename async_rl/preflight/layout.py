@@ -1,6 +1,6 @@
 """Which layouts of the training ranks are accepted: one pure rule, free of torch, for whoever wants to know beforehand.
 
-What passes here is what `tests/trainer/layout_matrix.py` compares with one rank; everything else is refused by name
+What passes here is what `tests/support/trainer/layout_matrix.py` compares with one rank; all else is refused by name
 before training.
 
 A placement is (tensor_parallel, pipeline_parallel, expert_parallel, sequence_parallel) over a number of ranks, which

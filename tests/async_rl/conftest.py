@@ -1,71 +1,31 @@
-"""Scripted inference instances in processes of their own, and an event loop to speak to them."""
+"""Scripted instances in processes of their own, pools and fleet endpoints, and an event loop for all of them."""
 
-import json
 import os
-import subprocess
-import sys
-import urllib.request
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pools import Pools
 
+from async_rl.config.sections import PoolSection
 from async_rl.event_loop import EventLoopThread
-
-HERE = Path(__file__).parent
+from async_rl.fleet.server import FleetServer
+from async_rl.pool.inference_pool import InferencePool
+from tests.support.fleet_endpoint import Endpoint
+from tests.support.pools import Pools
+from tests.support.scripted_processes import ScriptedInstance, running
 
 # torch's store looks up its peers' names; a name server that drops a question shall not cost 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
-
-class ScriptedInstance:
-    """A running instance: `url`, and what a test may do to it."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        assert process.stdout is not None
-        self.process = process
-        self.url = f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
-
-    def rescript(self, **script: Any) -> None:
-        self._ask("/script", json.dumps(script).encode())
-
-    def seen(self) -> dict[str, Any]:
-        return self._ask("/seen")
-
-    def sums(self) -> list[float]:
-        return self._ask("/sums")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _ask(self, path: str, body: bytes | None = None) -> Any:
-        with urllib.request.urlopen(self.url + path, data=body, timeout=10) as answer:
-            return json.loads(answer.read())
-
-
-@contextmanager
-def running(*scripts: dict[str, Any], program: str) -> Iterator[list[ScriptedInstance]]:
-    """One process per script, started together."""
-    with ExitStack() as stack:
-        processes = []
-        for script in scripts:
-            command = [sys.executable, str(HERE / program), json.dumps(script)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            processes.append(process)
-        yield [ScriptedInstance(process) for process in processes]
 
 
 @pytest.fixture
 def instances() -> Iterator[Callable[..., list[ScriptedInstance]]]:
     """`instances({"version": "v1"}, {"die_at": 2})` starts one scripted instance for each script."""
     with ExitStack() as stack:
-        yield lambda *scripts: stack.enter_context(running(*scripts, program="scripted_instance.py"))
+        yield lambda *scripts: stack.enter_context(running(*scripts, program="scripted_instance"))
 
 
 @pytest.fixture
@@ -85,14 +45,14 @@ def pools_with(loop: EventLoopThread) -> Iterator[Callable[..., Pools]]:
 def start_receivers_once() -> Iterator[Callable[..., list[ScriptedInstance]]]:
     """As `instances`, for instances that take weights."""
     with ExitStack() as stack:
-        yield lambda *scripts: stack.enter_context(running(*scripts, program="receiving_instance.py"))
+        yield lambda *scripts: stack.enter_context(running(*scripts, program="receiving_instance"))
 
 
 @pytest.fixture(scope="module")
 def start_receivers() -> Iterator[Callable[..., list[ScriptedInstance]]]:
     """As `start_receivers_once`, for instances that all tests of a module share: each imports torch."""
     with ExitStack() as stack:
-        yield lambda *scripts: stack.enter_context(running(*scripts, program="receiving_instance.py"))
+        yield lambda *scripts: stack.enter_context(running(*scripts, program="receiving_instance"))
 
 
 @pytest.fixture
@@ -100,3 +60,55 @@ def loop() -> Iterator[EventLoopThread]:
     loop = EventLoopThread()
     yield loop
     loop.close()
+
+
+@pytest.fixture
+def make_pool(loop: EventLoopThread) -> Iterator[Callable[..., InferencePool]]:
+    """`make_pool(url, ..., heartbeat_timeout_s=1)`; the instances need not be there: nothing watches them yet."""
+    pools: list[InferencePool] = []
+
+    def make(*urls: str, **options: Any) -> InferencePool:
+        # A pool that starts without instances has to name a source of them.
+        source = {} if urls else {"dns": "inference.svc:8000"}
+        pool = InferencePool(PoolSection(instances=urls, **({"timeout_s": 1.0} | source | options)))
+        pools.append(pool)
+        return pool
+
+    yield make
+    for pool in pools:
+        loop.run(pool.close())
+
+
+@pytest.fixture
+def serve(loop: EventLoopThread) -> Iterator[Callable[..., Endpoint]]:
+    """`serve(pool, token="secret", fleet_host=...)` starts an endpoint of the pool."""
+    servers: list[FleetServer] = []
+
+    def start(
+        pool: InferencePool,
+        token: str | None = None,
+        run_dir: Path | None = None,
+        address: str = "127.0.0.1",
+        **options,
+    ) -> Endpoint:
+        server = FleetServer(pool, PoolSection(**options), token, run_dir, address)
+        servers.append(server)
+        loop.run(server.start())
+        return Endpoint(server, token)
+
+    yield start
+    for server in servers:
+        loop.run(server.stop())
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], None]:
+    """Waits until a condition holds; fails where it does not within ten seconds."""
+
+    def wait(holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not holds():
+            assert time.monotonic() < deadline, "it did not come to hold within 10 s"
+            time.sleep(0.02)
+
+    return wait

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from running_instance import Instance, TrainerSide, launch, wait_until_ready
 from transformers import AutoModelForCausalLM
+
+from tests.support.running_instance import Instance, TrainerSide, launch, wait_until_ready
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running_instance import Instance
 
 from async_rl.config.sections import PoolSection
 from async_rl.event_loop import EventLoopThread
@@ -14,6 +13,7 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
 from deploy.local.machine import free_ports
+from tests.support.running_instance import Instance
 
 DEADLINE_S = 120.0
 NUM_GROUPS = 4

@@ -4,7 +4,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from multihost.hosts import Hosts, why_not
+
+from tests.support.hosts import Hosts, why_not
 
 pytestmark = pytest.mark.distributed
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from local_run import Run
-from multihost.hosts import Host, Hosts, environment, why_not
+
+from tests.support.hosts import Host, Hosts, environment, why_not
+from tests.support.local_run import Run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo_reference import expected_advantages, sample_distributions
 from transformers import AutoModelForCausalLM
 
 from async_rl.config.sections import (
@@ -20,6 +19,7 @@ from async_rl.config.sections import (
     TrainSection,
 )
 from async_rl.types import Group, Prompt, Response, WeightSpan
+from tests.support.trainer.grpo_reference import expected_advantages, sample_distributions
 from trainer.devices import choose_device
 from trainer.hf.weights import weight_map
 from trainer.parallel import Parallel, init_parallel

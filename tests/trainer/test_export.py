@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from async_rl.errors import ConfigError
 from async_rl.types import Group
-from tests.trainer.checkpoint_worker import Run
+from tests.support.trainer.checkpoint_worker import Run
 from trainer.checkpoint.files import checkpoint_path
 from trainer.checkpoint.policy_export import export_policy
 from trainer.export import choose_checkpoint, require_empty

@@ -13,12 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import layout_worker
 import pytest
 import torch
-from bf16_bound import bound, roundings
-from layout_comparison import OneRank, compare, shares_of_bound
-from layout_matrix import (
+
+from async_rl.config.sections import TrainerSection
+from async_rl.errors import ConfigError
+from async_rl.preflight.layout import require_layout
+from async_rl.types import Group
+from tests.support.trainer import layout_worker
+from tests.support.trainer.bf16_bound import bound, roundings
+from tests.support.trainer.layout_comparison import OneRank, compare, shares_of_bound
+from tests.support.trainer.layout_matrix import (
     ACCEPTED,
     LARGER,
     SPLIT_TOKENS,
@@ -31,12 +36,7 @@ from layout_matrix import (
     placements,
     with_frozen_models,
 )
-from layout_worker import Job
-
-from async_rl.config.sections import TrainerSection
-from async_rl.errors import ConfigError
-from async_rl.preflight.layout import require_layout
-from async_rl.types import Group
+from tests.support.trainer.layout_worker import Job
 from trainer.batching.shared_prompt import split_group
 from trainer.parallel import Parallel
 

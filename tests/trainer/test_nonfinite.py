@@ -11,7 +11,7 @@ import torch
 
 from async_rl.errors import NonFiniteGradient
 from async_rl.types import Group
-from tests.trainer.checkpoint_worker import Run
+from tests.support.trainer.checkpoint_worker import Run
 from trainer.checkpoint.files import read_manifest
 from trainer.parallel import Parallel
 from trainer.policy.optimizer import MAX_SKIPS_IN_A_ROW, StepCounts

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,37 +14,11 @@ from async_rl.loop import Window, train
 from async_rl.proof.gap_limits import NoiseLimits
 from async_rl.tracking.recorder import Recorder
 from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, GroupProof, Publication, StepStats
+from async_rl.types import Group, GroupProof, Publication, StepStats
+from tests.support.trainer.replayed_rollouts import ReplayedRollouts
 from trainer.trainer import MegatronTrainer
 
 NUM_ITERATIONS = 3
-
-
-class Arriving:
-    """Groups that finish one after the other."""
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = list(groups)
-
-    def ready(self, wait: bool) -> list[Group]:
-        return [self._groups.pop(0)] if self._groups and wait else []
-
-
-class ReplayedRollouts:
-    """The same groups in every run, finishing in an order of their own."""
-
-    def __init__(self, groups: Sequence[Group], arrival: random.Random) -> None:
-        self._groups = groups
-        self._arrival = arrival
-
-    def batch(self, iteration: int) -> Batch:
-        return Batch(iteration, {group.index: group.prompt for group in self._groups})
-
-    @contextmanager
-    def start(self, batch: Batch, version: str) -> Iterator[Arriving]:
-        groups = [replace(group, iteration=batch.iteration) for group in self._groups]
-        self._arrival.shuffle(groups)
-        yield Arriving(groups)
 
 
 class UnpublishedTrainer:

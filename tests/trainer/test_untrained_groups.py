@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import layout_worker
 import pytest
 import torch
-from layout_worker import Job
 from safetensors.torch import load_file
 
 from async_rl.algorithms.grpo import GRPO
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Group, GroupProof, StepStats
+from tests.support.trainer import layout_worker
+from tests.support.trainer.layout_worker import Job
 from trainer.forward_backward import PackedPass, TwoStagePass
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
@@ -166,7 +166,7 @@ def test_layouts_agree_on_what_is_not_trained(
     (tmp_path / "jobs").write_bytes(pickle.dumps(jobs))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run(
-        [*torchrun, layout_worker.__file__, tmp_path / "jobs", tmp_path],
+        [*torchrun, "-m", layout_worker.__name__, tmp_path / "jobs", tmp_path],
         env={**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"},
         timeout=240,
         check=True,

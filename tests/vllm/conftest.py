@@ -13,11 +13,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from running_instance import Instance, launch, wait_until_ready
 
 from inference_service.vllm.command import SERVER_MODULE
+from tests.support import ROOT
+from tests.support.running_instance import Instance, launch, wait_until_ready
 
-PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_TIMEOUT_S = 600.0
 """Twenty seconds on a quiet machine; more than four minutes were seen on a busy one."""
 TOKEN = "s3cret"

@@ -8,12 +8,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from running_instance import Instance
 
 from async_rl.errors import InstanceRestarted
 from async_rl.event_loop import EventLoopThread
@@ -22,10 +20,11 @@ from async_rl.instance.connections import Connections
 from async_rl.instance.partial_rollout import Draft
 from async_rl.protocol.inference import SamplingParams
 from async_rl.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
+from tests.support import ROOT
+from tests.support.running_instance import Instance
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
 PROMPT = [5, 6, 7, 8, 9]
 GENERATE = "/inference/v1/generate"
 

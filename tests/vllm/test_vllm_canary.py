@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running_instance import Instance
 
 from async_rl.config.sections import (
     AlgorithmSection,
@@ -24,6 +23,7 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.proof.gap_limits import noise_scale
 from async_rl.publish.canary import Canary
 from async_rl.publish.publisher import Publisher
+from tests.support.running_instance import Instance
 from trainer.devices import choose_device
 from trainer.ending import Ending
 from trainer.parallel import Parallel, init_parallel

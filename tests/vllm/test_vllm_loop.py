@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from local_run import Run
 
 from async_rl.proof.gap_limits import noise_scale
+from tests.support.local_run import Run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed, pytest.mark.timeout(900)]
 

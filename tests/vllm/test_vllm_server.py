@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from running_instance import Instance, TrainerSide
 from transformers import AutoModelForCausalLM
 
 from async_rl.weights.snapshot import SnapshotWriter
 from async_rl.weights.stream import TensorSpec
+from tests.support.running_instance import Instance, TrainerSide
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from async_rl.config.sections import PoolSection
 from async_rl.fleet.server import FleetServer
 from async_rl.protocol.inference import SamplingParams
+from tests.support import ROOT
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 
 
 def begin(*arguments: str, cwd: Path | None = None, token: str | None = None) -> "subprocess.Popen[str]":
     """`async-rl fleet ARGUMENTS`, begun."""
-    root = str(Path(__file__).parents[3])
+    root = str(ROOT)
     environment = {key: value for key, value in os.environ.items() if key != "ASYNC_RL_TOKEN"} | {"PYTHONPATH": root}
     if token is not None:
         environment["ASYNC_RL_TOKEN"] = token

@@ -1,8 +1,7 @@
 """Bad requests by the thousand against a fleet endpoint."""
 
-from fuzzing import fuzz
-
 from async_rl.fleet.app import OPEN_PATHS
+from tests.support.fuzzing import fuzz
 
 A = "http://10.0.0.1:8000"
 

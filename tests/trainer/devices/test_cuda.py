@@ -4,19 +4,18 @@ import json
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from async_rl.errors import ConfigError
-from tests.trainer.devices.conftest import SHAPES, make_inputs, make_segments
-from tests.trainer.devices.step_worker import train_step
+from tests.support import ROOT
+from tests.support.devices.attention_inputs import SHAPES, make_inputs, make_segments
+from tests.support.devices.step_worker import train_step
 from trainer.attention.shared_attention import checked_kernel, shared_prompt_attention
 from trainer.devices import choose_device, cuda
 from trainer.parallel import Parallel
 
-ROOT = Path(__file__).parents[3]
 CUDA = torch.device("cuda")
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -71,7 +70,7 @@ def test_cuda_kernel_passes_the_check_on_first_use(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 def test_bf16_step_on_a_device_is_near_the_float32_step_on_cpu(device: str, parallel: Parallel) -> None:
     # In a process of its own: the CPU's substitutions in Megatron last as long as the process.
-    command = [sys.executable, str(Path(__file__).parent / "step_worker.py"), device]
+    command = [sys.executable, "-m", "tests.support.devices.step_worker", device]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert answer.returncode == 0, answer.stderr
     actual, expected = json.loads(answer.stdout), train_step(parallel, torch.float32)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.devices.fake_torch_npu import FakeTorchNPU
+from tests.support.devices.fake_torch_npu import FakeTorchNPU
 
 MASK = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 Q_LENS, KV_LENS = (2, 5, 4), (6, 5, 7)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.devices.conftest import CPU, make_inputs
-from tests.trainer.devices.fake_flash import FakeFlash
-from tests.trainer.devices.fake_torch_npu import FakeTorchNPU
+from tests.support.devices.attention_inputs import CPU, make_inputs
+from tests.support.devices.fake_flash import FakeFlash
+from tests.support.devices.fake_torch_npu import FakeTorchNPU
 from trainer.attention.segments import Segments
 from trainer.attention.shared_attention import checked_kernel, shared_prompt_attention
 from trainer.devices import AttentionKernel

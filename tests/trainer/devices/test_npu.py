@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from async_rl.errors import ConfigError
-from tests.trainer.devices.conftest import SHAPES, make_inputs, make_segments
-from tests.trainer.devices.fake_torch_npu import FakeTorchNPU
+from tests.support.devices.attention_inputs import SHAPES, make_inputs, make_segments
+from tests.support.devices.fake_torch_npu import FakeTorchNPU
 from trainer.attention.shared_attention import shared_prompt_attention
 from trainer.devices import choose_device, layer_ops, npu
 from trainer.devices.npu_ops import NPUOps

@@ -8,7 +8,7 @@ import torch
 
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Group
-from tests.trainer.devices.fake_torch_npu import FakeTorchNPU
+from tests.support.devices.fake_torch_npu import FakeTorchNPU
 from trainer.batching.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
 from trainer.devices import AttentionKernel, cpu
 from trainer.devices.layer_ops import LayerOps

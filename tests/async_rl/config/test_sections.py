@@ -1,0 +1,117 @@
+import json
+from pathlib import Path
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from async_rl.config.file import load_config, parse_config
+from async_rl.config.sections import Config, EvaluationSet
+from async_rl.errors import ConfigError
+from tests.support import ROOT
+from tests.support.minimal_config import MINIMAL
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_a_minimal_config_loads_with_defaults(config_file: Path) -> None:
+    config = load_config(config_file)
+    assert config.train.mode == "periodic"
+    assert config.algorithm.name == "grpo"
+    assert config.prompts.prompts_per_batch == 4
+
+
+def test_overrides_are_read_as_toml_and_fall_back_to_text(config_file: Path) -> None:
+    config = load_config(
+        config_file,
+        ["--train.iterations=7", "--pool.instances=['http://a:1', 'http://b:2']", "--model.path=/data/m"],
+    )
+    assert config.train.iterations == 7
+    assert config.pool.instances == ("http://a:1", "http://b:2")
+    assert config.model.path == "/data/m"
+
+
+def test_an_unknown_key_is_named_with_its_value(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'train.iteratoins' \(value 5\)"):
+        load_config(config_file, ["--train.iteratoins=5"])
+
+
+def test_a_bad_value_is_named_with_what_was_expected(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.iterations: .*greater than or equal to 1 \(got 0\)"):
+        load_config(config_file, ["--train.iterations=0"])
+
+
+def test_a_missing_key_is_named(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing key 'model\.path'"):
+        parse_config({"model": {}}, "here")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.path.x=1"], "'path' is a value, not a section"),
+    ],
+)
+def test_malformed_overrides_are_explained(config_file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(config_file, overrides)
+
+
+def test_a_missing_or_broken_file_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the config"):
+        load_config(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(broken)
+
+
+def test_a_batch_smaller_than_the_replicas_is_refused(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match="every replica needs at least one prompt"):
+        load_config(config_file, ["--trainer.num_processes=5"])
+
+
+def test_ranks_that_form_no_replicas_are_refused(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"3 training ranks .* 2 x 1 = 2 ranks: start a multiple"):
+        load_config(config_file, ["--trainer.num_processes=3", "--trainer.tensor_parallel=2"])
+    with pytest.raises(ConfigError, match=r"expert_parallel = 2 does not divide the 1 ranks of a pipeline stage"):
+        load_config(config_file, ["--trainer.expert_parallel=2"])
+    assert load_config(config_file, ["--trainer.pipeline_parallel=2"]).trainer.num_local_ranks == 2
+
+
+def test_several_steps_per_batch_need_an_old_model(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"steps_per_batch is 2 with algorithm\.old_policy = 'lagged'"):
+        load_config(config_file, ["--train.steps_per_batch=2", "--algorithm.old_policy=lagged"])
+
+
+def test_a_group_of_one_response_is_refused_since_it_trains_nothing(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"responses_per_prompt is 1, but .*'grpo' compares.*nothing is learned"):
+        load_config(config_file, ["--rollout.responses_per_prompt=1"])
+
+
+GUIDE = ROOT / "docs" / "configuration.md"
+
+
+def row(name: str, setting: FieldInfo) -> str:
+    """A key's row of the guide."""
+    default = setting.get_default(call_default_factory=True)
+    shown = "required" if setting.is_required() else f"`{json.dumps(default)}`"
+    return f"| `{name}` | {shown} | {setting.description} |"
+
+
+def test_the_configuration_guide_names_every_key_with_its_default_and_meaning() -> None:
+    guide = GUIDE.read_text()
+    for section, field in Config.model_fields.items():
+        assert field.annotation is not None
+        for key, setting in field.annotation.model_fields.items():
+            assert row(f"{section}.{key}", setting) in guide
+
+
+def test_the_configuration_guide_names_every_key_of_an_evaluation_set() -> None:
+    part = GUIDE.read_text().split("## [[evaluation.sets]]")[1]
+    for key, setting in EvaluationSet.model_fields.items():
+        assert row(key, setting) in part

@@ -1,0 +1,112 @@
+"""When a publish lets the canary go first, to whom, and what becomes of instances that fail it."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_rl.config.sections import PublishSection, RolloutSection
+from async_rl.errors import InstanceError, PublishError
+from async_rl.event_loop import EventLoopThread
+from async_rl.proof.gap_limits import noise_scale
+from async_rl.publish.admission import Admission, Offer
+from async_rl.publish.canary import Canary
+from async_rl.publish.instance_update import announcement
+from tests.support.publishing import PROMPT, SPECS, Publishing, stream, sums
+from tests.support.scripted_instance import sample
+
+STALE_SHIFT = {"head": -0.3, "q": -0.6}
+"""What leaving a class as it was adds to the log-probs of the scripted instances' tokens."""
+
+
+class ScriptedTrainer:
+    """Scores what the scripted instances sample, for any seed of theirs."""
+
+    classes = tuple(STALE_SHIFT)
+    one_tensor = ()
+
+    def __init__(self) -> None:
+        self.strengths: Mapping[str, int] = {}
+        self.num_changes = 0
+
+    def change(self, strengths: Mapping[str, int]) -> None:
+        self.strengths = dict(strengths)
+        self.num_changes += 1
+
+    def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+        shift = sum(STALE_SHIFT[name] for name in self.classes if name not in self.strengths)
+        known = {tuple(tokens): logprobs for tokens, logprobs in (sample(s, len(prompt), 24) for s in range(64))}
+        return [[lp + shift for lp in known.get(tuple(r), [-1.0] * len(r))] for r in responses]
+
+    def stream(self) -> Any:
+        """As the true weights, or twice as large."""
+        return stream(2.0 if self.strengths else 1.0)
+
+
+@pytest.fixture
+def publishing(loop: EventLoopThread) -> Iterator[Publishing]:
+    publishing = Publishing(loop)
+    yield publishing
+    publishing.close()
+
+
+def make_canary(mode: str = "first") -> Canary:
+    rollout = RolloutSection(max_response_tokens=24)
+    return Canary(PublishSection(canary=mode), rollout, PROMPT, noise_scale("float32"), "float32")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["broadcast", "snapshot"])
+def test_a_canary_goes_first_and_only_those_that_follow_it_get_the_true_weights(
+    start_receivers_once: Callable[..., list[Any]], publishing: Publishing, tmp_path: Any, how: str
+) -> None:
+    sound, broken = start_receivers_once({}, {"shift": STALE_SHIFT["head"], "server": "0.33.0"})
+    options = {"snapshot_dir": tmp_path, "transport": "snapshot"} if how == "snapshot" else {}
+    publisher, pool = publishing.make(sound, broken, canary=make_canary(), probe_tokens=0, **options)
+    trainer = ScriptedTrainer()
+
+    def publish(version: str) -> tuple[str, ...]:
+        return publisher.publish(version, SPECS, trainer.stream, canary_trainer=trainer).instances
+
+    assert publish("run-0") == (sound.url,)
+    assert "computes with a stale copy of head" in str(pool.members[1].reason)
+    assert sound.sums() == sums(1.0) and broken.sums() == sums(2.0), "it never got to the true weights"
+    assert trainer.strengths == {}
+    calls = sound.seen()["calls"]
+    assert calls.count("/update_weights") == 2
+    # Its kind has passed, so the next publish brings one stream to it; the other is tried again.
+    assert publish("run-1") == (sound.url,)
+    assert sound.seen()["calls"].count("/update_weights") == 3
+    broken.rescript(shift=0.0)
+    assert publish("run-2") == (sound.url, broken.url)
+    before = trainer.num_changes
+    assert publish("run-3") == (sound.url, broken.url)
+    assert trainer.num_changes == before, "all kinds have passed"
+
+
+@pytest.mark.distributed
+def test_a_pool_that_fails_the_canary_as_a_whole_ends_the_publish_with_the_class(
+    start_receivers_once: Callable[..., list[Any]], publishing: Publishing
+) -> None:
+    (broken,) = start_receivers_once({"shift": STALE_SHIFT["q"]})
+    publisher, _ = publishing.make(broken, canary=make_canary("always"), probe_tokens=0)
+    trainer = ScriptedTrainer()
+    with pytest.raises(PublishError, match="computes with a stale copy of q"):
+        publisher.publish("run-0", SPECS, trainer.stream, canary_trainer=trainer)
+    assert trainer.strengths == {}
+
+
+def test_a_late_joiner_of_a_kind_that_has_not_passed_waits_for_the_next_publish() -> None:
+    async def options(timeout_s: float) -> str:
+        return "1 worker"
+
+    dialect = SimpleNamespace(name="embedded", holds_what_it_received=True)
+    client = SimpleNamespace(dialect=dialect, server="0.32.0", engine_options=options, url="http://late")
+    member: Any = type("Late", (), {"url": "http://late", "state": "joining", "client": client})()
+    admission = Admission(PublishSection())
+    admission.canary = make_canary()
+    admission.offer = Offer("run-0", announcement(SPECS), "f")
+    with pytest.raises(InstanceError, match=r"joins with the next publish: .* \(publish\.canary\)"):
+        asyncio.run(admission.admit(member))

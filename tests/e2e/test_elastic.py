@@ -1,0 +1,131 @@
+"""Instances come and go while a real run goes on: real servers, the real trainer, the fleet's own commands."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.local.machine import free_ports
+from tests.support.local_run import Run
+
+pytestmark = pytest.mark.distributed
+
+DEADLINE_S = 120.0
+
+
+class Fleet:
+    """A run with the commands that change its fleet, and instances that register themselves."""
+
+    def __init__(self, run: Run, model: Path) -> None:
+        self.run = run
+        self.model = model
+        self.instances: list[subprocess.Popen[bytes]] = []
+
+    def url(self) -> str:
+        file = self.run.dir / "fleet.json"
+        self.wait_for(file.exists)
+        return str(json.loads(file.read_text())["url"])
+
+    def serve(self, name: str) -> subprocess.Popen[bytes]:
+        arguments = ["--model", str(self.model), "--port", "0", "--register", self.url(), "--name", name]
+        with (self.run.dir / f"{name}.txt").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "inference_service", *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self.instances.append(process)
+        return process
+
+    def command(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "async_rl.fleet.cli", *arguments, "--run", str(self.run.dir)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def states(self) -> dict[str, str]:
+        return {each["name"]: each["state"] for each in json.loads(self.command("ls", "--json"))["instances"]}
+
+    def wait_for(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.run.everything_said()
+            assert self.run.process is not None and self.run.process.poll() is None, self.run.everything_said()
+            time.sleep(0.2)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Fleet]:
+    model = tiny_model("qwen3", tied=True)
+    run = Run(tmp_path, model)
+    fleet = Fleet(run, model)
+    yield fleet
+    for process in fleet.instances:
+        process.kill()
+        process.wait()
+    if run.process is not None and run.process.poll() is None:
+        run.process.terminate()
+        run.process.wait(30)
+
+
+@pytest.mark.parametrize("num_leaders", ["1", "2"])
+def test_an_instance_joins_at_once_and_the_first_one_is_drained(fleet: Fleet, tmp_path: Path, num_leaders: str) -> None:
+    run = fleet.run
+    run.start(
+        *("--train.iterations", "200", "--pool.join", "now", "--publish.snapshot_dir", str(tmp_path / "snapshots")),
+        *("--trainer.num_processes", num_leaders, "--rollout.max_response_tokens", "48"),
+    )
+    run.wait_for_iterations(1)
+    late = fleet.serve("late")
+    fleet.wait_for(lambda: fleet.states().get("late") == "ready")
+    (first,) = set(fleet.states()) - {"late"}
+    assert "drains" in fleet.command("drain", first)
+    fleet.wait_for(lambda: set(fleet.states()) == {"late"})
+    num_before = len(run.lines("ledger.jsonl"))
+    run.wait_for_iterations(num_before + 3)
+    # The last one to leave is asked to by its own SIGTERM, and goes on until another has come.
+    fleet.serve("third")
+    fleet.wait_for(lambda: fleet.states().get("third") == "ready")
+    late.terminate()
+    fleet.wait_for(lambda: set(fleet.states()) == {"third"})
+    assert late.wait(30) == 0
+    num_before = len(run.lines("ledger.jsonl"))
+    run.wait_for_iterations(num_before + 2)
+    proofs = run.lines("ledger.jsonl")
+    assert [proof["iteration"] for proof in proofs] == list(range(len(proofs)))
+    assert all(proof["on_policy"] and proof["num_groups"] == 6 for proof in proofs)
+    assert {record["retries"] for record in run.lines("metrics.jsonl")} == {0}, (
+        "whoever is drained finishes what it has"
+    )
+    assert 1 <= len(list((tmp_path / "snapshots").glob("[!.]*.safetensors"))) <= 2, "the current and the previous one"
+
+
+def test_a_run_without_a_known_instance_waits_for_one_to_register(fleet: Fleet) -> None:
+    (port,) = free_ports(1)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = ["--nproc-per-node", "1", "--standalone", "-m", "trainer", str(fleet.run.config)]
+    arguments += ["--pool.fleet_port", str(port), "--pool.timeout_s", "60"]
+    with fleet.run.output.open("wb") as output:
+        fleet.run.process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+    fleet.wait_for(lambda: "waiting for an instance to register" in fleet.run.output.read_text())
+    instance = fleet.serve("only")
+    assert fleet.run.finish() == 0, fleet.run.everything_said()
+    assert len(fleet.run.lines("ledger.jsonl")) == 3
+    assert not (fleet.run.dir / "fleet.json").exists()
+    assert instance.poll() is None, "it waits for the next run"

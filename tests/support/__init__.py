@@ -1,0 +1,6 @@
+"""What several tests stand on; nothing in here is a test."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+"""Of the checkout."""

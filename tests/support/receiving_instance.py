@@ -1,0 +1,154 @@
+"""A scripted instance that also takes weights: it really joins the weight group and receives the stream, or reads it.
+
+Script, besides that of scripted_instance.py: refuse = route that answers 500; hang = route that never answers; die =
+route that ends the process, before the group (init), before the stream (update) or in it (receive); fingerprint: what
+it claims to have received; shift: added to the log-probs of its responses, as if it computed with other weights.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from async_rl.errors import PublishError
+from async_rl.weights.snapshot import read_snapshot
+from async_rl.weights.store import join_meeting
+from async_rl.weights.stream import Fingerprint, TensorSpec, WeightGroup
+from tests.support.scripted_instance import Instance, refusal, serve
+
+
+class ReceivingInstance(Instance):
+    def __init__(self, script: dict[str, Any]) -> None:
+        super().__init__(script)
+        self.group: WeightGroup | None = None
+        self.init: dict[str, Any] = {}
+        self.fingerprint = ""
+        self.sums: list[float] = []
+        self.paused = False
+        self.updating = False
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            *super().routes(),
+            web.get("/get_world_size", self.get_world_size),
+            web.get("/sums", self.get_sums),
+            web.post("/pause", self.pause),
+            web.post("/resume", self.resume),
+            web.post("/init_weight_transfer_engine", self.init_weight_transfer),
+            web.post("/start_weight_update", self.start),
+            web.post("/update_weights", self.update),
+            web.post("/finish_weight_update", self.finish),
+            web.post("/collective_rpc", self.rpc),
+        ]
+
+    async def fate(self, route: str) -> web.Response | None:
+        if self.script.get("die") == route:
+            os._exit(1)
+        if self.script.get("hang") == route:
+            await asyncio.sleep(3600)
+        return refusal(500, f"{route} is refused") if self.script.get("refuse") == route else None
+
+    async def get_world_size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
+
+    async def get_sums(self, request: web.Request) -> web.Response:
+        return web.json_response(self.sums)
+
+    async def pause(self, request: web.Request) -> web.Response:
+        if refused := await self.fate("pause"):
+            return refused
+        self.paused = True
+        return web.json_response({})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        self.paused = False
+        return web.json_response({})
+
+    async def init_weight_transfer(self, request: web.Request) -> web.Response:
+        if refused := await self.fate("init"):
+            return refused
+        self.group = None
+        self.init = (await request.json())["init_info"]
+        try:
+            self.group = await asyncio.to_thread(self.join)
+        except PublishError as error:
+            return refusal(500, str(error))
+        return web.json_response({})
+
+    def join(self) -> WeightGroup:
+        info = self.init
+        store = join_meeting(info["master_address"], info["master_port"], info["secret"], info["timeout_s"])
+        return WeightGroup(store, info["rank_offset"], info["world_size"], info["backend"], info["timeout_s"])
+
+    async def start(self, request: web.Request) -> web.Response:
+        if refused := await self.fate("start"):
+            return refused
+        if self.updating or not self.paused:
+            return refusal(500, "an update is active, or it is not paused")
+        self.updating = True
+        return web.json_response({})
+
+    async def update(self, request: web.Request) -> web.Response:
+        info = (await request.json())["update_info"]
+        if not self.updating:
+            return refusal(500, "no update was started")
+        if refused := await self.fate("update"):
+            self.updating = False
+            return refused
+        try:
+            await asyncio.to_thread(self.receive, info)
+        except PublishError as error:
+            # As a real one does: the group is of no use any more, and the update ends.
+            self.group, self.updating = None, False
+            self.script["health"] = 503
+            return refusal(500, str(error))
+        return web.json_response({})
+
+    def receive(self, info: dict[str, Any]) -> None:
+        shapes = [tuple(shape) for shape in info["shapes"]]
+        specs = [TensorSpec(*spec) for spec in zip(info["names"], info["dtype_names"], shapes, strict=True)]
+        fingerprint = Fingerprint()
+        self.sums = []
+        if info.get("snapshot"):
+            tensors = read_snapshot(Path(info["snapshot"]), specs)
+        else:
+            assert self.group is not None
+            self.group.announce(self.init["rank_offset"])
+            tensors = self.group.receive(specs, self.init["bucket_bytes"])
+        for spec, tensor in tensors:
+            if self.script.get("die") == "receive":
+                os._exit(1)
+            fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
+            self.sums.append(float(tensor.double().sum()))
+        self.fingerprint = fingerprint.hexdigest()
+
+    async def finish(self, request: web.Request) -> web.Response:
+        if refused := await self.fate("finish"):
+            return refused
+        if not self.updating:
+            return refusal(500, "no update was started")
+        self.updating = False
+        self.script["version"] = (await request.json())["weight_version"]
+        self.script["health"] = 200
+        return web.json_response({})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        answer = await super().generate(request)
+        body = json.loads(answer.text)
+        for choice in body.get("choices", ()):
+            for token in choice["logprobs"]["content"]:
+                token["logprob"] += self.script.get("shift", 0.0)
+        return web.json_response(body, status=answer.status)
+
+    async def rpc(self, request: web.Request) -> web.Response:
+        assert (await request.json())["method"] == "weight_fingerprint"
+        return web.json_response({"results": [self.script.get("fingerprint") or self.fingerprint]})
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(ReceivingInstance(json.loads(sys.argv[1]))))

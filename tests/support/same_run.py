@@ -1,0 +1,25 @@
+"""Whether two runs trained the same, bit for bit; with the settings under which they must."""
+
+import torch
+from safetensors.torch import load_file
+
+from tests.support.local_run import Run
+
+ITERATIONS = 20
+SETTINGS = (
+    *("--train.iterations", str(ITERATIONS), "--train.order", "prompt", "--checkpoint.every", "1"),
+    *("--optimizer.warmup_iterations", "3", "--algorithm.kl_coef", "0.05"),
+)
+EXACT = ("iteration", "loss", "grad_norm", "learning_rate", "kl", "reward_mean", "response_tokens", "prompt_tokens")
+
+
+def assert_same_run(run: Run, expected: Run) -> None:
+    records, expected_records = run.lines("metrics.jsonl"), expected.lines("metrics.jsonl")
+    assert [{key: record[key] for key in EXACT} for record in records] == [
+        {key: record[key] for key in EXACT} for record in expected_records
+    ]
+    proofs, expected_proofs = run.lines("ledger.jsonl"), expected.lines("ledger.jsonl")
+    for key in ("iteration", "prompt_ids", "fingerprint", "num_response_tokens"):
+        assert [proof[key] for proof in proofs] == [proof[key] for proof in expected_proofs], key
+    weights, expected_weights = (load_file(r.dir / "model" / "model.safetensors") for r in (run, expected))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected_weights.items())

@@ -1,0 +1,90 @@
+"""One rank of `test_canary.py`, started by torchrun: changes a divided model's weights, scores, and puts them back.
+
+Arguments: a JSON list of [name, checkpoint, trainer section], the output directory.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from async_rl.config.sections import TrainerSection
+from async_rl.types import Publication
+from async_rl.weights.stream import Fingerprint
+from tests.support.trainer.layout_worker import Job, make_trainer
+from trainer.devices import choose_device
+from trainer.ending import Ending
+from trainer.parallel import Parallel, init_parallel
+from trainer.rank import TrainingRank
+from trainer.stop_signal import StopSignal
+from trainer.trainer import MegatronTrainer
+
+PROMPT, RESPONSES = [3, 4, 5, 60], [(6, 7, 33), (8,), (9, 10, 11, 90)]
+
+
+def strengths_of(classes: tuple[str, ...]) -> dict[str, int]:
+    """A strength for each class; a tied head has the embedding's."""
+    found = {name: 1 + i % 3 for i, name in enumerate(classes)}
+    return found | ({"head": found["embedding"]} if "head" in found else {})
+
+
+class CanaryOnly:
+    """Takes the place of the publisher: reads the stream, changes, reads and scores, and ends as it is told."""
+
+    def __init__(self) -> None:
+        self.fingerprints: list[str] = []
+        self.scores: dict[str, Any] = {}
+
+    def publish(self, version: str, specs: Any, make_stream: Any, score: Any, canary_trainer: Any) -> Publication:
+        def read() -> None:
+            fingerprint = Fingerprint()
+            for spec, tensor in make_stream():
+                fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
+            self.fingerprints.append(fingerprint.hexdigest())
+
+        read()
+        every = strengths_of(tuple(canary_trainer.classes))
+        canary_trainer.change(every)
+        read()
+        self.scores["changed"] = canary_trainer.score(PROMPT, RESPONSES)
+        for stale in ("head", "embedding", "o"):
+            canary_trainer.change({name: strength for name, strength in every.items() if name != stale})
+            self.scores[stale] = canary_trainer.score(PROMPT, RESPONSES)
+        canary_trainer.change({})
+        read()
+        # Changed when the publish ends: every rank puts its own back.
+        canary_trainer.change(every)
+        return Publication(version, "fingerprint", ("http://a",), 8, 0.5)
+
+
+def report(megatron: MegatronTrainer, parallel: Parallel) -> dict[str, Any]:
+    """What came out on this rank; publishes twice."""
+    publisher = CanaryOnly() if parallel.is_main else None
+    ending = Ending(parallel, StopSignal(), grace_s=60.0)
+    replica = TrainingRank(megatron, parallel, "run", None, publisher, ending)  # type: ignore[arg-type]
+    for _ in range(2):
+        replica.publish_weights()
+    return {"fingerprints": publisher.fingerprints, "scores": publisher.scores} if publisher else {}
+
+
+def main(cases: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    reports = {}
+    for name, checkpoint, options in json.loads(cases):
+        section = TrainerSection(**options)
+        parallel = init_parallel(choose_device("cpu"), 0, section)
+        reports[name] = report(make_trainer(Job("", checkpoint, [], 0, {}), parallel, section), parallel)
+        # All layouts in one process group: ranks that come back to torchrun's store find its last addresses.
+        parallel_state.destroy_model_parallel()
+        dist.init_process_group = lambda *args, **options: None
+    if parallel.is_main:
+        (out / "report.json").write_text(json.dumps(reports))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

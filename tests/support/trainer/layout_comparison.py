@@ -1,0 +1,222 @@
+"""Trains layouts in real processes over gloo and compares them with one rank; for `test_layouts.py`."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from async_rl.config.sections import TrainerSection
+from async_rl.types import Group
+from tests.support.trainer import layout_worker
+from tests.support.trainer.bf16_bound import STEP, bound, roundings
+from tests.support.trainer.layout_matrix import PACKED_TOKENS, Case
+from tests.support.trainer.layout_worker import Job
+from trainer.forward_backward import make_passes
+from trainer.parallel import Parallel
+from trainer.trainer import MegatronTrainer
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+TOLERANCE = 1e-5
+"""Of losses, gradient norms, log-probs and weights in float32."""
+WEIGHTS = "model.safetensors"
+
+
+@dataclass
+class Worst:
+    """The largest deviation of each kind, and the case that has it."""
+
+    deviations: dict[str, tuple[float, str]] = field(default_factory=dict)
+    num_compared: int = 0
+
+    def note(self, what: str, deviation: float, name: str) -> None:
+        self.deviations[what] = max(self.deviations.get(what, (0.0, "")), (deviation, name))
+
+    def __str__(self) -> str:
+        lines = [f"{what}: {deviation:.1e} ({name})" for what, (deviation, name) in self.deviations.items()]
+        return "\n  ".join([f"{self.num_compared} layouts compared; worst deviations:", *lines])
+
+
+@dataclass
+class Trained:
+    """What one rank reports of its steps, and its weights before the first one and after each."""
+
+    report: dict[str, list[Any]]
+    path: list[dict[str, torch.Tensor]]
+
+
+@dataclass
+class OneRank:
+    """Checkpoints, samples and what one rank makes of them, each made once per session."""
+
+    tiny_model: Callable[..., Path]
+    parallel: Parallel
+    groups: list[Group]
+    checkpoints: dict[Any, Path] = field(default_factory=dict)
+    sampled: dict[Path, list[Group]] = field(default_factory=dict)
+    trained: dict[Any, Trained] = field(default_factory=dict)
+
+    def job(self, case: Case, number: int = 0) -> Job:
+        checkpoint = self._checkpoint(case)
+        groups = self._sample(checkpoint)
+        return Job(
+            str(number),
+            str(checkpoint),
+            # The second batch has an odd number of groups: replicas get shares of different sizes.
+            [groups, groups[:0:-1]],
+            case.section,
+            {"kl_coef": 0.1 if case.reference else 0.0, "old_policy": case.old_policy},
+            optimizer=STEP if case.dtype == "bfloat16" else {},
+            dtype=case.dtype,
+        )
+
+    def expected(self, case: Case) -> Trained:
+        """What one rank in float32 makes of it: everything packed and nothing recomputed."""
+        key = (self._checkpoint(case), case.reference, case.old_policy)
+        if key not in self.trained:
+            job = replace(self.job(case), layout={}, dtype="float32")
+            trainer = layout_worker.make_trainer(job, self.parallel, TrainerSection(micro_batch_tokens=PACKED_TOKENS))
+            trained = Trained({"steps": [], "rows": [], "scores": []}, [copy_of_weights(trainer)])
+            for batch in job.batches:
+                report = layout_worker.run(replace(job, batches=[batch]), trainer, replica=0, num_replicas=1)
+                for name, entries in report.items():
+                    trained.report[name] += entries
+                trained.path.append(copy_of_weights(trainer))
+            self.trained[key] = trained
+        return self.trained[key]
+
+    def _checkpoint(self, case: Case) -> Path:
+        """The case's model; for bfloat16 one whose weights are not rounded by it."""
+        family, tied, sizes = case.model
+        path = self.tiny_model(family, tied=tied, **dict(sizes))
+        if case.dtype == "float32":
+            return path
+        rounded = path.with_name(f"{path.name} rounded")
+        if not rounded.exists():
+            shutil.copytree(path, rounded)
+            weights = {name: tensor.bfloat16().float() for name, tensor in load_file(path / WEIGHTS).items()}
+            save_file(weights, rounded / WEIGHTS, {"format": "pt"})
+        return rounded
+
+    def _sample(self, checkpoint: Path) -> list[Group]:
+        """The groups as if sampled from the checkpoint: with the log-probs that a single process gives them."""
+        if checkpoint not in self.sampled:
+            trainer = layout_worker.make_trainer(Job("", str(checkpoint), [], {}), self.parallel, TrainerSection())
+            (a_pass,) = make_passes([self.groups], self.parallel, 1.0, 10_000)
+            with torch.no_grad():
+                (logprobs,) = a_pass.logprobs(trainer.models.policy_model)
+            self.sampled[checkpoint] = with_logprobs(self.groups, logprobs.tolist())
+        return self.sampled[checkpoint]
+
+
+def copy_of_weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    return {spec.name: tensor.clone() for spec, tensor in trainer.export.stream()}
+
+
+def with_logprobs(groups: Sequence[Group], logprobs: Iterable[float]) -> list[Group]:
+    values = iter(logprobs)
+    return [
+        replace(g, responses=tuple(replace(r, logprobs=tuple(next(values) for _ in r.token_ids)) for r in g.responses))
+        for g in groups
+    ]
+
+
+def run_distributed(jobs: Sequence[Job], num_ranks: int, out: Path, timeout_s: float) -> None:
+    """Runs jobs under torchrun; one that ends or hangs half way leaves no reports of the jobs it did not finish."""
+    (out / "jobs").write_bytes(pickle.dumps(list(jobs)))
+    process = subprocess.Popen(
+        [*TORCHRUN, "--nproc-per-node", str(num_ranks), "-m", layout_worker.__name__, out / "jobs", out],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"},
+    )
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        print(f"{num_ranks} ranks were stopped after {timeout_s} s")
+    finally:
+        # torchrun ends its ranks when it is asked to end.
+        process.terminate()
+        process.wait()
+
+
+def compare(some: Iterable[Case], one_rank: OneRank, tmp_path: Path, timeout_s: float) -> None:
+    """Trains each case and compares it with one rank; cases of one number of ranks share their processes."""
+    worst, wrong = Worst(), []
+    by_ranks: dict[int, list[Case]] = {}
+    for case in sorted(some):
+        by_ranks.setdefault(case.placement.num_ranks, []).append(case)
+    for num_ranks, ranked in by_ranks.items():
+        out = tmp_path / f"{num_ranks} ranks"
+        out.mkdir()
+        run_distributed([one_rank.job(case, i) for i, case in enumerate(ranked)], num_ranks, out, timeout_s)
+        for i, case in enumerate(ranked):
+            name = f"{num_ranks} ranks: {case}"
+            if (out / f"{i}.json").exists():
+                report, weights = json.loads((out / f"{i}.json").read_text()), load_file(out / f"{i}.safetensors")
+                wrong += note_deviations(name, case, report, weights, one_rank.expected(case), worst)
+            else:
+                wrong.append(f"{name}: did not finish")
+    print(worst)
+    assert not wrong, "\n".join(wrong)
+
+
+def note_deviations(
+    name: str, case: Case, report: dict[str, Any], weights: dict[str, torch.Tensor], expected: Trained, worst: Worst
+) -> list[str]:
+    """Compares a case with one rank; what is beyond tolerance."""
+    for rows, expected_rows in zip(report["rows"], expected.report["rows"], strict=True):
+        assert sorted(row["index"] for row in rows) == sorted(row["index"] for row in expected_rows), name
+    assert set(weights) == set(expected.path[0]), name
+    worst.num_compared += 1
+    if case.dtype == "bfloat16":
+        tolerance, found = 1.0, shares_of_bound(case, weights, expected.path)
+    else:
+        tolerance, found = TOLERANCE, deviations(report, weights, expected)
+    for what, value in found.items():
+        worst.note(what, value, name)
+    return [f"{name}: {what} is {value:.1e}" for what, value in found.items() if not value <= tolerance]
+
+
+def deviations(report: dict[str, Any], weights: dict[str, torch.Tensor], expected: Trained) -> dict[str, float]:
+    """The largest deviation of each figure in float32."""
+    found: dict[str, float] = {"loss": 0.0, "gradient norm": 0.0, "metrics / 10": 0.0}
+    for step, expected_step in zip(report["steps"], expected.report["steps"], strict=True):
+        found["loss"] = max(found["loss"], deviation(step["loss"], expected_step["loss"]))
+        norm = deviation(step["grad_norm"], expected_step["grad_norm"])
+        found["gradient norm"] = max(found["gradient norm"], norm)
+        # Means of values that cancel each other.
+        metrics = [deviation(step["metrics"][key], value) for key, value in expected_step["metrics"].items()]
+        found["metrics / 10"] = max([found["metrics / 10"], *(x / 10 for x in metrics)])
+    found["gap to the sampler"] = max(row["max_logprob_gap"] for row in report["rows"][0])
+    scores, expected_scores = (
+        torch.tensor([x for responses in r["scores"] for logprobs in responses for x in logprobs])
+        for r in (report, expected.report)
+    )
+    found["scores"] = deviation(scores, expected_scores)
+    found["weights"] = max(deviation(weights[name], tensor) for name, tensor in expected.path[-1].items())
+    return found
+
+
+def shares_of_bound(
+    case: Case, weights: dict[str, torch.Tensor], path: list[dict[str, torch.Tensor]]
+) -> dict[str, float]:
+    """How much of the derived bound on its weights a case in bfloat16 needs: of the weight that needs most."""
+    num_roundings = roundings(dict(case.model[2])["num_hidden_layers"], case.experts)
+    shares = [
+        float((tensor.float() - path[-1][name]).norm()) / bound(num_roundings, [weights[name] for weights in path])
+        for name, tensor in weights.items()
+    ]
+    return {"share of the bound of bfloat16": max(shares)}
+
+
+def deviation(actual: Any, expected: Any) -> float:
+    """Relative to the value, or absolute where that is small."""
+    actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
+    return float(((actual - expected).abs() / (1 + expected.abs())).max())

@@ -1,0 +1,72 @@
+"""One rank of `test_replica.py`, started by torchrun: publishes from a divided model to nobody.
+
+Arguments: the checkpoint, the output directory.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from async_rl.config.sections import TrainerSection
+from async_rl.types import Publication
+from async_rl.weights.stream import TensorSpec
+from tests.support.trainer.layout_worker import Job, make_trainer
+from trainer.devices import choose_device
+from trainer.ending import Ending
+from trainer.parallel import init_parallel
+from trainer.rank import TrainingRank
+from trainer.stop_signal import StopSignal
+
+Stream = Iterable[tuple[TensorSpec, torch.Tensor]]
+PROMPT, RESPONSES = [3, 4, 5], [(6, 7), (8,), (9, 10, 11)]
+
+
+class TwoTries:
+    """Takes the place of the publisher: a broken try, a whole one, and a probe."""
+
+    def __init__(self) -> None:
+        self.scores: list[list[float]] = []
+        self.num_tensors = 0
+
+    def publish(
+        self,
+        version: str,
+        specs: Sequence[TensorSpec],
+        make_stream: Callable[[], Stream],
+        score: Callable[[list[int], list[tuple[int, ...]]], list[list[float]]],
+        canary_trainer: object,
+    ) -> Publication:
+        broken = iter(make_stream())
+        next(broken)
+        broken.close()
+        self.num_tensors = sum(1 for _ in make_stream())
+        assert self.num_tensors == len(specs)
+        self.scores = score(PROMPT, RESPONSES)
+        return Publication(version, "fingerprint", ("http://a", "http://b"), 8, 0.5)
+
+
+def main(checkpoint: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    section = TrainerSection(pipeline_parallel=2)
+    parallel = init_parallel(choose_device("cpu"), 0, section)
+    trainer = make_trainer(Job("", checkpoint, [], {}), parallel, section)
+    publisher = TwoTries() if parallel.is_main else None
+    served: list[tuple[str, list[str]]] = []
+
+    def put_in_service(version: str, urls: Collection[str]) -> None:
+        served.append((version, list(urls)))
+
+    # As if every rank led a replica of its own.
+    replica = TrainingRank(trainer, parallel, "run", put_in_service, publisher, Ending(parallel, StopSignal(), 60.0))
+    publications = [asdict(replica.publish_weights()) for _ in range(2)]
+    report = {"publications": publications, "served": served, "scores": publisher.scores if publisher else None}
+    (out / f"rank{parallel.rank}.json").write_text(json.dumps(report))
+    parallel.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,291 @@
+"""Checkpoints: training goes on bit for bit, under any layout, and nothing but a whole checkpoint is ever loaded."""
+
+import json
+import math
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+from async_rl.errors import ConfigError
+from async_rl.types import Group
+from tests.support.trainer.checkpoint_worker import TIMEOUT_S, Run, make_trainer, run_config, train_elementwise
+from trainer.checkpoint.checkpoint import Checkpoints
+from trainer.checkpoint.files import checkpoint_path, newest_checkpoint, whole_checkpoints
+from trainer.checkpoint.tensors import boxes
+from trainer.parallel import Parallel
+
+WORKER = ("-m", "tests.support.trainer.checkpoint_worker")
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "has": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "was altered": lambda file: file.write_bytes(file.read_bytes()[:-100] + bytes(100)),
+    "is missing": Path.unlink,
+}
+
+
+def start(
+    tmp_path: Path, *layouts: tuple[dict[str, Any], list[Run]], num_ranks: int = 2, torchrun: bool = False, **work: Any
+) -> None:
+    """Runs the worker, see there; with `torchrun` as two ranks of it."""
+    work |= {"num_ranks": num_ranks, "layouts": [(layout, list(map(asdict, runs))) for layout, runs in layouts]}
+    file = tmp_path / "work.json"
+    file.write_text(json.dumps(work))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    subprocess.run(
+        [sys.executable, *launcher, *WORKER, file],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+
+
+def whole_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, as anybody reads them."""
+    reader = dcp.FileSystemReader(path)
+    found = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.full(entry.size, math.nan, dtype=entry.properties.dtype) for name, entry in found.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def assert_same(path: Path, expected: Path) -> None:
+    got, wanted = whole_tensors(path), whole_tensors(expected)
+    assert got.keys() == wanted.keys()
+    differing = [name for name, tensor in wanted.items() if not torch.equal(got[name], tensor)]
+    assert not differing, f"{path} differs from {expected} in {differing}"
+
+
+@pytest.fixture
+def saved(tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path) -> tuple[Path, Path]:
+    """(a model, the checkpoints of its run after each of three steps)."""
+    model, directory = tiny_model("qwen3"), tmp_path / "checkpoints"
+    Run(str(model), str(directory), 3, (1, 2, 3), {})(parallel)
+    return model, directory
+
+
+def load(path: Path, model_path: Path, parallel: Parallel, **sections: dict[str, Any]) -> None:
+    config = run_config(str(model_path), **sections)
+    trainer = make_trainer(config, parallel)
+    checkpoints = Checkpoints(path.parent, 2, parallel, config)
+    checkpoints.load(path, trainer.models.policy, trainer.optimizer, trainer.models.old)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_training_goes_on_bit_for_bit_in_a_new_process(
+    tiny_model: Callable[..., Path], ragged_groups: list[Group], tmp_path: Path, num_ranks: int
+) -> None:
+    model, batches = str(tiny_model("qwen2", tied=True)), str(tmp_path / "batches")
+    Path(batches).write_bytes(pickle.dumps([ragged_groups[:3], ragged_groups[3:], ragged_groups[1:5]]))
+    sections = {
+        "algorithm": {"kl_coef": 0.1, "old_policy": "lagged"},
+        "optimizer": {"clip_grad_norm": 0.5},
+        "trainer": {"frozen_weights": "host", "distributed_optimizer": num_ranks > 1},
+    }
+    uninterrupted = Run(model, str(tmp_path / "a"), 3, (1, 3), sections, batches=batches)
+    interrupted = Run(model, str(tmp_path / "b"), 3, (3,), sections, str(tmp_path / "a/iteration-000001"), batches)
+    start(tmp_path, ({}, [uninterrupted]), ({}, [interrupted]), num_ranks=num_ranks)
+    assert_same(tmp_path / "b/iteration-000003", tmp_path / "a/iteration-000003")
+
+
+@pytest.mark.distributed
+def test_training_goes_on_bit_for_bit_under_another_layout(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    """One step each: 1 rank, tensor parallel, pipeline, replicas that share the optimizer, replicas, 1 rank again."""
+    stages = ["1", "tensor", "pipeline", "shared", "replicas", "1 again"]
+    # Tied embeddings and query norms in one, an output layer and biases in the other.
+    models = {"float32": tiny_model("qwen3", tied=True), "bfloat16": tiny_model("qwen2")}
+
+    def stage(number: int, **options: Any) -> list[Run]:
+        """A run per model that goes on where the stage before it has saved."""
+        return [
+            Run(
+                str(model),
+                str(tmp_path / dtype / stages[number]),
+                number + 1,
+                (number + 1,),
+                {"model": {"dtype": dtype}, "trainer": options},
+                str(tmp_path / dtype / stages[number - 1] / f"iteration-00000{number}") if number else None,
+            )
+            for dtype, model in models.items()
+        ]
+
+    for run in stage(0):
+        run(parallel)
+    start(
+        tmp_path,
+        ({"tensor_parallel": 2, "sequence_parallel": True}, stage(1)),
+        ({"pipeline_parallel": 2}, stage(2)),
+        ({}, [*stage(3, distributed_optimizer=True), *stage(4)]),
+    )
+    for run in stage(5):
+        run(parallel)
+    for dtype, model in models.items():
+        expected = tmp_path / dtype / "uninterrupted"
+        Run(str(model), str(expected), 6, tuple(range(1, 7)), {"model": {"dtype": dtype}})(parallel)
+        for number, name in enumerate(stages):
+            checkpoint = f"iteration-00000{number + 1}"
+            assert_same(tmp_path / dtype / name / checkpoint, expected / checkpoint)
+
+
+@pytest.mark.distributed
+def test_experts_move_between_expert_parallel_ranks_and_one(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    model = str(tiny_model("qwen3_moe"))
+    Run(model, str(tmp_path / "1"), 3, (1, 2, 3), {})(parallel)
+    sections = {"trainer": {"distributed_optimizer": True}}
+    spread = Run(model, str(tmp_path / "2"), 2, (2,), sections, str(tmp_path / "1/iteration-000001"))
+    start(tmp_path, ({"expert_parallel": 2}, [spread]), torchrun=True)
+    assert_same(tmp_path / "2/iteration-000002", tmp_path / "1/iteration-000002")
+    Run(model, str(tmp_path / "3"), 3, (3,), {}, str(tmp_path / "2/iteration-000002"))(parallel)
+    assert_same(tmp_path / "3/iteration-000003", tmp_path / "1/iteration-000003")
+
+
+def test_boxes_hold_each_element_of_the_range_once_and_in_order() -> None:
+    rng = random.Random()
+    for _ in range(200):
+        shape = [rng.randrange(1, 6) for _ in range(rng.randrange(1, 5))]
+        numel = math.prod(shape)
+        start, stop = sorted(rng.randrange(numel + 1) for _ in range(2))
+        elements = torch.arange(numel).view(shape)
+        parts = [
+            elements[tuple(slice(at, at + length) for at, length in zip(offset, size, strict=True))].reshape(-1)
+            for offset, size in boxes(shape, start, stop)
+        ]
+        assert torch.cat([torch.empty(0, dtype=torch.int64), *parts]).tolist() == list(range(start, stop)), shape
+
+
+def test_the_newest_are_kept_and_what_a_killed_save_left_is_removed(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    directory = tmp_path / "checkpoints"
+    (directory / ".iteration-000001.partial").mkdir(parents=True)
+    (directory / ".iteration-000001.partial" / "__0_0.distcp").write_bytes(bytes(10))
+    (directory / "notes").mkdir()
+    assert newest_checkpoint(directory) is None
+    config = run_config(str(tiny_model("qwen3")))
+    trainer = make_trainer(config, parallel)
+    checkpoints = Checkpoints(directory, 2, parallel, config)
+    for iteration in (1, 2, 3):
+        train_elementwise(trainer, iteration)
+        checkpoints.save(iteration, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    checkpoints.close()
+    assert {path.name for path in directory.iterdir()} == {"iteration-000002", "iteration-000003", "notes"}
+    assert newest_checkpoint(directory) == checkpoint_path(directory, 3)
+
+
+def test_a_save_holds_the_weights_of_its_moment_while_training_goes_on(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    config = run_config(str(tiny_model("qwen3")))
+    trainer = make_trainer(config, parallel)
+    checkpoints = Checkpoints(tmp_path, 2, parallel, config)
+    before = trainer.models.policy_model.embedding.word_embeddings.weight.detach().clone()
+    checkpoints.save(0, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    train_elementwise(trainer, 0)
+    checkpoints.close()
+    saved = whole_tensors(checkpoint_path(tmp_path, 0))["policy.embedding.word_embeddings.weight"]
+    assert torch.equal(saved, before)
+    assert not torch.equal(trainer.models.policy_model.embedding.word_embeddings.weight, before)
+
+
+def test_a_failed_save_is_raised_by_the_next_call(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    config = run_config(str(tiny_model("qwen3")))
+    trainer = make_trainer(config, parallel)
+    (tmp_path / "file").write_text("in the way")
+    checkpoints = Checkpoints(tmp_path / "file", 2, parallel, config)
+    checkpoints.save(1, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    with pytest.raises(OSError, match="file"):
+        checkpoints.wait()
+    checkpoints.require_no_failure()
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "rank-00000.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(
+    saved: tuple[Path, Path], parallel: Parallel, name: str, what: str
+) -> None:
+    model, directory = saved
+    DAMAGES[what](checkpoint_path(directory, 3) / name)
+    expected = "manifest.json" if name == "manifest.json" else f"{name} {what}"
+    with pytest.raises(ConfigError, match=f"{expected}.*Remove the directory; the one before it is iteration-000002"):
+        load(checkpoint_path(directory, 3), model, parallel)
+    load(checkpoint_path(directory, 2), model, parallel)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"run": {"seed": 4}}, "run.seed is 4, but was 3"),
+        ({"prompts": {"prompts_per_batch": 3}}, "prompts.prompts_per_batch is 3, but was 2"),
+        ({"rollout": {"temperature": 0.5}}, "rollout.temperature is 0.5, but was 1.0"),
+        ({"algorithm": {"clip_low": 0.1}}, "algorithm.clip_low is 0.1, but was 0.2"),
+        ({"optimizer": {"beta1": 0.5}}, "optimizer.beta1 is 0.5, but was 0.9"),
+        ({"reward": {"name": "reasoning_gym"}}, "reward.name is 'reasoning_gym', but was 'math'"),
+        ({"model": {"dtype": "bfloat16"}}, "model.dtype is 'bfloat16', but was 'float32'"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(
+    saved: tuple[Path, Path], parallel: Parallel, sections: dict[str, Any], message: str
+) -> None:
+    model, directory = saved
+    with pytest.raises(ConfigError, match=message):
+        load(checkpoint_path(directory, 3), model, parallel, **sections)
+
+
+def test_what_decides_no_figure_may_change(saved: tuple[Path, Path], parallel: Parallel) -> None:
+    model, directory = saved
+    load(
+        checkpoint_path(directory, 3),
+        model,
+        parallel,
+        run={"dir": "elsewhere", "resume": True},
+        train={"iterations": 9, "logprob_noise": 2.0},
+        reward={"timeout_s": 60.0},
+        pool={"timeout_s": 1.0},
+        checkpoint={"every": 7},
+        trainer={"recompute": "full"},
+    )
+
+
+@pytest.mark.parametrize("size", [{"intermediate_size": 128}, {"num_hidden_layers": 4}, {"num_hidden_layers": 1}])
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_read(
+    saved: tuple[Path, Path], tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path, size: dict[str, int]
+) -> None:
+    model, directory = saved
+    manifest_path = str(model)
+    other = run_config(str(tiny_model("qwen3", **size)))
+    trainer = make_trainer(other, parallel)
+    # The same name, but another model behind it.
+    checkpoints = Checkpoints(directory, 2, parallel, run_config(manifest_path))
+    before = trainer.models.policy_model.embedding.word_embeddings.weight.detach().clone()
+    with pytest.raises(ConfigError, match=r"is of another model: policy\.decoder\.layers.* has shape .* but the"):
+        checkpoints.load(checkpoint_path(directory, 3), trainer.models.policy, trainer.optimizer, trainer.models.old)
+    assert torch.equal(trainer.models.policy_model.embedding.word_embeddings.weight, before)
+
+
+@pytest.mark.distributed
+def test_whenever_a_run_is_killed_its_newest_checkpoint_loads(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    model, directory = tiny_model("qwen3", hidden_size=128, intermediate_size=512), tmp_path / "checkpoints"
+    # It saves all the time, and each time goes on from where the last kill left it.
+    run = Run(str(model), str(directory), 10**6, tuple(range(1000)), {})
+    start(tmp_path, ({}, [run]), kill=0.3)
+    assert len(whole_checkpoints(directory)) > 1
+    for path in whole_checkpoints(directory):
+        load(path, model, parallel)

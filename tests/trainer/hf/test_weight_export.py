@@ -1,0 +1,100 @@
+"""Every layout streams the checkpoint's own bytes, in the same order, and no rank ever gathers the model."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer.hf.weight_map import weight_map
+from trainer.model.shape import read_model_shape
+
+pytestmark = pytest.mark.distributed
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+WORKER = ("-m", "tests.support.trainer.export_worker")
+
+SMALL_BUCKET = 3_000
+BIG_BUCKET = 2 * 2**20
+MOST_BYTES = 16 * 2**20
+"""A rank may hold the parcel at hand, a part of it and the parcel before; the rest is what the process needs itself."""
+
+BIG_DENSE = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 20}
+BIG_EXPERTS = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 24}
+TP2, PP2, EP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"expert_parallel": 2}
+SP = {"sequence_parallel": True}
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def run_cases(num_ranks: int, cases: list[dict[str, Any]], directory: Path) -> list[list[dict[str, Any]]]:
+    """Runs all cases in one launch of `num_ranks` processes; the reports of each rank, case by case."""
+    for case, port in zip(cases, free_ports(len(cases)), strict=True):
+        case |= {"checkpoint": str(case["checkpoint"]), "port": port}
+    (directory / "cases.json").write_text(json.dumps(cases))
+    subprocess.run(
+        [*TORCHRUN, "--nproc-per-node", str(num_ranks), *WORKER, directory / "cases.json", directory],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=True,
+    )
+    return [json.loads((directory / f"reports{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def require_original_streams(reports: list[list[dict[str, Any]]], cases: list[dict[str, Any]], directory: Path) -> None:
+    for number, case in enumerate(cases):
+        checkpoint = Path(case["checkpoint"])
+        in_order = [name for entry in weight_map(read_model_shape(checkpoint)) for name in entry.hf_shapes]
+        assert all(of_rank[number]["names"] == in_order for of_rank in reports), case
+        assert reports[0][number]["wrong"] == [], case
+        original = load_file(checkpoint / "model.safetensors")
+        saved = load_file(directory / str(number) / "model.safetensors")
+        assert set(saved) == set(original), case
+        assert all(torch.equal(saved[name], original[name]) for name in original), case
+
+
+def test_two_ranks_stream_the_original_bytes_and_hold_a_parcel_at_a_time(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    cases: list[dict[str, Any]] = [
+        {"checkpoint": tiny_model("qwen3", **BIG_DENSE), "layout": TP2, "bucket_bytes": BIG_BUCKET},
+        {"checkpoint": tiny_model("qwen3", tied=True, **BIG_DENSE), "layout": PP2, "bucket_bytes": BIG_BUCKET},
+        {"checkpoint": tiny_model("qwen3_moe", **BIG_EXPERTS), "layout": EP2, "bucket_bytes": BIG_BUCKET},
+        {"checkpoint": tiny_model("llama"), "layout": {}, "bucket_bytes": SMALL_BUCKET},
+        {"checkpoint": tiny_model("qwen2", tied=True), "layout": {**TP2, **SP}, "bucket_bytes": 1},
+    ]
+    reports = run_cases(2, cases, tmp_path)
+    require_original_streams(reports, cases, tmp_path)
+    for number, case in enumerate(cases[:3]):
+        for of_rank, peak in zip(reports, reports[0][number]["peak_bytes"], strict=True):
+            assert of_rank[number]["num_bytes"] > 2 * MOST_BYTES
+            assert peak <= MOST_BYTES, case
+
+
+def test_four_ranks_stream_the_original_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    models = [
+        ("qwen3", True, {**TP2, **PP2}),
+        ("qwen2", False, {**TP2, **PP2, **SP}),
+        ("llama", False, PP2),
+        ("qwen3_moe", False, {**TP2, **SP, **EP2}),
+        ("qwen3_moe", True, {**TP2, **PP2, **SP, **EP2}),
+        ("qwen3_moe", False, {"expert_parallel": 4}),
+        ("qwen3_moe", False, {**TP2, **SP, "expert_parallel": 4}),
+    ]
+    cases = [
+        {"checkpoint": tiny_model(family, tied=tied), "layout": layout, "bucket_bytes": SMALL_BUCKET}
+        for family, tied, layout in models
+    ]
+    require_original_streams(run_cases(4, cases, tmp_path), cases, tmp_path)

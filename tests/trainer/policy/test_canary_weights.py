@@ -1,0 +1,322 @@
+"""An engine that keeps a stale copy of any one class of tensors is named with it, and the true weights come back.
+
+The engine here is transformers in this process: it takes the stream into its parameters, except those of one class.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from async_rl.config.sections import PublishSection, RolloutSection, TrainerSection
+from async_rl.errors import InstanceError
+from async_rl.proof.gap_limits import noise_scale
+from async_rl.publish.canary import EVERYTHING, Canary
+from inference_service.weight_transfer.receiver import model_places
+from tests.support.trainer import canary_worker, layout_worker
+from tests.support.trainer.layout_worker import Job
+from trainer.parallel import Parallel
+from trainer.policy.canary_weights import class_of
+from trainer.trainer import MegatronTrainer
+
+MakeTrainer = Callable[..., MegatronTrainer]
+PROMPT = [5, 17, 60, 8, 33, 71]
+MODELS = {
+    "dense, tied": ("qwen3", {"tied": True}),
+    "dense, untied, with biases": ("qwen2", {"tied": False}),
+    "mixture of experts": ("qwen3_moe", {"tied": False}),
+}
+
+
+class Engine:
+    """Takes published weights into a transformers model; `stale` is the class that it forgets."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, stale: str | None) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+        self.stale = stale
+        if stale in ("head", "embedding") and self.model.config.tie_word_embeddings:
+            # Two copies of one tensor, as an engine that packs its head has them.
+            self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
+
+    def load(self, stream: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        places = model_places(self.model)
+        tied = self.model.config.tie_word_embeddings
+        for spec, tensor in stream:
+            name = class_of(spec.name)
+            if self.stale not in (name, EVERYTHING):
+                places[spec.name].copy_(tensor)
+            if tied and name == "embedding" and self.stale == "embedding":
+                places["lm_head.weight"].copy_(tensor)
+
+    def sample(self, prompt: Sequence[int], num_tokens: int, temperature: float) -> tuple[tuple[int, ...], ...]:
+        generator = torch.Generator().manual_seed(1)
+        tokens, logprobs = list(prompt), []
+        with torch.no_grad():
+            for _ in range(num_tokens):
+                logits = self.model(torch.tensor([tokens])).logits[0, -1].float() / temperature
+                token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+                logprobs.append(float(logits.log_softmax(-1)[token]))
+                tokens.append(token)
+        return tuple(tokens[len(prompt) :]), tuple(logprobs)
+
+
+class Side:
+    """The trainer's side of the canary on one rank."""
+
+    def __init__(self, megatron: MegatronTrainer) -> None:
+        self.weights = megatron.canary_weights
+        self.classes, self.one_tensor = self.weights.classes, self.weights.one_tensor
+        self.change, self.score = self.weights.change, megatron.score
+
+
+class OneMember(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def member(url: str = "http://a", server: str = "1.0") -> Any:
+    async def options(timeout_s: float) -> str:
+        return "1 worker"
+
+    client = SimpleNamespace(dialect=SimpleNamespace(name="test"), server=server, engine_options=options)
+    return OneMember(url=url, state="joining", client=client)
+
+
+def canary(dtype: str = "float32", mode: str = "first", **rollout: Any) -> Canary:
+    section = RolloutSection(**rollout)
+    return Canary(PublishSection(canary=mode), section, PROMPT, noise_scale(dtype), dtype)
+
+
+def is_due(canary: Canary, member: Any) -> bool:
+    return asyncio.run(canary.due(member))
+
+
+def judged(canary: Canary, trainer: MegatronTrainer, engines: dict[Any, Engine], **how: Any) -> dict[Any, str]:
+    side = Side(trainer)
+    options = {"num_tokens": 64, "temperature": 1.0} | how
+    assert all(is_due(canary, member) for member in engines)
+    with canary.changed(side):
+        for engine in engines.values():
+            engine.load(trainer.export.stream())
+        answers = {member: [engine.sample(PROMPT, **options)] for member, engine in engines.items()}
+        failures = canary.judge(answers, side)
+    side.weights.restore()
+    assert all(isinstance(error, InstanceError) for error in failures.values())
+    return {member: str(error) for member, error in failures.items()}
+
+
+def bits(trainer: MegatronTrainer) -> list[torch.Tensor]:
+    return [tensor.clone() for _, tensor in trainer.export.stream()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stale_copy_of_any_one_class_is_named_and_a_sound_engine_passes(
+    name: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer
+) -> None:
+    family, options = MODELS[name]
+    path = tiny_model(family, **options)
+    trainer = make_trainer(path)
+    before = bits(trainer)
+    classes = (*trainer.canary_weights.classes, EVERYTHING)
+    assert len(set(classes)) == len(classes) and {"embedding", "head", "q", "final norm"} < set(classes)
+    engines = {member(f"http://{stale}"): Engine(path, torch.float32, stale) for stale in (None, *classes)}
+    failures = judged(canary(), trainer, engines)
+    sound, *broken = engines
+    assert sound not in failures, failures.get(sound)
+    for broken_member in broken:
+        stale = engines[broken_member].stale
+        assert f"stale copy of {stale}:" in failures.get(broken_member, "passed"), (stale, failures.get(broken_member))
+    assert same(before, bits(trainer))
+
+
+@pytest.mark.parametrize("name", ["dense, tied", "mixture of experts"])
+def test_in_bfloat16_too(name: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer) -> None:
+    family, options = MODELS[name]
+    path = tiny_model(family, **options)
+    trainer = make_trainer(path, dtype="bfloat16")
+    before = bits(trainer)
+    stale_classes = ("head", "v", "down" if "tied" in name else "expert down", "final norm")
+    engines = {member(f"http://{stale}"): Engine(path, torch.bfloat16, stale) for stale in (None, *stale_classes)}
+    failures = judged(canary("bfloat16"), trainer, engines)
+    sound, *broken = engines
+    assert sound not in failures, failures
+    for broken_member in broken:
+        assert f"stale copy of {engines[broken_member].stale}:" in failures.get(broken_member, "passed")
+    assert same(before, bits(trainer))
+
+
+def test_classes_that_are_zero_or_all_equal_are_changed_too(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    path = tiny_model("qwen2", tied=False)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.zeros_(parameter)
+        elif "norm" in name:
+            torch.nn.init.ones_(parameter)
+    model.save_pretrained(tmp_path)
+    trainer = make_trainer(tmp_path, temperature=0.7)
+    before = bits(trainer)
+    engines = {
+        member(f"http://{stale}"): Engine(tmp_path, torch.float32, stale)
+        for stale in ("q bias", "v bias", "input norm", "final norm")
+    }
+    failures = judged(canary(temperature=0.7), trainer, engines, temperature=0.7)
+    for broken, engine in engines.items():
+        assert f"stale copy of {engine.stale}:" in failures.get(broken, "passed")
+    assert same(before, bits(trainer))
+
+
+def test_each_kind_passes_once_unless_always_and_one_that_failed_stays_due(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer
+) -> None:
+    path = tiny_model("qwen3", tied=True)
+    trainer = make_trainer(path)
+    sound, same_kind, other = member("http://a"), member("http://b"), member("http://c", server="2.0")
+    first = canary()
+    failures = judged(
+        first, trainer, {sound: Engine(path, torch.float32, None), other: Engine(path, torch.float32, "o")}
+    )
+    assert list(failures) == [other]
+    assert not is_due(first, sound) and not is_due(first, same_kind), "a joiner of a kind that passed need not wait"
+    assert is_due(first, other) and is_due(first, member("http://d", server="3.0"))
+    # A server may have been replaced by another one while it was out of service.
+    sound.client.server = "2.0"
+    assert is_due(first, sound)
+    assert is_due(canary(), same_kind), "a resumed run is another process, and checks again"
+    always = canary(mode="always")
+    assert judged(always, trainer, {same_kind: Engine(path, torch.float32, None)}) == {}
+    assert is_due(always, same_kind)
+
+
+def test_few_tokens_still_show_what_they_can(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_model("qwen3", tied=True)
+    trainer = make_trainer(path)
+    few = canary(max_response_tokens=1)
+    engines = {member(f"http://{stale}"): Engine(path, torch.float32, stale) for stale in (None, "head")}
+    assert "stale copy of head" in next(iter(judged(few, trainer, engines, num_tokens=1).values()))
+
+
+def test_an_engine_that_answers_no_numbers_or_something_else_fails(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer
+) -> None:
+    path = tiny_model("qwen3", tied=True)
+    trainer, probe, side = make_trainer(path), canary(), None
+    side, broken, strange = Side(trainer), member("http://nan"), member("http://strange")
+    assert is_due(probe, broken) and is_due(probe, strange)
+    with probe.changed(side):
+        engine = Engine(path, torch.float32, None)
+        engine.load(trainer.export.stream())
+        tokens, logprobs = engine.sample(PROMPT, 64, 1.0)
+        answers = {broken: [(tokens, (float("nan"), *logprobs[1:]))], strange: [(tokens, (-3.0,) * 64)]}
+        failures = probe.judge(answers, side)
+    assert "no finite numbers" in str(failures[broken])
+    assert "does not clearly compute with the weights" in str(failures[strange])
+    trainer.canary_weights.restore()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_bit_comes_back_wherever_a_change_broke_off(
+    dtype: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tiny_model("qwen3", tied=True), dtype=dtype)
+    weights, before = trainer.canary_weights, bits(trainer)
+    strengths = {name: 1 + i % 3 for i, name in enumerate(weights.classes)}
+    weights.change(strengths)
+    changed = bits(trainer)
+    assert not any(torch.equal(a, b) for a, b in zip(before, changed, strict=True)), "every tensor is changed"
+    weights.change({})
+    assert same(before, bits(trainer))
+
+    module = __import__("trainer.policy.canary_weights", fromlist=["_flip"])
+    flip, count = module._flip, 0
+
+    def interrupted(parameter: Any, masks: list[int]) -> None:
+        nonlocal count
+        count += 1
+        flip(parameter, masks)
+        if count == 7:
+            raise SystemExit(143)  # what SIGTERM becomes
+
+    monkeypatch.setattr(module, "_flip", interrupted)
+    with pytest.raises(SystemExit):
+        weights.change(strengths)
+    assert not same(before, bits(trainer))
+    weights.restore()
+    assert same(before, bits(trainer))
+
+
+def test_training_after_the_canary_is_what_it_would_have_been(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Any]
+) -> None:
+    stepped = []
+    for with_canary in (False, True):
+        trainer = make_trainer(tiny_model("qwen3", tied=True), dtype="bfloat16")
+        if with_canary:
+            engine = Engine(trainer.checkpoint, torch.bfloat16, None)
+            assert judged(canary("bfloat16"), trainer, {member(): engine}) == {}
+        for _ in range(2):
+            for group in ragged_groups:
+                trainer.accumulate([[group]])
+            stats = trainer.optimizer_step()
+        stepped.append((bits(trainer), stats, [s.clone() for s in _main_weights(trainer)]))
+    assert stepped[0][1] == stepped[1][1]
+    assert same(stepped[0][0], stepped[1][0]) and same(stepped[0][2], stepped[1][2])
+
+
+def _main_weights(trainer: MegatronTrainer) -> list[torch.Tensor]:
+    return [parameter for group in trainer.optimizer._optimizer.param_groups for parameter in group["params"]]
+
+
+def test_tensors_are_classed_by_their_names() -> None:
+    assert class_of("model.layers.3.mlp.experts.7.up_proj.weight") == "expert up"
+    assert class_of("model.layers.12.mlp.gate.weight") == "router"
+    assert class_of("model.layers.0.self_attn.k_proj.bias") == "k bias"
+
+
+@pytest.mark.distributed
+def test_every_layout_changes_the_same_weights_and_every_rank_puts_its_own_back(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    cases = [
+        ("stages, tied", str(tiny_model("qwen3", tied=True)), {"pipeline_parallel": 2}),
+        ("tensor parallel, biases", str(tiny_model("qwen2", tied=False)), {"tensor_parallel": 2}),
+        ("tensor parallel, tied", str(tiny_model("qwen3", tied=True)), {"tensor_parallel": 2}),
+        (
+            "experts",
+            str(tiny_model("qwen3_moe", tied=False)),
+            {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+        ),
+    ]
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    subprocess.run(
+        [*command, "-m", canary_worker.__name__, json.dumps(cases), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"},
+        timeout=280,
+        check=True,
+    )
+    reports = json.loads((tmp_path / "report.json").read_text())
+    for name, checkpoint, _ in cases:
+        whole = layout_worker.make_trainer(Job("", checkpoint, [], 0, {}), parallel, TrainerSection())
+        expected, actual = canary_worker.report(whole, parallel), reports[name]
+        assert actual["fingerprints"] == expected["fingerprints"], name
+        true, changed, again, true_once_more, *_ = actual["fingerprints"]
+        assert true == again == true_once_more != changed, name
+        for stale, scores in expected["scores"].items():
+            for row, expected_row in zip(actual["scores"][stale], scores, strict=True):
+                assert row == pytest.approx(expected_row, abs=1e-4), (name, stale)
