@@ -143,7 +143,7 @@ class InferenceSide:
             self._closing.callback(snapshots.close)
             admission = Admission(config.publish)
             admission.canary = canary
-            self._pool.admit = admission.admit
+            self._pool.late_joiners.admit = admission.admit
         if config.publish.probe_tokens:
             probe = Probe(config.publish, config.rollout, probe_prompt.token_ids)
         publisher = Publisher(

@@ -7,13 +7,14 @@ afresh whatever was in flight would favour short responses, since those had come
 import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, PromptFailed
 from async_rl.instance.partial_rollout import Draft
 from async_rl.pool.attempts import Attempts
 from async_rl.pool.member import Member
 from async_rl.pool.request import Request
+from async_rl.pool.roster import Roster
 from async_rl.pool.router import Router
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightVersion
@@ -22,22 +23,12 @@ BAD_REQUEST = (400, 413, 422)
 """Statuses that blame the request: every other instance would answer the same."""
 
 
-class Fleet(Protocol):
-    """What a group needs of the pool."""
-
-    router: Router
-
-    def request_failed(self, member: Member, sent_s: float, error: InstanceError) -> None:
-        """Takes the consequences of a failed request for its instance."""
-        ...
-
-
 class GroupRollout:
     """The responses of one prompt in the making."""
 
     def __init__(
         self,
-        fleet: Fleet,
+        roster: Roster,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         request_id: str,
@@ -46,7 +37,7 @@ class GroupRollout:
     ) -> None:
         """`sampling.seed` is that of the first response, and each further one has the next."""
         assert sampling.seed is not None, "without a seed an interrupted response could not be drawn again"
-        self._fleet = fleet
+        self._roster = roster
         self._prompt = prompt_token_ids
         self._sampling = sampling
         self._request_id = request_id
@@ -69,7 +60,7 @@ class GroupRollout:
         """Takes these drafts to their ends, at one instance or shared among several; `last` had them before."""
         cost = self._cost(drafts)
         avoid = self._attempts.refused_by | ({last.url} if last is not None else set())
-        members = await self._fleet.router.acquire(
+        members = await self._roster.router.acquire(
             cost, self._expected_tokens, self._version, num_responses=len(drafts), avoid=avoid
         )
         shares = [
@@ -90,7 +81,7 @@ class GroupRollout:
                 raise
             self._note_failure(member, request, error)
         finally:
-            self._fleet.router.release(member, request.cost)
+            self._roster.router.release(member, request.cost)
         for draft in request.drafts:
             # All its tokens came, only the word that it ended did not: there is nothing left to ask for.
             if draft.finish_reason is None and len(draft.token_ids) >= self._sampling.max_tokens:
@@ -141,7 +132,7 @@ class GroupRollout:
             return
         member.circuit.succeeded(request.sent_s)
         if request.waits or num_ended != request.num_ended:
-            self._fleet.router.wake()
+            self._roster.router.wake()
         member.progress(request, num_tokens, num_ended, member.heard_s)
 
     def _note_failure(self, member: Member, request: Request, error: InstanceError) -> None:
@@ -151,7 +142,7 @@ class GroupRollout:
             PromptFailed: the group has failed often enough.
         """
         member.num_failures += 1
-        self._fleet.request_failed(member, request.sent_s, error)
+        self._roster.request_failed(member, request.sent_s, error)
         if member.state == "gone":
             # It was taken out of the pool: that says nothing about the prompt, however often it happens.
             self._attempts.interrupted()

@@ -9,12 +9,13 @@ import logging
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from async_rl.config.sections import PoolSection
 from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, NoInstanceLeft
+from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member
-from async_rl.pool.router import Router
+from async_rl.pool.roster import Roster
 from async_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -31,57 +32,15 @@ RECHECK_S = 0.2
 """After a broken connection and a health check that found none either, before the instance counts as gone."""
 
 
-class Fleet(Protocol):
-    """What the watch sees of the pool, and tells it."""
-
-    router: Router
-
-    @property
-    def members(self) -> tuple[Member, ...]: ...
-
-    @property
-    def version(self) -> WeightVersion | None: ...
-
-    @property
-    def can_be_joined(self) -> bool: ...
-
-    def may_admit(self, member: Member) -> bool: ...
-
-    @property
-    def can_return(self) -> bool: ...
-
-    async def admit_now(self, member: Member) -> None:
-        """Loads the weights in training into an instance that lacks them, and puts it in service."""
-        ...
-
-    def note_answer(self, member: Member, version: WeightVersion, boot_id: str | None) -> None: ...
-
-    def note_process(self, member: Member, boot_id: str | None) -> None: ...
-
-    def note_unwell(self, member: Member, reason: str) -> None: ...
-
-    def note_lost(self, member: Member, reason: str) -> None: ...
-
-    def note_failure(self, member: Member, reason: str) -> None: ...
-
-    def note_useless(self, member: Member, reason: str) -> None: ...
-
-    def remove(self, name: str) -> Member: ...
-
-    def describe(self, what: str) -> str: ...
-
-    async def get_to_know(self, member: Member, timeout_s: float) -> None: ...
-
-
-class Watch:
+class HealthWatch:
     """Runs from `start` to `stop`, on the producer's event loop."""
 
-    def __init__(self, fleet: Fleet, config: PoolSection) -> None:
-        self._fleet = fleet
+    def __init__(self, roster: Roster, late_joiners: LateJoiners, config: PoolSection) -> None:
+        self._roster = roster
+        self._late_joiners = late_joiners
         self._config = config
         self._probe_timeout_s = min(PROBE_TIMEOUT_S, config.heartbeat_timeout_s / 2)
         self._tasks: dict[Member | None, asyncio.Task[None]] = {}
-        self._suspicions: dict[Member, asyncio.Event] = {}
         self._well_s: dict[Member, float] = {}
         """When each was last healthy, by `time.monotonic()`."""
         self._without_since_s: float | None = None
@@ -92,19 +51,6 @@ class Watch:
         """Begins to watch; a second call does nothing."""
         if None not in self._tasks:
             self._spawn(None, self._watch_all())
-            for member in self._fleet.members:
-                self.follow(member)
-
-    def follow(self, member: Member) -> None:
-        """Watches one more instance, if the watch goes on."""
-        if None in self._tasks and member not in self._tasks:
-            member.last_seen_s = member.last_seen_s or time.monotonic()
-            self._spawn(member, self._watch(member))
-
-    def look_at(self, member: Member) -> None:
-        """Checks it at once: a connection to it broke."""
-        if member in self._suspicions:
-            self._suspicions[member].set()
 
     async def stop(self) -> None:
         tasks, self._tasks = list(self._tasks.values()), {}
@@ -119,20 +65,20 @@ class Watch:
         task.add_done_callback(_report)
 
     async def _watch(self, member: Member) -> None:
-        suspicion = self._suspicions[member] = asyncio.Event()
+        member.last_seen_s = member.last_seen_s or time.monotonic()
         self._well_s[member] = time.monotonic()
-        while member in self._fleet.members:
-            is_suspected = suspicion.is_set()
-            suspicion.clear()
+        while member in self._roster.members:
+            is_suspected = member.suspicion.is_set()
+            member.suspicion.clear()
             error = await self._check(member)
             if is_suspected and isinstance(error, ConnectionLost):
                 await asyncio.sleep(RECHECK_S)
                 if isinstance(await self._check(member), ConnectionLost) and member.state != "dead":
-                    self._fleet.note_lost(member, str(error))
+                    self._roster.note_lost(member, str(error))
             interval_s = INTERVAL_S if self._without_since_s is None else INTERVAL_WITHOUT_S
             with suppress(TimeoutError):
-                await asyncio.wait_for(suspicion.wait(), interval_s)
-        del self._suspicions[member], self._well_s[member]
+                await asyncio.wait_for(member.suspicion.wait(), interval_s)
+        del self._well_s[member]
         self._tasks.pop(member, None)
 
     async def _check(self, member: Member) -> InstanceError | None:
@@ -145,10 +91,10 @@ class Watch:
         except InstanceError as error:
             silent_s = time.monotonic() - member.last_seen_s
             if silent_s > self._config.heartbeat_timeout_s and member.state != "dead":
-                self._fleet.note_lost(member, f"silent for {silent_s:.0f} s: {error}")
+                self._roster.note_lost(member, f"silent for {silent_s:.0f} s: {error}")
             return error
         member.last_seen_s = self._well_s[member] = time.monotonic()
-        self._fleet.note_process(member, boot_id)
+        self._roster.note_process(member, boot_id)
         if not member.standing.is_in_service:
             try:
                 await self._welcome(member)
@@ -163,41 +109,44 @@ class Watch:
         unwell_s = time.monotonic() - self._well_s[member]
         if error.status < 500:
             if member.state in ("ready", "dead"):
-                self._fleet.note_failure(member, str(error))
+                self._roster.note_failure(member, str(error))
         elif member.state == "dead" or (member.state == "ready" and unwell_s > self._config.heartbeat_timeout_s):
-            self._fleet.note_unwell(member, str(error))
+            self._roster.note_unwell(member, str(error))
 
     async def _welcome(self, member: Member) -> None:
         """An instance that answers and is not in service: it comes back, is admitted, or waits for the next publish."""
-        version = self._fleet.version
+        version = self._roster.version
         if version is None:
             if member.state == "dead":
-                self._fleet.note_useless(member, member.reason or "it waits for the publish under way")
+                self._roster.note_useless(member, member.reason or "it waits for the publish under way")
             return
-        await self._fleet.get_to_know(member, self._probe_timeout_s)
+        await self._roster.get_to_know(member, self._probe_timeout_s)
         held = await member.client.holding(self._probe_timeout_s)
-        if self._fleet.version != version or member.standing.is_in_service:
+        if self._roster.version != version or member.standing.is_in_service:
             return
-        self._fleet.note_answer(member, held.version, held.boot_id)
-        if self._fleet.may_admit(member):
-            await self._fleet.admit_now(member)
+        self._roster.note_answer(member, held.version, held.boot_id)
+        if self._late_joiners.may_admit(member):
+            await self._late_joiners.admit_now(member)
 
     async def _watch_all(self) -> None:
         while True:
+            for member in self._roster.members:
+                if member not in self._tasks:
+                    self._spawn(member, self._watch(member))
             self._measure()
             # Pauses end, queues grow long and instances fall idle without any event.
-            self._fleet.router.wake()
-            for member in self._fleet.members:
+            self._roster.router.wake()
+            for member in self._roster.members:
                 if member.state == "draining" and not member.outstanding_tokens and not member.outstanding_elsewhere:
                     logger.info("%s is drained and leaves the pool", member.name)
-                    self._fleet.remove(member.name)
+                    self._roster.remove(member.name)
             self._require_somebody()
             await asyncio.sleep(INTERVAL_WITHOUT_S)
 
     def _measure(self) -> None:
         """Keeps a mean of each instance's speed over the last seconds."""
         share = INTERVAL_WITHOUT_S / SPEED_MEMORY_S
-        members = self._fleet.members
+        members = self._roster.members
         for member in members:
             rate = (member.num_tokens - self._num_tokens.get(member, member.num_tokens)) / INTERVAL_WITHOUT_S
             member.tokens_per_s += share * (rate - member.tokens_per_s)
@@ -207,8 +156,8 @@ class Watch:
 
     def _require_somebody(self) -> None:
         """Fails the requests that wait where no instance is in service for too long, or none can be any more."""
-        version = self._fleet.version
-        if version is None or not self._fleet.router.is_waited_for or self._serve(version):
+        version = self._roster.version
+        if version is None or not self._roster.router.is_waited_for or self._serve(version):
             self._without_since_s = None
             return
         now = time.monotonic()
@@ -220,24 +169,24 @@ class Watch:
             what = f"no instance has served weight version {version!r} for {waited_s:.0f} s"
             if is_hopeless:
                 what = f"no instance can serve weight version {version!r} before the next publish"
-            self._fleet.router.fail(NoInstanceLeft(f"{self._fleet.describe(what)}\n{REMEDY}"))
+            self._roster.router.fail(NoInstanceLeft(f"{self._roster.describe(what)}\n{REMEDY}"))
             self._without_since_s = None
         elif now >= self._next_log_s:
             self._next_log_s = now + LOG_INTERVAL_S
             left_s = self._config.timeout_s - waited_s
-            logger.warning(self._fleet.describe(f"no instance is in service; waiting {left_s:.0f} s more for one"))
+            logger.warning(self._roster.describe(f"no instance is in service; waiting {left_s:.0f} s more for one"))
 
     def _serve(self, version: WeightVersion) -> bool:
-        return any(member.serves(version) and member.circuit.is_closed for member in self._fleet.members)
+        return any(member.serves(version) and member.circuit.is_closed for member in self._roster.members)
 
     def _is_hopeless(self) -> bool:
         """Nobody can come back before the next publish, and nobody new can be let in."""
-        if self._fleet.can_be_joined:
+        if self._roster.can_be_joined:
             return False
-        version = self._fleet.version
-        if version is not None and any(member.serves(version) for member in self._fleet.members):
+        version = self._roster.version
+        if version is not None and any(member.serves(version) for member in self._roster.members):
             return False
-        return not self._fleet.can_return
+        return not self._roster.can_return
 
 
 def _report(task: "asyncio.Task[None]") -> None:

@@ -1,5 +1,6 @@
 """One instance of the pool: its entry in the membership, its connection, and what is under way there."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -43,6 +44,8 @@ class Member:
     """Requests under way; `begin`, `progress` and `end` keep these figures of them, which each placement reads."""
     waiting: set[Request] = field(default_factory=set)
     """Those of them without a token, which may be in the instance's own queue."""
+    suspicion: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a connection to it broke: its health is asked for at once."""
     num_open: int = 0
     """Responses under way that have not come to their end."""
 

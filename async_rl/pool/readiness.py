@@ -3,31 +3,18 @@
 import asyncio
 import logging
 import time
-from typing import Protocol
 
 from async_rl.errors import InstanceError, NeedsWeights, NoInstanceLeft
 from async_rl.pool.health import LOG_INTERVAL_S, PROBE_TIMEOUT_S, REMEDY
 from async_rl.pool.member import Member
+from async_rl.pool.roster import Roster
 
 logger = logging.getLogger(__name__)
 
 READY_INTERVAL_S = 0.5
 
 
-class Fleet(Protocol):
-    """What the wait needs of the pool."""
-
-    @property
-    def members(self) -> tuple[Member, ...]: ...
-
-    def note_process(self, member: Member, boot_id: str | None) -> None: ...
-
-    def note_useless(self, member: Member, reason: str) -> None: ...
-
-    def describe(self, what: str) -> str: ...
-
-
-async def wait_until_healthy(fleet: Fleet, timeout_s: float, *, publishes: bool) -> int:
+async def wait_until_healthy(roster: Roster, timeout_s: float, *, publishes: bool) -> int:
     """Waits until every instance answers healthy, or until `timeout_s` if one does.
 
     Args:
@@ -44,12 +31,12 @@ async def wait_until_healthy(fleet: Fleet, timeout_s: float, *, publishes: bool)
     next_log = 0.0
     lengths: dict[Member, int] = {}
     while True:
-        waiting = [member for member in fleet.members if member not in lengths]
-        found = await asyncio.gather(*(_max_model_len(fleet, member, publishes) for member in waiting))
+        waiting = [member for member in roster.members if member not in lengths]
+        found = await asyncio.gather(*(_max_model_len(roster, member, publishes) for member in waiting))
         lengths |= {member: length for member, length in zip(waiting, found, strict=True) if length is not None}
         # Members come and go meanwhile.
-        lengths = {member: lengths[member] for member in fleet.members if member in lengths}
-        waiting = [member for member in fleet.members if member not in lengths]
+        lengths = {member: lengths[member] for member in roster.members if member in lengths}
+        waiting = [member for member in roster.members if member not in lengths]
         if (lengths and not waiting) or time.monotonic() > deadline:
             break
         if time.monotonic() >= next_log:
@@ -59,22 +46,22 @@ async def wait_until_healthy(fleet: Fleet, timeout_s: float, *, publishes: bool)
     for member in waiting:
         logger.warning("going on without %s: %s", member.url, member.reason)
     if not lengths:
-        raise NoInstanceLeft(f"{fleet.describe(f'no instance became healthy within {timeout_s:g} s')}\n{REMEDY}")
+        raise NoInstanceLeft(f"{roster.describe(f'no instance became healthy within {timeout_s:g} s')}\n{REMEDY}")
     return min(lengths.values())
 
 
-async def _max_model_len(fleet: Fleet, member: Member, publishes: bool) -> int | None:
+async def _max_model_len(roster: Roster, member: Member, publishes: bool) -> int | None:
     """What a healthy instance says, with its dialect learned; None for one that cannot serve yet."""
     try:
         try:
-            fleet.note_process(member, await member.client.health(PROBE_TIMEOUT_S))
+            roster.note_process(member, await member.client.health(PROBE_TIMEOUT_S))
         except NeedsWeights:
             if not publishes:
                 raise
         await member.client.learn_dialect(PROBE_TIMEOUT_S)
         length = await member.client.max_model_len(PROBE_TIMEOUT_S)
     except InstanceError as error:
-        fleet.note_useless(member, str(error))
+        roster.note_useless(member, str(error))
         return None
     member.last_seen_s = time.monotonic()
     return length

@@ -22,7 +22,7 @@ class Offer:
 
 
 class Admission:
-    """`pool.admit` of the leader that publishes; the publisher sets `offer` before it ends a publish."""
+    """`LateJoiners.admit` of the leader that publishes; the publisher sets `offer` before it ends a publish."""
 
     def __init__(self, config: PublishSection) -> None:
         self._timeout_s = config.timeout_s

@@ -65,7 +65,7 @@ class Publishing:
         snapshots = SnapshotStore(snapshot_dir, "run") if snapshot_dir else None
         admission = Admission(config)
         admission.canary = canary
-        pool.admit = admission.admit
+        pool.late_joiners.admit = admission.admit
         probe = Probe(config, RolloutSection(), PROMPT) if config.probe_tokens else None
         publisher = Publisher(
             pool,

@@ -114,8 +114,8 @@ def test_one_that_the_main_leader_let_in_between_two_publishes_serves_the_others
     async def let_in() -> None:
         member = main.add(late.url, "late")
         await main.get_to_know(member, 5.0)
-        main.admit, main._config = _nothing, main._config.model_copy(update={"join": "now"})
-        await main.admit_now(member)
+        main.late_joiners.admit, main._config = _nothing, main._config.model_copy(update={"join": "now"})
+        await main.late_joiners.admit_now(member)
 
     eventually(lambda: len(other.members) == 1)
     loop.run(let_in())

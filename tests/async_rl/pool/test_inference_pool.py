@@ -226,7 +226,7 @@ def test_a_group_waits_for_an_instance_that_joins(instances, pools: Pools, caplo
     async def admit(member: Member) -> None:
         late.rescript(version="v1")
 
-    pool.admit = admit
+    pool.late_joiners.admit = admit
     with caplog.at_level(logging.INFO):
         running = pools.loop.submit(groups(pool, 1))
         pools.wait_for(lambda: "no instance is in service; waiting" in caplog.text)
@@ -346,7 +346,7 @@ def test_a_refused_admission_is_not_tried_again_with_the_same_version(instances,
         tried.append(member.name)
         raise InstanceError("no room")
 
-    pool.admit = admit
+    pool.late_joiners.admit = admit
     member = pools.call(pool.register, late.url, "late", "boot-1")
     pools.wait_for(lambda: member.state == "stale")
     assert tried == ["late"] and member.reason == "it could not join: no room"

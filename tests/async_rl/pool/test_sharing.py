@@ -79,7 +79,7 @@ def test_one_that_joins_at_a_fifth_of_a_batch_carries_its_share_and_the_batch_en
     async def admit(member: Member) -> None:
         return
 
-    pool.admit = admit
+    pool.late_joiners.admit = admit
     batch = Batch(pool, loop)
     answers = loop.run(
         batch.run(NUM_GROUPS, NUM_GROUPS // 5, lambda: pool.register(late.url, "late", "boot-1") and None)
@@ -100,7 +100,7 @@ def test_with_the_defaults_a_batch_is_not_placed_at_once(instances, make_pool_of
     async def admit(member: Member) -> None:
         return
 
-    pool.admit = admit
+    pool.late_joiners.admit = admit
     batch = Batch(pool, loop)
     loop.run(batch.run(200, 1, lambda: pool.register(late.url, "late", "boot-1") and None))
     counts = served([first, second, late])
@@ -119,7 +119,7 @@ def test_what_waits_in_the_queue_of_one_is_taken_over_by_another_without_a_token
     async def admit(member: Member) -> None:
         return
 
-    pool.admit = admit
+    pool.late_joiners.admit = admit
     batch = Batch(pool, loop)
     answers = loop.run(batch.run(16, 1, lambda: pool.register(late.url, "late", "boot-1") and None))
     by = [{response.instance for response in responses} for responses in answers]

@@ -1,0 +1,268 @@
+"""The instances of a pool, and what is known of each: who belongs to it, and what every fact about it leads to.
+
+`membership.py` decides from a fact who is in service; this module acts on the decision: it gives up requests, lets the
+router look for work, logs. Health checks, groups under way and publishes report their facts here, and nothing in here
+waits for them. Everything runs on the producer's event loop; `members` may be read from any thread.
+"""
+
+import logging
+import time
+from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter, ValidationError
+
+from async_rl.config.sections import PoolSection
+from async_rl.errors import ConfigError, ConnectionLost, InstanceError, InstanceRestarted, UnknownInstance
+from async_rl.instance.client import InstanceClient
+from async_rl.instance.connections import Connections
+from async_rl.pool.blame import blame_of
+from async_rl.pool.member import Member
+from async_rl.pool.membership import Event, Membership, Standing, Transition
+from async_rl.pool.router import Router
+from async_rl.protocol.body import BaseUrl
+from async_rl.protocol.fleet import InstanceInfo
+from async_rl.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+_BASE_URL = TypeAdapter(BaseUrl)
+
+ALIVE_S = 3.0
+"""An instance that answered so recently has not been replaced by another one."""
+
+HOLDING_TIMEOUT_S = 5.0
+"""For an instance to say, at the end of a publish, what it holds and which process it is."""
+
+
+class Roster:
+    """The instances of a run, as one leader knows them."""
+
+    def __init__(self, config: PoolSection, token: str | None) -> None:
+        """`token` is the bearer token of the instances."""
+        self._config = config
+        self._connections = Connections(token)
+        self._left: dict[str, str | None] = {}
+        self._membership = Membership()
+        self.members: tuple[Member, ...] = ()
+        self.min_model_len = 0
+        """What an instance must take to be of use; others that come later stay out of service."""
+        self.router = Router(lambda: self.members, config.max_outstanding_tokens, config.split_tail)
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """What is in training; None before the first publish and while one goes on."""
+        return self._membership.version
+
+    @property
+    def can_be_joined(self) -> bool:
+        """Whether instances that come between two publishes may be put in service, by this leader or the main one."""
+        return self._config.join == "now"
+
+    @property
+    def can_return(self) -> bool:
+        """Whether any instance may come back before the next publish."""
+        return self._membership.can_return(member.standing for member in self.members)
+
+    def infos(self) -> list[InstanceInfo]:
+        return [member.info() for member in self.members]
+
+    def find(self, name: str) -> Member:
+        """The instance of that name or URL.
+
+        Raises:
+            UnknownInstance: there is none.
+        """
+        for member in self.members:
+            if name in (member.name, member.url):
+                return member
+        known = ", ".join(member.name for member in self.members) or "none"
+        raise UnknownInstance(f"the fleet has no instance {name!r}: it has {known}")
+
+    def describe(self, what: str) -> str:
+        """`what`, and why no instance helps."""
+        reasons = "".join(f"\n  {member.url}: {member.reason}" for member in self.members)
+        return f"{what}:{reasons or ' the pool is empty'}"
+
+    # Membership
+
+    def add(self, url: str, name: str | None = None, boot_id: str | None = None) -> Member:
+        """Takes in an instance; it gets weights with the next publish, or at once.
+
+        Raises:
+            ConfigError: the URL is none, or it or the name is taken.
+        """
+        url = url.rstrip("/")
+        try:
+            _BASE_URL.validate_python(url)
+        except ValidationError as error:
+            raise ConfigError(f"{url!r} is not a base URL of an instance, expected http://host:port") from error
+        name = name or urlsplit(url).netloc
+        for other in self.members:
+            if other.url == url:
+                raise ConfigError(f"the pool has an instance at {url} twice: as {other.name!r} already")
+            if other.name == name:
+                raise ConfigError(
+                    f"the pool has an instance called {name!r} already, at {other.url}: choose another name"
+                )
+        client = InstanceClient(self._connections, url, self._config.request_timeout_s, self._config.stream_interval)
+        member = Member(name, client, Standing(url, boot_id))
+        self._left.pop(name, None)
+        self.members = (*self.members, member)
+        return member
+
+    def register(self, url: str, name: str, boot_id: str) -> Member | None:
+        """An instance says that it is there; None if it was drained or removed since it started, and may end.
+
+        Raises:
+            ConfigError: its URL or name belongs to another instance.
+        """
+        url = url.rstrip("/")
+        if name in self._left and self._left[name] in (None, boot_id):
+            # From now on the bar is this process's alone.
+            self._left[name] = boot_id
+            return None
+        self._require_free(name, url)
+        known = next((member for member in self.members if member.url == url), None)
+        if known is None:
+            logger.info("%s joins the fleet, at %s", name, url)
+            return self.add(url, name, boot_id)
+        if known.standing.registered_as not in (None, boot_id):
+            # A new process: its weights are gone, and so is all that it had begun.
+            self._drop(known, f"it was started anew, at {url}")
+            return self.add(url, name, boot_id)
+        # It may have been known by its address only.
+        known.name = name
+        self._membership.registered(known.standing, boot_id)
+        return known
+
+    def _require_free(self, name: str, url: str) -> None:
+        """Takes the name away from an instance at another address that does not answer any more.
+
+        Raises:
+            ConfigError: it does answer: there would be two of that name.
+        """
+        owner = next((member for member in self.members if member.name == name and member.url != url), None)
+        if owner is None:
+            return
+        if time.monotonic() - owner.last_seen_s < ALIVE_S:
+            raise ConfigError(
+                f"the pool has an instance called {name!r} already, which answers at {owner.url}: choose another --name"
+            )
+        self._drop(owner, f"another instance, at {url}, has taken its name")
+
+    def drain(self, name: str) -> Member:
+        """Gives an instance nothing new; it leaves the pool when it has finished what it has.
+
+        Raises:
+            UnknownInstance: there is none of that name or URL.
+        """
+        member = self.find(name)
+        self._act(member, self._membership.drained(member.standing))
+        return member
+
+    def remove(self, name: str) -> Member:
+        """Drops an instance at once; what it has begun goes on at others.
+
+        Raises:
+            UnknownInstance: there is none of that name or URL.
+        """
+        member = self.find(name)
+        self._left[member.name] = member.standing.registered_as
+        self._drop(member, "it was removed from the pool")
+        return member
+
+    def _drop(self, member: Member, reason: str) -> None:
+        self.members = tuple(other for other in self.members if other is not member)
+        self._act(member, self._membership.removed(member.standing, reason))
+
+    def _act(self, member: Member, transition: Transition) -> None:
+        """What follows from a transition."""
+        if transition.ends_requests:
+            for request in list(member.requests):
+                request.cancel()
+        if transition.after == "ready" and transition.event in (Event.RECEIVED, Event.RETURNED):
+            member.circuit.reset()
+        if transition.before == "ready" and transition.after in ("stale", "dead", "joining"):
+            left = sum(other.state == "ready" for other in self.members)
+            logger.warning("%s leaves service, %d of %d left: %s", member.url, left, len(self.members), member.reason)
+        self.router.wake()
+
+    # What is found out about an instance
+
+    def note_answer(self, member: Member, version: WeightVersion, boot_id: str | None) -> None:
+        """It says which weights it holds and which process it is; it may come back by that."""
+        transition = self._membership.answered(member.standing, version, boot_id)
+        if transition.after == "ready" and transition.before != "ready":
+            logger.info("%s is back in service: it holds weight version %s", member.url, version)
+        self._act(member, transition)
+
+    def note_process(self, member: Member, boot_id: str | None) -> None:
+        """It answered as this process, which may be another one than before."""
+        if (transition := self._membership.seen(member.standing, boot_id)) is not None:
+            self._act(member, transition)
+
+    def vouch_for(self, member: Member, version: WeightVersion, boot_id: str) -> None:
+        """The main leader has put this process in service with `version`: it may join here, too."""
+        self._membership.vouched(member.standing, version, boot_id)
+
+    def note_unwell(self, member: Member, reason: str) -> None:
+        """Its health check has failed for too long, though it answers."""
+        self._act(member, self._membership.unwell(member.standing, reason))
+
+    def note_lost(self, member: Member, reason: str) -> None:
+        """It does not answer: what it had begun goes on elsewhere, until it answers again."""
+        self._act(member, self._membership.lost(member.standing, reason))
+
+    def note_useless(self, member: Member, reason: str) -> None:
+        """It answers, but cannot serve this run as it is."""
+        self._act(member, self._membership.useless(member.standing, reason))
+
+    def note_failure(self, member: Member, reason: str) -> None:
+        """Something shows that it must not serve the version in training: it is out until the next publish."""
+        self._act(member, self._membership.failed(member.standing, reason))
+
+    def may_be_admitted(self, member: Member) -> bool:
+        """Whether it may be put in service between two publishes, once it holds the weights in training."""
+        return self.can_be_joined and self._membership.may_be_admitted(member.standing)
+
+    def note_admitted(self, member: Member, version: WeightVersion, boot_id: str | None) -> None:
+        """This process was given the weights in training; it serves, unless a publish has begun meanwhile."""
+        transition = self._membership.admitted(member.standing, version, boot_id)
+        if transition is not None:
+            logger.info("%s joins in the middle of a period with weight version %s", member.url, version)
+            member.last_seen_s = time.monotonic()
+            self._act(member, transition)
+
+    def publish_failed(self, member: Member, reason: str) -> None:
+        """It failed a step or a check of the publish under way; it may have been given up in that before."""
+        self._act(member, self._membership.publish_failed(member.standing, reason))
+
+    def request_failed(self, member: Member, sent_s: float, error: InstanceError) -> None:
+        """Takes the consequences of a failed request: most faults pass, and cost the instance a pause only."""
+        blame = blame_of(error)
+        if isinstance(error, InstanceRestarted):
+            self.note_process(member, error.boot_id)
+        elif blame == "barred":
+            self.note_failure(member, str(error))
+        elif blame == "lost":
+            self.note_lost(member, str(error))
+        elif blame == "pause" and member.state in ("ready", "draining"):
+            if member.circuit.is_closed:
+                logger.warning("%s failed a request, and gets one to try it in a moment: %s", member.url, error)
+            member.circuit.failed(time.monotonic(), sent_s, str(error))
+            if isinstance(error, ConnectionLost):
+                member.suspicion.set()
+
+    async def get_to_know(self, member: Member, timeout_s: float) -> None:
+        """Asks an instance what it speaks, before anything else is asked of it: it came later, or another server may
+        have taken its place.
+
+        Raises:
+            InstanceError: it does not answer, or is too small for this run.
+        """
+        await member.client.learn_dialect(timeout_s)
+        max_model_len = await member.client.max_model_len(timeout_s)
+        if max_model_len < self.min_model_len:
+            reason = f"its model takes {max_model_len} tokens, this run needs {self.min_model_len}"
+            self.note_useless(member, reason)
+            raise InstanceError(f"instance {member.url}: {reason}")
