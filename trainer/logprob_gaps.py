@@ -1,4 +1,4 @@
-"""Compares the trainer's log-probs with the rollout's while groups are trained; for `batch_sums.py`.
+"""Compares the trainer's log-probs with the rollout's while groups are trained; for `loss_sums.py`.
 
 Shape legend: N response tokens of one micro-batch.
 """

@@ -1,4 +1,4 @@
-"""The configuration of a run as pydantic models; `config_file.py` reads one. Imports nothing heavy.
+"""The configuration of a run as pydantic models; `file.py` reads one. Imports nothing heavy.
 
 Every entry point loads it first and hands each part only its own section. Unknown keys are errors.
 """

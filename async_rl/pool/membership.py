@@ -5,7 +5,7 @@ admitted with that version, or came back as the very process that did so, or the
 process. The evidence is kept by (URL, boot id) for one
 version, apart from the instance's own entry: to remove an instance and add it again neither proves nor clears anything.
 
-`pool.py` tells what happened and acts on the transitions (cancels requests, looks for work, logs); nobody else changes
+`roster.py` reports what happened and acts on the transitions (cancels requests, looks for work, logs); nobody else changes
 a standing. docs/elastic_pool.md shows `TRANSITIONS`, and a test compares the two.
 """
 

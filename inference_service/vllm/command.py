@@ -10,7 +10,7 @@ from inference_service.options import TOKEN_VARIABLE, Options
 from inference_service.vllm.versions import VllmRelease
 
 BACKEND = "async_rl"
-"""Name of async-rl's transport in vLLM's `--weight-transfer-config`; see `weight_transfer/vllm_plugin.py`."""
+"""Name of async-rl's transport in vLLM's `--weight-transfer-config`; see `plugin.py`."""
 
 PLUGIN = "async_rl"
 """Name of that plugin's entry point."""

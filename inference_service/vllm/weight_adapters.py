@@ -1,4 +1,4 @@
-"""The two forms of vLLM's weight transfer engine, as mixins over one receiver; `vllm_engine.py` picks one.
+"""The two forms of vLLM's weight transfer engine, as mixins over one receiver; `weight_engine.py` picks one.
 
 vLLM 0.23 loads through a callback that its worker hands over, and reloads layer by layer in the worker. The form of
 0.32 hands the model to the engine, which reloads it itself. Nothing here needs vLLM.

@@ -1,6 +1,6 @@
 """What a vLLM worker does with a weight stream: joins the trainer's group, receives, and feeds the model's loader.
 
-The adapters of `vllm_adapters.py` call it; nothing here needs vLLM.
+The adapters of `weight_adapters.py` call it; nothing here needs vLLM.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""One rank of `test_replica.py`, started by torchrun: publishes from a divided model to nobody.
+"""One rank of `test_rank.py`, started by torchrun: publishes from a divided model to nobody.
 
 Arguments: the checkpoint, the output directory.
 """
