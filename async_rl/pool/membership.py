@@ -2,11 +2,11 @@
 
 An instance is ready on evidence only: it passed the publish of the version in training with all its checks, or was
 admitted with that version, or came back as the very process that did so, or the run's main leader says so of that
-process. The evidence is kept by (URL, boot id) for one
-version, apart from the instance's own entry: to remove an instance and add it again neither proves nor clears anything.
+process. The evidence is kept by (URL, boot id) for one version, apart from the instance's own entry: to remove an
+instance and add it again neither proves nor clears anything.
 
-`roster.py` reports what happened and acts on the transitions (cancels requests, looks for work, logs); nobody else changes
-a standing. docs/elastic_pool.md shows `TRANSITIONS`, and a test compares the two.
+`roster.py` reports what happened and acts on the transitions (cancels requests, looks for work, logs); nobody else
+changes a standing. docs/elastic_pool.md shows `TRANSITIONS`, and a test compares the two.
 """
 
 from collections import Counter

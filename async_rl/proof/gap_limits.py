@@ -47,6 +47,10 @@ MIN_UNIT_TOKENS = 16
 PEER_FACTOR = 2.0
 """An instance with less than so many times its peers' RMS may be another kind of engine or device."""
 
+KIND_FACTOR = 1.5
+"""Another kind of engine or device may be so many times as noisy: its groups' RMS are divided by it before they are
+ranked, or among many batches one would accuse it for what is expected of it."""
+
 PEER_FLOOR = 0.25
 """Below this part of the noise scale instances are not compared: kinds of engines differ there for good reasons."""
 
@@ -118,7 +122,7 @@ class NoiseLimits:
             if not others or totals[url] < PEER_FLOOR * self.noise:
                 continue
             usual = median(rms for peer, rms in totals.items() if peer != url)
-            sigmas = rank_sigmas([gaps.clipped_rms for gaps in own], others)
+            sigmas = rank_sigmas([gaps.clipped_rms / KIND_FACTOR for gaps in own], others)
             if totals[url] > PEER_FACTOR * usual and sigmas > PEER_SIGMAS:
                 found.append(
                     f"instance {url} deviates from its peers: its trainer - rollout log-probs have an RMS of "
