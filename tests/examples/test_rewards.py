@@ -1,0 +1,98 @@
+"""The examples' rewards score a row, and tell a good response from a bad one."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from async_rl.config.sections import PromptsSection
+from async_rl.data.prompts import first_rows
+from async_rl.rewards.base import as_rewards
+from async_rl.rewards.function import Traits, load_function
+from async_rl.types import Prompt, Response, WeightSpan
+from tests.support import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def score(name: str, row: dict[str, Any], *texts: str) -> list[float]:
+    """What the reward called `name` gives for responses with these texts, as a worker would ask for it."""
+    function = load_function(name)
+    responses = [Response((5, 6), (-0.1, -0.2), t, "stop", (WeightSpan("v1", 0, 2),), "http://i") for t in texts]
+    returned = function(Prompt("row0", (3, 4), row), responses, row)
+    return as_rewards(asyncio.run(returned) if Traits.of(function).is_async else returned, len(texts))
+
+
+def rows_of(example: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (EXAMPLES / example / "rows.jsonl").read_text().splitlines()]
+
+
+def test_first_run_pays_half_for_an_answer_among_other_words() -> None:
+    name = f"python:{EXAMPLES}/first_run/reward.py:exact"
+    assert score(name, rows_of("first_run")[0], "5", " 5\n", "it is 5", "6") == [1.0, 1.0, 0.5, 0.0]
+    assert Traits.of(load_function(name)).correct_at == 1.0
+
+
+def test_exact_pays_for_the_answer_alone() -> None:
+    name = f"python:{EXAMPLES}/rewards/exact.py:exact"
+    assert score(name, {"prompt": "What is 2 + 3?", "answer": "5"}, "5", "it is 5") == [1.0, 0.0]
+    assert Traits.of(load_function(name)).correct_at == 1.0
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_math_knows_the_right_answer_of_every_row(row: int) -> None:
+    solution = rows_of("math")[row]
+    right = solution["answer"].rpartition("#### ")[2]
+    assert score("math", solution, f"so \\boxed{{{right}}}", "so \\boxed{77}") == [1.0, 0.0]
+
+
+def test_the_reasoning_gym_task_scores_its_own_rows() -> None:
+    prompts = PromptsSection(source="reasoning-gym:chain_sum", prompts_per_batch=1)
+    (row,) = first_rows(prompts, 1)
+    assert score("reasoning_gym", dict(row), str(row["answer"]), "no idea")[0] == 1.0
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Answers as an OpenAI-compatible server does: "1" to whoever speaks of five, nonsense to whoever asks for it."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
+        content = "perhaps" if "nonsense" in asked else "1" if "five" in asked else "0.25"
+        body = json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> Iterator[str]:
+    """The name of the judge example, which asks a server of this test."""
+    server = HTTPServer(("127.0.0.1", 0), Judge)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    source = (EXAMPLES / "rewards" / "judge.py").read_text()
+    assert "http://127.0.0.1:9000" in source
+    (tmp_path / "judge.py").write_text(source.replace(":9000", f":{server.server_port}"))
+    yield f"python:{tmp_path}/judge.py:judge"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_judge_is_asked_about_every_response(judge: str) -> None:
+    assert score(judge, {"prompt": "What is 2 + 3?"}, "five", "{6}") == [1.0, 0.25]
+
+
+def test_a_judge_that_says_no_number_is_an_error_to_try_again(judge: str) -> None:
+    with pytest.raises(ValueError, match="perhaps"):
+        score(judge, {"prompt": "What is 2 + 3?"}, "five", "nonsense")
