@@ -72,7 +72,7 @@ async def broken_off(client: InstanceClient, version: str, boot_id: str | None) 
 
 def test_vllm_passes_the_contract_that_the_embedded_engine_passes(vllm: Instance) -> None:
     env = {**os.environ, "ASYNC_RL_CONTRACT_URL": vllm.url, "ASYNC_RL_TOKEN": "s3cret"}
-    contract = ROOT / "tests" / "inference_service" / "test_contract.py"
+    contract = ROOT / "tests" / "inference_service" / "api" / "test_contract.py"
     run = subprocess.run(
         [sys.executable, "-m", "pytest", str(contract), "-p", "no:cacheprovider", "--tb=short", "-rs"],
         cwd=ROOT,
