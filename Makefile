@@ -10,8 +10,9 @@ READY := $(VENV)/.ready
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
+FAST := not distributed and not vllm and not layouts and not gpu and not npu
 
-.PHONY: quickstart test test-layouts test-gpu test-vllm vllm check format clean
+.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu
 
 quickstart: $(READY)
@@ -20,6 +21,10 @@ quickstart: $(READY)
 # Half of the time the tests wait for processes, so two run at once; those of one file share what they start.
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+# Everything that starts no processes; none of it waits, so a minute for one test means that it hangs.
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "$(FAST)" --timeout 60 --numprocesses 2 --dist loadfile $(ARGS)
 
 # Every layout against one rank; its figures are printed at the end.
 test-layouts: $(READY)

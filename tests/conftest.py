@@ -1,7 +1,7 @@
 """What every test has: small models, few threads, no hub."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,39 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
+from tests.support.process_gate import ProcessGate
 from tests.support.tiny_model import make_tiny_model
 
 torch.set_num_threads(1)
+
+GATE = ProcessGate()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    """Closes the gate before the first fixture of a test is made, those of its module and session included."""
+    GATE.close(item.nodeid, {marker.name for marker in item.iter_markers()})
+    yield
+    GATE.require_none_refused()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call() -> Generator[None]:
+    yield
+    GATE.require_none_refused()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    try:
+        yield
+    finally:
+        GATE.open()
+
+
+@pytest.fixture
+def process_gate() -> ProcessGate:
+    return GATE
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.distributed
+
 COMMANDS = ("quickstart", "run", "export", "serve", "fleet", "eval")
 
 

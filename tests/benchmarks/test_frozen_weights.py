@@ -4,6 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.distributed
+
 
 def test_weights_on_the_host_save_their_bytes_on_the_device() -> None:
     command = [sys.executable, "-m", "benchmarks.frozen_weights", "--json", "--size", "tiny", "--repeats", "1"]

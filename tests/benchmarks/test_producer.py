@@ -4,6 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.distributed
+
 
 def test_the_benchmark_says_what_rollouts_cost() -> None:
     sizes = "--prompts 8 --responses 4 --tokens 64 --small-responses 160 --pairs 1 --window-s 0.2 --warm-up-s 0.2"

@@ -150,6 +150,7 @@ def test_make_runs_each_benchmark_to_its_figures(target: str) -> None:
     assert expected <= set(json.loads(make(target, arguments).splitlines()[-1]))
 
 
+@pytest.mark.distributed
 def test_make_test_gpu_runs_where_there_is_none() -> None:
     assert "failed" not in make("test-gpu", "")
 
@@ -158,7 +159,8 @@ def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
     run_by_tests = {"quickstart", "bench-overlap", "bench-gpu", "test-gpu", *SMALL_BENCHMARKS}
     # It takes an hour; `make test` runs a cover of it.
     run_by_hand = {"test-layouts"}
-    run_by_ci = set(re.findall(r"^make ([a-z-]+)$", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE))
+    ci = (ROOT / ".ci" / "run").read_text() + (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    run_by_ci = set(re.findall(r"^(?: *- run: )?make ([a-z-]+)$", ci, flags=re.MULTILINE))
     shell = blocks("sh")
     assert {block.split()[0] for block in shell} <= {"async-rl", "make"}
     assert (
@@ -167,8 +169,15 @@ def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
     )
 
 
+def test_every_make_target_that_a_document_names_is_one() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md"]:
+        named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", document.read_text(), flags=re.MULTILINE))
+        assert {"".join(pair) for pair in named} <= targets, document.name
+
+
 def test_every_link_into_the_repository_leads_somewhere() -> None:
-    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             if not target.startswith("http"):
                 assert (document.parent / target).exists(), f"{document.name}: {target}"

@@ -190,11 +190,13 @@ def registered(
     return instance
 
 
+@pytest.mark.distributed
 def test_a_server_that_its_fleet_lets_go_ends_with_code_0(registered: Any, fleet: Fleet) -> None:
     fleet.leave = True
     assert registered.process.wait(timeout=15) == 0
 
 
+@pytest.mark.distributed
 def test_a_signal_asks_for_leave_and_the_server_serves_until_it_gets_it(registered: Any, fleet: Fleet) -> None:
     fleet.is_busy = True
     registered.process.send_signal(signal.SIGTERM)
@@ -205,6 +207,7 @@ def test_a_signal_asks_for_leave_and_the_server_serves_until_it_gets_it(register
     assert registered.process.wait(timeout=15) == 0
 
 
+@pytest.mark.distributed
 def test_a_second_signal_ends_the_server_at_once(registered: Any, fleet: Fleet) -> None:
     fleet.is_busy = True
     registered.process.send_signal(signal.SIGINT)
@@ -213,6 +216,7 @@ def test_a_second_signal_ends_the_server_at_once(registered: Any, fleet: Fleet) 
     assert registered.process.wait(timeout=10) == 0
 
 
+@pytest.mark.distributed
 def test_all_interfaces_are_registered_as_the_address_on_the_way_to_the_fleet(
     start_process: Callable[..., Any], tiny_model: Callable[..., Path], fleet: Fleet
 ) -> None:
@@ -221,6 +225,7 @@ def test_all_interfaces_are_registered_as_the_address_on_the_way_to_the_fleet(
     assert fleet.registrations()[0]["url"].startswith("http://127.0.0.1:")
 
 
+@pytest.mark.distributed
 def test_a_register_url_that_is_none_ends_with_code_2(
     start_process: Callable[..., Any], tiny_model: Callable[..., Path]
 ) -> None:

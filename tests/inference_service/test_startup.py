@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.distributed
+
 
 def assert_ends_with_one_line(process: subprocess.Popen[str], *words: str) -> None:
     output, _ = process.communicate(timeout=60)

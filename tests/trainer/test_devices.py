@@ -25,6 +25,7 @@ def test_every_device_module_loads_without_its_device_and_offers_the_same(name: 
         assert device.DEVICE.type == name
 
 
+@pytest.mark.distributed
 def test_choosing_an_accelerator_does_not_load_megatron() -> None:
     # MindSpeed has to come before it.
     program = (

@@ -18,6 +18,8 @@ from async_rl.rewards import make_reward
 from async_rl.rollout.producer import Producer, group_seed
 from async_rl.types import Batch, Prompt
 
+pytestmark = pytest.mark.distributed
+
 REWARD = """
 async def score(prompt, responses, row):
     if row.get("broken"):

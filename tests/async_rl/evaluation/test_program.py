@@ -48,6 +48,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.distributed
 def test_what_running_instances_serve_is_evaluated_under_its_own_version(instances, make_config, tmp_path) -> None:
     config = make_config(*instances({"version": "step-9"}, {"version": "step-9"}))
     asyncio.run(evaluate(config, tmp_path / "out", None))
@@ -57,12 +58,14 @@ def test_what_running_instances_serve_is_evaluated_under_its_own_version(instanc
     assert lines(tmp_path / "out" / "progress.jsonl") == [{"set": "words", "total_prompts": 4}] * 4
 
 
+@pytest.mark.distributed
 def test_instances_of_different_versions_are_not_mixed(instances, make_config, tmp_path) -> None:
     config = make_config(*instances({"version": "step-9"}, {"version": "step-8"}))
     with pytest.raises(StaleWeights, match=r"different weight versions, .*step-9.*step-8"):
         asyncio.run(evaluate(config, tmp_path / "out", None))
 
 
+@pytest.mark.distributed
 def test_an_evaluation_goes_on_without_instances_that_do_not_serve(instances, make_config, tmp_path) -> None:
     sound, refusing, gone = instances({"version": "step-9"}, {"health": 503}, {})
     gone.kill()
@@ -73,6 +76,7 @@ def test_an_evaluation_goes_on_without_instances_that_do_not_serve(instances, ma
     assert len(sound.seen()["requests"]) == 4 and refusing.seen()["requests"] == []
 
 
+@pytest.mark.distributed
 def test_prompts_that_fail_fail_the_evaluation(instances, make_config, tmp_path) -> None:
     (tmp_path / "words.jsonl").write_text('{"prompt": "Word", "reward": "none"}\n{"prompt": "Word", "reward": 1}\n')
     with pytest.raises(InstanceError, match="1 of 2 prompts could not be evaluated"):

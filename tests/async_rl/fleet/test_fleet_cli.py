@@ -5,10 +5,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from async_rl.config.sections import PoolSection
 from async_rl.fleet.server import FleetServer
 from async_rl.protocol.inference import SamplingParams
 from tests.support import ROOT
+
+pytestmark = pytest.mark.distributed
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 

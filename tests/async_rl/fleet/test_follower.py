@@ -97,6 +97,7 @@ def test_a_follower_goes_on_with_those_it_knows_when_the_endpoint_is_gone(
     assert caplog.text.count("the fleet endpoint does not answer") == 1
 
 
+@pytest.mark.distributed
 def test_one_that_the_main_leader_let_in_between_two_publishes_serves_the_others_too(
     make_pool, serve, loop, make_follower, instances, eventually
 ) -> None:
@@ -128,6 +129,7 @@ async def _nothing(member: Member) -> None:
     """An admission: the scripted instance holds the weights already."""
 
 
+@pytest.mark.distributed
 def test_what_the_main_leader_says_of_another_version_or_process_is_no_evidence(
     make_pool, loop, instances, eventually
 ) -> None:

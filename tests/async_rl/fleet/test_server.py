@@ -226,6 +226,7 @@ def test_signals_stay_with_the_program_even_on_its_main_thread(make_pool, loop) 
     assert asyncio.run(handler_while_serving()) is signal.getsignal(signal.SIGTERM)
 
 
+@pytest.mark.distributed
 def test_an_instance_that_asks_for_leave_gets_it_when_it_is_idle(instances, make_pool, serve, loop, eventually) -> None:
     first, second = instances({}, {})
     pool = make_pool(first.url)

@@ -24,6 +24,8 @@ from async_rl.instance.partial_rollout import Draft
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightSpan
 
+pytestmark = pytest.mark.distributed
+
 Connect = Callable[..., InstanceClient]
 SAMPLING = SamplingParams(n=3, max_tokens=8, seed=1024, logprobs=0)
 LONG = 1039

@@ -106,6 +106,7 @@ def require_exact(answers: list[tuple[list[Response], int]], max_tokens: int = S
         assert [r.token_ids for r in responses] == [expected(4096 * i + j, max_tokens) for j in range(len(responses))]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("owner", ["async-rl", "vllm"])
 def test_one_that_is_taken_in_during_a_publish_is_asked_what_it_speaks(instances, stage: Pools, owner: str) -> None:
     """It was removed and came back while it received the weights. Taken for another kind of server it would be sent
@@ -121,6 +122,7 @@ def test_one_that_is_taken_in_during_a_publish_is_asked_what_it_speaks(instances
     assert request["sampling_params"].get("seed") == (0 if owner == "async-rl" else None)
 
 
+@pytest.mark.distributed
 def test_one_that_came_during_a_publish_and_is_too_small_for_the_run_is_left_out(instances, stage: Pools) -> None:
     first, second = instances({"stream": True}, {"stream": True, "max_model_len": 8})
     pool = stage.make(first)
@@ -132,6 +134,7 @@ def test_one_that_came_during_a_publish_and_is_too_small_for_the_run_is_left_out
     assert "its model takes 8 tokens" in (pool.find(second.url).reason or "")
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     "script", [{"flood": True}, {"surplus": 1}, {"bad_logprob": float("nan")}, {"bad_logprob": 5.0}]
 )
@@ -145,6 +148,7 @@ def test_one_that_does_not_do_what_it_is_asked_to_leaves_and_the_others_sample_e
     assert "the server does not do what it is asked to" in (pool.find(broken.url).reason or "")
 
 
+@pytest.mark.distributed
 def test_a_flood_of_tokens_from_the_only_instance_ends_in_its_name(instances, stage: Pools) -> None:
     (broken,) = instances({"stream": True, "flood": True})
     pool = stage.make(broken, timeout_s=3.0)
@@ -152,6 +156,7 @@ def test_a_flood_of_tokens_from_the_only_instance_ends_in_its_name(instances, st
         stage.loop.run(groups(pool, 4))
 
 
+@pytest.mark.distributed
 def test_tokens_that_are_taken_back_each_time_are_no_progress(
     instances, stage: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +169,7 @@ def test_tokens_that_are_taken_back_each_time_are_no_progress(
         stage.loop.run(groups(pool, 1))
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("status", [503, 500, 502, 429])
 def test_server_errors_that_pass_cost_no_instance_its_service(instances, stage: Pools, status: int) -> None:
     busy = {"stream": True, "busy_at": [1], "busy_status": status}
@@ -175,6 +181,7 @@ def test_server_errors_that_pass_cost_no_instance_its_service(instances, stage: 
     assert all(member.num_tokens for member in pool.members)
 
 
+@pytest.mark.distributed
 def test_one_broken_connection_ends_no_other_request(instances, stage: Pools) -> None:
     torn, other = instances(
         {"stream": True, "token_s": 0.1, "stop_after": 1, "fate": "tear", "fate_of": "v1-3-1"},
@@ -188,6 +195,7 @@ def test_one_broken_connection_ends_no_other_request(instances, stage: Pools) ->
     assert torn.seen()["num_cancelled"] + other.seen()["num_cancelled"] <= 1
 
 
+@pytest.mark.distributed
 def test_a_prompt_that_breaks_every_server_ends_with_its_name_and_the_servers_stay(instances, stage: Pools) -> None:
     pool = stage.make(*(six := instances(*[{"stream": True, "poison": POISON}] * 6)))
     with pytest.raises(PromptFailed, match=r"'v1-0' of 2 prompt tokens failed 3 times in a row, on 3 instances"):
@@ -198,6 +206,7 @@ def test_a_prompt_that_breaks_every_server_ends_with_its_name_and_the_servers_st
     require_exact(stage.loop.run(groups(pool, 12)))
 
 
+@pytest.mark.distributed
 def test_a_listed_instance_that_restarts_behind_its_url_credits_nothing_to_the_version(instances, stage: Pools) -> None:
     """As vLLM, which tells versions at the end: a first process dies amid a response, and so does the next one."""
     dying = {"stream": True, "token_s": 0.05, "versions_at_end": True, "owner": "vllm", "stop_after": 2, "fate": "die"}
@@ -215,6 +224,7 @@ def test_a_listed_instance_that_restarts_behind_its_url_credits_nothing_to_the_v
     assert second.seen()["requests"] == [] or states(pool)[0] != "ready"
 
 
+@pytest.mark.distributed
 def test_to_remove_an_instance_and_add_it_again_does_not_bring_it_back(instances, stage: Pools) -> None:
     lying, sound = instances({"stale": "v0"}, {})
     # Nobody is taken for dead by a slow machine: whoever was dead and answers is stale.
@@ -228,6 +238,7 @@ def test_to_remove_an_instance_and_add_it_again_does_not_bring_it_back(instances
     assert member.state == "joining", "it says that it holds v1, and failed for it"
 
 
+@pytest.mark.distributed
 def test_an_instance_list_that_flaps_ends_no_run_and_blames_no_prompt(instances, stage: Pools) -> None:
     """More often than a prompt may fail, while nothing has a token yet; at times nobody is listed at all."""
     (instance,) = instances({"stream": True, "delay_s": 1.0})
@@ -241,6 +252,7 @@ def test_an_instance_list_that_flaps_ends_no_run_and_blames_no_prompt(instances,
     require_exact(running.result(DEADLINE_S))
 
 
+@pytest.mark.distributed
 def test_a_name_that_another_instance_has_is_refused(instances, stage: Pools) -> None:
     first, second = instances({}, {})
     pool = stage.make(first, second)
@@ -250,6 +262,7 @@ def test_a_name_that_another_instance_has_is_refused(instances, stage: Pools) ->
     assert [member.url for member in pool.members if member.name == "a"] == [first.url]
 
 
+@pytest.mark.distributed
 def test_health_errors_that_pass_do_not_end_service(instances, stage: Pools) -> None:
     (instance,) = instances({"stream": True})
     pool = stage.make(instance)

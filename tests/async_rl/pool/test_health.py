@@ -6,8 +6,12 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
+
+pytestmark = pytest.mark.distributed
 
 DEADLINE_S = 20.0
 VERSION = "v1"

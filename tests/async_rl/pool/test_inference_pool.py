@@ -17,6 +17,8 @@ from async_rl.types import Response
 from tests.support.pools import DEADLINE_S, Pools
 from tests.support.scripted_instance import sample
 
+pytestmark = pytest.mark.distributed
+
 SAMPLING = SamplingParams(n=2, max_tokens=8, seed=4096, logprobs=0)
 LONG = SamplingParams(n=4, max_tokens=40, seed=4096, logprobs=0)
 CLOSED = "http://127.0.0.1:9"

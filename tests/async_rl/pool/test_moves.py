@@ -88,6 +88,7 @@ def pool_of(pools_with: Callable[..., Pools]) -> Callable[..., InferencePool]:
     return pools_with(heartbeat_timeout_s=60.0).make
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("versions_at_end", [False, True])
 def test_what_is_moved_goes_on_from_where_it_was(
     instances: Callable[..., list[Any]],

@@ -63,6 +63,7 @@ def served(instances: list[Any]) -> list[int]:
     return [len(instance.seen()["requests"]) for instance in instances]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("delay_s", [0.3])
 def test_one_that_joins_at_a_fifth_of_a_batch_carries_its_share_and_the_batch_ends_sooner_by_it(
     instances, make_pool_of, loop: EventLoopThread, delay_s: float
@@ -91,6 +92,7 @@ def test_one_that_joins_at_a_fifth_of_a_batch_carries_its_share_and_the_batch_en
     assert max(counts[:2]) <= 26, f"the others were to serve 22 each: {counts}"
 
 
+@pytest.mark.distributed
 def test_with_the_defaults_a_batch_is_not_placed_at_once(instances, make_pool_of, loop: EventLoopThread) -> None:
     """200 groups of 2 on two instances that tell nothing: a joiner of before got none of them."""
     script = {"delay_s": 1.0}
@@ -109,6 +111,7 @@ def test_with_the_defaults_a_batch_is_not_placed_at_once(instances, make_pool_of
     assert counts[2] >= 200 // 8, counts
 
 
+@pytest.mark.distributed
 def test_what_waits_in_the_queue_of_one_is_taken_over_by_another_without_a_token_lost(
     instances, make_pool_of, loop: EventLoopThread
 ) -> None:

@@ -14,6 +14,8 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import Reward, make_reward
 from async_rl.types import Prompt, Response, WeightSpan
 
+pytestmark = pytest.mark.distributed
+
 TIMEOUT_S = 0.5
 IN_TIME_S = 15.0
 """An error that comes by itself, or by the timeout, does so at once; a machine under load starts processes slowly."""

@@ -15,6 +15,8 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import Reward, make_reward
 from async_rl.types import Prompt, Response, WeightSpan
 
+pytestmark = pytest.mark.distributed
+
 USER_FILE = """
 import asyncio, os, pathlib, sys, time
 from dataclasses import dataclass

@@ -19,6 +19,8 @@ from async_rl.rewards import make_reward
 from async_rl.rollout.producer import Producer, RolloutRun, group_seed
 from async_rl.types import Batch, Group, Prompt
 
+pytestmark = pytest.mark.distributed
+
 REWARD = """
 import time
 

@@ -17,6 +17,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.distributed
 def test_a_second_run_is_refused_until_the_first_has_ended_even_by_kill(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:

@@ -130,6 +130,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.distributed
 def test_a_store_removes_what_a_killed_run_left_and_nothing_else(tmp_path: Path) -> None:
     others = SnapshotStore(tmp_path, "other")
     items = make_items()

@@ -75,6 +75,7 @@ def test_the_log_that_an_error_names_is_there(tiny_model: Callable[..., Path], d
     assert "NoInstanceLeft" in Path(log).read_text()
 
 
+@pytest.mark.distributed
 def test_a_value_that_cannot_work_is_named_before_anything_starts(tmp_path: Path, data: Path) -> None:
     done = evaluate(tmp_path, data, "--samples", "0")
     assert done.returncode == 2

@@ -234,6 +234,9 @@ MISTAKES = {
     "joining at once without a place": Mistake(("--pool.join", "now"), says=("publish.snapshot_dir is not set",)),
 }
 
+ASKED = ("a Python without vLLM", "no devices", "the embedded engine on an NPU")
+"""Another program has to be asked whether these are mistakes."""
+
 
 @pytest.fixture
 def workplace(tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -259,7 +262,9 @@ def make(workplace: Path, mistake: Mistake) -> None:
             path.write_text(content, errors="surrogateescape")
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.distributed) if name in ASKED else name for name in MISTAKES]
+)
 def test_a_mistake_is_named_before_anything_starts(
     workplace: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").exists()
 
 
+@pytest.mark.distributed
 def test_a_bad_override_ends_before_the_warm_start(tmp_path: Path) -> None:
     process = start("--run-dir", str(tmp_path / "run"), "--optimizer.learningrate", "1")
     output, _ = process.communicate(timeout=60)
@@ -65,6 +66,7 @@ def test_a_bad_override_ends_before_the_warm_start(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_ctrl_c_in_the_warm_start_leaves_no_process(tmp_path: Path) -> None:
     process = start("--run-dir", str(tmp_path / "run"))

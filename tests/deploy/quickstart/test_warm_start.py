@@ -27,6 +27,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.distributed
 def test_a_warm_start_leaves_a_model_that_evaluate_reads(run_dir: Path) -> None:
     out = run_dir / "evaluation.json"
     options = ["--model", str(run_dir / "base_model"), "--rows", str(run_dir / "data" / "held_out.jsonl")]
@@ -38,12 +39,14 @@ def test_a_warm_start_leaves_a_model_that_evaluate_reads(run_dir: Path) -> None:
     assert set(record["samples"][0]) == {"word", "answer", "response", "correct"}
 
 
+@pytest.mark.distributed
 def test_a_warm_start_logs_its_checks(run_dir: Path) -> None:
     checks = [json.loads(line) for line in (run_dir / "warm_start.jsonl").read_text().splitlines()]
     assert [check["step"] for check in checks] == [CHECK_EVERY, 2 * CHECK_EVERY]
     assert checks[1]["loss"] < checks[0]["loss"]
 
 
+@pytest.mark.distributed
 def test_held_out_words_are_not_among_the_prompts(run_dir: Path) -> None:
     held_out = {row["word"] for row in read_rows(run_dir / "data" / "held_out.jsonl")}
     assert held_out.isdisjoint(row["word"] for row in read_rows(run_dir / "data" / "prompts.jsonl"))

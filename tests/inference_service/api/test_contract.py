@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+pytestmark = pytest.mark.distributed
+
 PROMPT = [5, 6, 7, 8]
 
 

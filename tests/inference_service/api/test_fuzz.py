@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.fuzzing import fuzz
 
+pytestmark = pytest.mark.distributed
+
 TOKEN = "s3cret"
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 

@@ -16,6 +16,8 @@ import torch
 
 from async_rl.protocol import inference
 
+pytestmark = pytest.mark.distributed
+
 PROMPT = [5, 6, 7, 8, 9]
 LONG = {"max_tokens": 240, "ignore_eos": True}
 GENERATE = "/inference/v1/generate"

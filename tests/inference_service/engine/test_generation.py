@@ -11,6 +11,8 @@ import httpx
 import pytest
 import torch
 
+pytestmark = pytest.mark.distributed
+
 PROMPT = [5, 6, 7, 8, 9]
 LONG = {"max_tokens": 240, "ignore_eos": True}
 

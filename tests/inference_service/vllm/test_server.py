@@ -20,6 +20,8 @@ from async_rl.pool.inference_pool import InferencePool
 from inference_service.vllm.command import Command
 from inference_service.vllm.server import VllmProcess
 
+pytestmark = pytest.mark.distributed
+
 STAND_IN = """
 import http.server, pathlib, signal, subprocess, sys
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])

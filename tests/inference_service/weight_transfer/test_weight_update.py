@@ -11,6 +11,8 @@ import torch
 
 from async_rl.weights.snapshot import SnapshotWriter
 
+pytestmark = pytest.mark.distributed
+
 # Two pages of the prefix cache and a rest.
 PROMPT = [2 + i % 90 for i in range(70)]
 

@@ -130,16 +130,19 @@ def prepare(environment: dict[str, str], before: str = "") -> "subprocess.Comple
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.distributed
 def test_prepare_takes_the_npu_of_this_rank_and_then_mindspeed_before_megatron(environment: dict[str, str]) -> None:
     answer = prepare(environment | {"LOCAL_RANK": "1"})
     assert answer.stdout.splitlines() == ["set_device 1", "mindspeed [] []"], answer.stderr
 
 
+@pytest.mark.distributed
 def test_rank_without_an_npu_of_its_own_is_refused(environment: dict[str, str]) -> None:
     answer = prepare(environment | {"LOCAL_RANK": "2"})
     assert "ConfigError: trainer.device is 'npu' and this is local rank 2, but torch_npu sees 2 NPU(s)" in answer.stderr
 
 
+@pytest.mark.distributed
 def test_mindspeed_that_comes_too_late_is_our_own_mistake(environment: dict[str, str]) -> None:
     answer = prepare(environment, before="import sys; sys.modules['megatron.core'] = sys")
     assert "AssertionError: megatron.core was imported before the NPU was prepared" in answer.stderr

@@ -1,0 +1,56 @@
+"""Refuses new processes to tests that are not marked as starting any; used by tests/conftest.py.
+
+So `make test-fast` stays what it says. Python raises an audit event before most ways to start a process;
+`multiprocessing` has ways that raise none, so its `start` asks here, too.
+"""
+
+import sys
+from collections.abc import Collection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+
+MARKERS = ("distributed", "vllm", "layouts", "gpu", "npu")
+"""Who has one of these may start processes: the first says so, the others are never in the fast set."""
+
+EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system")
+
+
+class ProcessGate:
+    """`refused` lists what was refused since the last `close`: product code may have caught the error."""
+
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+        self._test: str | None = None
+        sys.addaudithook(self._on_event)  # stays for the life of the interpreter; an open gate lets everything pass
+        start = BaseProcess.start
+
+        def checked_start(process: BaseProcess) -> None:
+            self._on_event("subprocess.Popen", (repr(process),))
+            start(process)
+
+        BaseProcess.start = checked_start  # type: ignore[method-assign]
+
+    def close(self, test: str, markers: Collection[str]) -> None:
+        """From now on `test` runs, and may start processes if one of its markers allows that."""
+        self.refused = []
+        self._test = None if set(markers) & set(MARKERS) else test
+
+    def open(self) -> None:
+        """Between tests."""
+        self._test = None
+
+    def require_none_refused(self) -> None:
+        """Fails the test for what it tried, wherever the error went."""
+        if self.refused:
+            pytest.fail("\n".join(self.refused), pytrace=False)
+
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._test is None or event not in EVENTS:
+            return
+        self.refused.append(
+            f"{self._test} starts a process ({event} of {str(arguments)[:200]}) without saying so: mark it, or its "
+            "file, with pytest.mark.distributed, which keeps it out of `make test-fast`"
+        )
+        raise RuntimeError(self.refused[-1])
