@@ -1,8 +1,9 @@
 """What every test has: small models, few threads, no hub."""
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +15,9 @@ import torch
 
 from tests.support.process_gate import ProcessGate
 from tests.support.tiny_model import make_tiny_model
+
+if TYPE_CHECKING:
+    from trainer.parallel import Parallel
 
 torch.set_num_threads(1)
 
@@ -59,3 +63,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def parallel() -> Iterator["Parallel"]:
+    """The one process group of this process: the trainer's and the benchmarks' tests share it."""
+    # Megatron, which takes seconds to import and which most tests do without.
+    from async_rl.config.sections import TrainerSection
+    from trainer.devices import choose_device
+    from trainer.parallel import init_parallel
+
+    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
+    yield parallel
+    parallel.close()

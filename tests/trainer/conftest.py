@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,21 +20,13 @@ from async_rl.config.sections import (
 )
 from async_rl.types import Group, Prompt, Response, WeightSpan
 from tests.support.trainer.grpo_reference import expected_advantages, sample_distributions
-from trainer.devices import choose_device
 from trainer.hf.weights import weight_map
-from trainer.parallel import Parallel, init_parallel
+from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
 
 VOCAB_SIZE = 96
 RAGGED = ((7, (5, 1, 9)), (1, (1, 4)), (12, (6,)), (3, (1, 1, 1, 1)), (4, (8, 2, 2, 11)))
 """(prompt tokens, response tokens of each response) of five groups: P = 1, G = 1 and length-1 responses among them."""
-
-
-@pytest.fixture(scope="session")
-def parallel() -> Iterator[Parallel]:
-    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
-    yield parallel
-    parallel.close()
 
 
 @pytest.fixture(scope="session")
