@@ -14,9 +14,9 @@ from async_rl.config.sections import TrainerSection
 from async_rl.errors import ConfigError
 
 
-class ExpertNumber(Protocol):
+class DividedExperts(Protocol):
     @property
-    def number(self) -> int: ...
+    def num_experts(self) -> int: ...
 
 
 class DividedModel(Protocol):
@@ -33,7 +33,7 @@ class DividedModel(Protocol):
     @property
     def ffn_size(self) -> int: ...
     @property
-    def experts(self) -> ExpertNumber | None: ...
+    def experts(self) -> DividedExperts | None: ...
 
 
 def require_layout(trainer: TrainerSection, model: DividedModel, num_ranks: int) -> None:
@@ -81,4 +81,4 @@ def _divisions(trainer: TrainerSection, model: DividedModel) -> list[tuple[str, 
     if model.experts is None:
         # Experts are whole on their ranks.
         return [*divisions, ("tensor_parallel", tensor, "feed-forward size", model.ffn_size)]
-    return [*divisions, ("expert_parallel", trainer.expert_parallel, "experts", model.experts.number)]
+    return [*divisions, ("expert_parallel", trainer.expert_parallel, "experts", model.experts.num_experts)]

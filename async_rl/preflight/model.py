@@ -125,7 +125,7 @@ def require_fit(config: Config, files: ModelFiles) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    number: int
+    num_experts: int
 
 
 @dataclass(frozen=True, slots=True)
