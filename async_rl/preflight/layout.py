@@ -14,7 +14,7 @@ from async_rl.config.sections import TrainerSection
 from async_rl.errors import ConfigError
 
 
-class DividedExperts(Protocol):
+class ExpertCount(Protocol):
     @property
     def num_experts(self) -> int: ...
 
@@ -33,7 +33,7 @@ class DividedModel(Protocol):
     @property
     def ffn_size(self) -> int: ...
     @property
-    def experts(self) -> DividedExperts | None: ...
+    def experts(self) -> ExpertCount | None: ...
 
 
 def require_layout(trainer: TrainerSection, model: DividedModel, num_ranks: int) -> None:

@@ -10,9 +10,8 @@ from async_rl.errors import ConfigError
 from async_rl.preflight.layout import require_layout
 
 DENSE = SimpleNamespace(num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=96, ffn_size=64, experts=None)
-EXPERTS = SimpleNamespace(
-    **{**vars(DENSE), "num_heads": 8, "num_kv_heads": 8, "experts": SimpleNamespace(num_experts=4)}
-)
+FOUR_EXPERTS = SimpleNamespace(num_experts=4)
+EXPERTS = SimpleNamespace(**{**vars(DENSE), "num_heads": 8, "num_kv_heads": 8, "experts": FOUR_EXPERTS})
 
 
 def test_what_divides_the_model_is_accepted() -> None:
