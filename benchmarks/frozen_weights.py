@@ -105,8 +105,9 @@ def peak_bytes(trainer: MegatronTrainer, window: Sequence[Sequence[Group]], devi
         trainer.accumulate(window)
         return torch.accelerator.max_memory_allocated(device)
     models = trainer.models
-    resident = [*models.policy.parameters(), *models.reference.parameters()]
-    gradients = [p.main_grad for p in models.policy.parameters()]
+    assert models.reference is not None, "what is measured has a KL term"
+    resident: list[torch.Tensor] = [*models.policy.parameters(), *models.reference.parameters()]
+    gradients: list[torch.Tensor] = [p.main_grad for p in models.policy.parameters()]
     return sum(t.nbytes for t in [*resident, *gradients]) + allocated(lambda: trainer.accumulate(window)).peak_bytes
 
 

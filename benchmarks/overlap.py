@@ -68,7 +68,7 @@ MAX_GROUPS = 32
 MAX_CALIBRATIONS = 5
 BALANCED = 0.05
 """|log(generation / training)| from which on another try would only follow the machine's noise."""
-MODEL_SIZE = {
+MODEL_SIZE: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 4,

@@ -41,7 +41,7 @@ from async_rl.publish.publisher import Publisher
 from async_rl.weights.store import StoreServer, join_meeting
 from async_rl.weights.stream import TensorSpec, WeightGroup
 
-MODEL_SIZE = {
+MODEL_SIZE: dict[str, Any] = {
     "vocab_size": 32_768,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -63,7 +63,8 @@ def make_model(path: Path) -> Stream:
     """Saves a random Qwen3 of about 940 MB in the proportions of Qwen3-1.7B; its weights."""
     torch.manual_seed(0)
     config = Qwen3Config(max_position_embeddings=512, tie_word_embeddings=True, **MODEL_SIZE)
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    # transformers wraps `to` as a function, whose first argument would be the model.
+    model: Qwen3ForCausalLM = Qwen3ForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
     model.generation_config = GenerationConfig(eos_token_id=0)
     model.save_pretrained(path)
     return [

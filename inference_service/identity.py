@@ -38,7 +38,7 @@ class Identity:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = message | {"headers": [*message.get("headers", ()), *self._headers]}
+                message = {**message, "headers": [*message.get("headers", ()), *self._headers]}
             await send(message)
 
         await self._app(scope, receive, send_with_headers if scope["type"] == "http" else send)

@@ -76,7 +76,7 @@ def serve(options: Options, listener: socket.socket, token: str | None) -> None:
     # torch reads OMP_NUM_THREADS itself, but takes it for the threads between operators too.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     # The log of an instance is read by programs and people, not watched: one line when it is ready is enough.
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     device = torch.device(options.device)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
     loaded = load_model(options.model, device, dtype)

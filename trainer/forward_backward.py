@@ -35,7 +35,8 @@ LossOf = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Pass(Protocol):
-    micro_batches: Sequence[MicroBatch]
+    @property
+    def micro_batches(self) -> Sequence[MicroBatch]: ...
 
     def forward(self, model: SharedPromptGPT, loss_of: LossOf) -> None:
         """Forward only, for a model without gradients. `loss_of` runs on the last stage."""

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from async_rl.config.sections import Config, RolloutSection
+from async_rl.data.prompts import Tokenizer
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import EvaluationRecorder
@@ -79,7 +78,7 @@ class InferenceSide:
         require_fit(self._config.rollout, longest, self._pool.max_model_len)
         self._pool.min_model_len = len(longest.token_ids) + self._config.rollout.max_response_tokens
 
-    def evaluator(self, tokenizer: PreTrainedTokenizerBase, reward: Reward, first_iteration: int) -> Evaluator | None:
+    def evaluator(self, tokenizer: Tokenizer, reward: Reward, first_iteration: int) -> Evaluator | None:
         """What evaluates the sets of the config, if there are any.
 
         Raises:
@@ -106,7 +105,7 @@ class InferenceSide:
 
     def producer(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         reward: Reward,
         evaluator: Evaluator | None,
         watch: Callable[[], None],

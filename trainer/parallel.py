@@ -174,7 +174,7 @@ def _make_expert_peers(section: TrainerSection, num_ranks: int, rank: int) -> di
     for start in range(0, num_stage_ranks, run):
         stages = range(start, num_ranks, num_stage_ranks)
         ranks = [first + i for first in stages for i in range(run)]
-        group = dist.new_group(ranks, timeout=TIMEOUT)
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=TIMEOUT)
         if rank in ranks:
             own = group
     return own

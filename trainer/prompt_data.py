@@ -1,5 +1,7 @@
 """What a run trains on, on every rank: leaders read and tokenize it, the other ranks get the names of its prompts."""
 
+from typing import Any
+
 from async_rl.config.sections import Config
 from async_rl.data.prompts import PromptSource, Tokenizer
 from async_rl.errors import ConfigError
@@ -17,13 +19,14 @@ def load_prompts_and_contents(
         ConfigError: on all ranks; a leader cannot read the source or the reward's file, or reads something else than
             another leader.
     """
-    source, said = None, None
+    source: PromptSource | None = None
+    said: tuple[dict[str, Any] | None, str | None] | None = None
     if parallel.is_leader:
         try:
             source = PromptSource.load(config.prompts, tokenizer, config.run.seed)
-            said = [Contents(source.table.digests(), reward_identity(config.reward.name)).as_json(), None]
+            said = Contents(source.table.digests(), reward_identity(config.reward.name)).as_json(), None
         except ConfigError as error:
-            said = [None, str(error)]
+            said = None, str(error)
     told = [each for each in parallel.gather_json(said) if each is not None]
     for _, failure in told:
         if failure is not None:

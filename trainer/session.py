@@ -8,12 +8,12 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from async_rl.config.sections import Config, RunSection
-from async_rl.data.prompts import PromptSource
+from async_rl.data.prompts import PromptSource, Tokenizer
 from async_rl.errors import ConfigError
 from async_rl.ledger import Ledger
 from async_rl.loop import Rollouts
@@ -150,9 +150,10 @@ def _claim(run: RunSection) -> BinaryIO:
     return lock
 
 
-def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+def _load_tokenizer(config: Config) -> Tokenizer:
     checkpoint = find_checkpoint(config.model.path)
     try:
-        return AutoTokenizer.from_pretrained(checkpoint)
+        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {config.model.path!r} has no tokenizer that loads: {error}") from error
+    return cast(Tokenizer, tokenizer)

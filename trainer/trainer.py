@@ -112,8 +112,8 @@ class MegatronTrainer:
         with_gradient, without = self._by_gradient(window)
         trained, untrained = self._passes(with_gradient), self._passes(without)
         passes = [*trained, *untrained]
-        ref_logprobs = _logprobs_of(self.models.reference, passes) or [None] * len(passes)
-        old_logprobs = _logprobs_of(self.models.old, passes) or [None] * len(passes)
+        ref_logprobs = _logprobs_of(self.models.reference, passes)
+        old_logprobs = _logprobs_of(self.models.old, passes)
         losses = [
             functools.partial(self._loss_of, a_pass, old, ref)
             for a_pass, old, ref in zip(passes, old_logprobs, ref_logprobs, strict=True)
@@ -275,10 +275,10 @@ def _check_rewards(group: Group) -> None:
             )
 
 
-def _logprobs_of(model: FrozenModel | None, passes: Sequence[Pass]) -> list[list[torch.Tensor]] | None:
-    """Log-probs of each pass's micro-batches under a frozen model."""
+def _logprobs_of(model: FrozenModel | None, passes: Sequence[Pass]) -> Sequence[list[torch.Tensor] | None]:
+    """Log-probs of each pass's micro-batches under a frozen model; None for each pass where there is no model."""
     if model is None:
-        return None
+        return [None] * len(passes)
     with model.resident() as resident:
         return [a_pass.logprobs(resident) for a_pass in passes]
 

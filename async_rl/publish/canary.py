@@ -54,8 +54,10 @@ SEED = 0
 class CanaryTrainer(Protocol):
     """The trainer as the canary uses it: between two batches, from the main thread of the main rank."""
 
-    classes: Sequence[str]
-    one_tensor: Sequence[str]
+    @property
+    def classes(self) -> Sequence[str]: ...
+    @property
+    def one_tensor(self) -> Sequence[str]: ...
 
     def change(self, strengths: Mapping[str, int]) -> None:
         """Changes classes of the weights, each by its strength; those left out are as they should be."""

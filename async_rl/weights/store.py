@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # exported only where torch has distributed
+from torch.distributed import Store
 
 from async_rl.errors import PublishError
 from async_rl.weights.store_wire import admit, enter, listen, receive_frame, send_frame, shut

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from trainer.batching.shared_prompt import MicroBatch
-from trainer.hf.weights import weight_map
+from trainer.hf.weight_map import weight_map
 from trainer.model.shape import ModelShape
 
 SIZES = {

@@ -186,7 +186,8 @@ def _status_bytes(key: str) -> int:
 
 def measure(size: Size, cases: Mapping[str, bool], say: Callable[[str], None]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        directory, results = Path(name), {}
+        directory = Path(name)
+        results: dict[str, Any] = {}
         if cases["large"]:
             results |= measure_large(directory, size)
             say(f"large: {results}")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from aiohttp import web
 
@@ -122,7 +123,7 @@ def rendered_tokens(count: int, variant: int, vocab_size: int) -> bytes:
     """`count` tokens with their log-probs, as fields of a choice; every field that the embedded engine would write."""
     draw = random.Random(f"{count}/{variant}")
     token_ids = [draw.randrange(vocab_size) for _ in range(count)]
-    content = [
+    content: list[dict[str, Any]] = [
         {"token_id": token_id, "logprob": math.log(1 - draw.random()), "rank": None, "top_logprobs": []}
         for token_id in token_ids
     ]

@@ -9,11 +9,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from async_rl.config.sections import PoolSection, RewardSection, RolloutSection
+from async_rl.data import prompts
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import make_reward
@@ -64,11 +66,11 @@ def mock_instance(script: Script) -> Iterator[str]:
             process.kill()
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> prompts.Tokenizer:
     """Decodes as the byte-level tokenizers of most models do: one short word per token."""
     tokenizer = Tokenizer(models.BPE({f"Ġw{i}": i for i in range(VOCAB_SIZE)}, []))
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return cast(prompts.Tokenizer, PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
 
 def make_batch(iteration: int, num_prompts: int) -> Batch:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from deploy.quickstart.task import MAX_NEW_TOKENS, Row, read_rows
 
@@ -21,11 +21,12 @@ SEED = 0
 
 @torch.no_grad()
 def sample_responses(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]
 ) -> list[str | None]:
     """One response per prompt at temperature 1; None where it did not end within `MAX_NEW_TOKENS`."""
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
-    output_BT = model.generate(
+    # Its self is typed for another type checker.
+    output_BT = model.generate(  # type: ignore[misc]
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
         do_sample=True,
@@ -34,13 +35,19 @@ def sample_responses(
         top_p=1.0,
         max_new_tokens=MAX_NEW_TOKENS,
     )
+    assert isinstance(output_BT, torch.Tensor)
     responses = output_BT[:, batch["input_ids"].shape[1] :].tolist()
     return [
-        tokenizer.decode(response[: response.index(tokenizer.eos_token_id)])
+        _text(tokenizer, response[: response.index(tokenizer.eos_token_id)])
         if tokenizer.eos_token_id in response
         else None
         for response in responses
     ]
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    (text,) = tokenizer.batch_decode([token_ids])
+    return text
 
 
 def evaluate(model_path: Path, rows: Sequence[Row]) -> dict[str, object]:

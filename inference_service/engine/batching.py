@@ -68,7 +68,7 @@ class Batching:
             use_cuda_graph=False,
             auto_switch_to_flash=False,
         )
-        greedy = GenerationConfig(do_sample=False, eos_token_id=-1)  # type: ignore[no-untyped-call]
+        greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
         self._manager = ContinuousBatchingManager(model, greedy, config)  # type: ignore[arg-type]
         # The manager accepts only its own attention names, but asks the model for a mask only when it runs.
         model.set_attn_implementation(ragged_attention.NAME)

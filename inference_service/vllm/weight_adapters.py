@@ -5,7 +5,6 @@ vLLM 0.23 loads through a callback that its worker hands over, and reloads layer
 """
 
 import inspect
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -64,10 +63,16 @@ class LoadsThroughCallback(Transfer):
 class ReloadsModel(Transfer):
     """The form of 0.32; `begin_reload` and `end_reload` are vLLM's layer-by-layer reload of a model."""
 
-    begin_reload: ClassVar[Callable[[torch.nn.Module], object]]
-    end_reload: ClassVar[Callable[[torch.nn.Module, Any], object]]
     model: Any
     model_config: Any
+
+    @staticmethod
+    def begin_reload(model: torch.nn.Module) -> object:
+        raise NotImplementedError
+
+    @staticmethod
+    def end_reload(model: torch.nn.Module, model_config: Any) -> object:
+        raise NotImplementedError
 
     def start_weight_update(self) -> None:
         self.begin_reload(self.model)

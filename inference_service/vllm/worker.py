@@ -15,7 +15,8 @@ class WorkerExtension:
 
     def weight_fingerprint(self) -> str | None:
         """Fingerprint of the last weight stream that arrived whole; None before the first."""
-        return self.weight_transfer_engine.fingerprint
+        fingerprint: str | None = self.weight_transfer_engine.fingerprint
+        return fingerprint
 
     def engine_options(self) -> str:
         """What of the engine's start decides how it loads weights."""

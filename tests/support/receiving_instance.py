@@ -137,8 +137,9 @@ class ReceivingInstance(Instance):
         self.script["health"] = 200
         return web.json_response({})
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         answer = await super().generate(request)
+        assert isinstance(answer, web.Response) and answer.text is not None, "scripts of this instance do not stream"
         body = json.loads(answer.text)
         for choice in body.get("choices", ()):
             for token in choice["logprobs"]["content"]:

@@ -37,7 +37,8 @@ class Instance:
         body = {"token_ids": list(token_ids), "sampling_params": {"logprobs": 0, **params}}
         answer = self.client.post("/inference/v1/generate", json=body)
         assert answer.status_code == 200, answer.text
-        return answer.json()
+        generated: dict[str, Any] = answer.json()
+        return generated
 
     def post(self, path: str, body: object = None, status: int = 200) -> Any:
         answer = self.client.post(path, json={} if body is None else body)

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
@@ -84,13 +85,13 @@ class Schemas:
             if option.get("properties"):
                 kinds += [self._broken_fields(option)] * 4
             elif "items" in option and len(options) == 1:
-                kinds.append(self.broken(option["items"]).map(lambda item, o=option: [*self.minimal(o), item]))
+                kinds.append(self.broken(option["items"]).map(partial(_appended, self.minimal(option))))
         return st.one_of(kinds)
 
     def _broken_fields(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
         whole = self.minimal(schema)
         kinds = [
-            self.broken(field).map(lambda value, name=name: {**whole, name: value})
+            self.broken(field).map(partial(_replaced, whole, name))
             for name, field in schema["properties"].items()
             if any(not self.may_accept(field, value) for value in NASTY)
         ]
@@ -188,3 +189,11 @@ def _in_bounds(schema: Mapping[str, Any], number: float) -> bool:
         "exclusiveMaximum": lambda bound: number <= bound,
     }
     return all(holds(schema[name]) for name, holds in bounds.items() if name in schema)
+
+
+def _appended(items: list[Any], item: Any) -> list[Any]:
+    return [*items, item]
+
+
+def _replaced(whole: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    return {**whole, name: value}

@@ -34,8 +34,9 @@ import sys
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "version": "v1",
     "max_model_len": 64,
     "delay_s": 0.0,
@@ -84,7 +85,7 @@ class Instance:
         ]
 
     @web.middleware
-    async def watch(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         token = self.script.get("token")
         if token and request.headers.get("Authorization") != f"Bearer {token}":
             return refusal(401, "a bearer token is needed")
@@ -97,7 +98,7 @@ class Instance:
         if "elsewhere" in self.script and request.path not in ("/script", "/seen"):
             raise web.HTTPTemporaryRedirect(self.script["elsewhere"] + request.path)
         try:
-            response = await handler(request)
+            response: web.StreamResponse = await handler(request)
             if not response.prepared:
                 response.headers.update(self.identity())
             return response
@@ -150,7 +151,7 @@ class Instance:
         line = f"process_start_time_seconds {started}\n" if started else ""
         return web.Response(text=f"# HELP vllm:x y\n{line}python_info 1.0\n")
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         if not self.script["serve_generate"]:
             raise web.HTTPNotFound(text='{"detail":"Not Found"}')
         body = await request.json()
@@ -160,7 +161,7 @@ class Instance:
         number = await self.suffer(body)
         if self.script["stream"] and body.get("stream"):
             return await self.stream(request, body)
-        choices = []
+        choices: list[dict[str, Any]] = []
         for j in range(sampling["n"]):
             token_ids, logprobs = sample(seed_of(sampling) + j, len(body["token_ids"]), sampling["max_tokens"])
             if number == self.script.get("abort_at"):

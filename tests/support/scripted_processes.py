@@ -21,10 +21,12 @@ class ScriptedInstance:
         self._ask("/script", json.dumps(script).encode())
 
     def seen(self) -> dict[str, Any]:
-        return self._ask("/seen")
+        seen: dict[str, Any] = self._ask("/seen")
+        return seen
 
     def sums(self) -> list[float]:
-        return self._ask("/sums")
+        sums: list[float] = self._ask("/sums")
+        return sums
 
     def kill(self) -> None:
         self.process.kill()

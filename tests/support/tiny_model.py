@@ -2,6 +2,7 @@
 
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -9,6 +10,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -20,7 +22,7 @@ from transformers import (
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\"+-*/=()\n"
-MODEL_SIZE = {
+MODEL_SIZE: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -49,6 +51,7 @@ def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 
     """Saves a random float32 checkpoint of `family`, see below, with its tokenizer; returns `path`."""
     torch.manual_seed(seed)
     settings = {**MODEL_SIZE, **size, "tie_word_embeddings": tied}
+    model: PreTrainedModel
     if family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16, **settings}))
     elif family == "qwen3_moe":

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +37,7 @@ from tests.support.trainer.layout_matrix import (
 )
 from tests.support.trainer.layout_worker import Job
 from trainer.batching.shared_prompt import split_group
+from trainer.model.shape import Experts, ModelShape
 from trainer.parallel import Parallel
 
 REFUSALS = {
@@ -49,11 +49,24 @@ REFUSALS = {
 }
 
 
-def sizes_that_divide(experts: bool) -> SimpleNamespace:
+def sizes_that_divide(experts: bool) -> ModelShape:
     """A model that any number of ranks up to 16 divides, so that only combinations are judged."""
     size = 720_720
-    names = ("num_layers", "num_heads", "num_kv_heads", "vocab_size", "ffn_size")
-    return SimpleNamespace(**dict.fromkeys(names, size), experts=SimpleNamespace(number=size) if experts else None)
+    return ModelShape(
+        family="qwen3_moe" if experts else "qwen3",
+        num_layers=size,
+        hidden_size=size,
+        ffn_size=size,
+        num_heads=size,
+        num_kv_heads=size,
+        head_dim=1,
+        vocab_size=size,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_factor=None,
+        tied=False,
+        experts=Experts(num_experts=size, top_k=1, ffn_size=size, renormalized=True) if experts else None,
+    )
 
 
 def refusal(placement: Placement, experts: bool) -> str | None:

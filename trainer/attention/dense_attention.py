@@ -14,7 +14,9 @@ def dense_attention(
 ) -> torch.Tensor:
     """Attention output [T, H, D] under `segments.dense_mask_TS`; time and memory are quadratic in the row count."""
     out_1HTD = F.scaled_dot_product_attention(
-        *(tensor.transpose(0, 1)[None] for tensor in (query_THD, key_SKD, value_SKD)),
+        query_THD.transpose(0, 1)[None],
+        key_SKD.transpose(0, 1)[None],
+        value_SKD.transpose(0, 1)[None],
         attn_mask=segments.dense_mask_TS,
         scale=scale,
         enable_gqa=True,

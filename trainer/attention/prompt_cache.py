@@ -51,10 +51,13 @@ class PromptCache:
 
     def _extend(self, layer: int, name: str, tensor_TKD: torch.Tensor) -> torch.Tensor:
         if self._with_responses:
-            return _Append.apply(tensor_TKD, self._kept[layer, name])
+            # torch leaves `apply` untyped.
+            appended: torch.Tensor = _Append.apply(tensor_TKD, self._kept[layer, name])  # type: ignore[no-untyped-call]
+            return appended
         # Kept once: a recomputed forward finds what holds the gradients.
         kept = self._kept.setdefault((layer, name), _Kept(tensor_TKD.detach()))
-        return _AddGradient.apply(tensor_TKD, kept)
+        handed_on: torch.Tensor = _AddGradient.apply(tensor_TKD, kept)  # type: ignore[no-untyped-call]
+        return handed_on
 
 
 class _Kept:

@@ -57,7 +57,11 @@ def shared_prompt_attention(
     """
     if kernel is None:
         return dense_attention(query_THD, key_SKD, value_SKD, segments, scale)
-    return _TwoPartAttention.apply(query_THD, key_SKD, value_SKD, segments, scale, kernel)
+    # torch leaves `apply` untyped.
+    out_THD: torch.Tensor = _TwoPartAttention.apply(  # type: ignore[no-untyped-call]
+        query_THD, key_SKD, value_SKD, segments, scale, kernel
+    )
+    return out_THD
 
 
 class _TwoPartAttention(torch.autograd.Function):
@@ -147,8 +151,10 @@ def checked_kernel(
     )
     try:
         error = max(
-            _largest_error(kernel, device.DEVICE, dtype, _check_segments(lens, device.DEVICE), *heads, head_dim)
-            for lens, *heads in checks
+            _largest_error(
+                kernel, device.DEVICE, dtype, _check_segments(lens, device.DEVICE), q_heads, kv_heads, head_dim
+            )
+            for lens, q_heads, kv_heads in checks
         )
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as problem:
         reason = f"it failed: {problem}"
@@ -183,10 +189,10 @@ def _largest_error(
     scale = head_dim**-0.5
     results = []
     for used, wide in ((kernel, dtype), (None, torch.float32 if dtype == torch.bfloat16 else dtype)):
-        *qkv, dout = (tensor.to(wide).requires_grad_() for tensor in inputs)
+        query, key, value, dout = (tensor.to(wide).requires_grad_() for tensor in inputs)
         with torch.enable_grad():
-            out = shared_prompt_attention(*qkv, segments, scale, used)
-        results.append([out.detach(), *torch.autograd.grad(out, qkv, dout.detach())])
+            out = shared_prompt_attention(query, key, value, segments, scale, used)
+        results.append([out.detach(), *torch.autograd.grad(out, (query, key, value), dout.detach())])
     return max(_row_error(actual, expected) for actual, expected in zip(*results, strict=True))
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
@@ -201,7 +202,7 @@ def read_checked(path: Path, parallel: Parallel) -> dict[str, Any]:
     return content
 
 
-def fill(path: Path, tensors: Sequence[ShardedTensor], parallel: Parallel, group: dist.ProcessGroup) -> None:
+def fill(path: Path, tensors: Sequence[ShardedTensor], parallel: Parallel, group: dist.ProcessGroup | None) -> None:
     """Reads this rank's parts of tensors from a checkpoint into their data, whose dtype may be another.
 
     All ranks of `group`, which are all there are, call it.
@@ -225,7 +226,11 @@ def _require_same_tensors(path: Path, tensors: Sequence[ShardedTensor], parallel
     for part in parallel.gather_json(wanted):
         wanted |= part
     prefixes = {key.split(".")[0] for key in wanted}
-    found = {key: list(entry.size) for key, entry in stored.items() if key.split(".")[0] in prefixes}
+    found = {
+        key: list(entry.size)
+        for key, entry in stored.items()
+        if key.split(".")[0] in prefixes and isinstance(entry, TensorStorageMetadata)
+    }
     for key in sorted(wanted.keys() | found.keys()):
         if wanted.get(key) != found.get(key):
             raise ConfigError(

@@ -4,6 +4,7 @@ Shape legend: M query rows of one attention call, S its key / value rows, H quer
 dimension.
 """
 
+from collections.abc import Hashable
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -47,7 +48,7 @@ class AttentionKernel(Protocol):
         ...
 
 
-class Device(Protocol):
+class Device(Hashable, Protocol):
     """What a device module offers."""
 
     BACKEND: str

@@ -79,15 +79,15 @@ def prepare() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core"):
             if vars(module).get("torch") is torch:
-                module.torch = stand_in
+                vars(module)["torch"] = stand_in
             _undo_compilation(module)
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
     megatron_random._get_cuda_rng_state = _get_rng_state
     megatron_random._set_cuda_rng_state = _set_rng_state
     # The mixed-precision optimizer sorts parameters by the names of their CUDA tensor types.
-    torch.Tensor.type = _cuda_type_name(torch.Tensor.type)
+    torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]  # a substitution
     # A tied embedding's copy on the last pipeline stage is moved to CUDA before the first stage fills it.
-    torch.Tensor.cuda = _stay
+    torch.Tensor.cuda = _stay  # type: ignore[assignment,method-assign]  # a substitution, called without arguments
 
 
 class _Stream:

@@ -94,7 +94,8 @@ class _View:
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, ...] -> [B, L, ...], a view."""
-        return rows[self.start : self.start + self.batch * self.length].unflatten(0, (self.batch, self.length))
+        rows_here = rows[self.start : self.start + self.batch * self.length]
+        return torch.unflatten(rows_here, 0, (self.batch, self.length))
 
     def put(self, rows: torch.Tensor, batched: torch.Tensor) -> None:
         self.take(rows).copy_(batched)
@@ -120,7 +121,7 @@ class _Gathered:
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, ...] -> [B, L, ...], a copy."""
-        return rows.index_select(0, self._taken).unflatten(0, self._shape)
+        return torch.unflatten(rows.index_select(0, self._taken), 0, self._shape)
 
     def put(self, rows: torch.Tensor, batched: torch.Tensor) -> None:
         """Copies the entries' rows back; padded ones are left out."""

@@ -7,7 +7,7 @@ them to the main rank. Only the first replica, and the first ranks that hold all
 than a parcel beside its own weights, plus the one that the consumer of the stream still holds.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -51,7 +51,7 @@ class WeightExport:
         """The tensors of the stream, in its order, on every rank."""
         return [spec for parcel in self._parcels for spec in parcel.specs]
 
-    def stream(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    def stream(self) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
         """Main rank: yields (spec, tensor) of every tensor, whole, on the model's device.
 
         A tensor is a view of the model's own weights where these are not divided. A stream that is closed half way

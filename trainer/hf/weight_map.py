@@ -3,7 +3,7 @@
 Shape legend: V vocabulary, H hidden size, A query heads, K key / value heads, D head dimension, F feed-forward size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,7 +82,7 @@ class WeightEntry:
     """
 
     megatron_name: str
-    hf_shapes: dict[str, tuple[int, ...]]
+    hf_shapes: Mapping[str, tuple[int, ...]]
     fusion: Fusion
     stage: int = 0
     divided: int | None = None
@@ -132,7 +132,7 @@ class _LayerNames:
     def entry(
         self,
         name: str,
-        hf_shapes: dict[str, tuple[int, ...]],
+        hf_shapes: Mapping[str, tuple[int, ...]],
         fusion: Fusion | None = None,
         divided: int | None = None,
         ep_rank: int | None = None,

@@ -3,6 +3,8 @@
 Shape legend: T fed rows, R rows with logits, N response tokens, H hidden size, V vocabulary, D rotary dimension.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -31,7 +33,7 @@ from trainer.model.moe import moe_options, use_router
 from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel
 
-RECOMPUTE = {
+RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     # The feed-forward part keeps the most per row, and flash attention keeps little.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
@@ -94,9 +96,10 @@ class SharedPromptGPT(GPTModel):
             kernel=self._kernel,
             cache=cache,
         )
-        return self.decoder(
+        out_T1H: torch.Tensor = self.decoder(
             hidden_states=hidden_T1H, attention_mask=None, rotary_pos_emb=None, packed_seq_params=params
         )
+        return out_T1H
 
     def rows_for_logits(self, hidden_T1H: torch.Tensor) -> torch.Tensor:
         """The last stage's hidden rows as the vocabulary-parallel output layer takes them, [T, H].
@@ -104,8 +107,10 @@ class SharedPromptGPT(GPTModel):
         Each rank's gradient is that of its own part of the vocabulary; the backward pass here sums them.
         """
         if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=True)[:, 0]
-        return copy_to_tensor_model_parallel_region(hidden_T1H)[:, 0]
+            rows_T1H: torch.Tensor = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=True)
+        else:
+            rows_T1H = copy_to_tensor_model_parallel_region(hidden_T1H)
+        return rows_T1H[:, 0]
 
     def logprobs(self, rows_TH: torch.Tensor, labels: Labels, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the response tokens at `temperature`, with gradient, and entropies, without; float32 [N]."""
@@ -164,7 +169,7 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
         **swiglu_options(parallel.device.LAYER_OPS),
         **parallel.device.MODEL_OPTIONS,
     )
-    model = SharedPromptGPT(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
+    model: SharedPromptGPT = SharedPromptGPT(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
     _mark_divided(model)
     return model
 
@@ -182,7 +187,7 @@ def _mark_divided(model: SharedPromptGPT) -> None:
         if type(module) in dimensions:
             for parameter in module.parameters(recurse=False):
                 if getattr(module, "is_expert", False):
-                    parameter.allreduce = False  # type: ignore[attr-defined]
+                    parameter.allreduce = False
                 # A tied output layer shares the embedding's weight, and has none of its own.
                 if not hasattr(parameter, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(parameter, True, dimensions[type(module)], 1)

@@ -30,7 +30,11 @@ def response_logprobs(
     serve several labels (a prompt's last row serves the first token of every response), so the softmax is taken once
     per row. The gradient of the hidden rows is the part that this rank's vocabulary gives; the caller sums the ranks'.
     """
-    return _ResponseLogprobs.apply(hidden_RH, weight_VH, label_rows_N, labels_N, temperature)
+    # torch leaves `apply` untyped.
+    made: tuple[torch.Tensor, torch.Tensor] = _ResponseLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_RH, weight_VH, label_rows_N, labels_N, temperature
+    )
+    return made
 
 
 class _ResponseLogprobs(torch.autograd.Function):

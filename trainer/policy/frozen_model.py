@@ -28,7 +28,8 @@ class FrozenModel:
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The model's parameters; empty tensors where their weights are on the host."""
-        return self._model.parameters()
+        parameters: Iterator[torch.nn.Parameter] = self._model.parameters()
+        return parameters
 
     def copy_from(self, source: SharedPromptGPT) -> None:
         """Takes over the weights of `source`, a model of the same shape and layout."""

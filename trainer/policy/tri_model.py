@@ -31,7 +31,8 @@ class TriModel:
     @property
     def policy_model(self) -> SharedPromptGPT:
         """The policy without its gradient buffers."""
-        return self.policy.module
+        model: SharedPromptGPT = self.policy.module
+        return model
 
     @contextmanager
     def policy_to_score(self) -> Iterator[SharedPromptGPT]:

@@ -70,11 +70,11 @@ class FakeTorchNPU:
             probs_NTS = exp_NTS / exp_NTS.sum(-1, keepdim=True)
             out[q] = torch.einsum("nts,snd->tnd", probs_NTS, _expanded(value[kv], head_num))
         self.calls.append({"sparse_mode": sparse_mode, "atten_mask": atten_mask, "entries": len(actual_seq_qlen or ())})
-        statistics = [
+        maxima, sums = (
             _to_layout(x, softmax_layout, actual_seq_qlen).to(_statistics_dtype(query))[..., None].repeat(1, 1, COPIES)
             for x in (maximum, total)
-        ]
-        return out.to(query.dtype), *statistics, torch.empty(0), 0, 0, 0
+        )
+        return out.to(query.dtype), maxima, sums, torch.empty(0), 0, 0, 0
 
     def npu_fusion_attention_grad(
         self,
@@ -219,9 +219,7 @@ def _scores(query_TND: torch.Tensor, key_SKD: torch.Tensor, scale: float) -> tor
     return torch.einsum("tnd,snd->nts", query_TND.double(), _expanded(key_SKD, query_TND.shape[1])) * scale
 
 
-def _masked(
-    scores_NTS: torch.Tensor, mask: torch.Tensor | None, mode: int, before: int, after: int
-) -> torch.Tensor | bool:
+def _masked(scores_NTS: torch.Tensor, mask: torch.Tensor | None, mode: int, before: int, after: int) -> torch.Tensor:
     """bool [T, S], True where the key is masked out. Without a mask nothing is, whatever the mode."""
     num_q, num_kv = scores_NTS.shape[1:]
     _check(mode in (0, 1, 2, 3, 4), f"sparse_mode {mode} is not part of this stand-in (TND takes 0..4, 6..8)")

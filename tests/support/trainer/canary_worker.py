@@ -6,13 +6,14 @@ Arguments: a JSON list of [name, checkpoint, trainer section], the output direct
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from async_rl.config.sections import TrainerSection
+from async_rl.publish.publisher import Publisher
 from async_rl.types import Publication
 from async_rl.weights.stream import Fingerprint
 from tests.support.trainer.layout_worker import Job, make_trainer
@@ -65,7 +66,7 @@ def report(megatron: MegatronTrainer, parallel: Parallel) -> dict[str, Any]:
     """What came out on this rank; publishes twice."""
     publisher = CanaryOnly() if parallel.is_main else None
     ending = Ending(parallel, StopSignal(), grace_s=60.0)
-    replica = TrainingRank(megatron, parallel, "run", None, publisher, ending)  # type: ignore[arg-type]
+    replica = TrainingRank(megatron, parallel, "run", None, cast(Publisher | None, publisher), ending)
     for _ in range(2):
         replica.publish_weights()
     return {"fingerprints": publisher.fingerprints, "scores": publisher.scores} if publisher else {}
@@ -77,7 +78,7 @@ def main(cases: str, out: Path) -> None:
     for name, checkpoint, options in json.loads(cases):
         section = TrainerSection(**options)
         parallel = init_parallel(choose_device("cpu"), 0, section)
-        reports[name] = report(make_trainer(Job("", checkpoint, [], 0, {}), parallel, section), parallel)
+        reports[name] = report(make_trainer(Job("", checkpoint, [], options), parallel, section), parallel)
         # All layouts in one process group: ranks that come back to torchrun's store find its last addresses.
         parallel_state.destroy_model_parallel()
         dist.init_process_group = lambda *args, **options: None

@@ -28,7 +28,7 @@ from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
 from trainer.trainer import MegatronTrainer
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "run": {"dir": "unused", "seed": 3},
     "prompts": {"source": "unused.jsonl", "prompts_per_batch": 2},
     "reward": {"name": "math"},

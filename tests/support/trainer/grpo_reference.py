@@ -9,7 +9,7 @@ from async_rl.types import Group, Response
 def sample_distributions(model: PreTrainedModel, group: Group, response: Response, temperature: float) -> torch.Tensor:
     """Log-probs of the whole vocabulary at each token of a response, [R, V], prompt and response run alone."""
     tokens = torch.tensor([[*group.prompt.token_ids, *response.token_ids]])
-    logits = model(tokens, use_cache=False).logits[0, len(group.prompt.token_ids) - 1 : -1] / temperature
+    logits: torch.Tensor = model(tokens, use_cache=False).logits[0, len(group.prompt.token_ids) - 1 : -1] / temperature
     return logits.log_softmax(1)
 
 

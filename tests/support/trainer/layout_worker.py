@@ -88,7 +88,7 @@ def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> 
     return report
 
 
-def make_trainer(job: Job, parallel: Any, section: TrainerSection) -> MegatronTrainer:
+def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> MegatronTrainer:
     return MegatronTrainer(
         parallel,
         section,
@@ -131,7 +131,7 @@ def main(jobs_file: Path, out: Path) -> None:
 def train_and_report(job: Job, parallel: Parallel, out: Path) -> None:
     """Leaves the job's report and the weights after it in `out`, whole or not at all."""
     trainer = make_trainer(job, parallel, TrainerSection(**job.layout))
-    report = run(job, trainer, parallel.replica, parallel.num_replicas)
+    report = run(job, trainer, parallel.dp_rank, parallel.num_replicas)
     if not parallel.is_main:
         trainer.export.serve()
         return

@@ -5,13 +5,15 @@ Arguments: the checkpoint, the output directory.
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from async_rl.config.sections import TrainerSection
+from async_rl.publish.publisher import Publisher
 from async_rl.types import Publication
 from async_rl.weights.stream import TensorSpec
 from tests.support.trainer.layout_worker import Job, make_trainer
@@ -21,7 +23,6 @@ from trainer.parallel import init_parallel
 from trainer.rank import TrainingRank
 from trainer.stop_signal import StopSignal
 
-Stream = Iterable[tuple[TensorSpec, torch.Tensor]]
 PROMPT, RESPONSES = [3, 4, 5], [(6, 7), (8,), (9, 10, 11)]
 
 
@@ -36,11 +37,11 @@ class TwoTries:
         self,
         version: str,
         specs: Sequence[TensorSpec],
-        make_stream: Callable[[], Stream],
+        make_stream: Callable[[], Generator[tuple[TensorSpec, torch.Tensor], None, None]],
         score: Callable[[list[int], list[tuple[int, ...]]], list[list[float]]],
         canary_trainer: object,
     ) -> Publication:
-        broken = iter(make_stream())
+        broken = make_stream()
         next(broken)
         broken.close()
         self.num_tensors = sum(1 for _ in make_stream())
@@ -61,7 +62,8 @@ def main(checkpoint: str, out: Path) -> None:
         served.append((version, list(urls)))
 
     # As if every rank led a replica of its own.
-    replica = TrainingRank(trainer, parallel, "run", put_in_service, publisher, Ending(parallel, StopSignal(), 60.0))
+    ending = Ending(parallel, StopSignal(), 60.0)
+    replica = TrainingRank(trainer, parallel, "run", put_in_service, cast(Publisher | None, publisher), ending)
     publications = [asdict(replica.publish_weights()) for _ in range(2)]
     report = {"publications": publications, "served": served, "scores": publisher.scores if publisher else None}
     (out / f"rank{parallel.rank}.json").write_text(json.dumps(report))
