@@ -7,8 +7,8 @@ Before a step, `Ledger.require_on_policy` proves from the rows of all data-paral
 
 Both are strict. Beside them it compares the trainer's log-probs of the sampled tokens with the rollout's: every token
 must have both, and noise must explain what differs (`gap_limits.py`). That is statistics: it finds other weights that
-differ by enough, over enough tokens. Each proof, or what broke it, is one line of `ledger.jsonl`, which does not grow with
-the batch; its `samples` digest is equal in two runs that trained the same tokens. `timeline.jsonl` has the rows themselves.
+differ by enough, over enough tokens. Each proof, or what broke it, is one line of `ledger.jsonl`, which does not grow
+with the batch; its `samples` digest is equal in two runs that trained the same tokens. `timeline.jsonl` has the rows.
 """
 
 import json

@@ -33,6 +33,7 @@ MAY_IMPORT = {
         "async_rl.errors",
         "async_rl.programs.failure_report",
         "async_rl.tracking.balance",
+        "async_rl.tracking.timeline",
         "async_rl.preflight",
     },
 }

@@ -1,7 +1,7 @@
 """The prompt ids of a batch in a row of `ledger.jsonl`: short where that is possible, and always as a digest.
 
-`as_runs` turns ids, in the order of their places, into a list that has one entry for each run of consecutive row numbers:
-`["0-63", "70"]`. Rows that were written before there were runs list every id; `from_runs` reads both.
+`as_runs` turns ids, in the order of their places, into a list that has one entry for each run of consecutive row
+numbers: `["0-63", "70"]`. Rows that were written before there were runs list every id; `from_runs` reads both.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""One record per iteration -> `metrics.jsonl`, TensorBoard events and the log; of the same size however large the batch.
+"""One record per iteration -> `metrics.jsonl`, TensorBoard events and the log; it does not grow with the batch.
 
 All times are seconds. `wait_s` is what the trainer waited for rollouts, `train_s` what it spent on forward and
 backward passes; the rollouts' times are those of the replica that writes the record, the rest is over the batch.
-Figures that are not finite are null. Groups have rows of their own, in `timeline.jsonl`; `samples.jsonl` has a few to read.
+Figures that are not finite are null. Each group has a row in `timeline.jsonl`; `samples.jsonl` has the text of a few.
 
 `untrained_groups` is the share of groups whose rewards give no gradient, on which no backward pass was spent;
 `skipped_steps` counts the steps that were not taken because the gradient was not finite.

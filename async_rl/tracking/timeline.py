@@ -1,8 +1,9 @@
-"""`timeline.jsonl`: one row for each group that was trained; `recorder` writes them, the quickstart's report reads them.
+"""`timeline.jsonl`: one row for each group that was trained; `recorder` writes it, the quickstart's report reads it.
 
 A row has what the ledger proved of the group, so that sums and digests of `ledger.jsonl` can be computed again from it
 (`docs/proof.md`), and, where the group was rolled out by the replica that writes, when that happened and when it was
-trained, in seconds from the start of the iteration. Figures have 6 digits. Rows of a mini-batch are in the order of places.
+trained, in seconds from the start of the iteration. Figures have 6 digits. Rows of a mini-batch are in the order of
+places.
 """
 
 import math

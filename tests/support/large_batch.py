@@ -31,7 +31,7 @@ def make_groups(batch: Batch, version: str, responses_per_prompt: int) -> list[G
             batch.iteration,
             index,
             prompt,
-            (_response(f"{index}: " + "word " * NUM_TOKENS, span, INSTANCES[index % len(INSTANCES)]),)
+            (Response(_TOKENS, _LOGPROBS, _TEXT, "stop", span, INSTANCES[index % len(INSTANCES)]),)
             * responses_per_prompt,
             tuple(float(i % 2) for i in range(responses_per_prompt)),
             version,
@@ -73,9 +73,6 @@ def make_row(group: Group, draw: random.Random) -> GroupProof:
     )
 
 
-def _response(text: str, spans: tuple[WeightSpan, ...], instance: str) -> Response:
-    return Response(_TOKENS, _LOGPROBS, text, "stop", spans, instance)
-
-
 _TOKENS = tuple(range(NUM_TOKENS))
 _LOGPROBS = (-1.0,) * NUM_TOKENS
+_TEXT = "word " * NUM_TOKENS

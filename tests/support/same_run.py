@@ -19,7 +19,7 @@ def assert_same_run(run: Run, expected: Run) -> None:
         {key: record[key] for key in EXACT} for record in expected_records
     ]
     proofs, expected_proofs = run.lines("ledger.jsonl"), expected.lines("ledger.jsonl")
-    for key in ("iteration", "prompt_ids", "fingerprint", "num_response_tokens"):
+    for key in ("iteration", "prompt_ids", "prompt_ids_sha256", "samples", "fingerprint", "num_response_tokens"):
         assert [proof[key] for proof in proofs] == [proof[key] for proof in expected_proofs], key
     weights, expected_weights = (load_file(r.dir / "model" / "model.safetensors") for r in (run, expected))
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected_weights.items())
