@@ -33,7 +33,6 @@ MAY_IMPORT = {
         "async_rl.errors",
         "async_rl.programs.failure_report",
         "async_rl.tracking.balance",
-        "async_rl.tracking.timeline",
         "async_rl.preflight",
     },
 }
