@@ -7,8 +7,8 @@ Before a step, `Ledger.require_on_policy` proves from the rows of all data-paral
 
 Both are strict. Beside them it compares the trainer's log-probs of the sampled tokens with the rollout's: every token
 must have both, and noise must explain what differs (`gap_limits.py`). That is statistics: it finds other weights that
-differ by enough, over enough tokens. Each proof, or what broke it, is one line of `ledger.jsonl`; its `samples` digest
-is equal in two runs that trained the same tokens.
+differ by enough, over enough tokens. Each proof, or what broke it, is one line of `ledger.jsonl`, which does not grow
+with the batch; its `samples` digest is equal in two runs that trained the same tokens. `timeline.jsonl` has the rows.
 """
 
 import json
@@ -21,11 +21,19 @@ from pathlib import Path
 from async_rl.errors import OnPolicyViolation
 from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, Unit, unjudged
 from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
+from async_rl.proof.prompt_ids import as_runs, digest_of_ids
 from async_rl.types import Batch, GroupProof, Publication, digest_of
 
 log = logging.getLogger(__name__)
 
 MAX_VIOLATIONS_SHOWN = 8
+"""In the error."""
+
+MAX_VIOLATIONS_KEPT = 100
+"""In the file; the batch may have as many as it has groups."""
+
+MAX_VERSIONS_KEPT = 16
+"""A batch whose proof holds has one."""
 
 
 class Ledger:
@@ -52,19 +60,26 @@ class Ledger:
             rows: the rows of all replicas, in any order.
 
         Raises:
-            OnPolicyViolation: naming every offending row (the first few in the message, all in the ledger file).
+            OnPolicyViolation: naming offending rows (the first few in the message, more of them in the ledger file).
         """
-        violations = self._violations(batch, publication, rows)
-        self._append(batch, publication, rows, violations)
+        by_instance = gaps_by_instance(rows)
+        violations = self._violations(batch, publication, rows, by_instance)
+        self._append(batch, publication, rows, by_instance, violations)
         if violations:
             shown = "\n  ".join(violations[:MAX_VIOLATIONS_SHOWN])
             more = len(violations) - MAX_VIOLATIONS_SHOWN
             raise OnPolicyViolation(
                 f"iteration {batch.iteration} is not on-policy; no optimizer step was taken:\n  {shown}"
-                + (f"\n  and {more} more, see the ledger" if more > 0 else "")
+                + (f"\n  and {more} more, see ledger.jsonl and timeline.jsonl" if more > 0 else "")
             )
 
-    def _violations(self, batch: Batch, publication: Publication, rows: Sequence[GroupProof]) -> list[str]:
+    def _violations(
+        self,
+        batch: Batch,
+        publication: Publication,
+        rows: Sequence[GroupProof],
+        by_instance: Mapping[str, LogprobGaps],
+    ) -> list[str]:
         found: list[str] = []
         counts = Counter(row.index for row in rows)
         for index, prompt in sorted(batch.prompts.items()):
@@ -74,11 +89,10 @@ class Ledger:
                 )
         for row in sorted(rows, key=lambda row: row.index):
             found += self._row_violations(row, batch, publication)
-        return found + self._deviations(rows)
+        return found + self._deviations(rows, by_instance)
 
-    def _deviations(self, rows: Sequence[GroupProof]) -> list[str]:
+    def _deviations(self, rows: Sequence[GroupProof], by_instance: Mapping[str, LogprobGaps]) -> list[str]:
         """What log-probs say against the batch or an instance."""
-        by_instance = gaps_by_instance(rows)
         found = self._limits.outliers([Unit(url, gaps) for row in rows for url, gaps in row.gaps])
         for instance, gaps in by_instance.items():
             found += self._limits.excesses(_named(instance), gaps)
@@ -99,11 +113,10 @@ class Ledger:
                 f"{name} has weight versions {list(row.versions)}, but {publication.version!r} is training: "
                 "drain the instance that sampled it before publishing"
             )
-        gaps = row.all_gaps
-        if gaps.count + gaps.num_bad != row.num_response_tokens:
+        num_compared = sum(gaps.count + gaps.num_bad for _, gaps in row.gaps)
+        if num_compared != row.num_response_tokens:
             found.append(
-                f"{name} has {row.num_response_tokens} response tokens, but log-probs of {gaps.count + gaps.num_bad} "
-                "were compared"
+                f"{name} has {row.num_response_tokens} response tokens, but log-probs of {num_compared} were compared"
             )
         found += [
             f"{name}: {own.num_bad} log-probs are no finite number, of the trainer's or of those of {_named(instance)}"
@@ -113,12 +126,17 @@ class Ledger:
         return found
 
     def _append(
-        self, batch: Batch, publication: Publication, rows: Sequence[GroupProof], violations: Sequence[str]
+        self,
+        batch: Batch,
+        publication: Publication,
+        rows: Sequence[GroupProof],
+        by_instance: Mapping[str, LogprobGaps],
+        violations: Sequence[str],
     ) -> None:
         if self._path is None:
             return
         ordered = sorted(rows, key=lambda row: row.index)
-        by_instance = gaps_by_instance(rows)
+        prompt_ids = [row.prompt_id for row in ordered]
         total = LogprobGaps.total(by_instance.values())
         power = self._power(total, by_instance)
         record = {
@@ -132,7 +150,7 @@ class Ledger:
             "num_continued": sum(row.num_continued for row in rows),
             "num_resampled": sum(row.num_resampled for row in rows),
             "samples": digest_of([row.samples for row in ordered]),
-            "versions": sorted({version for row in rows for version in row.versions}),
+            "versions": sorted({version for row in rows for version in row.versions})[:MAX_VERSIONS_KEPT],
             "max_logprob_gap": total.largest,
             "logprob_gaps": {
                 **total.figures(),
@@ -140,8 +158,10 @@ class Ledger:
                 "unjudged": power,
                 "instances": {url: gaps.figures() for url, gaps in by_instance.items()},
             },
-            "prompt_ids": [row.prompt_id for row in ordered],
-            "violations": list(violations),
+            "prompt_ids": as_runs(prompt_ids),
+            "prompt_ids_sha256": digest_of_ids(prompt_ids),
+            "num_violations": len(violations),
+            "violations": list(violations[:MAX_VIOLATIONS_KEPT]),
         }
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")

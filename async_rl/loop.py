@@ -98,6 +98,7 @@ def train(
                         with record.training(window):
                             rows += trainer.accumulate(window)
                 rows = trainer.gather(rows)
+                recorder.write_groups(record, rows)
                 ledger.require_on_policy(mini_batch, publication, rows)
                 with record.timed("step_s"):
                     record.add_step(rows, trainer.optimizer_step())

@@ -98,7 +98,7 @@ def open_session(
             side.wait_for_instances(fleet_url, prompts.longest)
             evaluator = side.evaluator(tokenizer, reward, saving.first_iteration) if parallel.is_main else None
             rollouts = side.producer(tokenizer, reward, evaluator, ending.watch)
-        recorder = _make_recorder(config, parallel, saving.first_iteration, side, reward)
+        recorder = _make_recorder(config, parallel, saving.first_iteration, side, reward, tokenizer)
         closing.callback(recorder.close)
         yield Session(
             megatron,
@@ -119,12 +119,18 @@ def open_session(
 
 
 def _make_recorder(
-    config: Config, parallel: Parallel, first_iteration: int, side: InferenceSide | None, reward: Reward
+    config: Config,
+    parallel: Parallel,
+    first_iteration: int,
+    side: InferenceSide | None,
+    reward: Reward,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Recorder:
     """Writes the records on the main rank; elsewhere it only keeps time."""
+    iterations = config.train.iterations
     if side is None or not parallel.is_main:
-        return Recorder(None, config.train.iterations, first_iteration)
-    return Recorder(config.run.dir, config.train.iterations, first_iteration, side.on_record, reward.correct_at)
+        return Recorder(None, iterations, first_iteration)
+    return Recorder(config.run.dir, iterations, first_iteration, side.on_record, reward.correct_at, tokenizer.decode)
 
 
 def _make_ledger(config: Config, parallel: Parallel) -> Ledger:

@@ -1,8 +1,8 @@
-"""One record per iteration -> `metrics.jsonl`, TensorBoard events and the log.
+"""One record per iteration -> `metrics.jsonl`, TensorBoard events and the log; it does not grow with the batch.
 
 All times are seconds. `wait_s` is what the trainer waited for rollouts, `train_s` what it spent on forward and
-backward passes; `timeline` and `samples`, and the rollouts' times, are those of the replica that writes the record, the
-rest is over the batch. Figures that are not finite are null.
+backward passes; the rollouts' times are those of the replica that writes the record, the rest is over the batch.
+Figures that are not finite are null. Each group has a row in `timeline.jsonl`; `samples.jsonl` has the text of a few.
 
 `untrained_groups` is the share of groups whose rewards give no gradient, on which no backward pass was spent;
 `skipped_steps` counts the steps that were not taken because the gradient was not finite.
@@ -25,11 +25,11 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.balance import NUM_RECENT, IterationTimes, advise, desired_instances
+from async_rl.tracking.samples import SAMPLES, Decode, Sampled
+from async_rl.tracking.timeline import TIMELINE, GroupTimes, timeline_rows
 from async_rl.types import Group, GroupProof, Publication, StepStats
 
 log = logging.getLogger(__name__)
-
-NUM_SAMPLES = 3
 
 
 class IterationRecord:
@@ -39,8 +39,8 @@ class IterationRecord:
         self.iteration = iteration
         self.started_s = time.monotonic()
         self.seconds: dict[str, float] = {"publish_s": 0.0, "period_s": 0.0, "step_s": 0.0, "train_s": 0.0}
-        self.timeline: list[tuple[int, float, float, float, float]] = []
-        self.samples: list[dict[str, Any]] = []
+        self.times: dict[int, GroupTimes] = {}
+        self.sampled = Sampled()
         self.rows: list[GroupProof] = []
         self.steps: list[StepStats] = []
 
@@ -57,15 +57,11 @@ class IterationRecord:
         started = time.monotonic()
         with self.timed("train_s"):
             yield
-        for group in (group for micro_batch in window for group in micro_batch):
+        groups = [group for micro_batch in window for group in micro_batch]
+        for group in groups:
             times = (group.started_s, group.finished_s, started, time.monotonic())
-            start, finish, train_start, train_finish = (round(t - self.started_s, 6) for t in times)
-            self.timeline.append((group.index, start, finish, train_start, train_finish))
-            if len(self.samples) < NUM_SAMPLES:
-                response = group.responses[0]
-                self.samples.append(
-                    {"prompt_id": group.prompt.prompt_id, "response": response.text, "reward": group.rewards[0]}
-                )
+            self.times[group.index] = GroupTimes(group.index, *(round(t - self.started_s, 6) for t in times))
+        self.sampled.offer(groups)
 
     def add_step(self, rows: Sequence[GroupProof], stats: StepStats) -> None:
         """Notes a step that was taken, or skipped, and the proof of the groups it was for."""
@@ -77,11 +73,12 @@ class Recorder:
     """Writes the records of a run; on ranks without a `run_dir` it only keeps time.
 
     Args:
-        run_dir: directory for `metrics.jsonl` and `tensorboard/`, or None where another rank writes them.
+        run_dir: directory for the files and `tensorboard/`, or None where another rank writes them.
         iterations: how many iterations the run has, for progress.
         first_iteration: where it goes on; earlier records stay.
         on_record: is called with every record that is written.
         correct_at: from which reward on a response is correct; None, and no accuracy, where the reward does not say.
+        decode: makes text of a prompt's tokens, for the samples.
     """
 
     def __init__(
@@ -91,11 +88,13 @@ class Recorder:
         first_iteration: int = 0,
         on_record: Callable[[Mapping[str, Any]], None] | None = None,
         correct_at: float | None = None,
+        decode: Decode | None = None,
     ) -> None:
-        self._path = run_dir / "metrics.jsonl" if run_dir else None
+        self._run_dir = run_dir
         self._iterations = iterations
         self._on_record = on_record
         self._correct_at = correct_at
+        self._decode = decode
         self._recent: deque[IterationTimes] = deque(maxlen=NUM_RECENT)
         self._events = EventFileWriter(str(run_dir / "tensorboard")) if run_dir else None
         if self._events:
@@ -106,16 +105,22 @@ class Recorder:
     def begin(self, iteration: int) -> IterationRecord:
         return IterationRecord(iteration)
 
+    def write_groups(self, record: IterationRecord, rows: Sequence[GroupProof]) -> None:
+        """Writes what was trained in a mini-batch; before its proof, so that it can be looked at if that fails."""
+        if self._run_dir is not None:
+            TIMELINE.append(self._run_dir, timeline_rows(record.iteration, rows, record.times))
+
     def end(self, record: IterationRecord, publication: Publication) -> None:
         """Completes the record of an iteration whose proof holds and whose steps are over, and writes it."""
-        if self._path is None:
+        if self._run_dir is None:
             return
         line = {key: _as_json(value) for key, value in self._summarize(record, publication).items()}
         times = IterationTimes.of(line)
         self._recent.append(times)
         line["idle_training"], line["idle_inference"] = times.idle_training, times.idle_inference
         line["desired_instances"] = desired_instances(self._recent)
-        with self._path.open("a") as file:
+        SAMPLES.append(self._run_dir, record.sampled.rows(self._decode))
+        with (self._run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._write_events(record.iteration, line)
         if self._on_record is not None:
@@ -142,8 +147,8 @@ class Recorder:
         rewards = [reward for row in rows for reward in row.rewards]
         prompt_tokens = sum(row.num_prompt_tokens for row in rows)
         response_tokens = sum(row.num_response_tokens for row in rows)
-        dispatched = min((entry[1] for entry in record.timeline), default=0.0)
-        finished = [entry[2] - dispatched for entry in record.timeline]
+        dispatched = min((times.started_s for times in record.times.values()), default=0.0)
+        finished = [times.finished_s - dispatched for times in record.times.values()]
         return {
             "iteration": record.iteration,
             "iterations": self._iterations,
@@ -175,8 +180,6 @@ class Recorder:
             "num_continued": sum(row.num_continued for row in rows),
             "num_resampled": sum(row.num_resampled for row in rows),
             "num_instances": len(publication.instances),
-            "timeline": record.timeline,
-            "samples": record.samples,
         }
 
     def _accuracy(self, rewards: Sequence[float]) -> dict[str, float]:
@@ -196,7 +199,7 @@ class Recorder:
 
 def _gap_figures(rows: Sequence[GroupProof]) -> dict[str, float]:
     """Trainer - rollout log-probs over the iteration, in nats; see `LogprobGaps`."""
-    gaps = LogprobGaps.total(row.all_gaps for row in rows)
+    gaps = LogprobGaps.total(gaps for row in rows for _, gaps in row.gaps)
     return {
         "max_logprob_gap": gaps.largest,
         "logprob_gap_mean": gaps.mean,

@@ -6,9 +6,15 @@ from pathlib import Path
 
 from async_rl.config.sections import RunSection
 from async_rl.errors import ConfigError
+from async_rl.tracking.rotation import Rotation
+from async_rl.tracking.samples import SAMPLES
+from async_rl.tracking.timeline import TIMELINE
 
 RECORDS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl")
-"""Files of a run directory."""
+"""Files of a run directory, with a few lines of bounded size per iteration."""
+
+ROTATED = (TIMELINE, SAMPLES)
+"""Files beside them, of bounded total size."""
 
 
 def require_no_records(run: RunSection) -> None:
@@ -17,7 +23,8 @@ def require_no_records(run: RunSection) -> None:
     Raises:
         ConfigError: it has some.
     """
-    if not run.resume and any((run.dir / name).exists() for name in RECORDS):
+    has_records = any((run.dir / name).exists() for name in RECORDS) or any(kind.parts(run.dir) for kind in ROTATED)
+    if not run.resume and has_records:
         raise holds_another_run(run)
 
 
@@ -30,7 +37,21 @@ def holds_another_run(run: RunSection) -> ConfigError:
 
 def cut_run_records(run_dir: Path, first_iteration: int) -> int:
     """Cuts all records of a run (see `cut_records`), to train on from `first_iteration`; returns how many lines."""
-    return sum(cut_records(run_dir / name, first_iteration) for name in RECORDS)
+    num_cut = sum(cut_records(run_dir / name, first_iteration) for name in RECORDS)
+    return num_cut + sum(_cut_rotated(kind, run_dir, first_iteration) for kind in ROTATED)
+
+
+def _cut_rotated(kind: Rotation, run_dir: Path, first_iteration: int) -> int:
+    """Cuts the newest files, and removes those of which nothing is left; a file that needs no cut ends the search."""
+    num_cut = 0
+    for part in reversed(kind.parts(run_dir)):
+        num_lines = cut_records(part, first_iteration)
+        num_cut += num_lines
+        if part.stat().st_size == 0 and part.name != kind.name:
+            part.unlink()
+        elif part.stat().st_size and not num_lines:
+            break
+    return num_cut
 
 
 def cut_records(path: Path, first_iteration: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from async_rl.proof.prompt_ids import from_runs
 from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.trainer_run import PROMPTS_PER_BATCH, RESPONSES_PER_PROMPT, Outcome
 
@@ -62,7 +63,7 @@ def is_sound(figures: dict[str, Any]) -> bool:
 
 def _groups(iterations: int, run: Outcome) -> dict[str, int]:
     """What the ledger says was trained, against what each iteration should have."""
-    counts = [Counter(proof["prompt_ids"]) for proof in run.proofs]
+    counts = [Counter(from_runs(proof["prompt_ids"])) for proof in run.proofs]
     wrong = [proof for proof in run.proofs if not proof["on_policy"] or proof["versions"] != [proof["weight_version"]]]
     short = [proof for proof in run.proofs if proof["num_responses"] != PROMPTS_PER_BATCH * RESPONSES_PER_PROMPT]
     return {

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.programs.command_line import Parser
+from async_rl.tracking.timeline import group_times
 from deploy.local.plan import Plan, Process, log_path
 from deploy.local.processes import Deployment, Stopped, explain_end, stop_on_signals
 from deploy.local.run import run_config
@@ -92,7 +94,8 @@ class Quickstart:
             cores={process.name: process.cores for process in (*this_plan.instances, this_plan.trainer)},
         )
         (self._run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        (self._run_dir / "report.html").write_text(render(summary, metrics, before, after))
+        page = render(summary, metrics, partial(group_times, self._run_dir), before, after)
+        (self._run_dir / "report.html").write_text(page)
         return summary
 
     def _run_program(

@@ -1,10 +1,11 @@
 """The quickstart's `report.html`: one page with everything in it, readable offline and years from now."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from string import Template
 from typing import Any
 
+from async_rl.tracking.timeline import GroupTimes
 from deploy.local.run_view import Record
 from deploy.quickstart.charts import BLUE, ORANGE, Span, curve, timeline
 
@@ -37,15 +38,24 @@ $sections
 def render(
     summary: Mapping[str, Any],
     metrics: Sequence[Record],
+    times_of: Callable[[Record], Sequence[GroupTimes]],
     before: Mapping[str, Any],
     after: Mapping[str, Any],
 ) -> str:
-    """The page, from `summarize`'s record, `metrics.jsonl` and the two evaluations; takes at least one iteration."""
+    """The page of at least one iteration.
+
+    Args:
+        summary: what `summarize` made.
+        metrics: the records of `metrics.jsonl`.
+        times_of: when the groups of a record's iteration were rolled out and trained (see `group_times`).
+        before: what `evaluate` wrote about the base model.
+        after: the same of the trained model.
+    """
     sections = [
         ("Summary", _summary_table(summary)),
         ("Accuracy", _accuracy(summary, metrics)),
         ("Reward", curve([record["reward_mean"] for record in metrics], "mean reward by iteration", BLUE, {})),
-        ("One period", _one_period(metrics)),
+        ("One period", _one_period(metrics, times_of)),
         ("On-policy proof", _proof(summary)),
         ("Held-out words, before and after", _samples(before, after)),
     ]
@@ -97,11 +107,11 @@ def _accuracy(summary: Mapping[str, Any], metrics: Sequence[Record]) -> str:
     return f"<p>Share of sampled responses that are exactly right, on each iteration's own words.</p>{chart}"
 
 
-def _one_period(metrics: Sequence[Record]) -> str:
+def _one_period(metrics: Sequence[Record], times_of: Callable[[Record], Sequence[GroupTimes]]) -> str:
     record = _typical(metrics)
     rows: list[tuple[str, Span, Span]] = [
-        (f"group {index}", (started, finished), (train_started, train_finished))
-        for index, started, finished, train_started, train_finished in sorted(record["timeline"], key=_trained_at)
+        (f"group {t.index}", (t.started_s, t.finished_s), (t.train_started_s, t.train_finished_s))
+        for t in sorted(times_of(record), key=lambda times: times.train_started_s)
     ]
     chart = timeline(rows, record["publish_s"], record["seconds"], "rollouts and training of one iteration")
     return (
@@ -116,10 +126,6 @@ def _typical(metrics: Sequence[Record]) -> Record:
     """The iteration of median length among the last half, past the start's hiccups."""
     late = sorted(metrics[len(metrics) // 2 :], key=lambda record: record["seconds"])
     return late[len(late) // 2]
-
-
-def _trained_at(entry: Sequence[float]) -> float:
-    return entry[3]
 
 
 def _proof(summary: Mapping[str, Any]) -> str:

@@ -95,8 +95,19 @@ def test_whatever_breaks_the_proof_is_named_and_recorded(
     assert record["violations"]
 
 
-def test_many_violations_are_cut_in_the_message_but_whole_in_the_file(ledger: Ledger, tmp_path: Path) -> None:
-    batch = Batch(7, {i: Prompt(f"row-{i}", (1,), {}) for i in range(20)})
-    with pytest.raises(OnPolicyViolation, match="and 12 more"):
+def test_many_violations_are_cut_in_the_message_and_in_the_file_which_counts_them(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    batch = Batch(7, {i: Prompt(f"row-{i}", (1,), {}) for i in range(200)})
+    with pytest.raises(OnPolicyViolation, match="and 192 more"):
         ledger.require_on_policy(batch, PUBLICATION, [])
-    assert len(json.loads((tmp_path / "ledger.jsonl").read_text())["violations"]) == 20
+    record = json.loads((tmp_path / "ledger.jsonl").read_text())
+    assert (len(record["violations"]), record["num_violations"]) == (100, 200)
+
+
+def test_many_versions_are_cut_but_never_hidden(ledger: Ledger, tmp_path: Path) -> None:
+    rows = [row(0), row(1), replace(row(2), versions=tuple(f"old-{i:03}" for i in range(100)))]
+    with pytest.raises(OnPolicyViolation, match="old-099"):
+        ledger.require_on_policy(BATCH, PUBLICATION, rows)
+    record = json.loads((tmp_path / "ledger.jsonl").read_text())
+    assert len(record["versions"]) == 16 and record["num_violations"] == 1

@@ -14,6 +14,7 @@ from async_rl.loop import Window, train
 from async_rl.proof.gap_limits import NoiseLimits
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.recorder import Recorder
+from async_rl.tracking.timeline import TIMELINE
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, GroupProof, Prompt, Publication, Response, StepStats, WeightSpan
 
@@ -241,6 +242,9 @@ def test_each_iteration_leaves_one_record(tmp_path: Path) -> None:
     assert record["accuracy"] == 0.5
     assert record["kl"] == 0.25
     assert record["response_tokens"] == NUM_PROMPTS * 4
-    assert [entry[0] for entry in record["timeline"]] == [2, 0, 3, 1]
+    groups = list(TIMELINE.read(tmp_path))
+    assert [row["index"] for row in groups] == [0, 1, 2, 3], "in the order of places"
+    trained = sorted(groups, key=lambda row: row["train_started_s"])
+    assert [row["index"] for row in trained] == [2, 0, 3, 1]
     assert record["seconds"] >= record["train_s"] + record["wait_s"]
     assert list((tmp_path / "tensorboard").iterdir())

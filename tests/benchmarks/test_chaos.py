@@ -191,7 +191,7 @@ def outcome(path: Path) -> Outcome:
     proofs = [
         {
             "iteration": i,
-            "prompt_ids": [f"p{i}-{j}" for j in range(PROMPTS_PER_BATCH)],
+            "prompt_ids": ["0-1", "7", *(f"p{i}-{j}" for j in range(3, PROMPTS_PER_BATCH))],
             "samples": f"digest {i}",
             "fingerprint": f"weights {i}",
             "weight_version": f"v{i}",
@@ -223,8 +223,9 @@ def with_proof(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Spoiler:
     ("key", "value", "spoil"),
     [
         ("groups_lost", PROMPTS_PER_BATCH, lambda run: replace(run, proofs=run.proofs[:1])),
-        ("groups_lost", 1, with_proof(lambda proof: {"prompt_ids": proof["prompt_ids"][1:]})),
-        ("groups_duplicated", 1, with_proof(lambda proof: {"prompt_ids": [*proof["prompt_ids"], "p1-0"]})),
+        ("groups_lost", 1, with_proof(lambda proof: {"prompt_ids": [*proof["prompt_ids"][1:], "1"]})),
+        ("groups_duplicated", 1, with_proof(lambda proof: {"prompt_ids": [*proof["prompt_ids"], "1"]})),
+        ("first_difference", 1, with_proof(lambda proof: {"prompt_ids": ["0-5"]})),
         ("off_policy_tokens_trained", 100, with_proof(lambda proof: {"versions": ["v0", "v1"]})),
         ("off_policy_tokens_trained", 100, with_proof(lambda proof: {"on_policy": False})),
         ("hangs", 1, lambda run: replace(run, num_hangs=1)),

@@ -40,6 +40,11 @@ def test_a_run_learns_on_policy_and_leaves_a_loadable_model(run: Run) -> None:
     assert len(records) == 3
     assert all(record["max_logprob_gap"] < 1e-3 for record in records)
     assert list((run.dir / "tensorboard").iterdir())
+    groups = [(row["iteration"], row["index"]) for row in run.lines("timeline.jsonl")]
+    assert groups == [(iteration, place) for iteration in range(3) for place in range(6)]
+    samples = run.lines("samples.jsonl")
+    assert [(row["iteration"], row["index"]) for row in samples] == [divmod(i, 3) for i in range(9)]
+    assert all(row["prompt"] == f"Word {row['prompt_id']}: " for row in samples), samples
     model = AutoModelForCausalLM.from_pretrained(run.dir / "model")
     tokenizer = AutoTokenizer.from_pretrained(run.dir / "model")
     tokens = torch.tensor([tokenizer("Word 1: ")["input_ids"]])

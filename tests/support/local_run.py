@@ -101,7 +101,7 @@ class Run:
 
     def lines(self, name: str) -> list[dict[str, object]]:
         path = self.dir / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     def wait_for_iterations(self, number: int, timeout_s: float = 240) -> None:
         deadline = time.monotonic() + timeout_s

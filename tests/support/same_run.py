@@ -11,6 +11,10 @@ SETTINGS = (
     *("--optimizer.warmup_iterations", "3", "--algorithm.kl_coef", "0.05"),
 )
 EXACT = ("iteration", "loss", "grad_norm", "learning_rate", "kl", "reward_mean", "response_tokens", "prompt_tokens")
+OF_GROUPS = {
+    "timeline.jsonl": ("iteration", "index", "prompt_id", "num_response_tokens", "samples", "reward_mean"),
+    "samples.jsonl": ("iteration", "index", "prompt_id", "prompt", "responses"),
+}
 
 
 def assert_same_run(run: Run, expected: Run) -> None:
@@ -19,7 +23,10 @@ def assert_same_run(run: Run, expected: Run) -> None:
         {key: record[key] for key in EXACT} for record in expected_records
     ]
     proofs, expected_proofs = run.lines("ledger.jsonl"), expected.lines("ledger.jsonl")
-    for key in ("iteration", "prompt_ids", "fingerprint", "num_response_tokens"):
+    for key in ("iteration", "prompt_ids", "prompt_ids_sha256", "samples", "fingerprint", "num_response_tokens"):
         assert [proof[key] for proof in proofs] == [proof[key] for proof in expected_proofs], key
+    for name, keys in OF_GROUPS.items():
+        rows, expected_rows = run.lines(name), expected.lines(name)
+        assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected_rows]
     weights, expected_weights = (load_file(r.dir / "model" / "model.safetensors") for r in (run, expected))
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected_weights.items())

@@ -4,8 +4,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.recorder import Recorder
+from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten
+from async_rl.tracking.timeline import TIMELINE, GroupTimes, group_times
 from async_rl.types import Group, GroupProof, Prompt, Publication, Response, StepStats, WeightSpan
 
 VERSION = "run-0"
@@ -102,3 +106,53 @@ def test_accuracy_is_recorded_only_for_a_reward_that_says_what_is_correct(tmp_pa
     assert "accuracy" not in records["silent"]
     assert (records["strict"]["accuracy"], records["lenient"]["accuracy"]) == (0.0, 1.0)
     assert caplog.text.count("accuracy") == 2
+
+
+def test_groups_are_on_file_even_if_the_iteration_does_not_end(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, iterations=1)
+    record = recorder.begin(0)
+    trained, elsewhere = group(1, 0.5), group(0, 0.5)
+    with record.training([[trained]]):
+        pass
+    recorder.write_groups(
+        record, [GroupProof.of(each, {"http://a": LogprobGaps(2, largest=0.25)}) for each in (trained, elsewhere)]
+    )
+    recorder.close()
+    other, own = TIMELINE.read(tmp_path)
+    assert (own["index"], own["prompt_id"], own["versions"]) == (1, "row-1", [VERSION])
+    assert own["logprob_gaps"]["http://a"]["max"] == 0.25
+    assert own["finished_s"] - own["started_s"] == pytest.approx(0.5, abs=1e-5)
+    assert other["index"] == 0 and "started_s" not in other, "of another replica: its clock is not ours"
+    assert [times.index for times in group_times(tmp_path, {"iteration": 0})] == [1]
+    assert group_times(tmp_path, {"iteration": 1}) == []
+
+
+def test_times_of_groups_are_read_from_records_of_before_there_was_a_timeline(tmp_path: Path) -> None:
+    record = {"iteration": 3, "timeline": [[2, 0.1, 0.5, 0.6, 0.8]]}
+    assert group_times(tmp_path, record) == [GroupTimes(2, 0.1, 0.5, 0.6, 0.8)]
+
+
+def test_samples_are_the_first_groups_by_place_whatever_finishes_first(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, iterations=2, decode=lambda token_ids: f"prompt of {token_ids}")
+    run_iteration(recorder, 0, [group(index, 0.01) for index in (7, 2, 9, 0, 5)], train_s=0.0, num_instances=1)
+    run_iteration(recorder, 1, [group(4, 0.01)], train_s=0.0, num_instances=1)
+    recorder.close()
+    rows = list(SAMPLES.read(tmp_path))
+    assert [row["index"] for row in rows] == [0, 2, 5, 4]
+    assert rows[0] == {
+        "iteration": 0,
+        "index": 0,
+        "prompt_id": "row-0",
+        "weight_version": VERSION,
+        "prompt": "prompt of (1, 2)",
+        "responses": [{"text": "5 6", "reward": 1.0, "num_tokens": 2, "finish_reason": "stop"}],
+    }
+
+
+def test_a_text_is_shortened_in_its_middle_and_never_made_longer() -> None:
+    for size in (0, 1, MAX_CHARACTERS - 1, MAX_CHARACTERS):
+        assert shorten("é" * size) == "é" * size
+    long = "a" * MAX_CHARACTERS + "z" * MAX_CHARACTERS
+    short = shorten(long)
+    assert len(short) < MAX_CHARACTERS + 50
+    assert short.startswith("aaa") and short.endswith("zzz") and f"[... {MAX_CHARACTERS} characters ...]" in short

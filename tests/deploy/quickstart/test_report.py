@@ -3,6 +3,8 @@ from typing import Any
 
 import pytest
 
+from async_rl.tracking.timeline import GroupTimes
+from deploy.local.run_view import Record
 from deploy.quickstart.report import render
 from deploy.quickstart.summary import is_on_policy, summarize
 
@@ -25,7 +27,6 @@ def metrics() -> list[dict[str, Any]]:
             "accuracy": i / (2 * ITERATIONS),
             "prompt_tokens": 100,
             "response_tokens": 900,
-            "timeline": [[0, 0.1, 0.8, 0.8, 1.3], [1, 0.1, 0.5, 0.5, 0.8], [2, 0.1, 1.2, 1.3, 1.9]],
         }
         for i in range(ITERATIONS)
     ]
@@ -43,6 +44,11 @@ def ledger() -> list[dict[str, Any]]:
         }
         for i in range(ITERATIONS)
     ]
+
+
+def times_of(record: Record) -> list[GroupTimes]:
+    times = ((0.1, 0.8, 0.8, 1.3), (0.1, 0.5, 0.5, 0.8), (0.1, 1.2, 1.3, 1.9))
+    return [GroupTimes(index, *each) for index, each in enumerate(times)]
 
 
 def evaluation(accuracy: float, response: str | None) -> dict[str, Any]:
@@ -83,7 +89,7 @@ class Checker(HTMLParser):
 def test_the_report_is_one_well_formed_page_that_loads_nothing(
     summary: dict[str, Any], metrics: list[dict[str, Any]]
 ) -> None:
-    page = render(summary, metrics, evaluation(0.3, None), evaluation(0.8, "nus"))
+    page = render(summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
     checker = Checker()
     checker.feed(page)
     checker.close()
@@ -93,7 +99,7 @@ def test_the_report_is_one_well_formed_page_that_loads_nothing(
 
 
 def test_the_report_shows_curves_a_timeline_and_samples(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
-    page = render(summary, metrics, evaluation(0.3, None), evaluation(0.8, "nus"))
+    page = render(summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
     assert page.count("<svg") == 3
     assert page.count(", rollout: ") == page.count(", training: ") == 3
     assert "&lt;sun&gt;" in page
@@ -102,7 +108,7 @@ def test_the_report_shows_curves_a_timeline_and_samples(summary: dict[str, Any],
 
 
 def test_a_report_of_one_iteration_is_possible(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
-    assert "<svg" in render(summary, metrics[:1], evaluation(0.3, None), evaluation(0.8, "nus"))
+    assert "<svg" in render(summary, metrics[:1], times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
 
 
 def test_the_summary_has_what_it_promises(summary: dict[str, Any]) -> None:
@@ -135,5 +141,5 @@ def test_a_run_is_on_policy_only_if_every_iteration_is_proven(
 
 
 def test_an_unproven_run_is_shown_as_such(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    page = render({**summary, "on_policy": False}, metrics, evaluation(0.3, None), evaluation(0.8, "nus"))
+    page = render({**summary, "on_policy": False}, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
     assert '<span class="wrong">does not hold</span>' in page

@@ -1,0 +1,86 @@
+"""Lines of JSON in files of a bounded total size; `recorder` writes them, `records` cuts them when a run resumes.
+
+New lines go to `NAME.jsonl`. Before it gets larger than its limit it becomes `NAME.1.jsonl`, the next time
+`NAME.2.jsonl`, and so on; of these only the newest stay. A writer that is killed leaves at most one torn line, the last
+of `NAME.jsonl`: a file is renamed only when it is complete, in one step.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A kind of rotated file in a run directory: `num_kept` files of `max_bytes` stay beside the one in use.
+
+    A single line that is longer than `max_bytes` has a file of its own.
+    """
+
+    name: str
+    max_bytes: int
+    num_kept: int
+
+    def parts(self, run_dir: Path) -> list[Path]:
+        """The files that are there, oldest first."""
+        in_use = run_dir / self.name
+        return [*self._full(run_dir).values(), *([in_use] if in_use.exists() else [])]
+
+    def append(self, run_dir: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Adds one line per row."""
+        path = run_dir / self.name
+        file = path.open("ab")
+        try:
+            size = file.tell()
+            for row in rows:
+                line = _line(row)
+                if size and size + len(line) > self.max_bytes:
+                    file.close()
+                    self._rotate(run_dir)
+                    file, size = path.open("ab"), 0
+                file.write(line)
+                size += len(line)
+        finally:
+            file.close()
+
+    def read(self, run_dir: Path) -> Iterator[dict[str, Any]]:
+        """The rows of all files, oldest first; a torn last line is left out."""
+        for part in self.parts(run_dir):
+            with part.open("rb") as file:
+                yield from (json.loads(line) for line in file if line.endswith(b"\n"))
+
+    def _rotate(self, run_dir: Path) -> None:
+        full = self._full(run_dir)
+        newest = max(full, default=0) + 1
+        (run_dir / self.name).rename(self._path(run_dir, newest))
+        for number, path in full.items():
+            if number <= newest - self.num_kept:
+                path.unlink()
+
+    def _full(self, run_dir: Path) -> dict[int, Path]:
+        """The files that are no longer written, by number."""
+        stem, suffix = self._stem_and_suffix
+        pattern = re.compile(rf"{re.escape(stem)}\.([1-9][0-9]*){re.escape(suffix)}")
+        found = (pattern.fullmatch(path.name) for path in run_dir.glob(f"{stem}.*{suffix}"))
+        numbers = sorted(int(match[1]) for match in found if match)
+        return {number: self._path(run_dir, number) for number in numbers}
+
+    def _path(self, run_dir: Path, number: int) -> Path:
+        stem, suffix = self._stem_and_suffix
+        return run_dir / f"{stem}.{number}{suffix}"
+
+    @property
+    def _stem_and_suffix(self) -> tuple[str, str]:
+        name = Path(self.name)
+        return name.stem, name.suffix
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    # Text stays readable. Half of a surrogate pair, which UTF-8 does not have, becomes the escape that JSON has for it.
+    return _ENCODER.encode(row).encode("utf-8", "backslashreplace") + b"\n"
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False)

@@ -1,0 +1,60 @@
+"""`samples.jsonl`: what the policy says, of a few groups of each iteration, to be looked at; `recorder` writes it.
+
+The groups are the first by their place in the batch, among those that the writing replica trains: chosen by completion,
+they would have the short responses.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from async_rl.tracking.rotation import Rotation
+from async_rl.types import Group
+
+SAMPLES = Rotation("samples.jsonl", max_bytes=16 * 2**20, num_kept=4)
+
+NUM_GROUPS = 3
+NUM_RESPONSES = 2
+"""Of each group: the first."""
+
+MAX_CHARACTERS = 2000
+"""Of a prompt or a response; what is longer loses its middle."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Sampled:
+    """The groups of one iteration that will be recorded, as they come."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []
+
+    def offer(self, groups: Iterable[Group]) -> None:
+        self._groups = sorted([*self._groups, *groups], key=lambda group: group.index)[:NUM_GROUPS]
+
+    def rows(self, decode: Decode | None) -> Iterator[dict[str, Any]]:
+        """One per group; without the prompt's text where nothing decodes its tokens."""
+        for group in self._groups:
+            yield {
+                "iteration": group.iteration,
+                "index": group.index,
+                "prompt_id": group.prompt.prompt_id,
+                "weight_version": group.weight_version,
+                **({} if decode is None else {"prompt": shorten(decode(group.prompt.token_ids))}),
+                "responses": [
+                    {
+                        "text": shorten(response.text),
+                        "reward": reward,
+                        "num_tokens": len(response.token_ids),
+                        "finish_reason": response.finish_reason,
+                    }
+                    for response, reward in list(zip(group.responses, group.rewards, strict=True))[:NUM_RESPONSES]
+                ],
+            }
+
+
+def shorten(text: str) -> str:
+    """The text, or its beginning and its end."""
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"

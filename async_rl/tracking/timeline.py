@@ -1,0 +1,92 @@
+"""`timeline.jsonl`: one row for each group that was trained; `recorder` writes it, the quickstart's report reads it.
+
+A row has what the ledger proved of the group, so that sums and digests of `ledger.jsonl` can be computed again from it
+(`docs/proof.md`), and, where the group was rolled out by the replica that writes, when that happened and when it was
+trained, in seconds from the start of the iteration. Figures have 6 digits. Rows of a mini-batch are in the order of
+places.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from async_rl.proof.logprob_gaps import LogprobGaps
+from async_rl.tracking.rotation import Rotation
+from async_rl.types import GroupProof
+
+TIMELINE = Rotation("timeline.jsonl", max_bytes=64 * 2**20, num_kept=4)
+"""Room for more than 50 iterations of 8,192 groups, or 7,000 of 64: a row has about 600 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """When the group at place `index` was rolled out and trained, in seconds from the start of its iteration."""
+
+    index: int
+    started_s: float
+    finished_s: float
+    train_started_s: float
+    train_finished_s: float
+
+    def fields(self) -> dict[str, float]:
+        """What `asdict` says, in a tenth of its time: a batch may have ten thousand."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def timeline_rows(
+    iteration: int, rows: Sequence[GroupProof], times: Mapping[int, GroupTimes]
+) -> Iterator[dict[str, Any]]:
+    """The rows of the groups of a mini-batch; `times`, by place, may have only some of them."""
+    for row in sorted(rows, key=lambda row: row.index):
+        yield {
+            "iteration": iteration,
+            "index": row.index,
+            "prompt_id": row.prompt_id,
+            "versions": row.versions,
+            "num_responses": row.num_responses,
+            "num_prompt_tokens": row.num_prompt_tokens,
+            "num_response_tokens": row.num_response_tokens,
+            "reward_mean": _rounded(fmean(row.rewards)) if row.rewards else None,
+            "attempts": row.attempts,
+            "num_continued": row.num_continued,
+            "num_resampled": row.num_resampled,
+            "samples": row.samples,
+            "logprob_gaps": {instance: _figures(gaps) for instance, gaps in row.gaps},
+            **(times[row.index].fields() if row.index in times else {}),
+        }
+
+
+def group_times(run_dir: Path, record: Mapping[str, Any]) -> list[GroupTimes]:
+    """Those of the iteration of a record of `metrics.jsonl`, as far as they are kept.
+
+    Records of before there was a `timeline.jsonl` have them inside.
+    """
+    if "timeline" in record:
+        return [GroupTimes(*entry) for entry in record["timeline"]]
+    rows = (row for row in TIMELINE.read(run_dir) if row["iteration"] == record["iteration"])
+    return [GroupTimes(**{name: row[name] for name in GroupTimes.__slots__}) for row in rows if "started_s" in row]
+
+
+def _figures(gaps: LogprobGaps) -> dict[str, float | None]:
+    """What the sums and limits of the ledger are made from; see `LogprobGaps`."""
+    figures = {
+        "mean": gaps.mean,
+        "mean_abs": gaps.mean_abs,
+        "rms": gaps.rms,
+        "max": gaps.largest,
+        "k3": gaps.k3,
+        "clipped_mean": gaps.clipped_mean,
+        "clipped_rms": gaps.clipped_rms,
+    }
+    return {
+        "tokens": gaps.count,
+        "num_bad": gaps.num_bad,
+        **{name: _rounded(value) for name, value in figures.items()},
+    }
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

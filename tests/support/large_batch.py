@@ -1,0 +1,78 @@
+"""What one iteration leaves to be recorded, made up at any size: groups, their rows of the proof, and their prompts."""
+
+import random
+import time
+
+from async_rl.proof.logprob_gaps import LogprobGaps
+from async_rl.types import Batch, Group, GroupProof, Prompt, Publication, Response, WeightSpan, digest_of
+
+NUM_TOKENS = 1500
+"""Of a response. Groups share the objects of theirs, or a large batch would not fit in memory."""
+
+INSTANCES = tuple(f"http://10.0.{i // 256}.{i % 256}:8000" for i in range(64))
+
+
+def publication_of(version: str) -> Publication:
+    return Publication(version, "0123456789abcdef", INSTANCES, 10**9, 1.0)
+
+
+def make_batch(iteration: int, num_prompts: int) -> Batch:
+    """Rows of a source of ten times as many, in a shuffled order, as an epoch has them."""
+    numbers = random.Random(iteration).sample(range(10 * num_prompts), num_prompts)
+    return Batch(iteration, {i: Prompt(str(number), (5, 6, 7), {}) for i, number in enumerate(numbers)})
+
+
+def make_groups(batch: Batch, version: str, responses_per_prompt: int) -> list[Group]:
+    """The groups of a batch, in an order of completion."""
+    span = (WeightSpan(version, 0, NUM_TOKENS),)
+    started_s = time.monotonic()
+    groups = [
+        Group(
+            batch.iteration,
+            index,
+            prompt,
+            (Response(_TOKENS, _LOGPROBS, _TEXT, "stop", span, INSTANCES[index % len(INSTANCES)]),)
+            * responses_per_prompt,
+            tuple(float(i % 2) for i in range(responses_per_prompt)),
+            version,
+            started_s,
+            started_s + 10.0 + index / 7,
+        )
+        for index, prompt in batch.prompts.items()
+    ]
+    random.Random(1).shuffle(groups)
+    return groups
+
+
+def make_row(group: Group, draw: random.Random) -> GroupProof:
+    """What the trainer says of a group, with figures that have as many digits as real ones."""
+    count = group.num_response_tokens
+    squares = count * draw.uniform(1e-8, 2e-8)
+    gaps = LogprobGaps(
+        count,
+        signed_sum=draw.gauss(0, 1e-3),
+        abs_sum=count * draw.uniform(5e-5, 1e-4),
+        squares=squares,
+        clipped_sum=draw.gauss(0, 1e-3),
+        clipped_squares=squares * 0.97,
+        k3_sum=squares / 2,
+        largest=draw.uniform(1e-3, 2e-3),
+        bins=tuple((i, count // 60) for i in range(180, 240)),
+    )
+    return GroupProof(
+        index=group.index,
+        prompt_id=group.prompt.prompt_id,
+        num_responses=len(group.responses),
+        num_prompt_tokens=len(group.prompt.token_ids),
+        num_response_tokens=count,
+        versions=(group.weight_version,),
+        rewards=group.rewards,
+        attempts=1,
+        gaps=((group.responses[0].instance, gaps),),
+        samples=digest_of([group.index]),
+    )
+
+
+_TOKENS = tuple(range(NUM_TOKENS))
+_LOGPROBS = (-1.0,) * NUM_TOKENS
+_TEXT = "word " * NUM_TOKENS
