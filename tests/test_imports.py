@@ -17,9 +17,10 @@ MAY_IMPORT = {
         "async_rl.programs.failure_report",
         "async_rl.programs.command_line",
         "async_rl.config.sections",
-        "async_rl.protocol.inference",
+        "async_rl.protocol",
         "async_rl.weights.store",
         "async_rl.weights.stream",
+        "async_rl.net.http_client",
         "async_rl.net.http_guard",
         "async_rl.net.local_address",
         "async_rl.weights.snapshot",
@@ -32,6 +33,7 @@ MAY_IMPORT = {
         "async_rl.config.file",
         "async_rl.errors",
         "async_rl.programs.failure_report",
+        "async_rl.net.http_client",
         "async_rl.tracking.balance",
         "async_rl.preflight",
     },
@@ -74,10 +76,10 @@ def test_only_algorithms_and_what_moves_weights_import_torch_in_async_rl() -> No
         if any(module.split(".")[0] == "torch" for module in imported_modules(path))
     }
     assert {name for name in with_torch if not name.startswith("algorithms/")} <= {
-        "collectives.py",
-        "weight_store.py",
-        "weight_stream.py",
-        "weight_snapshot.py",
+        "weights/collectives.py",
+        "weights/snapshot.py",
+        "weights/store.py",
+        "weights/stream.py",
     }
 
 
