@@ -13,8 +13,8 @@ from typing import Final
 
 from pydantic import BaseModel, ValidationError
 
-from async_rl.errors import ConfigError
-from async_rl.net.http_client import Answer, HttpClient, NoAnswer
+from async_rl.errors import ConfigError, NoAnswer
+from async_rl.net.http_client import Answer, HttpClient
 from async_rl.protocol.body import ErrorResponse
 from async_rl.protocol.fleet import NameRequest, RegisterRequest, RegisterResponse
 from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REGISTER

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from async_rl.errors import AsyncRLError, ConfigError, UnknownInstance
-from async_rl.net.http_client import Answer, HttpClient, NoAnswer
+from async_rl.errors import AsyncRLError, ConfigError, NoAnswer, UnknownInstance
+from async_rl.net.http_client import Answer, HttpClient
 from async_rl.protocol.body import ErrorResponse
 from async_rl.protocol.fleet import FleetInfo, InstanceInfo
 from async_rl.protocol.routes import FLEET

@@ -6,7 +6,6 @@ What runs on an event loop uses aiohttp (`async_rl.instance.connections`); the h
 
 import ssl
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -96,7 +95,7 @@ def answers_200(client: HttpClient, path: str) -> bool:
         return False
 
 
-def authorization(token: str | None) -> Mapping[str, str]:
+def authorization(token: str | None) -> dict[str, str]:
     """The header that `async_rl.net.http_guard.BearerToken` asks for; none without a token.
 
     A token from an environment variable that is no UTF-8 has surrogates in place of its odd bytes.
