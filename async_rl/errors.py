@@ -15,6 +15,7 @@ AsyncRLError
 │   ├── StaleWeights                it answered with tokens of another weight version
 │   │   └── InstanceRestarted       another process answers under its address than was put in service
 │   └── PromptFailed                instance after instance failed at the same prompt
+├── NoAnswer                        a server of the run gave no whole answer to a program that asked it
 ├── UnknownInstance                 the fleet has no instance of that name
 ├── NoInstanceLeft                  every instance is out of service, for longer than pool.timeout_s
 ├── PublishError                    weights could not be moved to any instance
@@ -95,6 +96,10 @@ class InstanceRestarted(StaleWeights):
 
 class PromptFailed(InstanceError):
     """Instance after instance failed at the same prompt; they stay in service, the run ends with the prompt's name."""
+
+
+class NoAnswer(AsyncRLError):
+    """A server gave no whole answer to a program that asked it; the text says why."""
 
 
 class UnknownInstance(AsyncRLError):

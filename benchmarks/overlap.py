@@ -30,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +47,7 @@ from async_rl.config.file import parse_config
 from async_rl.config.sections import Config, TrainSection
 from async_rl.data.prompts import PromptSource
 from async_rl.loop import train
+from async_rl.net.http_client import HttpClient, answers_200
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Batch, Response
@@ -182,7 +182,7 @@ def instance(model: Path, core: int, max_concurrency: int) -> Iterator[str]:
     try:
         assert process.stderr is not None
         url = next(line.split("ready at ")[1].strip() for line in process.stderr if "ready at " in line)
-        urllib.request.urlopen(f"{url}/health", timeout=10).close()
+        assert answers_200(HttpClient(url, timeout_s=10), "/health"), f"{url} is not healthy"
         yield url
     finally:
         process.terminate()

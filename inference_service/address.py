@@ -5,6 +5,7 @@ import socket
 from urllib.parse import urlsplit
 
 from async_rl.errors import ConfigError
+from async_rl.net.http_client import http_url
 from async_rl.net.local_address import address_for_others, address_towards, is_loopback, leads_to_this_host
 from inference_service.options import TOKEN_VARIABLE, Options
 from inference_service.registration import Registration
@@ -21,7 +22,7 @@ LEAVE_TIMEOUT_S = 30.0
 def url_of(listener: socket.socket) -> str:
     """The URL of a bound socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return http_url(host, port)
 
 
 def registration_of(options: Options, listener: socket.socket, token: str | None, boot_id: str) -> Registration | None:
@@ -50,7 +51,7 @@ def _url_for(options: Options, listener: socket.socket, fleet_host: str) -> str:
         except OSError:
             # The trainer may come later, and its name with it.
             address = address_for_others()
-        return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        return http_url(address, port)
     if is_loopback(listener.getsockname()[0]) and _is_elsewhere(fleet_host):
         raise ConfigError(
             f"--host {options.host} is reached from this host only, but --register {options.register} is another one: "

@@ -1,21 +1,20 @@
 """Tells a trainer's fleet endpoint, again and again, that this instance is there; asks it for leave to end.
 
-`server.py` starts it when the instance can take requests. It needs nothing but the standard library, and runs in a
-thread of its own, so that a slow or absent trainer never slows an answer.
+`server.py` starts it when the instance can take requests. It runs in a thread of its own, so that a slow
+or absent trainer never slows an answer.
 """
 
 import logging
 import re
 import threading
 import time
-import urllib.error
-import urllib.request
-from http.client import HTTPException
+from http import HTTPStatus
 from typing import Final
 
 from pydantic import BaseModel, ValidationError
 
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, NoAnswer
+from async_rl.net.http_client import Answer, HttpClient
 from async_rl.protocol.body import ErrorResponse
 from async_rl.protocol.fleet import NameRequest, RegisterRequest, RegisterResponse
 from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REGISTER
@@ -40,7 +39,7 @@ class Registration:
     go: it was drained or removed there, and may end.
 
     Raises:
-        ConfigError: a URL or the name cannot be registered.
+        ConfigError: a URL, the name or the token cannot be used.
     """
 
     def __init__(
@@ -63,11 +62,8 @@ class Registration:
                 f"cannot register with this {first['loc'][0]}: {first['input']!r}; expected --advertise as "
                 "http://host:port, and a --name of letters, digits, '.', '_' and '-'"
             ) from error
-        self._fleet_url = fleet_url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        self._authorization = None if token is None else b"Bearer " + token.encode(errors="surrogateescape")
-        # Without the proxies of the environment: the trainer is in the same network.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._http = HttpClient(fleet_url, TIMEOUT_S, token)
+        self._fleet_url = self._http.base_url
         self._interval_s = FIRST_INTERVAL_S
         self._state: str | None = None
         self.leave_requested = threading.Event()
@@ -84,8 +80,8 @@ class Registration:
         logger.info("asking the fleet at %s for leave", self._fleet_url)
         try:
             self._post(FLEET_DRAIN, NameRequest(name=self._body.name))
-        except (OSError, HTTPException) as error:
-            logger.warning("the fleet at %s does not drain this instance: %s", self._fleet_url, _reason(error))
+        except (NoAnswer, _Refused) as error:
+            logger.warning("the fleet at %s does not drain this instance: %s", self._fleet_url, error)
             return False
         deadline = time.monotonic() + timeout_s
         while self._register() and not self.leave_requested.wait(LEAVING_INTERVAL_S):
@@ -103,11 +99,10 @@ class Registration:
         """Whether the fleet answered."""
         try:
             answer = RegisterResponse.model_validate_json(self._post(FLEET_REGISTER, self._body))
-        except urllib.error.HTTPError as error:
-            remedy = "; does ASYNC_RL_TOKEN differ from the trainer's?" if error.code == 401 else ""
-            self._note(f"the fleet at {self._fleet_url} refused: {_reason(error)}{remedy}", logging.WARNING)
-        except (OSError, HTTPException, ValidationError) as error:
-            self._note(f"no fleet answers at {self._fleet_url}, trying on: {_reason(error)}", logging.INFO)
+        except _Refused as error:
+            self._note(f"the fleet at {self._fleet_url} refused: {error}{error.remedy}", logging.WARNING)
+        except (NoAnswer, ValidationError) as error:
+            self._note(f"no fleet answers at {self._fleet_url}, trying on: {error}", logging.INFO)
         else:
             self._interval_s = min(max(answer.interval_s, LEAVING_INTERVAL_S), MAX_INTERVAL_S)
             if answer.leave:
@@ -119,13 +114,10 @@ class Registration:
         return False
 
     def _post(self, path: str, body: BaseModel) -> bytes:
-        request = urllib.request.Request(self._fleet_url + path, body.model_dump_json().encode(), self._headers)
-        if self._authorization is not None:
-            # As bytes, which need not be latin-1; urllib passes them on, whatever its types say.
-            request.add_unredirected_header("Authorization", self._authorization)  # type: ignore[arg-type]
-        with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-            content: bytes = answer.read()
-        return content
+        answer = self._http.post(path, body)
+        if not answer.is_success:
+            raise _Refused(answer)
+        return answer.body
 
     def _note(self, state: str, level: int) -> None:
         if state != self._state:
@@ -138,10 +130,14 @@ def default_name(url: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", url.split("://", 1)[-1]).strip("-")[:128]
 
 
-def _reason(error: Exception) -> str:
-    if not isinstance(error, urllib.error.HTTPError):
-        return str(getattr(error, "reason", error)) or repr(error)
-    try:
-        return f"{error.code} {ErrorResponse.model_validate_json(error.read()).error.message}"
-    except (ValidationError, OSError):
-        return f"{error.code} {error.reason}"
+class _Refused(Exception):
+    """The fleet answered, but with an error; the text is its status and its words."""
+
+    def __init__(self, answer: Answer) -> None:
+        try:
+            words = ErrorResponse.model_validate_json(answer.body).error.message
+        except ValidationError:
+            words = answer.reason
+        super().__init__(f"{answer.status} {words}")
+        differs = answer.status == HTTPStatus.UNAUTHORIZED
+        self.remedy = "; does ASYNC_RL_TOKEN differ from the trainer's?" if differs else ""

@@ -2,16 +2,12 @@
 
 import json
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
+from async_rl.tracking.tensorboard import ScalarFile
 from async_rl.types import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -57,23 +53,18 @@ class EvaluationRecorder:
     def __init__(self, run_dir: Path, first_iteration: int = 0) -> None:
         self._path = run_dir / FILE
         # In a directory of its own: TensorBoard follows one file of a directory at a time.
-        self._events = EventFileWriter(str(run_dir / "tensorboard" / "evaluation"))
-        start = SessionLog(status=SessionLog.START)
-        self._events.add_event(Event(wall_time=time.time(), step=first_iteration, session_log=start))
+        self._scalars = ScalarFile(run_dir / "tensorboard" / "evaluation", first_iteration)
 
     def write(self, results: Sequence[SetResult]) -> None:
         with self._path.open("a") as file:
             file.writelines(json.dumps(result.record()) + "\n" for result in results)
         for result in results:
             log.info("%s", _describe(result))
-            values = [
-                Summary.Value(tag=f"eval/{result.set}/{name}", simple_value=value)
-                for name, value in result.figures.items()
-            ]
-            self._events.add_event(Event(wall_time=time.time(), step=result.iteration, summary=Summary(value=values)))
+            figures = {f"eval/{result.set}/{name}": value for name, value in result.figures.items()}
+            self._scalars.write(result.iteration, figures)
 
     def close(self) -> None:
-        self._events.close()
+        self._scalars.close()
 
 
 def _describe(result: SetResult) -> str:

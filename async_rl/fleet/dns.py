@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Collection
 
 from async_rl.errors import ConfigError
 from async_rl.fleet.periodic import Periodic
+from async_rl.net.http_client import http_url
 from async_rl.pool.inference_pool import InferencePool
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class DnsMembership:
             self._warn_once("it has no address")
             return
         self._failed = False
-        urls = {_url(address, self._port) for address in addresses}
+        urls = {http_url(address, self._port) for address in addresses}
         for url in sorted(self._listed - urls):
             self._leave(url)
         for url in sorted(urls - self._listed):
@@ -109,7 +110,3 @@ def _split(name: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"pool.dns is {name!r}: expected HOST:PORT, such as inference.default.svc:8000")
     return host.strip("[]"), int(port)
-
-
-def _url(address: str, port: int) -> str:
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"

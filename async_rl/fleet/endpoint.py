@@ -1,16 +1,14 @@
 """How a program outside the run finds its fleet endpoint and asks it; for `async_rl.fleet.cli`."""
 
 import json
-import urllib.error
-import urllib.request
 from http import HTTPStatus
-from http.client import HTTPException
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from async_rl.errors import AsyncRLError, ConfigError, UnknownInstance
+from async_rl.errors import AsyncRLError, ConfigError, NoAnswer, UnknownInstance
+from async_rl.net.http_client import Answer, HttpClient
 from async_rl.protocol.body import ErrorResponse
 from async_rl.protocol.fleet import FleetInfo, InstanceInfo
 from async_rl.protocol.routes import FLEET
@@ -21,7 +19,7 @@ ADDRESS_FILE = "fleet.json"
 ADDRESS_FILES = f"runs/*/{ADDRESS_FILE}"
 TIMEOUT_S = 10.0
 
-Answer = TypeVar("Answer", bound=BaseModel)
+Wanted = TypeVar("Wanted", bound=BaseModel)
 
 
 class EndpointFailed(AsyncRLError):
@@ -29,13 +27,15 @@ class EndpointFailed(AsyncRLError):
 
 
 class FleetClient:
-    """The endpoint at `url`, as the commands speak to it."""
+    """The endpoint at `url`, as the commands speak to it.
+
+    Raises:
+        ConfigError: the token can be in no header.
+    """
 
     def __init__(self, url: str, token: str | None) -> None:
-        self.url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        # Without the proxies of the environment, which would be asked for the loopback address too.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._http = HttpClient(url, TIMEOUT_S, token)
+        self.url = self._http.base_url
 
     def info(self) -> FleetInfo:
         """Who is there.
@@ -53,38 +53,37 @@ class FleetClient:
             ConfigError, UnknownInstance: the endpoint refuses, with its words.
             EndpointFailed: it does not answer.
         """
-        return self._ask(InstanceInfo, path, body.model_dump_json().encode())
+        return self._ask(InstanceInfo, path, body)
 
-    def _ask(self, kind: type[Answer], path: str, body: bytes | None = None) -> Answer:
-        request = urllib.request.Request(self.url + path, body, self._headers)
+    def _ask(self, kind: type[Wanted], path: str, body: BaseModel | None = None) -> Wanted:
         try:
-            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-                return kind.model_validate_json(answer.read())
-        except urllib.error.HTTPError as error:
-            raise self._error(error.code, error.read()) from error
-        except (OSError, HTTPException) as error:
-            cause = getattr(error, "reason", error)
+            answer = self._http.get(path) if body is None else self._http.post(path, body)
+        except NoAnswer as error:
             raise EndpointFailed(
-                f"no fleet endpoint answers at {self.url}: {getattr(cause, 'strerror', None) or cause}; "
+                f"no fleet endpoint answers at {self.url}: {error}; "
                 "has the run ended? A running one writes its address to RUN_DIR/fleet.json"
             ) from error
+        if not answer.is_success:
+            raise self._error(answer)
+        try:
+            return kind.model_validate_json(answer.body)
         except ValidationError as error:
             raise EndpointFailed(
                 f"{self.url}{path} answers something else: is it the fleet endpoint of a run?"
             ) from error
 
-    def _error(self, status: int, body: bytes) -> AsyncRLError:
-        if status == HTTPStatus.UNAUTHORIZED:
+    def _error(self, answer: Answer) -> AsyncRLError:
+        if answer.status == HTTPStatus.UNAUTHORIZED:
             return ConfigError(f"{self.url} refused the token: set ASYNC_RL_TOKEN to that of the run")
         try:
-            error = ErrorResponse.model_validate_json(body).error
+            error = ErrorResponse.model_validate_json(answer.body).error
         except ValidationError:
-            return ConfigError(f"{self.url} answered {status}: is it the fleet endpoint of a run?")
-        if status == HTTPStatus.NOT_FOUND:
+            return ConfigError(f"{self.url} answered {answer.status}: is it the fleet endpoint of a run?")
+        if answer.status == HTTPStatus.NOT_FOUND:
             # Only an instance that is not there is a parameter's fault; else it is the route that is missing.
             no_route = f"{self.url} has no such route: is it the fleet endpoint of a run?"
             return ConfigError(no_route) if error.param is None else UnknownInstance(error.message)
-        kind = ConfigError if status < HTTPStatus.INTERNAL_SERVER_ERROR else EndpointFailed
+        kind = ConfigError if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR else EndpointFailed
         return kind(error.message)
 
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from async_rl.errors import ConfigError
 from async_rl.fleet.periodic import Periodic
+from async_rl.net.http_client import authorization
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.fleet import FleetInfo, InstanceInfo, SyncRequest
 from async_rl.protocol.routes import FLEET_SYNC
@@ -35,7 +36,7 @@ class FleetFollower:
         self._pool = pool
         self._url = endpoint_url.rstrip("/") + FLEET_SYNC
         self._leader = leader
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._headers = {"Content-Type": "application/json"} | authorization(token)
         self._session: aiohttp.ClientSession | None = None
         self._failed = False
         self._periodic = Periodic(self.sync, SYNC_INTERVAL_S)

@@ -17,6 +17,7 @@ from async_rl.fleet.app import make_app
 from async_rl.fleet.endpoint import ADDRESS_FILE
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
+from async_rl.net.http_client import http_url
 from async_rl.net.local_address import address_for_others
 from async_rl.pool.inference_pool import InferencePool
 
@@ -133,7 +134,7 @@ def _url(listener: socket.socket, address: str | None) -> str:
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = address or address_for_others()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return http_url(host, port)
 
 
 def _is_loopback(listener: socket.socket) -> bool:

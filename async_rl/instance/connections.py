@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from async_rl.net.http_client import authorization
+
 KEEPALIVE_S = 2.0
 """Idle connections are dropped before the server drops them (uvicorn: 5 s): a POST must not meet a closing socket."""
 
@@ -47,9 +49,7 @@ class Connections:
 
     def __init__(self, token: str | None = None) -> None:
         # Packed, a few bytes may stand for gigabytes.
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | authorization(token)
         self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
 
     @property

@@ -19,13 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.balance import NUM_RECENT, IterationTimes, advise, desired_instances
 from async_rl.tracking.samples import SAMPLES, Decode, Sampled
+from async_rl.tracking.tensorboard import ScalarFile
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, timeline_rows
 from async_rl.types import Group, GroupProof, Publication, StepStats
 
@@ -96,11 +93,7 @@ class Recorder:
         self._correct_at = correct_at
         self._decode = decode
         self._recent: deque[IterationTimes] = deque(maxlen=NUM_RECENT)
-        self._events = EventFileWriter(str(run_dir / "tensorboard")) if run_dir else None
-        if self._events:
-            # TensorBoard then forgets this iteration and later ones, which an interrupted run may have recorded.
-            start = SessionLog(status=SessionLog.START)
-            self._events.add_event(Event(wall_time=time.time(), step=first_iteration, session_log=start))
+        self._scalars = ScalarFile(run_dir / "tensorboard", first_iteration) if run_dir else None
 
     def begin(self, iteration: int) -> IterationRecord:
         return IterationRecord(iteration)
@@ -112,7 +105,7 @@ class Recorder:
 
     def end(self, record: IterationRecord, publication: Publication) -> None:
         """Completes the record of an iteration whose proof holds and whose steps are over, and writes it."""
-        if self._run_dir is None:
+        if self._run_dir is None or self._scalars is None:
             return
         line = {key: _as_json(value) for key, value in self._summarize(record, publication).items()}
         times = IterationTimes.of(line)
@@ -122,7 +115,7 @@ class Recorder:
         SAMPLES.append(self._run_dir, record.sampled.rows(self._decode))
         with (self._run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self._write_events(record.iteration, line)
+        self._scalars.write(record.iteration, _scalars(line))
         if self._on_record is not None:
             self._on_record(line)
         log.info(
@@ -138,8 +131,8 @@ class Recorder:
         """Says how well the pools were balanced, and ends the files."""
         if self._recent:
             log.info(advise(self._recent))
-        if self._events:
-            self._events.close()
+        if self._scalars:
+            self._scalars.close()
 
     def _summarize(self, record: IterationRecord, publication: Publication) -> dict[str, Any]:
         rows, stats = record.rows, StepStats.mean(record.steps)
@@ -187,15 +180,6 @@ class Recorder:
             return {}
         return {"accuracy": statistics.fmean(reward >= self._correct_at for reward in rewards)}
 
-    def _write_events(self, iteration: int, line: dict[str, Any]) -> None:
-        assert self._events is not None
-        values = [
-            Summary.Value(tag=key, simple_value=value)
-            for key, value in line.items()
-            if isinstance(value, float | int) and not isinstance(value, bool) and not key.startswith("iteration")
-        ]
-        self._events.add_event(Event(wall_time=time.time(), step=iteration, summary=Summary(value=values)))
-
 
 def _gap_figures(rows: Sequence[GroupProof]) -> dict[str, float]:
     """Trainer - rollout log-probs over the iteration, in nats; see `LogprobGaps`."""
@@ -208,6 +192,15 @@ def _gap_figures(rows: Sequence[GroupProof]) -> dict[str, float]:
         "logprob_gap_p99": gaps.quantile(0.99),
         "rollout_kl_k1": gaps.k1,
         "rollout_kl_k3": gaps.k3,
+    }
+
+
+def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a record that can be drawn over the iterations."""
+    return {
+        key: value
+        for key, value in line.items()
+        if isinstance(value, float | int) and not isinstance(value, bool) and not key.startswith("iteration")
     }
 
 

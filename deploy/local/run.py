@@ -8,8 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from rich.console import Console
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
+from async_rl.net.http_client import HttpClient, answers_200
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from deploy.local.machine import free_ports, this_machine
@@ -27,6 +26,8 @@ from deploy.local.run_view import JsonlTail, RunView, make_run_view
 
 START_TIMEOUT_S = 1800.0
 """For an instance that neither answers nor ends; vLLM takes many minutes to load a large model and capture graphs."""
+
+PROBE_TIMEOUT_S = 2.0
 
 HOW_TO_GET_VLLM = (
     "give the Python of an environment with vLLM; `make vllm` in a checkout of async-rl makes .venv-vllm/bin/python, "
@@ -68,7 +69,8 @@ def wait_until_healthy(instance: Running, url: str, timeout_s: float = START_TIM
         ProcessFailed: the instance ended, or did not answer within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    while not _answers(f"{url}/health"):
+    http = HttpClient(url, PROBE_TIMEOUT_S)
+    while not answers_200(http, "/health"):
         if instance.exit_code() is not None:
             raise instance.failure()
         if time.monotonic() > deadline:
@@ -77,16 +79,6 @@ def wait_until_healthy(instance: Running, url: str, timeout_s: float = START_TIM
                 f"see {instance.process.log_file}"
             )
         time.sleep(POLL_S)
-
-
-def _answers(url: str) -> bool:
-    # Without the proxies of the environment, which would be asked for the loopback address too.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=2.0) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def make_parser() -> Parser:

@@ -12,7 +12,8 @@ class GrowingText:
     """Added up, the pieces are the text of all tokens.
 
     A token's text may depend on its neighbours, so a piece is what the new tokens add to the text of the piece before:
-    `_ids` holds the tokens of both, of which the first `_num_shown` have been shown.
+    `_ids` holds the tokens of both, of which the first `_num_shown` have been shown. Tokens without a text, such as
+    special ones, are no such neighbour: what a tokenizer does at the beginning of a text alone, it does after them.
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -27,6 +28,8 @@ class GrowingText:
         text = self._codec.decode(self._ids, skip_special_tokens=True)
         if text.endswith(UNFINISHED) and not last:
             return ""
-        self._ids = self._ids[self._num_shown :]
+        piece = text[len(shown) :]
+        if piece:
+            self._ids = self._ids[self._num_shown :]
         self._num_shown = len(self._ids)
-        return text[len(shown) :]
+        return piece

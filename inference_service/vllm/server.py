@@ -11,12 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from async_rl.errors import ProcessFailed
+from async_rl.net.http_client import HttpClient, answers_200
 from async_rl.protocol.routes import HEALTH
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
 from inference_service.identity import new_boot_id
@@ -60,8 +59,9 @@ def supervise(command: Command, url: str, registration: Registration | None) -> 
     Raises:
         ProcessFailed: it ended by itself.
     """
+    http = HttpClient(url, PROBE_TIMEOUT_S)
     with VllmProcess(command) as vllm:
-        vllm.wait_until(lambda: _is_healthy(url))
+        vllm.wait_until(lambda: answers_200(http, HEALTH))
         logger.info("ready at %s", url)
         if registration is None:
             vllm.wait_until(lambda: False)
@@ -114,16 +114,6 @@ class VllmProcess:
                 how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 raise ProcessFailed(f"vLLM ended by itself, with {how}; its own lines above say why")
             time.sleep(POLL_S)
-
-
-def _is_healthy(url: str) -> bool:
-    # Without the proxies of the environment, which would be asked for the own address too.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url + HEALTH, timeout=PROBE_TIMEOUT_S) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _end_with_parent() -> None:

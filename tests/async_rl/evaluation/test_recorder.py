@@ -1,5 +1,6 @@
 import json
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def test_a_result_goes_to_its_file_to_tensorboard_and_to_the_log(
 
 def test_a_resumed_run_evaluates_later_iterations_again(tmp_path: Path) -> None:
     for first, iterations in ((0, (0, 2, 4)), (3, (4,))):
+        time.sleep(1.0)  # Event files are read in the order of their names, which have the second in front.
         cut_run_records(tmp_path, first)
         recorder = EvaluationRecorder(tmp_path, first)
         for iteration in iterations:

@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def test_a_line_that_is_no_record_is_named_and_nothing_is_cut(tmp_path: Path, li
 def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
     proof = GroupProof(0, "p", 1, 2, 3, ("v",), (1.0,), attempts=1, gaps=())
     for first, losses in ((0, [1.0, 2.0, 3.0]), (1, [4.0])):
+        time.sleep(1.0)  # Event files are read in the order of their names, which have the second in front.
         recorder = Recorder(tmp_path, iterations=3, first_iteration=first)
         for iteration, loss in enumerate(losses, start=first):
             record = recorder.begin(iteration)

@@ -1,0 +1,127 @@
+"""One request after the other to another process of the run, for threads that may wait: the fleet's commands, an
+instance that registers, and whoever waits until a server is healthy.
+
+What runs on an event loop uses aiohttp (`async_rl.instance.connections`); the header with the token is the same.
+"""
+
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+from pydantic import BaseModel
+
+from async_rl.errors import ConfigError, NoAnswer
+
+MAX_ANSWER_BYTES: Final = 16 * 2**20
+"""The list of a fleet of ten thousand instances is smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer of any status, its body as it was sent."""
+
+    status: int
+    reason: str
+    body: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+
+class HttpClient:
+    """Speaks to the server at `base_url`, from any thread, a new connection each time.
+
+    The proxies and credentials of the environment are not used: the server is in the run's own network, often this
+    host. A redirect is an answer like others, so that the token goes to no other server. `timeout_s` limits each
+    wait for the server, and the time from the request to the end of the body.
+
+    Raises:
+        ConfigError: the token can be in no header.
+    """
+
+    def __init__(self, base_url: str, timeout_s: float, token: str | None = None) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._timeout_s = timeout_s
+        # Packed, a few bytes may stand for gigabytes. As bytes, which need not be latin-1: see `authorization`.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | authorization(token)
+        self._client = httpx.Client(
+            headers=[(name.encode(), value.encode(errors="surrogateescape")) for name, value in headers.items()],
+            # The authorities that the system trusts, as a company's own; httpx would ask certifi's list.
+            verify=ssl.create_default_context(),
+            timeout=timeout_s,
+            trust_env=False,
+            # A kept connection may be closed by the server just when the next request goes out.
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+
+    def get(self, path: str) -> Answer:
+        """
+        Raises:
+            NoAnswer: see there.
+        """
+        return self._ask("GET", path)
+
+    def post(self, path: str, body: BaseModel) -> Answer:
+        """
+        Raises:
+            NoAnswer: see there.
+        """
+        return self._ask("POST", path, body.model_dump_json().encode())
+
+    def _ask(self, method: str, path: str, content: bytes | None = None) -> Answer:
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            with self._client.stream(method, self.base_url + path, content=content) as response:
+                body = bytearray()
+                for chunk in response.iter_raw():
+                    body += chunk
+                    if len(body) > MAX_ANSWER_BYTES:
+                        raise NoAnswer(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+                    if time.monotonic() > deadline:
+                        raise NoAnswer(f"the answer was not whole within {self._timeout_s:g} s")
+                return Answer(response.status_code, response.reason_phrase, bytes(body))
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise NoAnswer(_cause(error)) from error
+
+
+def answers_200(client: HttpClient, path: str) -> bool:
+    """Whether the server is there and well."""
+    try:
+        return client.get(path).status == 200
+    except NoAnswer:
+        return False
+
+
+def authorization(token: str | None) -> dict[str, str]:
+    """The header that `async_rl.net.http_guard.BearerToken` asks for; none without a token.
+
+    A token from an environment variable that is no UTF-8 has surrogates in place of its odd bytes.
+
+    Raises:
+        ConfigError: it has a character that no header can have.
+    """
+    if not token:
+        return {}
+    if token != token.rstrip() or any(ord(char) < 0x20 or char == "\x7f" for char in token):
+        raise ConfigError(
+            "the token (ASYNC_RL_TOKEN) has a line break or ends with a space, as no header can: cut it off"
+        )
+    return {"Authorization": f"Bearer {token}"}
+
+
+def http_url(host: str, port: int) -> str:
+    """`http://host:port`, with the brackets that an IPv6 address takes there."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _cause(error: BaseException) -> str:
+    """What the system said, without its number, where it did; httpcore hides it as a context."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or repr(error)

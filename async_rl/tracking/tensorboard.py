@@ -1,0 +1,24 @@
+"""The TensorBoard file of a run, or of its evaluations; for the recorders."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class ScalarFile:
+    """Figures by step in a new event file of `directory`.
+
+    Beside the files of a run that was interrupted it makes TensorBoard forget what they have of `first_step` and later.
+    """
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        # Not above: the package can be imported without torch, and only who trains writes such a file.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=first_step)
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
