@@ -42,7 +42,7 @@ class WeightSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
     """One sampled continuation of a prompt.
 
@@ -70,7 +70,7 @@ class Response:
         return frozenset(versions if ends == starts else versions | {UNPROVEN})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """One prompt's G responses with their rewards, the unit the queue carries and the trainer consumes.
 

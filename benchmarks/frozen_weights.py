@@ -81,7 +81,14 @@ def make_groups() -> list[Group]:
         return tuple(draw.randrange(VOCAB_SIZE) for _ in range(count))
 
     def response() -> Response:
-        return Response(tokens(RESPONSE_TOKENS), (-8.0,) * RESPONSE_TOKENS, "", "length", (), "")
+        return Response(
+            token_ids=tokens(RESPONSE_TOKENS),
+            logprobs=(-8.0,) * RESPONSE_TOKENS,
+            text="",
+            finish_reason="length",
+            weight_spans=(),
+            instance="",
+        )
 
     return [
         Group(
