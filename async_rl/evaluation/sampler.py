@@ -1,6 +1,5 @@
 """Takes one prompt of an evaluation set to its scored responses; for `evaluator`."""
 
-import hashlib
 from dataclasses import replace
 
 from async_rl.config.sections import RolloutSection
@@ -10,7 +9,7 @@ from async_rl.evaluation.sets import LoadedSet
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rewards import Reward
-from async_rl.rollout.producer import SEED_SPACING_BITS
+from async_rl.seeds import evaluation_seed
 from async_rl.types import Prompt, WeightVersion
 
 
@@ -60,9 +59,3 @@ class Sampler:
         )
         responses = tuple(replace(r, text=text) for r, text in zip(sampled, texts, strict=True))
         return ScoredPrompt.of(responses, await self._reward.score(prompt, responses))
-
-
-def evaluation_seed(run_seed: int, set_name: str, prompt_id: str) -> int:
-    """The sampling seed of a prompt, in [0, 2^63): the same in every iteration, so that only the weights differ."""
-    digest = hashlib.sha256(f"evaluation/{run_seed}/{set_name}/{prompt_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> (1 + SEED_SPACING_BITS) << SEED_SPACING_BITS

@@ -10,7 +10,7 @@ from async_rl.types import Response, WeightSpan
 
 @dataclass(slots=True)
 class Draft:
-    """One response in the making; `seed` is its own, the group's seed plus its place in the group."""
+    """One response in the making; `seed` is its own, the group's seed plus its index in the group."""
 
     seed: int
     # Plain numbers in a row: as lists of objects, the tokens under way would take five times the memory.
