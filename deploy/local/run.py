@@ -68,15 +68,26 @@ def wait_until_healthy(instance: Running, url: str, timeout_s: float = START_TIM
         ProcessFailed: the instance ended, or did not answer within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    while not _answers(f"{url}/health"):
-        if instance.exit_code() is not None:
-            raise instance.failure()
+    while not is_healthy(instance, url):
         if time.monotonic() > deadline:
             raise ProcessFailed(
                 f"{instance.process.name} did not answer at {url}/health within {timeout_s:.0f} s; "
                 f"see {instance.process.log_file}"
             )
         time.sleep(POLL_S)
+
+
+def is_healthy(instance: Running, url: str) -> bool:
+    """Whether GET `url`/health answers 200.
+
+    Raises:
+        ProcessFailed: it does not, and the instance has ended.
+    """
+    if _answers(f"{url}/health"):
+        return True
+    if instance.exit_code() is not None:
+        raise instance.failure()
+    return False
 
 
 def _answers(url: str) -> bool:
