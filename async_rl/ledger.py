@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from async_rl.errors import OnPolicyViolation
+from async_rl.files import append_lines
 from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, Unit, unjudged
 from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 from async_rl.types import Batch, GroupProof, Publication, digest_of
@@ -143,8 +144,7 @@ class Ledger:
             "prompt_ids": [row.prompt_id for row in ordered],
             "violations": list(violations),
         }
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        append_lines(self._path, [json.dumps(record)])
 
     def _largest_rms(self, total: LogprobGaps) -> float | None:
         """What the batch's RMS would have had to exceed; None where nothing is judged."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sets import LoadedSet
+from async_rl.files import write_file
 from async_rl.types import Prompt, Response
 
 PROGRESS, RESULTS, SAMPLES = "progress.jsonl", "results.jsonl", "samples.jsonl"
@@ -60,4 +61,4 @@ class Output:
         self._write(RESULTS, lines)
 
     def _write(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
-        (self._directory / name).write_text("".join(json.dumps(line, default=str) + "\n" for line in lines))
+        write_file(self._directory / name, "".join(json.dumps(line, default=str) + "\n" for line in lines))

@@ -12,6 +12,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from async_rl.files import append_lines
 from async_rl.types import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -62,8 +63,7 @@ class EvaluationRecorder:
         self._events.add_event(Event(wall_time=time.time(), step=first_iteration, session_log=start))
 
     def write(self, results: Sequence[SetResult]) -> None:
-        with self._path.open("a") as file:
-            file.writelines(json.dumps(result.record()) + "\n" for result in results)
+        append_lines(self._path, (json.dumps(result.record()) for result in results))
         for result in results:
             log.info("%s", _describe(result))
             values = [

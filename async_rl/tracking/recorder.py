@@ -23,6 +23,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from async_rl.files import append_lines
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.balance import NUM_RECENT, IterationTimes, advise, desired_instances
 from async_rl.types import Group, GroupProof, Publication, StepStats
@@ -115,8 +116,7 @@ class Recorder:
         self._recent.append(times)
         line["idle_training"], line["idle_inference"] = times.idle_training, times.idle_inference
         line["desired_instances"] = desired_instances(self._recent)
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_lines(self._path, [json.dumps(line)])
         self._write_events(record.iteration, line)
         if self._on_record is not None:
             self._on_record(line)
