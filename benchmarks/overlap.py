@@ -30,7 +30,6 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from async_rl.config.file import parse_config
-from async_rl.config.sections import Config, TrainSection
+from async_rl.config.sections import Config, PoolSection, TrainSection
 from async_rl.data.prompts import PromptSource
 from async_rl.loop import train
 from async_rl.pool.inference_pool import InferencePool
@@ -89,8 +88,8 @@ class Pace:
 class PacedPool(InferencePool):
     """Forces each prompt's responses to the length that its tokens stand for, whatever the model would stop at."""
 
-    def __init__(self, pace: Pace, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, pace: Pace, config: PoolSection) -> None:
+        super().__init__(config)
         self._pace = pace
 
     async def generate_group(
@@ -207,7 +206,7 @@ def measure(pairs: int, groups_at_once: int | None, say: Callable[[str], None]) 
             config = make_config(directory, url, pairs)
             parallel = init_parallel(choose_device("cpu"), 0, config.trainer)
             pace = Pace()
-            with open_session(config, parallel, make_pool=partial(PacedPool, pace)) as session:
+            with open_session(config, parallel, pool=PacedPool(pace, config.pool)) as session:
                 run_once(session, config, "periodic", pairs)  # compiles, allocates and connects
 
                 def measure_at(groups: int) -> float:

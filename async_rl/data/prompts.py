@@ -11,7 +11,10 @@ from functools import lru_cache
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from async_rl.config.sections import PromptsSection
 from async_rl.data.prompt_table import PromptTable
@@ -22,6 +25,15 @@ from async_rl.types import Batch, Prompt
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+
+
+class Message(TypedDict):
+    """What every message of a chat has; what else it may have is the chat template's business."""
+
+    role: str
+
+
+CONVERSATION = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
 
 REASONING_GYM = "reasoning-gym:"
 TOKENIZE_AT_ONCE = 1024
@@ -239,11 +251,15 @@ def _require_renderable(rows: list[Row], config: PromptsSection) -> None:
                 f"row {number}: column {column!r} is {type(value).__name__}, expected text; "
                 "chat messages need prompts.chat_template = true"
             )
-        if not (isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)):
+        try:
+            CONVERSATION.validate_python(value, strict=True)
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            where = "".join(f"[{part!r}]" for part in fault["loc"])
             raise ConfigError(
                 f"row {number}: column {column!r} is {value!r:.80}, expected text or a list of chat messages with a "
-                "role: set prompts.column"
-            )
+                f"role: correct {column}{where} ({fault['msg']}), or set prompts.column"
+            ) from error
 
 
 def _conversation(value: Any, config: PromptsSection) -> list[dict[str, Any]]:
