@@ -80,12 +80,19 @@ def named_write_errors(path: Path) -> Iterator[None]:
         raise write_failed(path, error) from error
 
 
-def write_failed(path: Path, error: OSError) -> WriteFailed:
-    """The error for a file or directory that cannot be written, with its remedy."""
-    remedy = "check that its directory is there and may be written to"
-    if error.errno in FULL:
+def write_failed(path: Path, error: BaseException) -> WriteFailed:
+    """The error for a file or directory that cannot be written, with its remedy.
+
+    A library may say in its own words that the system refused; the disk being full is then only the likeliest reason.
+    """
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    if not isinstance(error, OSError):
+        remedy = f"check that its directory may be written to, and that there is room{_free(path)}"
+    elif error.errno in FULL:
         remedy = f"make room there{_free(path)}; a run then goes on from its last checkpoint with run.resume = true"
-    return WriteFailed(f"cannot write {str(path)!r}: {error.strerror or error}; {remedy}")
+    else:
+        remedy = "check that its directory is there and may be written to"
+    return WriteFailed(f"cannot write {str(path)!r}: {reason}; {remedy}")
 
 
 def _free(path: Path) -> str:

@@ -1,29 +1,14 @@
 """Files that are written whole or not at all, on disks that are full, gone or closed to us."""
 
 import os
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from async_rl.errors import WriteFailed
 from async_rl.files import append_lines, replace_directory, write_file
-
-
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """The system lets no file of this process grow beyond it, as if the disk were full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
+from tests.support.full_disk import largest_file
 
 
 @pytest.mark.parametrize("content", ["é\n", b"\x00\xff", ""])
