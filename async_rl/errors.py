@@ -22,6 +22,7 @@ AsyncRLError
 ├── RewardError                     a reward raised, hung or returned something else than one float per response
 ├── RolloutLost                     the rollout of a prompt ended without a group and without an error
 ├── EventLoopLost                   the thread that makes rollouts ended, or a part of it was ended from beside
+├── WriteFailed                     a file of the run cannot be written: a full disk, or a directory that is gone
 ├── WaitTimedOut (also TimeoutError)  something that was told to end did not
 ├── RunStopped                      the run was told to end (SIGTERM)
 ├── LeaderFailed                    the training rank that makes a replica's rollouts failed
@@ -124,6 +125,10 @@ class RolloutLost(AsyncRLError):
 
 class EventLoopLost(AsyncRLError):
     """The thread that makes rollouts ended, or something on it was ended by what runs beside it."""
+
+
+class WriteFailed(AsyncRLError):
+    """A file of a run cannot be written; the message names it, what the system says, and the remedy."""
 
 
 class WaitTimedOut(AsyncRLError, TimeoutError):

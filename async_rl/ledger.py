@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from async_rl.errors import OnPolicyViolation
+from async_rl.files import append_lines
 from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, Unit, unjudged
 from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 from async_rl.proof.prompt_ids import as_runs, digest_of_ids
@@ -163,8 +164,7 @@ class Ledger:
             "num_violations": len(violations),
             "violations": list(violations[:MAX_VIOLATIONS_KEPT]),
         }
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        append_lines(self._path, [json.dumps(record)])
 
     def _largest_rms(self, total: LogprobGaps) -> float | None:
         """What the batch's RMS would have had to exceed; None where nothing is judged."""

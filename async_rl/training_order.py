@@ -1,7 +1,7 @@
-"""Which groups may be trained next: in order of completion, or by place in the batch, mini-batch after mini-batch.
+"""Which groups may be trained next: in order of completion, or by index in the batch, mini-batch after mini-batch.
 
 `mode = "synchronous"` waits for the whole batch first, the baseline to compare with. `order = "prompt"` trains groups
-by their place in the batch, holding back what finished early, so that sums are formed in the same order in every run.
+by their index in the batch, holding back what finished early, so that sums are formed in the same order in every run.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ class TrainingOrder:
 
     def __init__(self, finished: FinishedGroups, config: TrainSection, mini_batches: Sequence[Batch]) -> None:
         self._finished = finished
-        self.by_place = config.order == "prompt"
+        self.by_index = config.order == "prompt"
         self._synchronous = config.mode == "synchronous"
-        self._places = [sorted(mini_batch.prompts) for mini_batch in mini_batches]
+        self._indices = [sorted(mini_batch.prompts) for mini_batch in mini_batches]
         self._due: list[int] = []
         self._held: list[Group] = []
         self._all_arrived = False
@@ -36,12 +36,12 @@ class TrainingOrder:
 
     def begin_mini_batch(self) -> None:
         """From now on `take` hands out the groups of the next mini-batch; those of later ones wait."""
-        self._due = self._places.pop(0)
+        self._due = self._indices.pop(0)
 
     def take(self, wait: bool) -> list[Group]:
         """The groups that may be trained now.
 
-        With `wait` at least one, and none only when the mini-batch is over. It is over when all its places were handed
+        With `wait` at least one, and none only when the mini-batch is over. It is over when all its indices were handed
         out, and the last one only when the whole batch has arrived: a group too many must not go unnoticed.
         """
         self.watch()
@@ -49,7 +49,7 @@ class TrainingOrder:
             self._fetch(wait=False)
         while True:
             groups = self._pick()
-            if groups or not wait or self._all_arrived or (self._places and not self._due):
+            if groups or not wait or self._all_arrived or (self._indices and not self._due):
                 return groups
             self._fetch(wait=True)
 
@@ -64,23 +64,23 @@ class TrainingOrder:
         if self._synchronous:
             while not self._all_arrived:
                 self._fetch(wait=True)
-        later = {place for places in self._places for place in places}
+        later = {index for indices in self._indices for index in indices}
         groups = [group for group in self._held if group.index not in later]
-        if self.by_place:
-            groups = self._next_in_place(groups)
+        if self.by_index:
+            groups = self._next_by_index(groups)
         self._held = _without(self._held, groups)
         taken = {group.index for group in groups}
-        self._due = [place for place in self._due if place not in taken]
+        self._due = [index for index in self._due if index not in taken]
         return groups
 
-    def _next_in_place(self, groups: Sequence[Group]) -> list[Group]:
-        by_index = {group.index: group for group in groups}
+    def _next_by_index(self, groups: Sequence[Group]) -> list[Group]:
+        held = {group.index: group for group in groups}
         picked: list[Group] = []
-        for place in self._due:
-            if place not in by_index:
+        for index in self._due:
+            if index not in held:
                 break
-            picked.append(by_index.pop(place))
-        # Whatever belongs to no place of the batch comes at the very end; the ledger will name it.
+            picked.append(held.pop(index))
+        # Whatever belongs to no index of the batch comes at the very end; the ledger will name it.
         complete = self._all_arrived and len(picked) == len(self._due)
         return [*picked, *_without(groups, picked)] if complete else picked
 

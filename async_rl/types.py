@@ -42,7 +42,7 @@ class WeightSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
     """One sampled continuation of a prompt.
 
@@ -70,11 +70,11 @@ class Response:
         return frozenset(versions if ends == starts else versions | {UNPROVEN})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """One prompt's G responses with their rewards, the unit the queue carries and the trainer consumes.
 
-    `index` is the prompt's place in its batch. `started_s` and `finished_s` are `time.monotonic()` seconds of the
+    `index` is the prompt's index in its batch. `started_s` and `finished_s` are `time.monotonic()` seconds of the
     dispatch and of the last score; `attempts` counts how often the group was sent to an instance (1 = no retry).
     """
 
@@ -95,23 +95,23 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The prompts of one iteration, by their place in it; a share of a batch keeps the places of the whole."""
+    """The prompts of one iteration, by their index in it; a share of a batch keeps the indices of the whole."""
 
     iteration: int
     prompts: Mapping[int, Prompt]
 
     def share(self, rank: int, size: int) -> "Batch":
-        """The prompts at places congruent to `rank` modulo `size`: what one of `size` data-parallel leaders takes."""
+        """The prompts at indices congruent to `rank` modulo `size`: what one of `size` data-parallel leaders takes."""
         return Batch(self.iteration, {i: p for i, p in self.prompts.items() if i % size == rank})
 
     def split(self, num_parts: int) -> "list[Batch]":
-        """Consecutive places in `num_parts` mini-batches of nearly equal size: what each optimizer step trains.
+        """Consecutive indices in `num_parts` mini-batches of nearly equal size: what each optimizer step trains.
 
-        They follow from the places, not from the order of completion, which would put short responses first.
+        They follow from the indices, not from the order of completion, which would put short responses first.
         """
-        places = sorted(self.prompts)
-        bounds = [len(places) * part // num_parts for part in range(num_parts + 1)]
-        return [Batch(self.iteration, {i: self.prompts[i] for i in places[a:b]}) for a, b in pairwise(bounds)]
+        indices = sorted(self.prompts)
+        bounds = [len(indices) * part // num_parts for part in range(num_parts + 1)]
+        return [Batch(self.iteration, {i: self.prompts[i] for i in indices[a:b]}) for a, b in pairwise(bounds)]
 
     @classmethod
     def union(cls, parts: "Sequence[Batch]") -> "Batch":

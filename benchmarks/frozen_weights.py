@@ -24,7 +24,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from async_rl.config.sections import (
     AlgorithmSection,
@@ -36,6 +35,7 @@ from async_rl.config.sections import (
 )
 from async_rl.types import Group, Prompt, Response
 from benchmarks.common.memory import allocated
+from benchmarks.common.random_model import save_random_qwen3
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
 from trainer.trainer import MegatronTrainer
@@ -49,7 +49,8 @@ PROMPT_TOKENS, RESPONSE_TOKENS, NUM_RESPONSES, NUM_GROUPS = 64, 128, 8, 2
 
 def make_checkpoint(path: Path, size: str) -> None:
     layers, hidden = SIZES[size]
-    config = Qwen3Config(
+    save_random_qwen3(
+        path,
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
@@ -57,9 +58,7 @@ def make_checkpoint(path: Path, size: str) -> None:
         num_attention_heads=hidden // 32,
         num_key_value_heads=hidden // 64,
         head_dim=32,
-        tie_word_embeddings=True,
     )
-    Qwen3ForCausalLM(config).save_pretrained(path)
 
 
 def make_trainer(checkpoint: Path, placement: Placement, parallel: Parallel) -> MegatronTrainer:
@@ -81,7 +80,14 @@ def make_groups() -> list[Group]:
         return tuple(draw.randrange(VOCAB_SIZE) for _ in range(count))
 
     def response() -> Response:
-        return Response(tokens(RESPONSE_TOKENS), (-8.0,) * RESPONSE_TOKENS, "", "length", (), "")
+        return Response(
+            token_ids=tokens(RESPONSE_TOKENS),
+            logprobs=(-8.0,) * RESPONSE_TOKENS,
+            text="",
+            finish_reason="length",
+            weight_spans=(),
+            instance="",
+        )
 
     return [
         Group(

@@ -26,31 +26,26 @@ import math
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from async_rl.config.file import parse_config
-from async_rl.config.sections import Config, TrainSection
+from async_rl.config.sections import Config, PoolSection, TrainSection
 from async_rl.data.prompts import PromptSource
 from async_rl.loop import train
-from async_rl.net.http_client import HttpClient, answers_200
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Batch, Response
+from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
+from benchmarks.common.running_instance import running_instance
 from trainer.devices import choose_device
 from trainer.parallel import init_parallel
 from trainer.session import Session, open_session
@@ -69,6 +64,8 @@ MAX_CALIBRATIONS = 5
 BALANCED = 0.05
 """|log(generation / training)| from which on another try would only follow the machine's noise."""
 MODEL_SIZE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 4,
@@ -91,8 +88,8 @@ class Pace:
 class PacedPool(InferencePool):
     """Forces each prompt's responses to the length that its tokens stand for, whatever the model would stop at."""
 
-    def __init__(self, pace: Pace, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, pace: Pace, config: PoolSection) -> None:
+        super().__init__(config)
         self._pace = pace
 
     async def generate_group(
@@ -119,21 +116,6 @@ def response_tokens(prompt_token_ids: Sequence[int]) -> int:
     """A length from a long-tailed (log-normal, sigma 0.8) distribution, a function of the prompt."""
     draw = random.Random(zlib.crc32(repr(list(prompt_token_ids)).encode()))
     return max(4, min(MAX_RESPONSE_TOKENS, round(draw.lognormvariate(0, 0.8) * MEDIAN_RESPONSE_TOKENS)))
-
-
-def make_model(path: Path) -> None:
-    """A random Qwen3 with a tokenizer of one token per word `w<i>`."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None, **MODEL_SIZE
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=0)
-    model.save_pretrained(path)
-    words = ["<eos>", "<unk>", *(f"w{i}" for i in range(2, VOCAB_SIZE))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(path)
 
 
 def make_rows(path: Path, number: int) -> None:
@@ -168,25 +150,6 @@ def make_config(directory: Path, url: str, pairs: int) -> Config:
         },
         source="benchmarks.overlap",
     )
-
-
-@contextmanager
-def instance(model: Path, core: int, max_concurrency: int) -> Iterator[str]:
-    """An inference instance on one core; yields its URL when it is healthy."""
-    arguments = ["--model", str(model), "--port", "0", "--max-model-len", str(PROMPT_TOKENS + MAX_RESPONSE_TOKENS)]
-    arguments += ["--max-concurrency", str(max_concurrency)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "inference_service", *arguments], stderr=subprocess.PIPE, text=True
-    )
-    os.sched_setaffinity(process.pid, {core})
-    try:
-        assert process.stderr is not None
-        url = next(line.split("ready at ")[1].strip() for line in process.stderr if "ready at " in line)
-        assert answers_200(HttpClient(url, timeout_s=10), "/health"), f"{url} is not healthy"
-        yield url
-    finally:
-        process.terminate()
-        process.wait(10)
 
 
 def run_once(session: Session, config: Config, mode: str, number: int) -> dict[str, Any]:
@@ -232,15 +195,18 @@ def measure(pairs: int, groups_at_once: int | None, say: Callable[[str], None]) 
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        make_model(directory / "model")
+        save_random_qwen3(directory / "model", **MODEL_SIZE)
+        save_word_tokenizer(directory / "model", VOCAB_SIZE)
         make_rows(directory / "rows.jsonl", NUM_PROMPTS * (pairs + 1))
-        with instance(directory / "model", cores[0], MAX_GROUPS * RESPONSES_PER_PROMPT) as url:
+        room: tuple[str, ...] = ("--max-model-len", str(PROMPT_TOKENS + MAX_RESPONSE_TOKENS))
+        room += ("--max-concurrency", str(MAX_GROUPS * RESPONSES_PER_PROMPT))
+        with running_instance(directory / "model", *room, core=cores[0]) as url:
             os.sched_setaffinity(0, {cores[-1]})
             torch.set_num_threads(1)
             config = make_config(directory, url, pairs)
             parallel = init_parallel(choose_device("cpu"), 0, config.trainer)
             pace = Pace()
-            with open_session(config, parallel, make_pool=partial(PacedPool, pace)) as session:
+            with open_session(config, parallel, pool=PacedPool(pace, config.pool)) as session:
                 run_once(session, config, "periodic", pairs)  # compiles, allocates and connects
 
                 def measure_at(groups: int) -> float:

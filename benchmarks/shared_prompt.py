@@ -91,10 +91,26 @@ def make_group(case: Case, vocab_size: int) -> Group:
     tokens = torch.randint(vocab_size, (case.prompt + case.group * case.response,)).tolist()
     prompt, rest = tokens[: case.prompt], tokens[case.prompt :]
     responses = tuple(
-        Response(tuple(rest[i : i + case.response]), (0.0,) * case.response, "", "stop", (), "")
+        Response(
+            token_ids=tuple(rest[i : i + case.response]),
+            logprobs=(0.0,) * case.response,
+            text="",
+            finish_reason="stop",
+            weight_spans=(),
+            instance="",
+        )
         for i in range(0, len(rest), case.response)
     )
-    return Group(0, 0, Prompt("p", tuple(prompt), {}), responses, (0.0,) * case.group, "", 0.0, 0.0)
+    return Group(
+        iteration=0,
+        index=0,
+        prompt=Prompt("p", tuple(prompt), {}),
+        responses=responses,
+        rewards=(0.0,) * case.group,
+        weight_version="",
+        started_s=0.0,
+        finished_s=0.0,
+    )
 
 
 def shared(model: SharedPromptGPT, group: Group, weights_GR: torch.Tensor, max_rows: int) -> None:

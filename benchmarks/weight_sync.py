@@ -19,12 +19,10 @@ import logging
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from async_rl.config.sections import PoolSection, PublishSection
 from async_rl.event_loop import EventLoopThread
@@ -40,8 +37,11 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.publish.publisher import Publisher
 from async_rl.weights.store import StoreServer, join_meeting
 from async_rl.weights.stream import TensorSpec, WeightGroup
+from benchmarks.common.random_model import save_random_qwen3
+from benchmarks.common.running_instance import running_instance
 
 MODEL_SIZE: dict[str, Any] = {
+    "max_position_embeddings": 512,
     "vocab_size": 32_768,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -50,6 +50,7 @@ MODEL_SIZE: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
+INSTANCE = ("--dtype", "bfloat16", "--max-model-len", "128", "--max-concurrency", "4")
 TIMEOUT_S = 60.0
 HOST = "127.0.0.1"
 SECRET = "of this benchmark"
@@ -61,33 +62,11 @@ Stream = list[tuple[TensorSpec, torch.Tensor]]
 
 def make_model(path: Path) -> Stream:
     """Saves a random Qwen3 of about 940 MB in the proportions of Qwen3-1.7B; its weights."""
-    torch.manual_seed(0)
-    config = Qwen3Config(max_position_embeddings=512, tie_word_embeddings=True, **MODEL_SIZE)
-    # transformers wraps `to` as a function, whose first argument would be the model.
-    model: Qwen3ForCausalLM = Qwen3ForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
-    model.generation_config = GenerationConfig(eos_token_id=0)
-    model.save_pretrained(path)
+    model = save_random_qwen3(path, dtype=torch.bfloat16, **MODEL_SIZE)
     return [
         (TensorSpec(name, "bfloat16", tuple(parameter.shape)), parameter.detach())
         for name, parameter in model.named_parameters()
     ]
-
-
-@contextmanager
-def instance(model: Path) -> Iterator[str]:
-    """An inference instance; yields its URL when it is ready."""
-    arguments = ["--model", str(model), "--port", "0", "--dtype", "bfloat16", "--max-model-len", "128"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "inference_service", *arguments, "--max-concurrency", "4"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        yield next(line.split("ready at ")[1].strip() for line in process.stderr if "ready at " in line)
-    finally:
-        process.terminate()
-        process.wait(10)
 
 
 def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_bytes: int) -> None:
@@ -179,7 +158,7 @@ def run(repeats: int, say: Say) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as instances:
         path = Path(name)
         stream = make_model(path)
-        urls = [instances.enter_context(instance(path)) for _ in range(max(NUM_INSTANCES))]
+        urls = [instances.enter_context(running_instance(path, *INSTANCE)) for _ in range(max(NUM_INSTANCES))]
         answer: dict[str, float] = {}
         for number in NUM_INSTANCES:
             suffix = "" if number == 1 else f"_{number}"

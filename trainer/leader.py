@@ -40,7 +40,7 @@ class InferenceSide:
         config: Config,
         parallel: Parallel,
         token: str | None,
-        make_pool: Callable[..., InferencePool],
+        pool: InferencePool,
     ) -> None:
         self._closing = closing
         self._config = config
@@ -48,7 +48,7 @@ class InferenceSide:
         self._token = token
         self._loop = EventLoopThread()
         closing.callback(self._loop.close)
-        self._pool = make_pool(config.pool, token)
+        self._pool = pool
         closing.callback(lambda: self._loop.end(self._pool.close()))
         self._server: FleetServer | None = None
 

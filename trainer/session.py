@@ -5,12 +5,12 @@ Each replica's leader has its own pool client, rewards and producer; only the ma
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from async_rl.config.sections import Config, RunSection
 from async_rl.data.prompts import PromptSource, Tokenizer
@@ -56,14 +56,14 @@ def open_session(
     config: Config,
     parallel: Parallel,
     token: str | None = None,
-    make_pool: Callable[..., InferencePool] = InferencePool,
+    pool: InferencePool | None = None,
     ending: Ending | None = None,
 ) -> Iterator[Session]:
     """Loads model and data, waits for the instances, and closes everything on the way out.
 
     Args:
         token: bearer token of the instances, if they ask for one.
-        make_pool: the pool's class; a benchmark may fix response lengths in its own.
+        pool: a leader's, which is closed with the session; it is made from the config where none is given.
         ending: where ranks tell each other that the run ends; one that no signal reaches by default.
 
     Raises:
@@ -92,7 +92,7 @@ def open_session(
             num_cut = cut_run_records(config.run.dir, saving.first_iteration)
             log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
         if parallel.is_leader:
-            side = InferenceSide(closing, config, parallel, token, make_pool)
+            side = InferenceSide(closing, config, parallel, token, pool or InferencePool(config.pool, token))
         fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
         if side is not None:
             side.wait_for_instances(fleet_url, prompts.longest)
@@ -124,13 +124,17 @@ def _make_recorder(
     first_iteration: int,
     side: InferenceSide | None,
     reward: Reward,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
 ) -> Recorder:
     """Writes the records on the main rank; elsewhere it only keeps time."""
     iterations = config.train.iterations
     if side is None or not parallel.is_main:
         return Recorder(None, iterations, first_iteration)
-    return Recorder(config.run.dir, iterations, first_iteration, side.on_record, reward.correct_at, tokenizer.decode)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return tokenizer.batch_decode([list(token_ids)], skip_special_tokens=False)[0]
+
+    return Recorder(config.run.dir, iterations, first_iteration, side.on_record, reward.correct_at, decode)
 
 
 def _make_ledger(config: Config, parallel: Parallel) -> Ledger:

@@ -286,5 +286,17 @@ def _logprobs_of(model: FrozenModel | None, passes: Sequence[Pass]) -> Sequence[
 def _unscored_group(prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> Group:
     """Tokens as a group, which is what passes are made of; nothing reads its other fields."""
     prompt = Prompt("probe", tuple(prompt_token_ids), {})
-    rollouts = tuple(Response(tuple(tokens), (), "", "length", (), "") for tokens in responses)
-    return Group(0, 0, prompt, rollouts, (0.0,) * len(rollouts), UNPROVEN, 0.0, 0.0)
+    rollouts = tuple(
+        Response(token_ids=tuple(tokens), logprobs=(), text="", finish_reason="length", weight_spans=(), instance="")
+        for tokens in responses
+    )
+    return Group(
+        iteration=0,
+        index=0,
+        prompt=prompt,
+        responses=rollouts,
+        rewards=(0.0,) * len(rollouts),
+        weight_version=UNPROVEN,
+        started_s=0.0,
+        finished_s=0.0,
+    )

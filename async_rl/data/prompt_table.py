@@ -45,17 +45,17 @@ class PromptTable(Sequence[Prompt]):
         return len(self._numbers)
 
     @overload
-    def __getitem__(self, place: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt: ...
 
     @overload
-    def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
 
-    def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        place = range(len(self))[place]
-        token_ids = self._tokens[self._ends[place] : self._ends[place + 1]]
-        return Prompt(str(self._numbers[place]), tuple(token_ids), self._rows[place])
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        token_ids = self._tokens[self._ends[index] : self._ends[index + 1]]
+        return Prompt(str(self._numbers[index]), tuple(token_ids), self._rows[index])
 
     def digests(self) -> dict[str, str]:
         """A digest of the names, tokens and rows of each stretch of prompts, named after its first and last one."""
@@ -63,8 +63,8 @@ class PromptTable(Sequence[Prompt]):
         for part in range(min(NUM_RANGES, len(self))):
             first, end = (len(self) * bound // min(NUM_RANGES, len(self)) for bound in (part, part + 1))
             digest = hashlib.sha256()
-            for place in range(first, end):
-                digest.update(json.dumps([self._numbers[place], self._rows[place]], default=repr).encode())
-                digest.update(self._tokens[self._ends[place] : self._ends[place + 1]].tobytes())
+            for index in range(first, end):
+                digest.update(json.dumps([self._numbers[index], self._rows[index]], default=repr).encode())
+                digest.update(self._tokens[self._ends[index] : self._ends[index + 1]].tobytes())
             found[f"{self._numbers[first]} to {self._numbers[end - 1]}"] = digest.hexdigest()[:16]
         return found

@@ -1,27 +1,39 @@
 """From a dataset to `batch(iteration)`: a pure function of the seed and the iteration, so a resumed run skips nothing.
 
 Rows are laid end to end, epoch after epoch, each epoch in its own order derived from (seed, epoch); iteration t takes
-the places t*B to t*B + B - 1 of that line. A batch that crosses an epoch's end takes the rest from the next epoch.
+the positions t*B to t*B + B - 1 of that line. A batch that crosses an epoch's end takes the rest from the next epoch.
 """
 
 import json
 import logging
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from async_rl.config.sections import PromptsSection
 from async_rl.data.prompt_table import PromptTable
 from async_rl.errors import ConfigError
+from async_rl.seeds import prompt_order
 from async_rl.types import Batch, Prompt
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+
+
+class Message(TypedDict):
+    """What every message of a chat has; what else it may have is the chat template's business."""
+
+    role: str
+
+
+CONVERSATION = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
 
 REASONING_GYM = "reasoning-gym:"
 TOKENIZE_AT_ONCE = 1024
@@ -54,7 +66,7 @@ class PromptSource:
         self._prompts = prompts
         self._batch_size = prompts_per_batch
         # An epoch's order is needed for many batches in a row, and two of them where a batch crosses the border.
-        self._order = lru_cache(maxsize=2)(lambda epoch: _epoch_order(len(prompts), seed, epoch))
+        self._order = lru_cache(maxsize=2)(lambda epoch: prompt_order(seed, epoch, len(prompts)))
 
     @classmethod
     def load(cls, config: PromptsSection, tokenizer: Tokenizer, seed: int) -> "PromptSource":
@@ -83,12 +95,12 @@ class PromptSource:
         return max(self._prompts, key=lambda prompt: len(prompt.token_ids))
 
     def batch(self, iteration: int) -> Batch:
-        """The prompts of one iteration (counted from 0), at places 0 to B - 1."""
+        """The prompts of one iteration (counted from 0), at indices 0 to B - 1."""
         first = iteration * self._batch_size
         return Batch(iteration, {i: self._at(first + i) for i in range(self._batch_size)})
 
-    def _at(self, place: int) -> Prompt:
-        epoch, offset = divmod(place, len(self._prompts))
+    def _at(self, position: int) -> Prompt:
+        epoch, offset = divmod(position, len(self._prompts))
         return self._prompts[self._order(epoch)[offset]]
 
 
@@ -103,12 +115,6 @@ def load_prompts(config: PromptsSection, tokenizer: Tokenizer, seed: int, max_ro
     # A chat template writes the special tokens itself.
     tokenized = _tokenize(texts, tokenizer, add_special_tokens=not config.chat_template)
     return _without_unusable(zip(tokenized, rows, strict=True), config)
-
-
-def _epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(num_rows))
-    random.Random(f"prompts/{seed}/{epoch}").shuffle(order)
-    return order
 
 
 def first_rows(config: PromptsSection, max_rows: int) -> list[Row]:
@@ -245,11 +251,15 @@ def _require_renderable(rows: list[Row], config: PromptsSection) -> None:
                 f"row {number}: column {column!r} is {type(value).__name__}, expected text; "
                 "chat messages need prompts.chat_template = true"
             )
-        if not (isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)):
+        try:
+            CONVERSATION.validate_python(value, strict=True)
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            where = "".join(f"[{part!r}]" for part in fault["loc"])
             raise ConfigError(
                 f"row {number}: column {column!r} is {value!r:.80}, expected text or a list of chat messages with a "
-                "role: set prompts.column"
-            )
+                f"role: correct {column}{where} ({fault['msg']}), or set prompts.column"
+            ) from error
 
 
 def _conversation(value: Any, config: PromptsSection) -> list[dict[str, Any]]:

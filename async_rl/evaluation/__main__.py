@@ -1,13 +1,13 @@
 """`python -m async_rl.evaluation CONFIG --out DIR [--section.key VALUE ...]`: evaluates what running instances serve.
 
 Takes the config of a run: its `[[evaluation.sets]]` are sampled at `pool.instances`, whose weights stay as they are,
-and scored by its reward. Writes DIR/progress.jsonl, a line per finished prompt, and DIR/results.jsonl, a line per set.
+and scored by its reward. Writes into DIR progress.jsonl, a line per finished prompt, results.jsonl, a line per set, and
+samples.jsonl, the responses to the first prompts of each set.
 
 Exit codes: 0 all evaluated, 1 a fault, some prompt's included, 2 bad input.
 """
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -25,6 +25,7 @@ from async_rl.config.sections import Config, EvaluationSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.errors import AsyncRLError, ConfigError, InstanceError, NoInstanceLeft, StaleWeights
 from async_rl.evaluation.evaluator import Evaluator
+from async_rl.evaluation.output import Output
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import load_sets
@@ -68,14 +69,12 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
     """
     if not config.evaluation.sets:
         raise ConfigError("evaluation.sets is empty: add an [[evaluation.sets]] with a name and a source")
-    out.mkdir(parents=True, exist_ok=True)
     tokenizer = _load_tokenizer(config.model.path)
     sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed)
-    total = sum(len(loaded.prompts) for loaded in sets)
     reward = make_reward(config.reward)
     results: list[SetResult] = []
     async with AsyncExitStack() as closing:
-        progress = closing.enter_context((out / "progress.jsonl").open("w", buffering=1))
+        output = closing.enter_context(Output(out, sets))
         pool = InferencePool(config.pool, token)
         closing.push_async_callback(pool.close)
         await pool.wait_until_ready(publishes=False)
@@ -89,20 +88,21 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
             config.rollout,
             config.run.seed,
             skip_special_tokens=config.reward.skip_special_tokens,
+            on_scored=output.on_scored,
         )
-
-        def show(set_name: str) -> None:
-            progress.write(json.dumps({"set": set_name, "total_prompts": total}) + "\n")
-
         once = EvaluationSection(sets=config.evaluation.sets, every=1)
-        await Evaluator(pool, sampler, sets, once, results.extend, show).run(0, version)
-    num_missing = sum(result.total_prompts - result.num_prompts for result in results)
+        await Evaluator(pool, sampler, sets, once, results.extend).run(0, version)
+    _require_complete(results)
+    output.finish(results)
+
+
+def _require_complete(results: Sequence[SetResult]) -> None:
+    total = sum(result.total_prompts for result in results)
+    num_missing = total - sum(result.num_prompts for result in results)
     if num_missing:
         raise InstanceError(
             f"{num_missing} of {total} prompts could not be evaluated; the reasons are in the log above"
         )
-    lines = ({key: value for key, value in result.record().items() if key != "iteration"} for result in results)
-    (out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _load_tokenizer(model: str) -> Tokenizer:

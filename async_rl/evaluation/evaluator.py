@@ -82,16 +82,14 @@ class Evaluator:
         sets: Sequence[LoadedSet],
         config: EvaluationSection,
         report: Callable[[Sequence[SetResult]], None],
-        on_scored: Callable[[str], None] = lambda set_name: None,
     ) -> None:
-        """`report` gets the results of each evaluation, one per set; `on_scored` the set of each prompt done."""
+        """`report` gets the results of each evaluation, one per set."""
         self._pool = pool
         self._sampler = sampler
         self._sets = tuple(sets)
         self._every = config.every
         self.max_delay_s = config.max_delay_s
         self._report = report
-        self._on_scored = on_scored
         self._order = list(sets)
         self._stopping = asyncio.Event()
         self._running = asyncio.Lock()
@@ -155,11 +153,10 @@ class Evaluator:
         """Scores one prompt after the other; one that fails is named, and leaves its set without figures."""
         while evaluation.waiting and not self._stopping.is_set():
             item = evaluation.waiting.popleft()
-            name = item.loaded.name
             try:
                 scored = await self._sampler.score(item.loaded, item.prompt, evaluation.version)
             except (InstanceError, RewardError) as error:
-                log.error("evaluation set %s, prompt %s: %s", name, item.prompt.prompt_id, error)
+                log.error("evaluation set %s, prompt %s: %s", item.loaded.name, item.prompt.prompt_id, error)
                 evaluation.failed.add(item)
             except NoInstanceLeft as error:
                 log.error("the evaluation ends early: %s", error)
@@ -167,4 +164,3 @@ class Evaluator:
                 self._stopping.set()
             else:
                 evaluation.scored[item] = scored
-                self._on_scored(name)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rl.files import append_lines
 from async_rl.tracking.tensorboard import ScalarFile
 from async_rl.types import WeightVersion
 
@@ -56,8 +57,7 @@ class EvaluationRecorder:
         self._scalars = ScalarFile(run_dir / "tensorboard" / "evaluation", first_iteration)
 
     def write(self, results: Sequence[SetResult]) -> None:
-        with self._path.open("a") as file:
-            file.writelines(json.dumps(result.record()) + "\n" for result in results)
+        append_lines(self._path, (json.dumps(result.record()) for result in results))
         for result in results:
             log.info("%s", _describe(result))
             figures = {f"eval/{result.set}/{name}": value for name, value in result.figures.items()}

@@ -1,6 +1,6 @@
 """Takes one prompt of an evaluation set to its scored responses; for `evaluator`."""
 
-import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from async_rl.config.sections import RolloutSection
@@ -10,8 +10,11 @@ from async_rl.evaluation.sets import LoadedSet
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rewards import Reward
-from async_rl.rollout.producer import SEED_SPACING_BITS
-from async_rl.types import Prompt, WeightVersion
+from async_rl.seeds import evaluation_seed
+from async_rl.types import Prompt, Response, WeightVersion
+
+OnScored = Callable[[LoadedSet, Prompt, Sequence[Response], Sequence[float]], None]
+"""Is told of each prompt that is done: its set, its responses and their rewards."""
 
 
 class Sampler:
@@ -26,6 +29,7 @@ class Sampler:
         seed: int,
         *,
         skip_special_tokens: bool = True,
+        on_scored: OnScored | None = None,
     ) -> None:
         self._pool = pool
         self._reward = reward
@@ -33,6 +37,7 @@ class Sampler:
         self._rollout = rollout
         self._seed = seed
         self._skip_special_tokens = skip_special_tokens
+        self._on_scored = on_scored
 
     @property
     def correct_at(self) -> float | None:
@@ -59,10 +64,7 @@ class Sampler:
             [list(r.token_ids) for r in sampled], skip_special_tokens=self._skip_special_tokens
         )
         responses = tuple(replace(r, text=text) for r, text in zip(sampled, texts, strict=True))
-        return ScoredPrompt.of(responses, await self._reward.score(prompt, responses))
-
-
-def evaluation_seed(run_seed: int, set_name: str, prompt_id: str) -> int:
-    """The sampling seed of a prompt, in [0, 2^63): the same in every iteration, so that only the weights differ."""
-    digest = hashlib.sha256(f"evaluation/{run_seed}/{set_name}/{prompt_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> (1 + SEED_SPACING_BITS) << SEED_SPACING_BITS
+        rewards = await self._reward.score(prompt, responses)
+        if self._on_scored is not None:
+            self._on_scored(loaded, prompt, responses, rewards)
+        return ScoredPrompt.of(responses, rewards)

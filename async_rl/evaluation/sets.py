@@ -1,11 +1,11 @@
 """Loads the evaluation sets of a config: their prompts are rendered as those that are trained on."""
 
-import hashlib
 from dataclasses import dataclass
 
 from async_rl.config.sections import EvaluationSection, EvaluationSet, PromptsSection
 from async_rl.data.prompts import Tokenizer, load_prompts
 from async_rl.errors import ConfigError
+from async_rl.seeds import evaluation_rows_seed
 from async_rl.types import Prompt
 
 
@@ -44,15 +44,11 @@ def _load(config: EvaluationSet, prompts: PromptsSection, tokenizer: Tokenizer, 
         "task_options": {key: value for key, value in options.items() if key not in ("seed", "size")},
     }
     try:
-        loaded = load_prompts(prompts.model_copy(update=changes), tokenizer, _rows_seed(seed), config.max_prompts)
+        loaded = load_prompts(
+            prompts.model_copy(update=changes), tokenizer, evaluation_rows_seed(seed), config.max_prompts
+        )
     except ConfigError as error:
         raise ConfigError(f"evaluation set {config.name!r}: {error}") from error
     if not loaded:
         raise ConfigError(f"evaluation set {config.name!r}: {config.source!r} has only empty prompts")
     return LoadedSet(config, tuple(loaded))
-
-
-def _rows_seed(run_seed: int) -> int:
-    """The seed of the rows that are drawn from a reasoning-gym task, in [0, 2^31)."""
-    digest = hashlib.sha256(f"evaluation rows/{run_seed}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1

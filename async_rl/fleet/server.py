@@ -13,6 +13,7 @@ import uvicorn
 
 from async_rl.config.sections import PoolSection
 from async_rl.errors import ConfigError
+from async_rl.files import write_file
 from async_rl.fleet.app import make_app
 from async_rl.fleet.endpoint import ADDRESS_FILE
 from async_rl.fleet.leaders import LeaderReports
@@ -82,7 +83,7 @@ class FleetServer:
             await asyncio.sleep(START_POLL_S)
         assert self._server.started, "a server on an open socket starts"
         if self._address_file is not None:
-            self._write(self._address_file)
+            write_file(self._address_file, json.dumps({"url": self.url}) + "\n")
         logger.info("the fleet endpoint listens at %s", self.url)
 
     async def stop(self) -> None:
@@ -95,12 +96,6 @@ class FleetServer:
         self._server.should_exit = True
         await self._serving
         self._server = self._serving = None
-
-    def _write(self, path: Path) -> None:
-        """At once, so that nobody reads half an address."""
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps({"url": self.url}) + "\n")
-        partial.replace(path)
 
 
 class _Server(uvicorn.Server):

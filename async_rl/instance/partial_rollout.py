@@ -10,7 +10,7 @@ from async_rl.types import Response, WeightSpan
 
 @dataclass(slots=True)
 class Draft:
-    """One response in the making; `seed` is its own, the group's seed plus its place in the group."""
+    """One response in the making; `seed` is its own, the group's seed plus its index in the group."""
 
     seed: int
     # Plain numbers in a row: as lists of objects, the tokens under way would take five times the memory.
@@ -33,14 +33,14 @@ class Draft:
         """The finished response, its text left empty."""
         assert self.finish_reason is not None, "an unfinished draft is no response"
         return Response(
-            tuple(self.token_ids),
-            tuple(self.logprobs),
-            "",
-            self.finish_reason,
-            tuple(self.spans),
-            self.instance,
-            self.num_continued,
-            self.num_resampled,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            text="",
+            finish_reason=self.finish_reason,
+            weight_spans=tuple(self.spans),
+            instance=self.instance,
+            num_continued=self.num_continued,
+            num_resampled=self.num_resampled,
         )
 
 

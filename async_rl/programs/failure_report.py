@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.errors import AsyncRLError, LeaderFailed
+from async_rl.files import write_file
 
 VARIABLE = "ASYNC_RL_FAILURE_FILE"
 TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -45,8 +46,5 @@ def read_failure(path: Path) -> Failure | None:
 
 
 def _write(path: Path, content: object) -> None:
-    if path.exists():
-        return
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)
+    if not path.exists():
+        write_file(path, json.dumps(content))

@@ -5,7 +5,6 @@ first failure of any of them cancels the others and is raised in the training lo
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -22,13 +21,10 @@ from async_rl.rewards import Reward
 from async_rl.rollout.expected_length import ExpectedLength
 from async_rl.rollout.idle_work import IdleWork
 from async_rl.rollout.sample_queue import SampleQueue
+from async_rl.seeds import group_seed
 from async_rl.types import Batch, Group, Prompt, Response, WeightVersion
 
 logger = logging.getLogger(__name__)
-
-SEED_SPACING_BITS = 10
-"""Response j of a group is sampled with the group's seed + j, and a request has at most 1024 responses."""
-
 
 START_TIMEOUT_S = 600.0
 """For a reward's processes, which have limits of their own: whatever hangs beyond these."""
@@ -99,11 +95,11 @@ class Producer:
                 prompt.token_ids, sampling, f"{version}-{index}", version, self._expected_length.of(prompt.prompt_id)
             )
         except InstanceRefused as error:
-            error.add_note(f"asked for prompt {prompt.prompt_id}, place {index} of iteration {iteration}")
+            error.add_note(f"asked for prompt {prompt.prompt_id}, index {index} of iteration {iteration}")
             raise
         except PromptFailed as error:
             raise PromptFailed(
-                f"prompt {prompt.prompt_id!r}, place {index} of iteration {iteration}: {error}\n"
+                f"prompt {prompt.prompt_id!r}, index {index} of iteration {iteration}: {error}\n"
                 "the instances stay in service: take the prompt out of the data, or repair what it meets there"
             ) from error
         self._expected_length.note(prompt.prompt_id, sampled)
@@ -207,14 +203,8 @@ class RolloutRun:
                 raise
             # Not ours: the task group would take such a cancellation for success, and the loop would end by the rest.
             lost = RolloutLost(
-                f"the rollout of prompt {prompt.prompt_id}, place {index} of iteration {self._batch.iteration}, was "
+                f"the rollout of prompt {prompt.prompt_id}, index {index} of iteration {self._batch.iteration}, was "
                 f"ended by {error!r} from beside"
             )
             self._queue.fail(lost)
             raise lost from error
-
-
-def group_seed(run_seed: int, iteration: int, index: int) -> int:
-    """The sampling seed of a group, in [0, 2^63): its 1024 successors belong to no other group, but by chance 2^-53."""
-    digest = hashlib.sha256(f"group/{run_seed}/{iteration}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> (1 + SEED_SPACING_BITS) << SEED_SPACING_BITS

@@ -36,7 +36,7 @@ class SampleQueue:
         """Adds a group and wakes the consumer; after `close` the group is not wanted any more and is let go.
 
         Raises:
-            OnPolicyViolation: the group is of another weight version, its place came before, or the batch is full.
+            OnPolicyViolation: the group is of another weight version, its index came before, or the batch is full.
         """
         with self._changed:
             if self._closed:
@@ -107,7 +107,7 @@ class SampleQueue:
             )
         if group.index in self._seen:
             raise OnPolicyViolation(
-                f"group {group.index} (prompt {group.prompt.prompt_id}) came twice: a place of the batch trains once"
+                f"group {group.index} (prompt {group.prompt.prompt_id}) came twice: an index of the batch trains once"
             )
         if len(self._seen) == self._num_groups:
             raise OnPolicyViolation(

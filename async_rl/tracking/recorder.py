@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from async_rl.files import append_lines
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.balance import NUM_RECENT, IterationTimes, advise, desired_instances
 from async_rl.tracking.samples import SAMPLES, Decode, Sampled
@@ -113,8 +114,7 @@ class Recorder:
         line["idle_training"], line["idle_inference"] = times.idle_training, times.idle_inference
         line["desired_instances"] = desired_instances(self._recent)
         SAMPLES.append(self._run_dir, record.sampled.rows(self._decode))
-        with (self._run_dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_lines(self._run_dir / "metrics.jsonl", [json.dumps(line)])
         self._scalars.write(record.iteration, _scalars(line))
         if self._on_record is not None:
             self._on_record(line)

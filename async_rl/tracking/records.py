@@ -1,11 +1,11 @@
 """The records of a run that goes on from a checkpoint: lines of JSON, each of one iteration; for `trainer.session`."""
 
 import json
-import os
 from pathlib import Path
 
 from async_rl.config.sections import RunSection
 from async_rl.errors import ConfigError
+from async_rl.files import write_file
 from async_rl.tracking.rotation import Rotation
 from async_rl.tracking.samples import SAMPLES
 from async_rl.tracking.timeline import TIMELINE
@@ -62,18 +62,14 @@ def cut_records(path: Path, first_iteration: int) -> int:
 
     Raises:
         ConfigError: a line other than the last is not a record.
+        WriteFailed: the file cannot be replaced.
     """
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for number, line in enumerate(lines) if _iteration(path, lines, number) < first_iteration]
     if len(kept) < len(lines):
-        partial = path.with_name(f".{path.name}.partial")
-        with partial.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_file(path, b"".join(kept))
     return len(lines) - len(kept)
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from deploy.local.plan import Process
 from deploy.local.processes import Deployment
 from deploy.local.run_view import JsonlTail
@@ -24,6 +23,17 @@ MAX_RESPONSE_TOKENS = 192
 MAX_MODEL_LEN = PROMPT_TOKENS + MAX_RESPONSE_TOKENS
 VOCAB_SIZE = 96
 """One word in so many ends a response, by chance: lengths spread over the whole range."""
+
+MODEL_SIZE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
 
 POOL_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 6.0
@@ -83,28 +93,9 @@ every = 0
 
 def make_inputs(directory: Path, iterations: int) -> None:
     """A random model, a tokenizer of one token per word `w<i>`, prompts for every iteration, and a reward."""
-    torch.manual_seed(0)
     transformers_logging.disable_progress_bar()
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=0)
-    model.save_pretrained(directory / "model")
-    words = {"<eos>": 0, "<unk>": 1} | {f"w{i}": i for i in range(2, VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
-    fast.save_pretrained(directory / "model")
+    save_random_qwen3(directory / "model", **MODEL_SIZE)
+    save_word_tokenizer(directory / "model", VOCAB_SIZE)
     rows = torch.randint(2, VOCAB_SIZE, (iterations * PROMPTS_PER_BATCH, PROMPT_TOKENS)).tolist()
     lines = (json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n" for row in rows)
     (directory / "rows.jsonl").write_text("".join(lines))

@@ -81,10 +81,27 @@ def make_group(case: Case, vocab_size: int, index: int = 0) -> Group:
         return tuple(torch.randint(vocab_size, (number,)).tolist())
 
     responses = tuple(
-        Response(tokens(case.response), (0.0,) * case.response, "", "stop", (), "") for _ in range(case.num_responses)
+        Response(
+            token_ids=tokens(case.response),
+            logprobs=(0.0,) * case.response,
+            text="",
+            finish_reason="stop",
+            weight_spans=(),
+            instance="",
+        )
+        for _ in range(case.num_responses)
     )
     rewards = tuple(float(i % 2) for i in range(case.num_responses))
-    return Group(0, index, Prompt("p", tokens(case.prompt), {}), responses, rewards, "", 0.0, 0.0)
+    return Group(
+        iteration=0,
+        index=index,
+        prompt=Prompt("p", tokens(case.prompt), {}),
+        responses=responses,
+        rewards=rewards,
+        weight_version="",
+        started_s=0.0,
+        finished_s=0.0,
+    )
 
 
 def make_micro_batches(group: Group, device: torch.device, shared: bool) -> list[MicroBatch]:

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from transformers import Qwen3Config
 
+from benchmarks.common.random_model import save_random_qwen3
 from trainer.batching.shared_prompt import MicroBatch
-from trainer.hf.weight_map import weight_map
 from trainer.model.shape import ModelShape
 
 SIZES = {
@@ -59,12 +57,11 @@ PASSES = 3
 """Forward, and a backward that computes two products for each of its own."""
 
 
-INIT_STD = 0.02
-
-
 def make_checkpoint(path: Path, shape: ModelShape) -> None:
     """Writes a Hugging Face checkpoint of a Qwen3 shape to the directory `path`: random weights in bf16, norms at 1."""
-    config = Qwen3Config(
+    save_random_qwen3(
+        path,
+        dtype=torch.bfloat16,
         num_hidden_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.ffn_size,
@@ -76,13 +73,6 @@ def make_checkpoint(path: Path, shape: ModelShape) -> None:
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=shape.tied,
     )
-    config.save_pretrained(path)
-    sizes = {name: size for entry in weight_map(shape) for name, size in entry.hf_shapes.items()}
-    tensors = {
-        name: (torch.ones(size) if len(size) == 1 else INIT_STD * torch.randn(size)).bfloat16()
-        for name, size in sizes.items()
-    }
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def device_name(device: torch.device) -> str:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from deploy.local.machine import free_ports, this_machine
 from deploy.local.plan import Process, log_path, num_ports, plan_instances
-from deploy.local.processes import Deployment, Stopped, explain_end, stop_on_signals
-from deploy.local.run import wait_until_healthy
+from deploy.local.processes import Deployment, Running, Stopped, explain_end, stop_on_signals
+from deploy.local.run import START_TIMEOUT_S, is_healthy
 from deploy.local.run_view import JsonlTail
 
-Result = Mapping[str, Any]
-"""A line of the program's `results.jsonl`."""
+Line = Mapping[str, Any]
+"""A line of the program's `results.jsonl` or `samples.jsonl`; see `async_rl/evaluation/output.py`."""
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
@@ -97,23 +98,46 @@ def set_name(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "-", name) or "data"
 
 
-@contextmanager
-def instances(deployment: Deployment, config: Config, console: Console) -> Iterator[Sequence[str]]:
-    """URLs of instances that serve the model: those of `pool.instances`, or its own."""
-    if config.pool.instances:
-        yield config.pool.instances
-        return
-    ports = free_ports(num_ports(config))
-    processes, urls = plan_instances(config, machine=this_machine(config.trainer.device), ports=ports)
-    with console.status(f"starting {len(processes)} instance(s)"):
-        running = [deployment.start(process) for process in processes]
-        for instance, url in zip(running, urls, strict=True):
-            wait_until_healthy(instance, url)
-    yield urls
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What the program found: a result per set, and the responses to the first prompts of each."""
+
+    results: list[Line]
+    samples: list[Line]
 
 
-def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> list[Result]:
-    """Starts what is needed, runs the program to its end, and returns its results, one per set.
+class OwnInstances:
+    """Instances that are started for one evaluation; none where running ones are named."""
+
+    def __init__(self, deployment: Deployment, config: Config) -> None:
+        self.urls: Sequence[str] = config.pool.instances
+        self._running: list[Running] = []
+        if not self.urls:
+            ports = free_ports(num_ports(config))
+            processes, self.urls = plan_instances(config, machine=this_machine(config.trainer.device), ports=ports)
+            self._running = [deployment.start(process) for process in processes]
+        self._starting = list(zip(self._running, self.urls, strict=False))
+
+    @property
+    def timeout_s(self) -> float:
+        """How long the program is to wait for them at least."""
+        return START_TIMEOUT_S if self._running else 0.0
+
+    def watch(self) -> None:
+        """To be called again and again.
+
+        Raises:
+            ProcessFailed: one ended before it answered, or all have ended.
+        """
+        self._starting = [(instance, url) for instance, url in self._starting if not is_healthy(instance, url)]
+        if self._running and all(instance.exit_code() is not None for instance in self._running):
+            raise self._running[0].failure()
+
+
+def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> Evaluation:
+    """Starts what is needed, and runs the program to its end.
+
+    The program loads while the instances do, and waits for them.
 
     Raises:
         ConfigError: a value cannot work.
@@ -122,26 +146,32 @@ def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> l
     config = load_config(config_path, overrides)
     require_sound(config, trains=False, serves=not config.pool.instances)
     out = config.run.dir
-    with Deployment() as deployment, instances(deployment, config, console) as urls:
+    with Deployment() as deployment, console.status("evaluation: starting") as status:
+        instances = OwnInstances(deployment, config)
         argv = (
             *(sys.executable, "-m", "async_rl.evaluation", str(config_path), "--out", str(out), *overrides),
-            *("--pool.instances", json.dumps(list(urls))),
+            *("--pool.instances", json.dumps(list(instances.urls))),
+            *("--pool.timeout_s", str(max(config.pool.timeout_s, instances.timeout_s))),
         )
         env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         progress, num_done = JsonlTail(out / "progress.jsonl"), 0
-        with console.status("evaluating: loading the data") as status:
 
-            def show() -> None:
-                nonlocal num_done
-                if finished := progress.read_new():
-                    num_done += len(finished)
-                    status.update(f"evaluating: {num_done} of {finished[-1]['total_prompts']} prompts")
+        def show() -> None:
+            nonlocal num_done
+            instances.watch()
+            if finished := progress.read_new():
+                num_done += len(finished)
+                status.update(f"evaluation: {num_done} of {finished[-1]['total_prompts']} prompts")
 
-            deployment.run(Process("evaluation", "program", argv, log_path(out, "evaluation"), env=env), show)
-    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+        deployment.run(Process("evaluation", "program", argv, log_path(out, "evaluation"), env=env), show)
+    return Evaluation(_read_lines(out / "results.jsonl"), _read_lines(out / "samples.jsonl"))
 
 
-def show_results(console: Console, results: Sequence[Result]) -> None:
+def _read_lines(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def show_results(console: Console, results: Sequence[Line]) -> None:
     """One column per set, one row per figure."""
     table = Table(title="evaluation", title_justify="left")
     table.add_column("")
@@ -180,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
         with _directory() as directory:
             config_path = directory / "evaluation.toml"
             config_path.write_text(config_text(options, directory))
-            results = evaluate(config_path, overrides, console)
+            results = evaluate(config_path, overrides, console).results
     except (Stopped, AsyncRLError) as end:
         return explain_end(end)
     show_results(console, results)

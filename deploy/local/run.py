@@ -69,16 +69,26 @@ def wait_until_healthy(instance: Running, url: str, timeout_s: float = START_TIM
         ProcessFailed: the instance ended, or did not answer within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    http = HttpClient(url, PROBE_TIMEOUT_S)
-    while not answers_200(http, "/health"):
-        if instance.exit_code() is not None:
-            raise instance.failure()
+    while not is_healthy(instance, url):
         if time.monotonic() > deadline:
             raise ProcessFailed(
                 f"{instance.process.name} did not answer at {url}/health within {timeout_s:.0f} s; "
                 f"see {instance.process.log_file}"
             )
         time.sleep(POLL_S)
+
+
+def is_healthy(instance: Running, url: str) -> bool:
+    """Whether GET `url`/health answers 200.
+
+    Raises:
+        ProcessFailed: it does not, and the instance has ended.
+    """
+    if answers_200(HttpClient(url, PROBE_TIMEOUT_S), "/health"):
+        return True
+    if instance.exit_code() is not None:
+        raise instance.failure()
+    return False
 
 
 def make_parser() -> Parser:

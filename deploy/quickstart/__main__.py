@@ -26,12 +26,11 @@ from deploy.local.plan import Plan, Process, log_path
 from deploy.local.processes import Deployment, Stopped, explain_end, stop_on_signals
 from deploy.local.run import run_config
 from deploy.local.run_view import JsonlTail
+from deploy.quickstart.evaluate import CONFIG, REWARD, Record, measure
 from deploy.quickstart.report import render
 from deploy.quickstart.summary import summarize
 from deploy.quickstart.vllm_python import find_vllm_python
 
-CONFIG = Path(__file__).with_name("config.toml")
-REWARD = Path(__file__).with_name("reward.py")
 MARK = "quickstart.json"
 """Written first; a folder without it is not ours to empty."""
 
@@ -58,13 +57,12 @@ class Quickstart:
         last = _read_jsonl(self._run_dir / "warm_start.jsonl")[-1]
         self._say(f"warm start: a base model after {last['step']} supervised steps, on words of its own")
 
-    def evaluate(self, when: str, model: str) -> dict[str, Any]:
+    def evaluate(self, when: str, model: str) -> Record:
         """Measures the checkpoint `model` of the run's folder on the held-out words; `when` names the record."""
-        out = self._run_dir / f"evaluation_{when}.json"
-        options = {"--model": self._run_dir / model, "--rows": self._run_dir / "data" / "held_out.jsonl", "--out": out}
-        with self._phase(f"evaluation {when}"), self._console.status(f"evaluation {when}"):
-            self._run_program("evaluate", [str(word) for pair in options.items() for word in pair])
-        record: dict[str, Any] = json.loads(out.read_text())
+        out = self._run_dir / f"evaluation_{when}"
+        with self._phase(f"evaluation {when}"):
+            record = measure(self._run_dir / model, self._run_dir / "data" / "held_out.jsonl", out, self._console)
+        out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
         self._say(f"accuracy {when}: {record['accuracy']:.3f} of {record['num_words']} held-out words")
         return record
 
@@ -74,14 +72,14 @@ class Quickstart:
             "--run.dir": self._run_dir,
             "--model.path": self._run_dir / "base_model",
             "--prompts.source": self._run_dir / "data" / "prompts.jsonl",
-            "--reward.name": f"python:{REWARD}:spelled_backward",
+            "--reward.name": REWARD,
             "--run.seed": self._seed,
         }
         words = [*(f"{key}={value}" for key, value in paths.items()), *overrides]
         with self._phase("training"):
             return run_config(CONFIG, load_config(CONFIG, words), words, self._console)
 
-    def finish(self, before: dict[str, Any], after: dict[str, Any], this_plan: Plan) -> dict[str, Any]:
+    def finish(self, before: Record, after: Record, this_plan: Plan) -> dict[str, Any]:
         """Writes the summary and the report; returns the summary."""
         metrics = _read_jsonl(self._run_dir / "metrics.jsonl")
         summary = summarize(
@@ -98,9 +96,7 @@ class Quickstart:
         (self._run_dir / "report.html").write_text(page)
         return summary
 
-    def _run_program(
-        self, name: str, arguments: Sequence[str], while_running: Callable[[], None] = lambda: None
-    ) -> None:
+    def _run_program(self, name: str, arguments: Sequence[str], while_running: Callable[[], None]) -> None:
         # One thread: the model is too small for more to help, and two that wait for each other on a busy machine are
         # many times slower.
         env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

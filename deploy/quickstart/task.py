@@ -22,9 +22,6 @@ ANSWER_MARK = "\n"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
-MAX_NEW_TOKENS = 12
-"""The longest answer is ten letters and the end token."""
-
 NUM_HELD_OUT = 1000
 NUM_VALIDATION = 300
 NUM_WARM_START = 20_000

@@ -17,34 +17,34 @@ from async_rl.weights.stream import Fingerprint, TensorSpec, WeightGroup
 from inference_service.engine_interface import RequestRefused
 
 
-def model_places(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def parameter_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors a full update consists of, by Hugging Face checkpoint name: the model's own memory.
 
     A tied weight stands under its first name only. Transformers keeps all experts of a layer in one tensor, while
     checkpoints name each expert's matrices: these are views of it.
     """
-    places: dict[str, torch.Tensor] = {}
+    views: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         weight = parameter.detach()
         layer, is_gate_up, _ = name.partition(".experts.gate_up_proj")
         if is_gate_up:
             for i, gate_up in enumerate(weight):
                 gate, up = gate_up.chunk(2)
-                places[f"{layer}.experts.{i}.gate_proj.weight"] = gate
-                places[f"{layer}.experts.{i}.up_proj.weight"] = up
+                views[f"{layer}.experts.{i}.gate_proj.weight"] = gate
+                views[f"{layer}.experts.{i}.up_proj.weight"] = up
         elif name.endswith(".experts.down_proj"):
             base = name.removesuffix("down_proj")
-            places |= {f"{base}{i}.down_proj.weight": down for i, down in enumerate(weight)}
+            views |= {f"{base}{i}.down_proj.weight": down for i, down in enumerate(weight)}
         else:
-            places[name] = weight
-    return places
+            views[name] = weight
+    return views
 
 
-def specs_of(places: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    """Name, dtype and shape of each place."""
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    """Name, dtype and shape of each tensor."""
     return {
-        name: TensorSpec(name, str(place.dtype).removeprefix("torch."), tuple(place.shape))
-        for name, place in places.items()
+        name: TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
     }
 
 
@@ -124,14 +124,14 @@ class WeightReceiver:
         self._info = info
 
     def stream(
-        self, update: UpdateInfo, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor] | None = None
+        self, update: UpdateInfo, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor] | None = None
     ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
         """Yields (spec, tensor) of one stream in its order, from the weight group or from `update.snapshot`.
 
-        A tensor with a place of its dtype and shape has been put there, and is that place; any other stays valid as
-        long as it is held, with the whole message it came in. `fingerprint` is that of this stream once it was read to
-        its end. The sender learns with the first step that the stream is welcome; whoever stops before the end closes
-        the iterator, which leaves the group.
+        A tensor whose name `into` has, with its dtype and shape, has been put there, and is that one; any other stays
+        valid as long as it is held, with the whole message it came in. `fingerprint` is that of this stream once it was
+        read to its end. The sender learns with the first step that the stream is welcome; whoever stops before the end
+        closes the iterator, which leaves the group.
 
         Raises:
             RequestRefused: the snapshot is missing, broken or of other tensors; nothing was touched.
@@ -139,9 +139,9 @@ class WeightReceiver:
         """
         fingerprint = Fingerprint()
         tensors = (
-            self._from_group(specs, places or {})
+            self._from_group(specs, into or {})
             if update.snapshot is None
-            else _from_snapshot(Path(update.snapshot), specs, places or {})
+            else _from_snapshot(Path(update.snapshot), specs, into or {})
         )
         with closing(tensors):
             for spec, tensor in tensors:
@@ -150,14 +150,14 @@ class WeightReceiver:
         self._fingerprint = fingerprint.hexdigest()
 
     def _from_group(
-        self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]
+        self, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor]
     ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
         if self._group is None or self._info is None:
             raise PublishError("no weight group: call /init_weight_transfer_engine before /update_weights")
         is_complete = False
         try:
             self._group.announce(self._info.rank_offset)
-            yield from self._group.receive(specs, self._info.bucket_bytes, places)
+            yield from self._group.receive(specs, self._info.bucket_bytes, into)
             is_complete = True
         finally:
             # Whatever went wrong, the two ends no longer agree where in the stream they are.
@@ -172,12 +172,12 @@ class WeightReceiver:
 
 
 def _from_snapshot(
-    path: Path, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]
+    path: Path, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor]
 ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
     try:
         tensors = read_snapshot(path, specs)
     except PublishError as error:
         raise RequestRefused(str(error), "update_info.snapshot") from error
     for spec, tensor in tensors:
-        place = places.get(spec.name)
-        yield spec, tensor if place is None else place.copy_(tensor)
+        own = into.get(spec.name)
+        yield spec, tensor if own is None else own.copy_(tensor)

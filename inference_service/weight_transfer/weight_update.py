@@ -16,7 +16,7 @@ import torch
 from async_rl.errors import AsyncRLError
 from async_rl.protocol.inference import InitInfo, UpdateInfo
 from inference_service.engine_interface import EngineFault, RequestRefused
-from inference_service.weight_transfer.receiver import WeightReceiver, check_update, model_places, specs_of
+from inference_service.weight_transfer.receiver import WeightReceiver, check_update, parameter_views, specs_of
 
 
 class Phase(enum.Enum):
@@ -29,8 +29,8 @@ class WeightUpdate:
     """Receives tensors straight into the model's parameters and knows whether the weights are whole."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._places = model_places(model)
-        self._specs = specs_of(self._places)
+        self._views = parameter_views(model)
+        self._specs = specs_of(self._views)
         self._receiver = WeightReceiver()
         self._received: set[str] = set()
         self._touched = False
@@ -81,7 +81,7 @@ class WeightUpdate:
         specs = check_update(update, self._specs)
         was_touched, self._touched = self._touched, True
         try:
-            for spec, _ in self._receiver.stream(update, specs, self._places):
+            for spec, _ in self._receiver.stream(update, specs, self._views):
                 self._received.add(spec.name)
         except RequestRefused:
             self._touched = was_touched

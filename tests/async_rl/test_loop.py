@@ -23,7 +23,14 @@ LIMITS = NoiseLimits(1.0)
 
 
 def make_group(index: int, version: str, iteration: int = 0) -> Group:
-    response = Response((5, 1), (-1.0, -2.0), "a", "stop", (WeightSpan(version, 0, 2),), "http://a")
+    response = Response(
+        token_ids=(5, 1),
+        logprobs=(-1.0, -2.0),
+        text="a",
+        finish_reason="stop",
+        weight_spans=(WeightSpan(version, 0, 2),),
+        instance="http://a",
+    )
     return Group(
         iteration=iteration,
         index=index,

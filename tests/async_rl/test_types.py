@@ -18,7 +18,14 @@ from async_rl.types import UNPROVEN, Batch, Prompt, Response, WeightSpan
 def test_a_version_is_proven_only_by_spans_that_cover_every_token(
     spans: tuple[tuple[str, int, int], ...], versions: set[str]
 ) -> None:
-    response = Response((5, 6, 7), (-1.0,) * 3, "", "stop", tuple(WeightSpan(*span) for span in spans), "a")
+    response = Response(
+        token_ids=(5, 6, 7),
+        logprobs=(-1.0,) * 3,
+        text="",
+        finish_reason="stop",
+        weight_spans=tuple(WeightSpan(*span) for span in spans),
+        instance="a",
+    )
     assert response.weight_versions == versions
 
 

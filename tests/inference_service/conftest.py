@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.running_instance import Instance, TrainerSide, launch, wait_until_ready
+from benchmarks.common.running_instance import launch
+from tests.support.running_instance import Instance, TrainerSide, wait_until_ready
 
 
 @pytest.fixture(scope="session")

@@ -28,15 +28,24 @@ def make_groups(batch: Batch, version: str, responses_per_prompt: int) -> list[G
     started_s = time.monotonic()
     groups = [
         Group(
-            batch.iteration,
-            index,
-            prompt,
-            (Response(_TOKENS, _LOGPROBS, _TEXT, "stop", span, INSTANCES[index % len(INSTANCES)]),)
+            iteration=batch.iteration,
+            index=index,
+            prompt=prompt,
+            responses=(
+                Response(
+                    token_ids=_TOKENS,
+                    logprobs=_LOGPROBS,
+                    text=_TEXT,
+                    finish_reason="stop",
+                    weight_spans=span,
+                    instance=INSTANCES[index % len(INSTANCES)],
+                ),
+            )
             * responses_per_prompt,
-            tuple(float(i % 2) for i in range(responses_per_prompt)),
-            version,
-            started_s,
-            started_s + 10.0 + index / 7,
+            rewards=tuple(float(i % 2) for i in range(responses_per_prompt)),
+            weight_version=version,
+            started_s=started_s,
+            finished_s=started_s + 10.0 + index / 7,
         )
         for index, prompt in batch.prompts.items()
     ]

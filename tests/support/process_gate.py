@@ -30,7 +30,7 @@ class ProcessGate:
             self._on_event("subprocess.Popen", (repr(process),))
             start(process)
 
-        BaseProcess.start = checked_start  # type: ignore[method-assign]
+        BaseProcess.start = checked_start  # type: ignore[method-assign,assignment]
 
     def close(self, test: str, markers: Collection[str]) -> None:
         """From now on `test` runs, and may start processes if one of its markers allows that."""

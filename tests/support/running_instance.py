@@ -1,12 +1,8 @@
 """A running inference instance and a trainer's end of its weight group, for tests of every engine."""
 
 import gc
-import os
-import re
 import secrets
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,9 +14,8 @@ import torch
 
 from async_rl.weights.store import StoreServer
 from async_rl.weights.stream import TensorSpec, WeightGroup
+from benchmarks.common.running_instance import START_TIMEOUT_S, wait_for_url
 
-READY = re.compile(r"ready at (http://\S+)")
-START_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 20.0
 
 
@@ -63,36 +58,12 @@ class Instance:
         return float(line.split()[-1])
 
 
-def launch(
-    *arguments: str, env: Mapping[str, str] | None = None, python: str = sys.executable
-) -> subprocess.Popen[str]:
-    """Starts `python -m inference_service` with these arguments; stdout and stderr are one pipe."""
-    return subprocess.Popen(
-        [python, "-m", "inference_service", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-    )
-
-
 def wait_until_ready(
-    process: subprocess.Popen[str], headers: Mapping[str, str] | None = None, timeout_s: float = START_TIMEOUT_S
+    process: "subprocess.Popen[str]", headers: Mapping[str, str] | None = None, timeout_s: float = START_TIMEOUT_S
 ) -> Instance:
-    lines: list[str] = []
-    deadline = threading.Timer(timeout_s, process.kill)
-    deadline.start()
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        found = READY.search(line)
-        if found:
-            deadline.cancel()
-            # Nobody reads on, and a full pipe would stop the server.
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            return Instance(found[1], process, httpx.Client(base_url=found[1], timeout=60, headers=headers))
-    deadline.cancel()
-    raise AssertionError(f"the server ended with {process.wait()}:\n{''.join(lines)}")
+    """The instance that `launch` started, once it answers."""
+    url = wait_for_url(process, timeout_s)
+    return Instance(url, process, httpx.Client(base_url=url, timeout=60, headers=headers))
 
 
 class TrainerSide:

@@ -9,18 +9,22 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
+from benchmarks.common.random_model import random_model
+
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 16, **EXPERTS}),
+    "qwen2": (Qwen2Config, {}),
+    "llama": (LlamaConfig, {}),
+}
 CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\"+-*/=()\n"
 MODEL_SIZE: dict[str, Any] = {
     "vocab_size": 96,
@@ -48,20 +52,10 @@ def save_tokenizer(path: Path) -> None:
 
 
 def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 0, **size: int) -> Path:
-    """Saves a random float32 checkpoint of `family`, see below, with its tokenizer; returns `path`."""
-    torch.manual_seed(seed)
+    """Saves a random float32 checkpoint of `family`, one of `FAMILIES`, with its tokenizer; returns `path`."""
     settings = {**MODEL_SIZE, **size, "tie_word_embeddings": tied}
-    model: PreTrainedModel
-    if family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16, **settings}))
-    elif family == "qwen3_moe":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{"head_dim": 16, **EXPERTS, **settings}))
-    elif family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**settings))
-    elif family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**settings))
-    else:
-        raise ValueError(f"unknown family {family!r}: expected qwen3, qwen3_moe, qwen2 or llama")
+    config_class, own = FAMILIES[family]
+    model = random_model(config_class(**{**own, **settings}), seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Default initialisation leaves norms at 1 and biases at 0, which would hide a mistake in either.

@@ -56,11 +56,27 @@ def make_group(index: int, prompt_len: int, response_lens: Sequence[int], rng: r
         return tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(count))
 
     responses = tuple(
-        Response(tokens(length), (-1.0,) * length, "", "stop", (WeightSpan("v0", 0, length),), "instance")
+        Response(
+            token_ids=tokens(length),
+            logprobs=(-1.0,) * length,
+            text="",
+            finish_reason="stop",
+            weight_spans=(WeightSpan("v0", 0, length),),
+            instance="instance",
+        )
         for length in response_lens
     )
     rewards = tuple(rng.choice((0.0, 0.5, 1.0)) for _ in response_lens)
-    return Group(0, index, Prompt(f"p{index}", tokens(prompt_len), {}), responses, rewards, "v0", 0.0, 1.0)
+    return Group(
+        iteration=0,
+        index=index,
+        prompt=Prompt(f"p{index}", tokens(prompt_len), {}),
+        responses=responses,
+        rewards=rewards,
+        weight_version="v0",
+        started_s=0.0,
+        finished_s=1.0,
+    )
 
 
 @pytest.fixture(scope="session")

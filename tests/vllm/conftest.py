@@ -14,9 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.common.running_instance import launch
 from inference_service.vllm.command import SERVER_MODULE
 from tests.support import ROOT
-from tests.support.running_instance import Instance, launch, wait_until_ready
+from tests.support.running_instance import Instance, wait_until_ready
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_TIMEOUT_S = 600.0
@@ -80,6 +81,7 @@ def other_vllm(vllm_python: str, vllm_model: Path, tmp_path_factory: pytest.Temp
 NO_MENDING = """
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from benchmarks.common.running_instance import launch
 from inference_service.vllm.command import BACKEND
 from inference_service.vllm import plugin as vllm_plugin
 

@@ -52,7 +52,8 @@ def _header(group: Group) -> dict[str, Any]:
                 "finish_reason": response.finish_reason,
                 "spans": [(span.version, span.start, span.end) for span in response.weight_spans],
                 "instance": response.instance,
-                "faults": (response.num_continued, response.num_resampled),
+                "num_continued": response.num_continued,
+                "num_resampled": response.num_resampled,
             }
             for response in group.responses
         ],
@@ -63,13 +64,14 @@ def _group(header: dict[str, Any], token: Iterator[int], logprob: Iterator[float
     prompt = Prompt(header["prompt_id"], _next(token, header["prompt_len"]), {})
     responses = tuple(
         Response(
-            _next(token, response["len"]),
-            _next(logprob, response["len"]),
-            "",
-            response["finish_reason"],
-            tuple(WeightSpan(*span) for span in response["spans"]),
-            response["instance"],
-            *response["faults"],
+            token_ids=_next(token, response["len"]),
+            logprobs=_next(logprob, response["len"]),
+            text="",
+            finish_reason=response["finish_reason"],
+            weight_spans=tuple(WeightSpan(*span) for span in response["spans"]),
+            instance=response["instance"],
+            num_continued=response["num_continued"],
+            num_resampled=response["num_resampled"],
         )
         for response in header["responses"]
     )

@@ -26,14 +26,14 @@ def pack(groups: Sequence[Group], max_tokens: int) -> list[list[Group]]:
 def pack_windows(order: TrainingOrder, max_tokens: int, whole_backlog: bool) -> Iterator[Window]:
     """The windows of one mini-batch: all micro-batches that are ready if `whole_backlog`, else one.
 
-    Waits only when nothing is ready. By place, a micro-batch is ready when the next group does not fit into it, so that
+    Waits only when nothing is ready. By index, a micro-batch is ready when the next group does not fit into it, so that
     micro-batches, too, do not depend on what finished when; in order of completion, as soon as it has a group.
     """
     pending: list[Group] = []
     ended = False
     while True:
         packed = pack(pending, max_tokens)
-        ready = packed[:-1] if order.by_place and not ended else packed
+        ready = packed[:-1] if order.by_index and not ended else packed
         if ready:
             window = ready if whole_backlog else ready[:1]
             yield window

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.files import write_failed
 from trainer.checkpoint.compatibility import Contents, require_same_run
 from trainer.checkpoint.files import (
     checkpoint_path,
@@ -170,12 +171,17 @@ class Checkpoints:
             remove_partial(self._directory)
             partial.mkdir(parents=True)
         dist.barrier(self._group)
-        dcp.save(
-            storable(tensors),
-            storage_writer=dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True),
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=self._group,
-        )
+        try:
+            dcp.save(
+                storable(tensors),
+                storage_writer=dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True),
+                planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=self._group,
+            )
+        except dcp.CheckpointException as error:
+            # Raised on all ranks; a BaseException, of which the message has the tracebacks of all that failed.
+            first, _ = next(iter(error.failures.values()))
+            raise write_failed(partial, first) from error
         names = [file.name for file in partial.glob(f"__{rank}_*")]
         write_json(partial / _rank_file(rank), {"files": file_sums(partial, names), "random_state": random})
         dist.barrier(self._group)

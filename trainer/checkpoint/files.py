@@ -8,7 +8,6 @@ The number is that of the next iteration to train. `trainer/checkpoint/checkpoin
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from typing import Any
 import xxhash
 
 from async_rl.errors import ConfigError
+from async_rl.files import replace_directory, write_file
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -83,11 +83,8 @@ def seal(partial: Path, final: Path, content: dict[str, Any]) -> None:
     """
     content = {"format": FORMAT, **content}
     write_json(partial / MANIFEST, {"content": content, "xxh3": _json_sum(content)})
-    sync_directory(partial)
-    if final.exists():  # From before this run went back to an older checkpoint.
-        shutil.rmtree(final)
-    partial.rename(final)
-    sync_directory(final.parent)
+    # One may be there from before this run went back to an older checkpoint.
+    replace_directory(partial, final)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -133,19 +130,7 @@ def damaged(path: Path, name: str, what: str) -> ConfigError:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes a file and waits until it is on the disk."""
-    with path.open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Waits until the names in a directory are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_file(path, json.dumps(content, indent=1))
 
 
 def _file_sum(path: Path) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from async_rl.files import replace_directory
 from async_rl.weights.stream import buckets
 from trainer.hf.weight_export import WeightExport
 from trainer.hf.weights import INDEX_FILE, SINGLE_FILE
@@ -43,8 +44,7 @@ def save_hf_checkpoint(
     config = json.loads((partial / "config.json").read_text())
     config.pop("torch_dtype", None)
     (partial / "config.json").write_text(json.dumps({**config, "dtype": dtype_name}, indent=2) + "\n")
-    shutil.rmtree(path, ignore_errors=True)
-    partial.rename(path)
+    replace_directory(partial, path)
 
 
 def _save_weights(export: WeightExport, directory: Path, max_shard_bytes: int) -> str:

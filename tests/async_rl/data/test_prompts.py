@@ -127,6 +127,24 @@ def test_settings_that_cannot_work_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (7, r"7, .*correct prompt \(Input should be a valid list\)"),
+        ([], r"\[\], .*correct prompt \(List should have at least 1 item"),
+        (["hi"], r"correct prompt\[0\] \("),
+        ([{"role": "user"}, {"content": "x"}], r"correct prompt\[1\]\['role'\] \(Field required\)"),
+        ([{"role": None}], r"correct prompt\[0\]\['role'\] \(Input should be a valid string\)"),
+    ],
+)
+def test_what_is_no_chat_is_refused_with_its_row_and_what_is_wrong_in_it(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, value: Any, fault: str
+) -> None:
+    path = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": "fine"}, {"prompt": value}])
+    with pytest.raises(ConfigError, match=rf"row 1: column 'prompt' is .*{fault}"):
+        PromptSource.load(section(path, chat_template=True, prompts_per_batch=1), tokenizer, seed=0)
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("bad.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "bad.jsonl, line 2 is not JSON"),

@@ -10,12 +10,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from async_rl.config.sections import EvaluationSection, EvaluationSet, PoolSection, RewardSection, RolloutSection
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import SetResult
-from async_rl.evaluation.sampler import Sampler, evaluation_seed
+from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import make_reward
-from async_rl.rollout.producer import Producer, group_seed
+from async_rl.rollout.producer import Producer
+from async_rl.seeds import evaluation_seed, group_seed
 from async_rl.types import Batch, Prompt
 
 pytestmark = pytest.mark.distributed

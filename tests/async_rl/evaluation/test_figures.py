@@ -29,8 +29,17 @@ def test_k_goes_up_in_powers_of_two_to_the_number_of_samples() -> None:
 
 def test_figures_are_means_over_prompts_and_responses() -> None:
     responses = [
-        Response((1, 2, 3), (0.0, 0.0, 0.0), "", "stop", (), "http://a"),
-        Response((1,), (0.0,), "", "length", (), "http://a"),
+        Response(
+            token_ids=(1, 2, 3),
+            logprobs=(0.0, 0.0, 0.0),
+            text="",
+            finish_reason="stop",
+            weight_spans=(),
+            instance="http://a",
+        ),
+        Response(
+            token_ids=(1,), logprobs=(0.0,), text="", finish_reason="length", weight_spans=(), instance="http://a"
+        ),
     ]
     scored = [ScoredPrompt.of(responses, [1.0, 0.25]), ScoredPrompt.of(responses, [0.0, 0.5])]
     means = {"reward_mean": 0.4375, "response_tokens_mean": 2.0, "cut_share": 0.5}

@@ -55,6 +55,10 @@ def test_what_running_instances_serve_is_evaluated_under_its_own_version(instanc
     (result,) = lines(tmp_path / "out" / "results.jsonl")
     assert (result["set"], result["weight_version"], result["num_prompts"]) == ("words", "step-9", 4)
     assert result["pass@1"] == result["pass@2"] == 0.5
+    samples = lines(tmp_path / "out" / "samples.jsonl")
+    assert [sample["row"]["prompt"] for sample in samples] == [f"Word {i}" for i in range(4)]
+    assert [{each["reward"] for each in sample["responses"]} for sample in samples] == [{0}, {1}, {0}, {1}]
+    assert all(len(sample["responses"]) == 2 and sample["responses"][0]["text"] for sample in samples)
     assert lines(tmp_path / "out" / "progress.jsonl") == [{"set": "words", "total_prompts": 4}] * 4
 
 

@@ -111,7 +111,15 @@ HANGS = {"plain": ("blocks", "spins"), "eventual": ("blocks", "swallows", "sleep
 FAULTS = [("plain", fault) for fault in EITHER] + [("eventual", fault) for fault in EITHER | ASYNCHRONOUS]
 
 RESPONSES = tuple(
-    Response((5, 6), (-0.1, -0.2), text, "stop", (WeightSpan("v1", 0, 2),), "http://i") for text in ("a", "bcd")
+    Response(
+        token_ids=(5, 6),
+        logprobs=(-0.1, -0.2),
+        text=text,
+        finish_reason="stop",
+        weight_spans=(WeightSpan("v1", 0, 2),),
+        instance="http://i",
+    )
+    for text in ("a", "bcd")
 )
 
 

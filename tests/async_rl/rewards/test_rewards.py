@@ -73,7 +73,14 @@ async def none_later(prompt, responses, row):
 
 
 def response(text: str) -> Response:
-    return Response((5, 6), (-0.1, -0.2), text, "stop", (WeightSpan("v1", 0, 2),), "http://i")
+    return Response(
+        token_ids=(5, 6),
+        logprobs=(-0.1, -0.2),
+        text=text,
+        finish_reason="stop",
+        weight_spans=(WeightSpan("v1", 0, 2),),
+        instance="http://i",
+    )
 
 
 def prompt(**row: Any) -> Prompt:

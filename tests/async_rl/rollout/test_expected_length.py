@@ -3,7 +3,17 @@ from async_rl.types import Response
 
 
 def responses(*lengths: int) -> list[Response]:
-    return [Response((1,) * length, (0.0,) * length, "", "stop", (), "") for length in lengths]
+    return [
+        Response(
+            token_ids=(1,) * length,
+            logprobs=(0.0,) * length,
+            text="",
+            finish_reason="stop",
+            weight_spans=(),
+            instance="",
+        )
+        for length in lengths
+    ]
 
 
 def test_the_longest_is_assumed_until_something_is_known_then_the_mean_of_all() -> None:

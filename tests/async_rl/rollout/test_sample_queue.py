@@ -11,8 +11,24 @@ from async_rl.types import Group, Prompt, Response, WeightSpan
 
 
 def group(index: int, version: str = "v1") -> Group:
-    response = Response((5, 6), (-0.1, -0.2), "ab", "stop", (WeightSpan(version, 0, 2),), "http://i")
-    return Group(0, index, Prompt(f"row{index}", (3,), {}), (response,), (1.0,), version, 0.0, 0.0)
+    response = Response(
+        token_ids=(5, 6),
+        logprobs=(-0.1, -0.2),
+        text="ab",
+        finish_reason="stop",
+        weight_spans=(WeightSpan(version, 0, 2),),
+        instance="http://i",
+    )
+    return Group(
+        iteration=0,
+        index=index,
+        prompt=Prompt(f"row{index}", (3,), {}),
+        responses=(response,),
+        rewards=(1.0,),
+        weight_version=version,
+        started_s=0.0,
+        finished_s=0.0,
+    )
 
 
 def test_queue_ends_after_exactly_its_groups_in_order_of_arrival() -> None:

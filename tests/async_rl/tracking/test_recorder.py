@@ -17,11 +17,27 @@ VERSION = "run-0"
 
 def group(index: int, finished_s: float, num_continued: int = 0, num_resampled: int = 0) -> Group:
     response = Response(
-        (5, 6), (-0.1, -0.2), "5 6", "stop", (WeightSpan(VERSION, 0, 2),), "http://a", num_continued, num_resampled
+        token_ids=(5, 6),
+        logprobs=(-0.1, -0.2),
+        text="5 6",
+        finish_reason="stop",
+        weight_spans=(WeightSpan(VERSION, 0, 2),),
+        instance="http://a",
+        num_continued=num_continued,
+        num_resampled=num_resampled,
     )
     started_s = time.monotonic()
     prompt = Prompt(f"row-{index}", (1, 2), {})
-    return Group(0, index, prompt, (response,), (1.0,), VERSION, started_s, started_s + finished_s)
+    return Group(
+        iteration=0,
+        index=index,
+        prompt=prompt,
+        responses=(response,),
+        rewards=(1.0,),
+        weight_version=VERSION,
+        started_s=started_s,
+        finished_s=started_s + finished_s,
+    )
 
 
 def run_iteration(recorder: Recorder, iteration: int, groups: list[Group], train_s: float, num_instances: int) -> None:

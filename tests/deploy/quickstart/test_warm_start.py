@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from deploy.quickstart.evaluate import sample_responses
+from deploy.quickstart.evaluate import measure
 from deploy.quickstart.task import make_splits, make_tokenizer, read_rows
 from deploy.quickstart.warm_start import (
     CHECK_EVERY,
@@ -29,14 +30,17 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.distributed
 def test_a_warm_start_leaves_a_model_that_evaluate_reads(run_dir: Path) -> None:
-    out = run_dir / "evaluation.json"
-    options = ["--model", str(run_dir / "base_model"), "--rows", str(run_dir / "data" / "held_out.jsonl")]
-    program = [sys.executable, "-m", "deploy.quickstart.evaluate", *options, "--out", str(out)]
-    subprocess.run(program, check=True, timeout=120)
-    record = json.loads(out.read_text())
+    rows = run_dir / "data" / "held_out.jsonl"
+    record = measure(run_dir / "base_model", rows, run_dir / "evaluation", Console())
     assert record["num_words"] == 1000
     assert 0.0 <= record["accuracy"] < 0.1
-    assert set(record["samples"][0]) == {"word", "answer", "response", "correct"}
+    first = read_rows(rows)[:12]
+    assert [sample["word"] for sample in record["samples"]] == [row["word"] for row in first]
+    for sample, row in zip(record["samples"], first, strict=True):
+        assert sample["answer"] == row["answer"]
+        assert sample["correct"] == (sample["response"] == row["answer"])
+    # A random model ends a response at any token with a chance of about one in the vocabulary's size.
+    assert any(sample["response"] is None for sample in record["samples"])
 
 
 @pytest.mark.distributed
@@ -73,13 +77,3 @@ def test_expected_accuracy_is_the_mean_probability_of_the_answers() -> None:
     logprobs_BT, mask_BT = answer_logprobs(model, tokenizer, [row])
     assert logprobs_BT[mask_BT].tolist() == pytest.approx(expected, abs=1e-5)
     assert expected_accuracy(model, tokenizer, [row, row]) == pytest.approx(torch.tensor(expected).sum().exp().item())
-
-
-def test_responses_that_do_not_end_are_none() -> None:
-    # A random model ends a response at any token with a chance of about one in the vocabulary's size.
-    torch.manual_seed(0)
-    tokenizer = make_tokenizer()
-    prompts = [row["prompt"] for row in make_splits(0).held_out[:50]]
-    responses = sample_responses(make_model(tokenizer), tokenizer, prompts)
-    assert len(responses) == 50
-    assert 10 < responses.count(None) < 50

@@ -1,4 +1,4 @@
-"""Where a weight update puts its tensors: one place per checkpoint tensor, in the model's own memory."""
+"""Where a weight update puts its tensors: one view per checkpoint tensor, of the model's own memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from inference_service.weight_transfer.receiver import model_places, specs_of
+from inference_service.weight_transfer.receiver import parameter_views, specs_of
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3_moe", False), ("qwen3_moe", True), ("qwen2", True)])
-def test_places_have_the_names_and_values_of_the_checkpoint(
+def test_views_have_the_names_and_values_of_the_checkpoint(
     family: str,
     tied: bool,
     tiny_model: Callable[..., Path],
@@ -20,13 +20,13 @@ def test_places_have_the_names_and_values_of_the_checkpoint(
     checkpoint = tiny_model(family, tied=tied)
     original = load_file(checkpoint / "model.safetensors")
     model = load_reference(checkpoint)
-    places = model_places(model)
-    assert set(places) == set(original)
-    assert all(torch.equal(places[name], original[name]) for name in original)
-    assert {name: spec.shape for name, spec in specs_of(places).items()} == {
+    views = parameter_views(model)
+    assert set(views) == set(original)
+    assert all(torch.equal(views[name], original[name]) for name in original)
+    assert {name: spec.shape for name, spec in specs_of(views).items()} == {
         name: tuple(tensor.shape) for name, tensor in original.items()
     }
-    for place in places.values():
-        assert place.is_contiguous()
-        place.fill_(7.0)
+    for view in views.values():
+        assert view.is_contiguous()
+        view.fill_(7.0)
     assert all(bool((parameter == 7.0).all()) for parameter in model.parameters())

@@ -67,8 +67,24 @@ def _groups() -> list[Group]:
 
     groups = []
     for index, (prompt, lens) in enumerate(((9, (5, 1, 12)), (1, (3, 4)), (30, (7, 2)))):
-        responses = tuple(Response(tokens(n), (0.0,) * n, "", "stop", (), "") for n in lens)
-        groups.append(Group(0, index, Prompt("p", tokens(prompt), {}), responses, (0.0,) * len(lens), "", 0.0, 0.0))
+        responses = tuple(
+            Response(
+                token_ids=tokens(n), logprobs=(0.0,) * n, text="", finish_reason="stop", weight_spans=(), instance=""
+            )
+            for n in lens
+        )
+        groups.append(
+            Group(
+                iteration=0,
+                index=index,
+                prompt=Prompt("p", tokens(prompt), {}),
+                responses=responses,
+                rewards=(0.0,) * len(lens),
+                weight_version="",
+                started_s=0.0,
+                finished_s=0.0,
+            )
+        )
     return groups
 
 

@@ -76,8 +76,8 @@ def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> 
         report["scores"].append(trainer.score(first.prompt.token_ids, [r.token_ids for r in first.responses]))
         batch = Batch(number, {group.index: group.prompt for group in groups})
         shares = [part.share(replica, num_replicas) for part in batch.split(train.steps_per_batch)]
-        places = Batch.union(shares).prompts
-        order = TrainingOrder(Arriving([group for group in groups if group.index in places]), train, shares)
+        indices = Batch.union(shares).prompts
+        order = TrainingOrder(Arriving([group for group in groups if group.index in indices]), train, shares)
         for _ in shares:
             order.begin_mini_batch()
             rows = [row for window in trainer.windows(order) for row in trainer.accumulate(window)]

@@ -84,8 +84,20 @@ def random_group(rng: random.Random) -> Group:
     def tokens(longest: int) -> tuple[int, ...]:
         return tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest)))
 
-    responses = tuple(Response(tokens(9), (), "", "stop", (), "i") for _ in range(rng.randint(1, 7)))
-    return Group(0, 0, Prompt("p", tokens(12), {}), responses, (0.0,) * len(responses), "v", 0.0, 1.0)
+    responses = tuple(
+        Response(token_ids=tokens(9), logprobs=(), text="", finish_reason="stop", weight_spans=(), instance="i")
+        for _ in range(rng.randint(1, 7))
+    )
+    return Group(
+        iteration=0,
+        index=0,
+        prompt=Prompt("p", tokens(12), {}),
+        responses=responses,
+        rewards=(0.0,) * len(responses),
+        weight_version="v",
+        started_s=0.0,
+        finished_s=1.0,
+    )
 
 
 def in_two_stages(

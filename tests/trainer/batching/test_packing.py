@@ -12,8 +12,20 @@ from trainer.batching.shared_prompt import num_rows, split_group
 
 
 def make_group(index: int, prompt_len: int, response_lens: tuple[int, ...]) -> Group:
-    responses = tuple(Response((5,) * n, (-1.0,) * n, "", "stop", (), "i") for n in response_lens)
-    return Group(0, index, Prompt(f"p{index}", (3,) * prompt_len, {}), responses, (0.0,) * len(responses), "v", 0, 1)
+    responses = tuple(
+        Response(token_ids=(5,) * n, logprobs=(-1.0,) * n, text="", finish_reason="stop", weight_spans=(), instance="i")
+        for n in response_lens
+    )
+    return Group(
+        iteration=0,
+        index=index,
+        prompt=Prompt(f"p{index}", (3,) * prompt_len, {}),
+        responses=responses,
+        rewards=(0.0,) * len(responses),
+        weight_version="v",
+        started_s=0,
+        finished_s=1,
+    )
 
 
 class Scripted:

@@ -22,8 +22,27 @@ CPU = torch.device("cpu")
 
 
 def make_group(index: int, prompt: tuple[int, ...], responses: Sequence[tuple[int, ...]]) -> Group:
-    answers = tuple(Response(tokens, (0.0,) * len(tokens), "", "stop", (), "i") for tokens in responses)
-    return Group(0, index, Prompt(f"p{index}", prompt, {}), answers, (0.0,) * len(answers), "v", 0.0, 1.0)
+    answers = tuple(
+        Response(
+            token_ids=tokens,
+            logprobs=(0.0,) * len(tokens),
+            text="",
+            finish_reason="stop",
+            weight_spans=(),
+            instance="i",
+        )
+        for tokens in responses
+    )
+    return Group(
+        iteration=0,
+        index=index,
+        prompt=Prompt(f"p{index}", prompt, {}),
+        responses=answers,
+        rewards=(0.0,) * len(answers),
+        weight_version="v",
+        started_s=0.0,
+        finished_s=1.0,
+    )
 
 
 def random_group(index: int, rng: random.Random) -> Group:

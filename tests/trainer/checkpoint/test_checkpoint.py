@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, WriteFailed
 from async_rl.types import Group
+from tests.support.full_disk import largest_file
 from tests.support.trainer.checkpoint_worker import TIMEOUT_S, Run, make_trainer, run_config, train_elementwise
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.files import checkpoint_path, newest_checkpoint, whole_checkpoints
@@ -183,6 +184,21 @@ def test_the_newest_are_kept_and_what_a_killed_save_left_is_removed(
     checkpoints.close()
     assert {path.name for path in directory.iterdir()} == {"iteration-000002", "iteration-000003", "notes"}
     assert newest_checkpoint(directory) == checkpoint_path(directory, 3)
+
+
+def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_it(saved: tuple[Path, Path], parallel: Parallel) -> None:
+    model, directory = saved
+    config = run_config(str(model))
+    trainer = make_trainer(config, parallel)
+    checkpoints = Checkpoints(directory, 2, parallel, config)
+    with largest_file(20_000):
+        checkpoints.save(9, trainer.models.policy, trainer.optimizer, trainer.models.old)
+        with pytest.raises(WriteFailed, match=r"cannot write '.*iteration-000009\.partial': .* that there is room \("):
+            checkpoints.wait()
+    assert newest_checkpoint(directory) == checkpoint_path(directory, 3)
+    checkpoints.save(9, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    checkpoints.close()
+    assert newest_checkpoint(directory) == checkpoint_path(directory, 9)
 
 
 def test_a_save_holds_the_weights_of_its_moment_while_training_goes_on(

@@ -21,7 +21,7 @@ from async_rl.config.sections import PublishSection, RolloutSection, TrainerSect
 from async_rl.errors import InstanceError
 from async_rl.proof.gap_limits import noise_scale
 from async_rl.publish.canary import EVERYTHING, Canary
-from inference_service.weight_transfer.receiver import model_places
+from inference_service.weight_transfer.receiver import parameter_views
 from tests.support.trainer import canary_worker, layout_worker
 from tests.support.trainer.layout_worker import Job
 from trainer.parallel import Parallel
@@ -48,14 +48,14 @@ class Engine:
             self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
 
     def load(self, stream: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        places = model_places(self.model)
+        views = parameter_views(self.model)
         tied = self.model.config.tie_word_embeddings
         for spec, tensor in stream:
             name = class_of(spec.name)
             if self.stale not in (name, EVERYTHING):
-                places[spec.name].copy_(tensor)
+                views[spec.name].copy_(tensor)
             if tied and name == "embedding" and self.stale == "embedding":
-                places["lm_head.weight"].copy_(tensor)
+                views["lm_head.weight"].copy_(tensor)
 
     def sample(self, prompt: Sequence[int], num_tokens: int, temperature: float) -> tuple[tuple[int, ...], ...]:
         generator = torch.Generator().manual_seed(1)

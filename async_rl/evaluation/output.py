@@ -1,0 +1,64 @@
+"""What `python -m async_rl.evaluation` writes into its directory, while it evaluates and at its end."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from async_rl.evaluation.recorder import SetResult
+from async_rl.evaluation.sets import LoadedSet
+from async_rl.files import write_file
+from async_rl.types import Prompt, Response
+
+PROGRESS, RESULTS, SAMPLES = "progress.jsonl", "results.jsonl", "samples.jsonl"
+
+NUM_SHOWN = 12
+"""Prompts of each set, the first of it, whose responses are written: enough to see what the figures stand for."""
+
+
+class Output:
+    """Files of one evaluation: `PROGRESS` grows with every finished prompt, the others are there once all are done."""
+
+    def __init__(self, directory: Path, sets: Sequence[LoadedSet]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._total = sum(len(loaded.prompts) for loaded in sets)
+        first = [(loaded.name, prompt.prompt_id) for loaded in sets for prompt in loaded.prompts[:NUM_SHOWN]]
+        self._samples: dict[tuple[str, str], Mapping[str, Any] | None] = dict.fromkeys(first)
+        self._progress = (directory / PROGRESS).open("w", buffering=1)
+
+    def __enter__(self) -> "Output":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.close()
+
+    def on_scored(
+        self, loaded: LoadedSet, prompt: Prompt, responses: Sequence[Response], rewards: Sequence[float]
+    ) -> None:
+        """Notes a finished prompt."""
+        self._progress.write(json.dumps({"set": loaded.name, "total_prompts": self._total}) + "\n")
+        key = (loaded.name, prompt.prompt_id)
+        if key in self._samples:
+            self._samples[key] = {
+                "set": loaded.name,
+                "prompt_id": prompt.prompt_id,
+                "row": prompt.row,
+                "responses": [
+                    {"text": response.text, "finish_reason": response.finish_reason, "reward": reward}
+                    for response, reward in zip(responses, rewards, strict=True)
+                ],
+            }
+
+    def finish(self, results: Iterable[SetResult]) -> None:
+        """Writes the results, a line per set, and the samples, a line per prompt in the order of the sets."""
+        lines = ({key: value for key, value in result.record().items() if key != "iteration"} for result in results)
+        # A row of a Parquet file may hold what JSON has no word for.
+        self._write(SAMPLES, filter(None, self._samples.values()))
+        self._write(RESULTS, lines)
+
+    def _write(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+        write_file(self._directory / name, "".join(json.dumps(line, default=str) + "\n" for line in lines))

@@ -1,0 +1,53 @@
+"""Everything that a run draws follows from `run.seed`: how, for each use, and nothing else.
+
+A use is named by its purpose and by what tells two draws of that purpose apart, joined by "/" as in
+"group/SEED/ITERATION/INDEX"; its seed is the first bits of the SHA-256 of that name. Other values here would give a run
+that goes on from a checkpoint other prompts and samples than it would have had.
+"""
+
+import hashlib
+import random
+
+RESPONSE_BITS = 10
+"""Response j of a request is sampled with the request's seed + j, and a request has at most 1024 responses."""
+
+SAMPLING_BITS = 63
+"""Inference servers take a signed integer of 64 bits."""
+
+
+def group_seed(run_seed: int, iteration: int, index: int) -> int:
+    """The sampling seed of the group at `index` of its batch; see `_sampling_seed`."""
+    return _sampling_seed("group", run_seed, iteration, index)
+
+
+def evaluation_seed(run_seed: int, set_name: str, prompt_id: str) -> int:
+    """The sampling seed of a prompt that is evaluated: the same in every iteration, so that only the weights differ."""
+    return _sampling_seed("evaluation", run_seed, set_name, prompt_id)
+
+
+def evaluation_rows_seed(run_seed: int) -> int:
+    """The seed of rows that are drawn from a reasoning-gym task to be evaluated, in [0, 2^31)."""
+    return derive_seed("evaluation rows", run_seed, num_bits=31)
+
+
+def prompt_order(run_seed: int, epoch: int, num_rows: int) -> list[int]:
+    """The numbers 0 to `num_rows` - 1 in the order of an epoch."""
+    order = list(range(num_rows))
+    # Python's own way from a text to a generator's state, which is another than `derive_seed`.
+    random.Random(_name("prompts", run_seed, epoch)).shuffle(order)
+    return order
+
+
+def derive_seed(*use: object, num_bits: int) -> int:
+    """The seed of a use, in [0, 2^num_bits)."""
+    digest = hashlib.sha256(_name(*use).encode()).digest()
+    return int.from_bytes(digest, "big") >> 8 * len(digest) - num_bits
+
+
+def _sampling_seed(*use: object) -> int:
+    """In [0, 2^63); its 1024 successors belong to no other request, but by chance 2^-53."""
+    return derive_seed(*use, num_bits=SAMPLING_BITS - RESPONSE_BITS) << RESPONSE_BITS
+
+
+def _name(*use: object) -> str:
+    return "/".join(map(str, use))

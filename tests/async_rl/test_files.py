@@ -1,0 +1,64 @@
+"""Files that are written whole or not at all, on disks that are full, gone or closed to us."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import WriteFailed
+from async_rl.files import append_lines, replace_directory, write_file
+from tests.support.full_disk import largest_file
+
+
+@pytest.mark.parametrize("content", ["é\n", b"\x00\xff", ""])
+def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path, content: str | bytes) -> None:
+    path = tmp_path / "record.json"
+    for old in (None, "what was there before"):
+        if old is not None:
+            path.write_text(old)
+        write_file(path, content)
+        assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
+        assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_full_disk_leaves_the_old_file_and_is_named_with_its_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text("old")
+    with largest_file(1000), pytest.raises(WriteFailed, match=r"cannot write '.*record\.json': .*make room.*resume"):
+        write_file(path, "new" * 1000)
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_lines_are_added_and_a_full_disk_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_lines(path, ["one", "two"])
+    append_lines(path, ["three"])
+    assert path.read_text() == "one\ntwo\nthree\n"
+    if Path("/dev/full").exists():
+        with pytest.raises(WriteFailed, match=r"'/dev/full': No space left on device; make room there \("):
+            append_lines(Path("/dev/full"), ["four"])
+
+
+def test_a_directory_takes_the_name_of_an_older_one(tmp_path: Path) -> None:
+    for name in ("new", "final"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    replace_directory(tmp_path / "new", tmp_path / "final")
+    assert [path.name for path in tmp_path.rglob("*")] == ["final", "new"]
+
+
+@pytest.mark.parametrize("write", [lambda path: write_file(path, ""), lambda path: append_lines(path, [""])])
+def test_a_directory_that_is_gone_is_named(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    with pytest.raises(WriteFailed, match=r"'.*gone/file': No such file or directory; check that its directory is"):
+        write(tmp_path / "gone" / "file")
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    sync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append("fsync"), sync(descriptor))[1])
+    monkeypatch.setattr(Path, "replace", lambda a, b: (calls.append("replace"), replace(a, b))[1])
+    write_file(tmp_path / "file", "content")
+    assert calls == ["fsync", "replace", "fsync"]
