@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rl.files import named_write_errors
+
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
@@ -30,8 +32,16 @@ class Rotation:
         return [*self._full(run_dir).values(), *([in_use] if in_use.exists() else [])]
 
     def append(self, run_dir: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Adds one line per row."""
+        """Adds one line per row.
+
+        Raises:
+            WriteFailed: the last line may be there in part.
+        """
         path = run_dir / self.name
+        with named_write_errors(path):
+            self._append(path, rows)
+
+    def _append(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file = path.open("ab")
         try:
             size = file.tell()
@@ -39,7 +49,7 @@ class Rotation:
                 line = _line(row)
                 if size and size + len(line) > self.max_bytes:
                     file.close()
-                    self._rotate(run_dir)
+                    self._rotate(path.parent)
                     file, size = path.open("ab"), 0
                 file.write(line)
                 size += len(line)
