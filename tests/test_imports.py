@@ -16,6 +16,7 @@ MAY_IMPORT = {
         "async_rl.errors",
         "async_rl.programs.failure_report",
         "async_rl.programs.command_line",
+        "async_rl.programs.extras",
         "async_rl.config.sections",
         "async_rl.protocol.inference",
         "async_rl.weights.store",
@@ -28,6 +29,7 @@ MAY_IMPORT = {
     "deploy": {
         "deploy",
         "async_rl.programs.command_line",
+        "async_rl.programs.extras",
         "async_rl.config.sections",
         "async_rl.config.file",
         "async_rl.errors",
