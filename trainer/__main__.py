@@ -19,6 +19,7 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, RunStopped
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import VARIABLE, report_failure
 from trainer.stop_signal import StopSignal
 
@@ -35,6 +36,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = load_config(config_path, parser.overrides)
         logs = config.run.dir / "logs"
+        require_extras("the trainer", "trainer")
         # `async-rl run` has checked before; of ranks that a user's torchrun started, one is enough.
         if VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
             require_sound(config, trains=True, serves=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 from async_rl.config.sections import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.programs.command_line import Parser
-from trainer.checkpoint.files import checkpoint_path, checkpoints_dir, newest_checkpoint, whole_checkpoints
+from async_rl.programs.extras import require_extras
 
 log = logging.getLogger("export")
 
@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--iteration", type=int, metavar="N", help="the checkpoint iteration-N, not the newest")
     options = parser.parse_args(arguments)
     try:
+        require_extras("async-rl export", "trainer")
         checkpoint = choose_checkpoint(options.run, options.iteration)
         require_empty(options.to)
         run(checkpoint, options.to)
@@ -57,6 +58,9 @@ def choose_checkpoint(run_dir: Path, iteration: int | None) -> Path:
     Raises:
         ConfigError: there is none.
     """
+    # It needs the extra, which `main` has asked for.
+    from trainer.checkpoint.files import checkpoint_path, checkpoints_dir, newest_checkpoint, whole_checkpoints
+
     directory = checkpoints_dir(run_dir)
     newest = newest_checkpoint(directory)
     if newest is None:

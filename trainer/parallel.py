@@ -8,6 +8,7 @@ Megatron numbers them.
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,14 @@ TIMEOUT = timedelta(hours=2)
 """How long a rank waits for another: for the slowest rollout of a batch and its training."""
 
 CPU = torch.device("cpu")
+
+MEETS_TO_CLOSE = torch.__version__ < "2.9"  # compared as versions, not as text
+"""Whether ranks wait for each other before they end their groups: gloo of torch 2.7.1 may hang where one is ahead. Goes
+when the oldest torch of pyproject.toml is 2.9.
+"""
+
+CLOSE_TIMEOUT = timedelta(seconds=10)
+"""For that; a rank that has failed does not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +125,9 @@ class Parallel:
 
     def close(self) -> None:
         """Ends the process groups; the process can open new ones afterwards."""
+        if MEETS_TO_CLOSE:
+            with suppress(RuntimeError):
+                dist.all_reduce(torch.zeros(1), async_op=True).wait(CLOSE_TIMEOUT)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ from async_rl.errors import ConfigError
 PREFIX = "python:"
 BUILT_IN = {
     "reasoning_gym": ("reasoning_gym", "reasoning-gym: install async-rl[tasks]"),
-    "math": ("math_verify", "math-verify: install it"),
+    "math": ("math_verify", "math-verify: install async-rl[tasks]"),
 }
 """Name -> the module that it needs, and what to install for it."""
 

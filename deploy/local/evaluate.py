@@ -25,6 +25,7 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ProcessFailed
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
+from async_rl.programs.extras import require_extras
 from deploy.local.machine import free_ports, this_machine
 from deploy.local.plan import Process, log_path, num_ports, plan_instances
 from deploy.local.processes import Deployment, Running, Stopped, explain_end, stop_on_signals
@@ -144,6 +145,8 @@ def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> E
         ProcessFailed: an instance did not come up, or the program failed; with its last log lines.
     """
     config = load_config(config_path, overrides)
+    serves_itself = not config.pool.instances and config.inference.engine == "transformers"
+    require_extras("async-rl eval", "trainer", *(("serve",) if serves_itself else ()))
     require_sound(config, trains=False, serves=not config.pool.instances)
     out = config.run.dir
     with Deployment() as deployment, console.status("evaluation: starting") as status:

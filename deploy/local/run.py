@@ -19,6 +19,7 @@ from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.net.http_client import HttpClient, answers_200
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
+from async_rl.programs.extras import require_extras
 from deploy.local.machine import free_ports, this_machine
 from deploy.local.plan import Plan, Process, describe, num_ports, plan
 from deploy.local.processes import POLL_S, Deployment, Running, Stopped, explain_end, stop_on_signals
@@ -131,6 +132,9 @@ def run_config(config_path: Path, config: Config, overrides: Sequence[str], cons
 
 
 def _require_startable(config: Config, this_plan: Plan) -> None:
+    # inference.python may be another interpreter, with its own answer.
+    serves_itself = config.inference.engine == "transformers" and config.inference.python is None
+    require_extras("async-rl run", "trainer", *(("serve",) if serves_itself else ()))
     require_sound(config, trains=True, serves=True)
     require_engine(config, this_plan.instances[0])
 
@@ -145,7 +149,7 @@ def require_engine(config: Config, instance: Process) -> None:
     if python is not None and shutil.which(python) is None:
         raise ConfigError(f"inference.python is {python!r}, which is no program: {HOW_TO_GET_VLLM}")
     if python is None and config.inference.engine == "transformers":
-        return  # The launcher's own, which has it.
+        return  # The launcher's own, whose extras were asked for.
     separator = instance.argv.index("--") if "--" in instance.argv else len(instance.argv)
     argv = [*instance.argv[:separator], "--check", *instance.argv[separator:]]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")

@@ -21,6 +21,7 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.programs.command_line import Parser
+from async_rl.programs.extras import require_extras
 from async_rl.tracking.timeline import group_times
 from deploy.local.plan import Plan, Process, log_path
 from deploy.local.processes import Deployment, Stopped, explain_end, stop_on_signals
@@ -151,7 +152,9 @@ def show_summary(console: Console, summary: dict[str, Any], run_dir: Path) -> No
 
 def quickstart(run_dir: Path, seed: int, overrides: Sequence[str], console: Console) -> dict[str, Any]:
     """All phases in order; returns the summary."""
-    load_config(CONFIG, overrides)  # refuses a bad override before the warm start spends a minute
+    # A bad override or a missing extra is refused before the warm start spends a minute.
+    load_config(CONFIG, overrides)
+    require_extras("async-rl quickstart", "trainer", "serve", "tasks")
     make_run_dir(run_dir, seed)
     run = Quickstart(run_dir, seed, console)
     run.warm_start()

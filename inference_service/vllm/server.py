@@ -22,7 +22,7 @@ from inference_service.identity import new_boot_id
 from inference_service.options import TOKEN_VARIABLE, Options
 from inference_service.registration import Registration
 from inference_service.vllm.command import Command, server_command
-from inference_service.vllm.versions import installed_versions, require_vllm
+from inference_service.vllm.versions import find_vllm
 
 logger = logging.getLogger("inference_service")
 
@@ -42,7 +42,7 @@ def serve_vllm(options: Options, listener: socket.socket, environment: Mapping[s
     Raises:
         ConfigError: there is no vLLM that can serve, or the fleet could not reach it.
     """
-    release = require_vllm(installed_versions(), options.device)
+    release = find_vllm(options.device)
     token = environment.get(TOKEN_VARIABLE) or None
     boot_id = new_boot_id()
     registration = registration_of(options, listener, token, boot_id)

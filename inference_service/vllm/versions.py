@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from async_rl.errors import ConfigError
+from async_rl.programs.extras import require_extras
 
 logger = logging.getLogger("inference_service")
 
@@ -18,7 +19,7 @@ FIRST_WITH_SCALE_OUT = (0, 32)
 
 HOW_TO_INSTALL = (
     "on CPU `make vllm` makes .venv-vllm, whose Python you then give (inference.python); on CUDA `pip install vllm`, "
-    "on NPU vllm-ascend with its vllm; then `pip install --no-deps` of async-rl, and xxhash, into the same place"
+    "on NPU vllm-ascend with its vllm; then async-rl[vllm] into the same place (in a checkout `pip install '.[vllm]'`)"
 )
 
 
@@ -31,6 +32,17 @@ class VllmRelease:
     @property
     def has_scale_out(self) -> bool:
         return self.number >= FIRST_WITH_SCALE_OUT
+
+
+def find_vllm(device: str) -> VllmRelease:
+    """The release that this interpreter can start, with all that async-rl needs beside it.
+
+    Raises:
+        ConfigError: it can start none, see `require_vllm`.
+    """
+    release = require_vllm(installed_versions(), device)
+    require_extras("async-rl serve --engine vllm", "vllm")
+    return release
 
 
 def installed_versions() -> dict[str, str]:
@@ -56,8 +68,8 @@ def require_vllm(versions: Mapping[str, str], device: str) -> VllmRelease:
         raise ConfigError(f"--engine vllm, but this Python has no vLLM: {HOW_TO_INSTALL}")
     if "async-rl" not in versions:
         raise ConfigError(
-            "async-rl is not installed beside vLLM, which finds the weight transport by its package: run "
-            "`pip install --no-deps` of async-rl with this Python"
+            "async-rl is not installed beside vLLM, which finds the weight transport by its package: install "
+            "async-rl[vllm] with this Python's pip (in a checkout `pip install '.[vllm]'`)"
         )
     number = _number("vllm", version)
     if number < OLDEST:

@@ -33,12 +33,20 @@ MAX_BATCH_ROWS = 512
 PLANS_KEPT = 64
 """Plans in memory; the layers of the few micro-batches in flight share theirs."""
 
+TAKES_UNEQUAL_HEADS = torch.__version__ >= "2.9"  # compared as versions, not as text
+"""Whether the kernel takes fewer key / value heads than query heads; before 2.9 it then reads out of bounds, without an
+error. Goes, with the copies below, when the oldest torch of pyproject.toml is 2.9; MindSpeed core_r0.16.0 names 2.7.1.
+"""
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class CPUAttention:
     """The kernel of `trainer.devices.AttentionKernel`; narrow inputs are computed in float32, several times faster."""
+
+    def __init__(self, takes_unequal_heads: bool = TAKES_UNEQUAL_HEADS) -> None:
+        self._takes_unequal_heads = takes_unequal_heads
 
     def forward(
         self, query_MHD: torch.Tensor, key_SKD: torch.Tensor, value_SKD: torch.Tensor, part: Part, scale: float
@@ -47,7 +55,8 @@ class CPUAttention:
         out_MHD = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse_MH = query.new_empty(query.shape[:2])
         for q, kv in _plan(part):
-            out, lse = _flash(*_heads_first(q.take(query), kv.take(key), kv.take(value)), 0.0, part.causal, scale=scale)
+            tensors = _heads_first(q.take(query), *self._as_often(query, kv.take(key), kv.take(value)))
+            out, lse = _flash(*tensors, 0.0, part.causal, scale=scale)
             q.put(out_MHD, out.transpose(1, 2))
             q.put(lse_MH, lse.transpose(1, 2))
         return out_MHD.to(query_MHD.dtype), lse_MH.T
@@ -66,13 +75,20 @@ class CPUAttention:
         dout, query, key, value, out = _widened(dout_MHD, query_MHD, key_SKD, value_SKD, out_MHD)
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
         for q, kv in _plan(part):
-            tensors = _heads_first(q.take(dout), q.take(query), kv.take(key), kv.take(value), q.take(out))
+            taken = self._as_often(query, kv.take(key), kv.take(value))
+            tensors = _heads_first(q.take(dout), q.take(query), *taken, q.take(out))
             lse = q.without_padding(q.take(lse_HM.T)).transpose(1, 2)
             parts = _flash_backward(*tensors, lse, 0.0, part.causal, scale=scale)
             for grad, place, gradient in zip(grads, (q, kv, kv), parts, strict=True):
-                place.put(grad, gradient.transpose(1, 2))
+                place.put(grad, _summed(gradient.transpose(1, 2), grad.shape[1]))
         dquery, dkey, dvalue = (grad.to(query_MHD.dtype) for grad in grads)
         return dquery, dkey, dvalue
+
+    def _as_often(self, query_MHD: torch.Tensor, *tensors_BLKD: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values with the heads that the kernel takes: their own, or each one as often as queries share it."""
+        if self._takes_unequal_heads:
+            return list(tensors_BLKD)
+        return [x.repeat_interleave(query_MHD.shape[1] // x.shape[2], dim=2) for x in tensors_BLKD]
 
 
 class _Entry(NamedTuple):
@@ -179,6 +195,13 @@ def _gathered(batch: Sequence[_Entry]) -> tuple[_Gathered, _Gathered]:
     q_starts, q_lens, kv_starts, kv_lens = zip(*batch, strict=True)
     queries = _Gathered(q_starts, q_lens)
     return queries, queries if (kv_starts, kv_lens) == (q_starts, q_lens) else _Gathered(kv_starts, kv_lens)
+
+
+def _summed(gradient_BLHD: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Gradients of `num_heads` heads, from those of each head's copies."""
+    if gradient_BLHD.shape[2] == num_heads:
+        return gradient_BLHD
+    return torch.unflatten(gradient_BLHD, 2, (num_heads, -1)).sum(3)
 
 
 def _widened(*tensors: torch.Tensor) -> list[torch.Tensor]:
