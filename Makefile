@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
-FAST := not distributed and not vllm and not layouts and not gpu and not npu
+FAST := not distributed and not packaging and not vllm and not layouts and not gpu and not npu
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu

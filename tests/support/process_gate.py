@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-MARKERS = ("distributed", "vllm", "layouts", "gpu", "npu")
+MARKERS = ("distributed", "packaging", "vllm", "layouts", "gpu", "npu")
 """Who has one of these may start processes: the first says so, the others are never in the fast set."""
 
 EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system")
