@@ -1,6 +1,6 @@
 """What a publish costs beside the bare broadcast of the same bytes, in turn, on real parts over loopback.
 
-    python -m benchmarks.weight_sync --json [--repeats N]
+    python -m benchmarks.weight_sync --json [--repeats N] [--size tiny]
 
 The Publisher moves a random Qwen3 of 940 MB, in bfloat16 and the proportions of Qwen3-1.7B, to one and then to two
 instances of the embedded engine; beside them as many processes that do nothing else take the same bytes in the same
@@ -41,14 +41,26 @@ from async_rl.publish.publisher import Publisher
 from async_rl.weights.store import StoreServer, join_meeting
 from async_rl.weights.stream import TensorSpec, WeightGroup
 
-MODEL_SIZE = {
-    "vocab_size": 32_768,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
+SIZES = {
+    "full": {
+        "vocab_size": 32_768,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    # To see that it runs: its figures say nothing.
+    "tiny": {
+        "vocab_size": 1024,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
 }
 TIMEOUT_S = 60.0
 HOST = "127.0.0.1"
@@ -59,10 +71,10 @@ Say = Callable[[str], None]
 Stream = list[tuple[TensorSpec, torch.Tensor]]
 
 
-def make_model(path: Path) -> Stream:
-    """Saves a random Qwen3 of about 940 MB in the proportions of Qwen3-1.7B; its weights."""
+def make_model(path: Path, size: str) -> Stream:
+    """Saves a random Qwen3, "full" of about 940 MB in the proportions of Qwen3-1.7B; its weights."""
     torch.manual_seed(0)
-    config = Qwen3Config(max_position_embeddings=512, tie_word_embeddings=True, **MODEL_SIZE)
+    config = Qwen3Config(max_position_embeddings=512, tie_word_embeddings=True, **SIZES[size])
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=0)
     model.save_pretrained(path)
@@ -173,11 +185,11 @@ def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict
     }
 
 
-def run(repeats: int, say: Say) -> dict[str, float]:
+def run(repeats: int, size: str, say: Say) -> dict[str, float]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, ExitStack() as instances:
         path = Path(name)
-        stream = make_model(path)
+        stream = make_model(path, size)
         urls = [instances.enter_context(instance(path)) for _ in range(max(NUM_INSTANCES))]
         answer: dict[str, float] = {}
         for number in NUM_INSTANCES:
@@ -191,10 +203,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description="A publish, and its floor.")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     parser.add_argument("--repeats", type=int, default=7, help="publishes counted, each way (default: %(default)s)")
+    parser.add_argument("--size", choices=SIZES, default="full", help="of the model (default: %(default)s)")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     say: Say = (lambda line: None) if options.json else print
-    print(json.dumps(run(options.repeats, say)))
+    print(json.dumps(run(options.repeats, options.size, say)))
 
 
 if __name__ == "__main__":
