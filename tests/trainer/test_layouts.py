@@ -53,7 +53,7 @@ def sizes_that_divide(experts: bool) -> SimpleNamespace:
     """A model that any number of ranks up to 16 divides, so that only combinations are judged."""
     size = 720_720
     names = ("num_layers", "num_heads", "num_kv_heads", "vocab_size", "ffn_size")
-    return SimpleNamespace(**dict.fromkeys(names, size), experts=SimpleNamespace(number=size) if experts else None)
+    return SimpleNamespace(**dict.fromkeys(names, size), experts=SimpleNamespace(num_experts=size) if experts else None)
 
 
 def refusal(placement: Placement, experts: bool) -> str | None:
