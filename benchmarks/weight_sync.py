@@ -1,6 +1,6 @@
 """What a publish costs beside the bare broadcast of the same bytes, in turn, on real parts over loopback.
 
-    python -m benchmarks.weight_sync --json [--repeats N]
+    python -m benchmarks.weight_sync --json [--repeats N] [--size tiny]
 
 The Publisher moves a random Qwen3 of 940 MB, in bfloat16 and the proportions of Qwen3-1.7B, to one and then to two
 instances of the embedded engine; beside them as many processes that do nothing else take the same bytes in the same
@@ -40,15 +40,26 @@ from async_rl.weights.stream import TensorSpec, WeightGroup
 from benchmarks.common.random_model import save_random_qwen3
 from benchmarks.common.running_instance import running_instance
 
-MODEL_SIZE: dict[str, Any] = {
-    "max_position_embeddings": 512,
-    "vocab_size": 32_768,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
+SIZES: dict[str, dict[str, Any]] = {
+    "full": {
+        "vocab_size": 32_768,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    # To see that it runs: its figures say nothing.
+    "tiny": {
+        "vocab_size": 1024,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
 }
 INSTANCE = ("--dtype", "bfloat16", "--max-model-len", "128", "--max-concurrency", "4")
 TIMEOUT_S = 60.0
@@ -60,9 +71,9 @@ Say = Callable[[str], None]
 Stream = list[tuple[TensorSpec, torch.Tensor]]
 
 
-def make_model(path: Path) -> Stream:
-    """Saves a random Qwen3 of about 940 MB in the proportions of Qwen3-1.7B; its weights."""
-    model = save_random_qwen3(path, dtype=torch.bfloat16, **MODEL_SIZE)
+def make_model(path: Path, size: str) -> Stream:
+    """Saves a random Qwen3, "full" of about 940 MB in the proportions of Qwen3-1.7B; its weights."""
+    model = save_random_qwen3(path, dtype=torch.bfloat16, max_position_embeddings=512, **SIZES[size])
     return [
         (TensorSpec(name, "bfloat16", tuple(parameter.shape)), parameter.detach())
         for name, parameter in model.named_parameters()
@@ -153,11 +164,11 @@ def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict
     }
 
 
-def run(repeats: int, say: Say) -> dict[str, float]:
+def run(repeats: int, size: str, say: Say) -> dict[str, float]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, ExitStack() as instances:
         path = Path(name)
-        stream = make_model(path)
+        stream = make_model(path, size)
         urls = [instances.enter_context(running_instance(path, *INSTANCE)) for _ in range(max(NUM_INSTANCES))]
         answer: dict[str, float] = {}
         for number in NUM_INSTANCES:
@@ -171,10 +182,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description="A publish, and its floor.")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     parser.add_argument("--repeats", type=int, default=7, help="publishes counted, each way (default: %(default)s)")
+    parser.add_argument("--size", choices=SIZES, default="full", help="of the model (default: %(default)s)")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     say: Say = (lambda line: None) if options.json else print
-    print(json.dumps(run(options.repeats, say)))
+    print(json.dumps(run(options.repeats, options.size, say)))
 
 
 if __name__ == "__main__":

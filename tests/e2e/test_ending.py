@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.local_run import Run, command_of, gone
 from tests.support.same_run import SETTINGS, assert_same_run
+from trainer.checkpoint.files import find_damage, read_manifest
 
 pytestmark = pytest.mark.distributed
 
@@ -104,16 +105,17 @@ def test_ctrl_c_at_the_launcher_waits_for_the_checkpoint(new_run: Callable[[str]
 
 
 @pytest.mark.parametrize(
-    ("fault", "ranks", "message"),
+    ("fault", "ranks", "message", "goes_on"),
     [
-        ("swallows", "1", "no answer within reward.timeout_s = 2 s"),
-        ("exits", "2", "SystemExit: 3"),
-        ("cancels", "1", "CancelledError"),
+        ("swallows", "1", "no answer within reward.timeout_s = 2 s", False),
+        ("exits", "2", "SystemExit: 3", True),
+        ("cancels", "1", "CancelledError", False),
     ],
 )
 def test_a_reward_that_fails_in_the_worst_ways_ends_the_run_in_time_with_its_last_sound_step(
-    new_run: Callable[[str], Run], fault: str, ranks: str, message: str
+    new_run: Callable[[str], Run], fault: str, ranks: str, message: str, goes_on: bool
 ) -> None:
+    """One of them goes on from its checkpoint; of the others it is read and found whole."""
     run = new_run("run")
     run.reward.write_text(FAILING_REWARD)
     settings = (
@@ -131,7 +133,11 @@ def test_a_reward_that_fails_in_the_worst_ways_ends_the_run_in_time_with_its_las
     said = run.everything_said()
     assert "RewardError" in said and message in said, said
     num_trained = len(run.lines("metrics.jsonl"))
-    assert [path.name for path in (run.dir / "checkpoints").iterdir()] == [f"iteration-{num_trained:06}"], said
+    (checkpoint,) = (run.dir / "checkpoints").iterdir()
+    assert checkpoint.name == f"iteration-{num_trained:06}", said
+    assert find_damage(checkpoint, read_manifest(checkpoint)["files"]) is None
+    if not goes_on:
+        return
     (run.reward.parent / "fault").unlink()
     run.start(*SETTINGS, *settings, str(num_trained + 1), "--run.resume", "true")
     assert run.finish(START_S) == 0, run.everything_said()

@@ -10,15 +10,16 @@ import psutil
 import pytest
 
 from tests.support.local_run import Run, command_of, gone
-from tests.support.same_run import SETTINGS, assert_same_run
+from tests.support.same_run import ITERATIONS, SETTINGS, assert_same_run
 
 pytestmark = pytest.mark.distributed
 
 
-def finished(tmp_path: Path, model: Path, *settings: str) -> Run:
-    tmp_path.mkdir()
-    run = Run(tmp_path, model)
-    run.start(*SETTINGS, *settings)
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Run:
+    """A run that trained to its end; what goes on from it goes on from a copy."""
+    run = Run(tmp_path_factory.mktemp("uninterrupted"), tiny_model("qwen3", tied=True))
+    run.start(*SETTINGS)
     assert run.finish() == 0, run.everything_said()
     return run
 
@@ -34,43 +35,35 @@ def kill_training(run: Run) -> None:
 
 
 def test_a_run_killed_in_any_phase_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, tiny_model: Callable[..., Path]
+    uninterrupted: Run, tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
-    model = tiny_model("qwen3", tied=True)
-    expected = finished(tmp_path / "uninterrupted", model)
-    (tmp_path / "killed").mkdir()
-    run = Run(tmp_path / "killed", model)
-    for number in (1, 4, 8):
+    run = Run(tmp_path, tiny_model("qwen3", tied=True))
+    for number in (1, 3, 5):
         run.start(*SETTINGS, "--run.resume", "true")
         run.wait_for_iterations(number)
         time.sleep(random.uniform(0, 0.5))
         kill_training(run)
     run.start(*SETTINGS, "--run.resume", "true")
     assert run.finish() == 0, run.everything_said()
-    assert_same_run(run, expected)
+    assert_same_run(run, uninterrupted)
 
 
-def test_a_run_goes_on_under_another_layout(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
-    run = finished(tmp_path / "run", tiny_model("qwen3", tied=True), "--train.iterations", "2")
-    run.start(
-        *SETTINGS,
-        *("--run.resume", "true", "--train.iterations", "4", "--trainer.tensor_parallel", "2"),
-    )
+def test_a_run_goes_on_under_another_layout(uninterrupted: Run, tmp_path: Path) -> None:
+    run = uninterrupted.copied_to(tmp_path / "run")
+    more = ("--train.iterations", str(ITERATIONS + 2), "--trainer.tensor_parallel", "2")
+    run.start(*SETTINGS, "--run.resume", "true", *more)
     assert run.finish() == 0, run.everything_said()
     proofs = run.lines("ledger.jsonl")
-    assert [proof["iteration"] for proof in proofs] == [0, 1, 2, 3]
+    assert [proof["iteration"] for proof in proofs] == list(range(ITERATIONS + 2))
     assert all(proof["on_policy"] and proof["max_logprob_gap"] < 1e-3 for proof in proofs)
 
 
-def test_a_directory_with_records_is_refused_unless_the_run_resumes(
-    tmp_path: Path, tiny_model: Callable[..., Path]
-) -> None:
-    model = tiny_model("qwen3", tied=True)
-    run = finished(tmp_path / "run", model, "--train.iterations", "1")
-    run.start(*SETTINGS, "--train.iterations", "1")
+def test_a_directory_with_records_is_refused_unless_the_run_resumes(uninterrupted: Run, tmp_path: Path) -> None:
+    run = uninterrupted.copied_to(tmp_path / "run")
+    run.start(*SETTINGS)
     assert run.finish() != 0
     assert "holds the records of another run" in run.everything_said()
-    run.start(*SETTINGS, "--train.iterations", "2", "--run.resume", "true", "--run.seed", "6")
+    run.start(*SETTINGS, "--run.resume", "true", "--run.seed", "6")
     assert run.finish() != 0
     assert "run.seed is 6, but was 5" in run.everything_said()
     shutil.rmtree(run.dir / "checkpoints")
@@ -79,8 +72,7 @@ def test_a_directory_with_records_is_refused_unless_the_run_resumes(
     assert [record["iteration"] for record in run.lines("metrics.jsonl")] == [0, 1]
 
 
-def test_nothing_is_left_of_a_killed_save(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
-    run = finished(tmp_path / "run", tiny_model("qwen3", tied=True), "--train.iterations", "3")
-    names = sorted(path.name for path in (run.dir / "checkpoints").iterdir())
-    assert names == ["iteration-000002", "iteration-000003"], "the newest two, and nothing else"
-    assert not [p for p in psutil.process_iter() if str(run.dir) in " ".join(command_of(p))]
+def test_the_newest_two_checkpoints_are_left_of_a_run_and_no_process(uninterrupted: Run) -> None:
+    names = sorted(path.name for path in (uninterrupted.dir / "checkpoints").iterdir())
+    assert names == [f"iteration-{number:06}" for number in (ITERATIONS - 1, ITERATIONS)]
+    assert not [p for p in psutil.process_iter() if str(uninterrupted.dir) in " ".join(command_of(p))]

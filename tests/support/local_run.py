@@ -1,7 +1,9 @@
 """A local run on real parts, as a process that tests start, watch and kill."""
 
+import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -81,6 +83,16 @@ class Run:
                 stderr=subprocess.STDOUT,
                 env=environment,
             )
+
+    def copied_to(self, path: Path) -> "Run":
+        """Another run of the same config, whose directory is a copy of this one's."""
+        path.mkdir()
+        other = copy.copy(self)
+        other.dir, other.config, other.output = path / "run", path / "run.toml", path / "output.txt"
+        shutil.copytree(self.dir, other.dir)
+        other.config.write_text(self.config.read_text().replace(f'"{self.dir}"', f'"{other.dir}"'))
+        other.process = None
+        return other
 
     def finish(self, timeout_s: float = 280) -> int:
         assert self.process is not None

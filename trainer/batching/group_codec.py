@@ -20,7 +20,8 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], torch.Te
         for response in group.responses:
             tokens += response.token_ids
             logprobs += response.logprobs
-    return [_header(group) for group in groups], torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64)
+    headers = [_header(group) for group in groups]
+    return headers, torch.tensor(tokens, dtype=torch.int64), torch.tensor(logprobs, dtype=torch.float64)
 
 
 def empty_tensors(headers: Sequence[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,15 +8,13 @@ configuration; a newer megatron-core needs the list checked again.
 
 import functools
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import token_dispatcher
 
 from trainer.devices.cpu_attention import CPUAttention
 from trainer.devices.layer_ops import LayerOps
@@ -39,6 +37,8 @@ _MEGATRON_MODULES = (
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.optimizer",
     "megatron.core.parallel_state",
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.transformer.moe.token_dispatcher",
 )
 """What the trainer imports of Megatron; these and all they import are loaded before they are given the stand-in."""
 
@@ -74,8 +74,8 @@ def prepare() -> None:
     # Gradient norm, loss scale and token counts are made with device="cuda".
     factories = {name: _made_on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "ones", "empty")}
     stand_in = _StandIn(torch, cuda=cuda, **factories)
-    for name in _MEGATRON_MODULES:
-        import_module(name)
+    with _without_compilation():
+        *_, megatron_random, token_dispatcher = map(import_module, _MEGATRON_MODULES)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core"):
             if vars(module).get("torch") is torch:
@@ -106,8 +106,28 @@ class _Stream:
         return isinstance(other, _Stream)
 
 
+@contextmanager
+def _without_compilation() -> Iterator[None]:
+    """Megatron sends small functions through torch.compile where they are defined; inside, they stay as they are.
+
+    Here they would need a C++ compiler, and torch's part of it, which the first call loads, is a fifth of what a rank
+    imports. Megatron's switch for it (`megatron.core.jit`) can be reached only after that import.
+    """
+    original = torch.compile
+    torch.compile = _not_compiled  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
+def _not_compiled(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+    """Takes the place of torch.compile, as a decorator with or without options."""
+    return _not_compiled if function is None else function
+
+
 def _undo_compilation(module: ModuleType) -> None:
-    """Small functions go through torch.compile where they are defined; here that would need a C++ compiler."""
+    """For what was compiled before the CPU was chosen, where something else had imported Megatron."""
     for name, value in list(vars(module).items()):
         if hasattr(value, "_torchdynamo_orig_callable"):
             setattr(module, name, value._torchdynamo_orig_callable)

@@ -102,6 +102,7 @@ def test_a_file_that_was_renamed_when_the_writer_was_killed_is_no_loss(tmp_path:
     assert iterations(tmp_path) == [10, 11, 12, 13]
 
 
+@pytest.mark.distributed
 def test_a_writer_that_is_killed_leaves_whole_rows_and_at_most_a_torn_last_one(tmp_path: Path) -> None:
     first = 0
     for wait_s in (0.0, 0.01, 0.02, 0.05, 0.1):

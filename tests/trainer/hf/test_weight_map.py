@@ -1,0 +1,120 @@
+"""Names, places and parts of all weights under any layout: nothing missing, nothing twice, parts make the whole."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.hf.weight_map import COLUMNS, EMBEDDING, ROWS, GroupedQKV, Layout, Stacked, tied_head, weight_map
+from trainer.model.shape import Experts, ModelShape
+
+SIZES = st.integers(1, 4)
+
+
+def shape(family: str, tied: bool = False, *, experts: Experts | None = None) -> ModelShape:
+    """Every size that a layout divides is a multiple of 12."""
+    return ModelShape(family, 12, 24, 36, 24, 12, 4, 48, 1e-6, 1e4, None, tied, experts)
+
+
+SHAPES = [
+    *(shape(family, tied) for family, tied in product(("qwen2", "qwen3", "llama"), (True, False))),
+    *(shape("qwen3_moe", tied, experts=Experts(12, 2, 12, True)) for tied in (True, False)),
+]
+LAYOUTS = [Layout(tp, pp, ep) for tp, pp, ep in product((1, 2, 3, 4), repeat=3)]
+
+
+def numbered(*sizes: int) -> torch.Tensor:
+    """A tensor in which every element is another."""
+    return torch.arange(torch.Size(sizes).numel()).view(sizes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, SIZES, SIZES, st.sampled_from([(), (3,)]))
+def test_queries_keys_and_values_stand_head_by_head(
+    num_kv: int, queries_per_kv: int, head_dim: int, rest: tuple[int, ...]
+) -> None:
+    """Weights, and biases, which have no second dimension."""
+    counts = (num_kv * queries_per_kv, num_kv, num_kv)
+    q, k, v = (numbered(count * head_dim, *rest) + 1000 * i for i, count in enumerate(counts))
+    expected = []
+    for head in range(num_kv):
+        first = head * queries_per_kv
+        expected += [q[i * head_dim : (i + 1) * head_dim] for i in range(first, first + queries_per_kv)]
+        expected += [part[head * head_dim : (head + 1) * head_dim] for part in (k, v)]
+    fusion = GroupedQKV(queries_per_kv, head_dim)
+    assert torch.equal(fusion.merge([q, k, v]), torch.cat(expected))
+    for found, part in zip(fusion.split(torch.cat(expected)), (q, k, v), strict=True):
+        assert torch.equal(found, part)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES, SIZES)
+def test_stacked_parts_stand_one_after_the_other(num_parts: int, size: int) -> None:
+    parts = [numbered(size, 3) + 100 * i for i in range(num_parts)]
+    merged = Stacked(num_parts).merge(parts)
+    assert torch.equal(merged, torch.stack(parts).flatten(0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(Stacked(num_parts).split(merged), parts, strict=True))
+
+
+@pytest.mark.parametrize("model", SHAPES, ids=lambda model: f"{model.family}{' tied' * model.tied}")
+def test_every_layout_has_the_weights_of_the_whole_model_once_and_in_its_order(model: ModelShape) -> None:
+    whole = [(name, size) for entry in weight_map(model) for name, size in entry.hf_shapes.items()]
+    assert len(dict(whole)) == len(whole)
+    assert ("lm_head.weight" in dict(whole)) is not model.tied
+    for layout in LAYOUTS:
+        entries = list(weight_map(model, layout))
+        assert [(name, size) for entry in entries for name, size in entry.hf_shapes.items()] == whole
+        places = [(entry.stage, entry.ep_rank, entry.megatron_name) for entry in entries]
+        assert len(set(places)) == len(places), "no rank has two weights of one name"
+        assert {entry.stage for entry in entries} == set(range(layout.pp_size))
+        ep_ranks = {entry.ep_rank for entry in entries} - {None}
+        assert ep_ranks == (set(range(layout.ep_size)) if model.experts else set())
+
+
+def test_every_stage_and_every_rank_of_experts_calls_its_weights_alike() -> None:
+    """Megatron numbers layers and experts anew on each of them."""
+    model, layout = SHAPES[-1], Layout(pp_size=3, ep_size=2)
+    names: dict[tuple[int, int | None], set[str]] = {}
+    for entry in weight_map(model, layout):
+        if entry.megatron_name.startswith("decoder.layers."):
+            names.setdefault((entry.stage, entry.ep_rank), set()).add(entry.megatron_name)
+    for ep_rank in (None, 0, 1):
+        assert names[0, ep_rank] == names[1, ep_rank] == names[2, ep_rank]
+    assert (
+        names[0, 0] == names[0, 1] and "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight" in names[0, 0]
+    )
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize("model", SHAPES, ids=lambda model: f"{model.family}{' tied' * model.tied}")
+def test_the_parts_of_tensor_parallel_ranks_make_the_whole_megatron_tensor(model: ModelShape, tp_size: int) -> None:
+    for entry in weight_map(model, Layout(tp_size)):
+        whole = [numbered(*size) + 10**6 * i for i, size in enumerate(entry.hf_shapes.values())]
+        parts = [[part[entry.shard(tuple(part.shape), rank, tp_size)] for part in whole] for rank in range(tp_size)]
+        if entry.divided is None:
+            assert all(torch.equal(a, b) for rank in parts for a, b in zip(rank, whole, strict=True))
+            continue
+        for i, tensor in enumerate(whole):
+            assert torch.equal(torch.cat([rank[i] for rank in parts], entry.divided), tensor)
+        if not isinstance(entry.fusion, Stacked) or entry.fusion.num_parts == 1:
+            # Gate and up are stacked on each rank, so there the whole is not the ranks' parts in a row.
+            merged = torch.cat([entry.fusion.merge(rank) for rank in parts], entry.divided)
+            assert torch.equal(merged, entry.fusion.merge(whole))
+
+
+def test_what_multiplies_from_the_left_is_divided_by_columns() -> None:
+    divided = {entry.megatron_name.split(".", 3)[-1]: entry.divided for entry in weight_map(shape("qwen2"))}
+    assert divided["mlp.linear_fc2.weight"] == divided["self_attention.linear_proj.weight"] == COLUMNS
+    assert divided["mlp.linear_fc1.weight"] == divided["self_attention.linear_qkv.bias"] == ROWS
+    assert divided["input_layernorm.weight"] is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_tied_head_is_a_copy_on_the_last_stage_of_several(layout: Layout) -> None:
+    entry = tied_head(shape("qwen3", tied=True), layout)
+    assert (entry is not None) == (layout.pp_size > 1)
+    if entry is not None:
+        assert entry.hf_shapes == {EMBEDDING: (48, 24)} and entry.stage == layout.pp_size - 1
+    assert tied_head(shape("qwen3", tied=False), layout) is None
