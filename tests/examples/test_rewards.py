@@ -23,7 +23,17 @@ EXAMPLES = ROOT / "examples"
 def score(name: str, row: dict[str, Any], *texts: str) -> list[float]:
     """What the reward called `name` gives for responses with these texts, as a worker would ask for it."""
     function = load_function(name)
-    responses = [Response((5, 6), (-0.1, -0.2), t, "stop", (WeightSpan("v1", 0, 2),), "http://i") for t in texts]
+    responses = [
+        Response(
+            token_ids=(5, 6),
+            logprobs=(-0.1, -0.2),
+            text=text,
+            finish_reason="stop",
+            weight_spans=(WeightSpan("v1", 0, 2),),
+            instance="http://i",
+        )
+        for text in texts
+    ]
     returned = function(Prompt("row0", (3, 4), row), responses, row)
     return as_rewards(asyncio.run(returned) if Traits.of(function).is_async else returned, len(texts))
 

@@ -81,9 +81,8 @@ def prepare() -> None:
             if vars(module).get("torch") is torch:
                 vars(module)["torch"] = stand_in
             _undo_compilation(module)
-    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
-    megatron_random._get_cuda_rng_state = _get_rng_state
-    megatron_random._set_cuda_rng_state = _set_rng_state
+    vars(token_dispatcher)["maybe_move_tensor_to_cpu"] = _to_host
+    vars(megatron_random).update(_get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state)
     # The mixed-precision optimizer sorts parameters by the names of their CUDA tensor types.
     torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]  # a substitution
     # A tied embedding's copy on the last pipeline stage is moved to CUDA before the first stage fills it.

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from async_rl.tracking.tensorboard import ScalarFile
@@ -38,6 +39,7 @@ def test_they_are_forgotten_even_if_nothing_follows(tmp_path: Path) -> None:
     assert scalars(tmp_path, "loss") == [(0, 0.0)]
 
 
+@pytest.mark.distributed
 def test_the_recorders_can_be_imported_without_torch() -> None:
     """Programs that read records, or have no figures to write, need not have it."""
     code = (
