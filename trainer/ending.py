@@ -73,8 +73,7 @@ class Ending:
             raise _error(found[0])
 
     def part(self) -> None:
-        """From now until the next `meet`, a rank may fail alone; from `meet` to this call, failures are on all
-        ranks."""
+        """Until the next `meet` a rank may fail alone; from `meet` to this call, failures are on all ranks."""
         self._together = False
 
     @contextmanager

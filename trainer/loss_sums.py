@@ -63,7 +63,7 @@ class BatchSums:
         self._gaps.clear()
 
     def _advantages(self, micro_batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
-        """Advantages of all responses, computed from the rewards of its whole group, [G]."""
+        """Advantages of all responses, each from the rewards of its whole group, [G]."""
         parts = [self._algorithm.advantages(part.group.rewards)[part.start : part.stop] for part in micro_batch.slices]
         return torch.cat([torch.empty(0), *parts]).to(like.device, like.dtype)
 

@@ -152,7 +152,7 @@ class Checkpoints:
             with old.resident() as model:
                 self._fill(path, model_tensors(model, OLD))
                 old.copy_from(model)
-        # Checkpoints of earlier releases do not have the latter two: such a run never continued after a skipped step.
+        # Checkpoints of earlier releases do not have the latter two: their runs never continued after a skip.
         skipped = content.get("num_skipped", 0), content.get("num_skipped_in_a_row", 0)
         optimizer.resume(StepCounts(content["num_steps"], *skipped))
         if content["layout"] == _layout(self._parallel):

@@ -30,7 +30,7 @@ MAX_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents behind a run's settings: digests of ranges of its prompts, and of its reward."""
+    """The contents behind a run's settings: digests of ranges of its prompts, and the identity of its reward."""
 
     prompts: Mapping[str, str]
     reward: str

@@ -50,12 +50,12 @@ class AttentionKernel(Protocol):
 
 
 class Device(Hashable, Protocol):
-    """What a device module offers."""
+    """The interface of a device module."""
 
     BACKEND: str
     """torch.distributed backend of tensors on this device, among training ranks and towards the instances."""
     DEVICE: torch.device
-    """Where parameters and micro-batches of this rank live."""
+    """The device of this rank's parameters and micro-batches."""
     MODEL_OPTIONS: dict[str, Any]
     """TransformerConfig fields that this device requires."""
     LAYER_OPS: LayerOps

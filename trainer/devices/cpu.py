@@ -66,7 +66,7 @@ def prepare() -> None:
         # The random states of dropout and of recomputation are kept per CUDA device.
         manual_seed=_manual_seed,
         get_rng_state=_get_rng_state,
-        # The dispatcher of tokens to experts copies its counts to the host on a stream of its own.
+        # The dispatcher of tokens to experts copies its counts to the host on a separate stream.
         Stream=_Stream,
         current_stream=_Stream,
         stream=nullcontext,

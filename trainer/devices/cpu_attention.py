@@ -25,7 +25,7 @@ MIN_VIEW_ROWS = 64
 
 LENGTH_RATIO = 0.75
 LENGTH_SLACK = 2
-"""A batch takes entries of at least ratio times its longest, less the slack: for tiny entries."""
+"""A batch takes entries of at least ratio times its longest, less the slack, since tiny entries cost the same."""
 
 MAX_BATCH_ROWS = 512
 """Maximum rows of a gathered batch: it then fits the processor's cache and memory that the process already has."""
@@ -86,8 +86,7 @@ class CPUAttention:
         return dquery, dkey, dvalue
 
     def _as_often(self, query_MHD: torch.Tensor, *tensors_BLKD: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values with the heads that the kernel takes: unchanged, or repeated for the queries that share
-        one."""
+        """Keys and values for the kernel's heads: unchanged, or repeated for the queries that share one."""
         if self._takes_unequal_heads:
             return list(tensors_BLKD)
         return [x.repeat_interleave(query_MHD.shape[1] // x.shape[2], dim=2) for x in tensors_BLKD]

@@ -32,7 +32,7 @@ class Parcel:
 
 
 class WeightExport:
-    """Created identically on every rank; each stream reads the current weights, which must not change until it ends.
+    """Created identically on every rank; a stream reads the current weights; its tensors are valid until the next step.
 
     A stream is a collective: while the main rank iterates over `stream()`, each other rank calls `serve()` once.
     """
@@ -52,7 +52,7 @@ class WeightExport:
         return [spec for parcel in self._parcels for spec in parcel.specs]
 
     def stream(self) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
-        """Main rank: yields (spec, tensor) of every tensor, whole, on the model's device.
+        """Main rank: yields (spec, tensor) of every undivided tensor on the model's device.
 
         A tensor is a view of the model's own weights where these are not divided. A stream that is closed early still
         receives the remaining parcels: each of the other ranks is in `serve`, and must not be left there.
