@@ -36,7 +36,7 @@ class Sample(NamedTuple):
     """One sampled token.
 
     `logprob` is in nats; `rank` is 1 for the most likely token; `top` holds (token id, logprob, rank) of the most
-    likely tokens, the sampled one first, when the request asked for them; `version` is the weight version.
+    likely tokens, the sampled one first, if the request includes them; `version` is the weight version.
     """
 
     token_id: int

@@ -1,4 +1,4 @@
-"""The routes of vLLM's RL protocol (`async_rl.protocol.inference`) over any Engine; knows no engine internals."""
+"""The routes of vLLM's RL protocol (`async_rl.protocol.inference`) over any Engine; independent of engine internals."""
 
 import time
 from collections.abc import Mapping

@@ -283,6 +283,6 @@ class TransformersEngine:
             self._batching.version = version
 
     def _fail_if_broken(self) -> None:
-        """Fails waiting and frozen requests: they must not continue with broken weights, nor wait for whole ones."""
+        """Fails waiting and frozen requests: they must not continue with broken weights, nor wait for an update."""
         if self._update.fault is not None:
             self._fail_all(OutOfService(self._update.fault))
