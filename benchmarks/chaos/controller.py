@@ -149,7 +149,7 @@ class Controller:
         self._log.note("kill")
         instance.kill()
         if self._draw.random() < 0.25:
-            return  # for good: the operator replaces it
+            return  # permanently: the operator replaces it
         lies = self._draw.random() < 0.5
 
         async def start_again() -> None:

@@ -27,7 +27,7 @@ _forks.set_forkserver_preload(["inference_service.server", __name__])
 
 
 class Instance:
-    """One instance: a process, which may be started again and again, and its proxy."""
+    """One instance: a process, which may be restarted repeatedly, and its proxy."""
 
     def __init__(self, name: str, proxy: Proxy, options: list[str], log_file: Path) -> None:
         self.name = name
