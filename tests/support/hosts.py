@@ -58,7 +58,7 @@ class Hosts:
         Args:
             networks: prefix lengths by network name.
             hosts: by name, each host's address in every network it is part of. The host's own name resolves to its
-                first address; a key that is not a network gives a loopback address for that.
+                first address; a key that is not a network may give a loopback address for that.
         """
         self._prefix = f"arl{os.getpid()}-"
         self._namespaces: list[str] = []

@@ -41,8 +41,7 @@ class Instance:
         return answer.json()
 
     def tokens_made_beside(self, num_tokens: int) -> float:
-        """Tokens that the engine samples while it generates `num_tokens` for one response: more if others are
-        running."""
+        """Tokens that the engine samples while it generates `num_tokens` for one response: more if others run."""
         # The running step may still finish.
         self.generate([5, 6], max_tokens=2, ignore_eos=True)
         before = self.metric("vllm:generation_tokens_total")

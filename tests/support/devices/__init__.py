@@ -1,1 +1,1 @@
-"""Substitutes for devices that are not available, written from their vendors' documentation."""
+"""Substitutes for devices that are not available, following their vendors' documentation."""

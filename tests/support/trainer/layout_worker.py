@@ -95,7 +95,7 @@ def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> Megat
         ModelSection(path=job.checkpoint, dtype=job.dtype),
         RolloutSection(),
         AlgorithmSection(**{"kl_coef": 0.1, **job.algorithm}),
-        # Adam divides a gradient by its own size: without a larger eps, rounding decides if it is nearly zero.
+        # Adam divides a gradient by its own size: without a larger eps, rounding decides the steps of tiny gradients.
         OptimizerSection(**{"learning_rate": LEARNING_RATE, "eps": 1e-3, **job.optimizer}),
         TrainSection(iterations=10, **job.train),
     )
