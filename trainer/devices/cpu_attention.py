@@ -35,8 +35,8 @@ PLANS_KEPT = 64
 
 TAKES_UNEQUAL_HEADS = torch.__version__ >= "2.9"  # compared as versions, not as text
 """Whether the kernel takes fewer key / value heads than query heads; before 2.9 it then reads out of bounds, without an
-error. Remove it, with the copies below, once the oldest torch of pyproject.toml is 2.9; MindSpeed core_r0.16.0 specifies
-2.7.1.
+error. To be removed, with the copies below, when the oldest torch of pyproject.toml is 2.9; MindSpeed core_r0.16.0
+specifies 2.7.1.
 """
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

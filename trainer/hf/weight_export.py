@@ -52,7 +52,7 @@ class WeightExport:
         return [spec for parcel in self._parcels for spec in parcel.specs]
 
     def stream(self) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
-        """Main rank: yields (spec, tensor) of every undivided tensor on the model's device.
+        """Main rank: yields (spec, tensor) of every tensor, assembled, on the model's device.
 
         A tensor is a view of the model's own weights where these are not divided. A stream that is closed early still
         receives the remaining parcels: each of the other ranks is in `serve`, and must not be left there.
