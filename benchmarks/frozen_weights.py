@@ -1,12 +1,12 @@
-"""What it costs and saves to keep the reference model's weights on the host: peak device memory and time of a window.
+"""Cost and benefit of keeping the reference model's weights on the host: peak device memory and time of a window.
 
     python -m benchmarks.frozen_weights --json [--device cuda] [--repeats N]
 
 A random Qwen3-shaped policy with a reference accumulates the same window with `trainer.frozen_weights` "device" and
-"host", in turn. Device memory is, on a GPU, what its allocator had at most; on a CPU, which has no memory of another
-kind, the weights and gradient buffers that are resident between windows plus the peak of what a window allocates, with
-the copies on the host left out. The last line is one JSON object: peak bytes and median seconds of both, and the bytes
-of the reference's weights.
+"host", in turn. Device memory is the allocator's peak on a GPU. On a CPU, which has no separate device memory, it is
+the weights and gradient buffers that are resident between windows plus the peak allocation of a window, without the
+copies on the host. The last line is one JSON object: peak bytes and median seconds of both, and the bytes of the
+reference's weights.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def make_groups() -> list[Group]:
 
 
 def peak_bytes(trainer: MegatronTrainer, window: Sequence[Sequence[Group]], device: torch.device) -> int:
-    """Most device memory that the trainer and one window of it need."""
+    """Peak device memory of the trainer and one window."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         trainer.accumulate(window)
@@ -118,7 +118,7 @@ def peak_bytes(trainer: MegatronTrainer, window: Sequence[Sequence[Group]], devi
 
 
 def run(size: str, repeats: int, device_name: str) -> dict[str, Any]:
-    """Measures both placements, one trainer of each at a time where they share a device's memory."""
+    """Measures both placements, with one trainer at a time, since they share a device's memory."""
     parallel = init_parallel(choose_device(device_name), 0, TrainerSection())
     device = parallel.device.DEVICE
     window = [make_groups()]

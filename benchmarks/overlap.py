@@ -1,20 +1,20 @@
-"""What the period buys: the same batches trained synchronously and periodically, in turn, on real parts.
+"""The benefit of the period: the same batches trained synchronously and periodically, alternately, on real parts.
 
     python -m benchmarks.overlap --json [--pairs N]
 
-One instance of the embedded engine is pinned to one core, the Megatron trainer to another. Each prompt has a response
-length of its own, drawn from a long-tailed distribution and forced on the instance: both modes do the same work.
+One instance of the embedded engine is pinned to one core, the Megatron trainer to another. Each prompt has its own
+response length, drawn from a long-tailed distribution and forced on the instance: both modes do the same work.
 
-Overlap buys most where generation and training take the same time, and which of them is faster differs between
-machines. So the benchmark balances them first: it trains a batch synchronously a few times and chooses how many groups
-the instance gets at once, which is what makes its tokens cheap or dear. The last line is one JSON object:
+Overlap helps most if generation and training take the same time, and which of them is faster differs between machines.
+So the benchmark balances them first: it trains a batch synchronously a few times and chooses how many groups the
+instance gets at once, which determines the cost per token. The last line is one JSON object:
 
-- `groups_at_once`: what was chosen; `balance`: median of generation / training in the synchronous runs that count;
+- `groups_at_once`: the number chosen; `balance`: median of generation / training in the synchronous runs that count;
 - `ideal_speedup`: median of (generation + training) / the longer of the two, which no overlap can exceed;
 - `sync_s`, `periodic_s`: medians of the seconds of an iteration, from publish to step;
 - `speedup`: median over pairs of sync / periodic;
 - `bound_s`: median of max(generation span, time to first group + training time) + publish + step of the periodic runs,
-  which no order of the same work on the same two cores can beat;
+  which no schedule of the same work on the same two cores can beat;
 - `overlap_efficiency`: median of bound / periodic, each from the same iteration.
 """
 
@@ -59,10 +59,10 @@ VOCAB_SIZE = 1024
 
 FIRST_GROUPS = 8
 MAX_GROUPS = 32
-"""At the instance at once; its cache has room for so many."""
+"""Maximum number of groups at the instance at once; its cache has space for that many."""
 MAX_CALIBRATIONS = 5
 BALANCED = 0.05
-"""|log(generation / training)| from which on another try would only follow the machine's noise."""
+"""|log(generation / training)| below which another attempt would only follow the machine's noise."""
 MODEL_SIZE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 512,
@@ -76,7 +76,7 @@ MODEL_SIZE: dict[str, Any] = {
 
 
 class Pace:
-    """How many groups the instance gets at once; to be set between iterations."""
+    """The number of groups the instance gets at once; to be set between iterations."""
 
     def __init__(self) -> None:
         self.slots = asyncio.Semaphore(MAX_GROUPS)
@@ -86,7 +86,7 @@ class Pace:
 
 
 class PacedPool(InferencePool):
-    """Forces each prompt's responses to the length that its tokens stand for, whatever the model would stop at."""
+    """Forces each prompt's responses to a length derived from its tokens, regardless of where the model would stop."""
 
     def __init__(self, pace: Pace, config: PoolSection) -> None:
         super().__init__(config)
@@ -153,7 +153,7 @@ def make_config(directory: Path, url: str, pairs: int) -> Config:
 
 
 def run_once(session: Session, config: Config, mode: str, number: int) -> dict[str, Any]:
-    """One iteration on batch `number`; its metrics record with `total_s`, the seconds from publish to step."""
+    """One iteration on batch `number`; returns its metrics record with `total_s`, the seconds from publish to step."""
     section = TrainSection.model_validate({**config.train.model_dump(), "iterations": 1, "mode": mode})
     prompts = OneBatch(session.prompts, number)
     started = time.monotonic()
@@ -169,15 +169,15 @@ def bound(record: dict[str, Any]) -> float:
 
 
 def balance(record: dict[str, Any]) -> float:
-    """Generation over training, of a synchronous iteration."""
+    """Generation time / training time of a synchronous iteration."""
     return float(record["rollout_s"] / record["train_s"])
 
 
 def calibrate(measure_at: Callable[[int], float], say: Callable[[str], None]) -> int:
-    """How many groups at once bring generation over training nearest to 1.
+    """The number of groups at once that brings generation / training nearest to 1.
 
     Args:
-        measure_at: runs a synchronous iteration with so many groups at once; generation / training.
+        measure_at: runs a synchronous iteration with that many groups at once; returns generation / training.
     """
     measured: dict[int, float] = {}
     groups = FIRST_GROUPS
@@ -186,7 +186,7 @@ def calibrate(measure_at: Callable[[int], float], say: Callable[[str], None]) ->
         say(f"calibration: {groups} groups at once, generation / training = {measured[groups]:.2f}")
         if abs(math.log(measured[groups])) < BALANCED:
             break
-        # A decoding step costs nearly the same for more sequences, until the core has no more to give.
+        # A decoding step costs nearly the same for more sequences, until the core is saturated.
         groups = max(1, min(MAX_GROUPS, round(groups * measured[groups])))
     return min(measured, key=lambda groups: abs(math.log(measured[groups])))
 

@@ -1,22 +1,22 @@
-"""What holding a prompt once buys: forward and backward of one group, shared and unshared, on one thread of the CPU.
+"""The benefit of holding a prompt once: forward and backward of one group, shared and unshared, on one CPU thread.
 
     python -m benchmarks.shared_prompt --json [--repeats N] [--case P R G]
 
 A small Qwen3-shaped Megatron stack in float32, as the trainer builds it, with log-probs of the response tokens only.
-Four ways to compute the same gradients, run in turn on the same tokens, in processor seconds:
+Four ways to compute the same gradients, run alternately on the same tokens, in processor seconds:
 
 - shared: as the trainer runs it, one micro-batch with the prompt once, then all responses; beyond SHARED_ROWS rows, in
   two stages;
-- packed: the same code on the same layout without sharing, every sample a group of its own with one response;
-- padded: a batch of equal length under one causal mask per sample. Samples are as long as each other here, so nothing
-  is wasted on padding, and attention is the one call that PyTorch's own causal attention makes;
+- packed: the same code on the same layout without sharing, every sample a separate group with one response;
+- padded: a batch of equal length under one causal mask per sample. Samples have equal lengths here, so nothing is
+  wasted on padding, and attention is a single call of PyTorch's causal attention;
 - chunked: packed, in chunks of as many samples as fit into CHUNKED_ROWS rows, at least one, whose gradients add up. On
-  a CPU that is what suits unshared samples best: smaller activations stay nearer to the processor.
+  a CPU this is fastest for unshared samples: smaller activations fit into faster caches.
 
 The last line is one JSON object: `speedup` is the median time of the faster of packed and padded over that of shared,
-`speedup_chunked` that of chunked; `token_ratio` = G (P + R) / (P + G R) is what they would be if cost were proportional
-to tokens. Attention is not: responses attend to their prompt either way. Peak bytes are those of the tensors that a run
-makes, gradients of the weights excepted.
+`speedup_chunked` that of chunked; `token_ratio` = G (P + R) / (P + G R) is their value if cost were proportional to
+tokens. Attention is not: responses attend to their prompt either way. Peak bytes are those of the tensors that a run
+allocates, without gradients of the weights.
 """
 
 import argparse
@@ -52,7 +52,7 @@ CASES = ((64, 256, 8), (512, 128, 8), (1024, 128, 16), (2048, 256, 8), (256, 102
 """(prompt tokens, response tokens, responses)."""
 
 SHARED_ROWS = 4096
-"""What `trainer.micro_batch_tokens` would be."""
+"""Corresponds to `trainer.micro_batch_tokens`."""
 
 CHUNKED_ROWS = 1280
 """Among the fastest sizes; from one sample to a third of the group, times differ little."""
@@ -120,7 +120,7 @@ def shared(model: SharedPromptGPT, group: Group, weights_GR: torch.Tensor, max_r
         return
     stages = TwoStagePass(group, model.parallel, 1.0, max_rows)
     weights = weights_GR.flatten().split([len(batch.labels.labels_N) for batch in stages.micro_batches])
-    # Of Megatron's DDP it needs but the model inside.
+    # Of Megatron's DDP it needs only the model inside.
     wrapped = SimpleNamespace(module=model)
     stages.train(
         cast(DistributedDataParallel, wrapped),
@@ -129,13 +129,13 @@ def shared(model: SharedPromptGPT, group: Group, weights_GR: torch.Tensor, max_r
 
 
 def packed(group: Group, chunk: int) -> list[MicroBatch]:
-    """Every sample with a prompt of its own, `chunk` samples in a micro-batch."""
+    """Every sample with its own prompt, `chunk` samples in a micro-batch."""
     samples = [GroupSlice(group, i, i + 1) for i in range(len(group.responses))]
     return [make_micro_batch(samples[i : i + chunk], CPU) for i in range(0, len(samples), chunk)]
 
 
 def padded(group: Group, chunk: int) -> list[MicroBatch]:
-    """Batches of `chunk` samples, each under its causal mask; all are of one length."""
+    """Batches of `chunk` samples, each under its causal mask; all have one length."""
     samples = [(*group.prompt.token_ids, *response.token_ids) for response in group.responses]
     return [_padded_batch(samples[i : i + chunk], len(group.prompt.token_ids)) for i in range(0, len(samples), chunk)]
 
@@ -182,7 +182,7 @@ def make_model(shape: ModelShape, parallel: Parallel) -> SharedPromptGPT:
 
 
 def measure(model: SharedPromptGPT, case: Case, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Times the four ways in turn; which one comes first moves on with every repeat."""
+    """Times the four ways alternately; the first one rotates with every repeat."""
     group = make_group(case, model.shape.vocab_size)
     weights_GR = torch.randn(case.group, case.response)
     chunk = min(case.group, max(1, CHUNKED_ROWS // (case.prompt + case.response - 1)))
@@ -225,7 +225,7 @@ def _median_seconds(ways: Mapping[str, Callable[[], None]], repeats: int) -> dic
 
 
 def _peak_bytes(model: SharedPromptGPT, way: Callable[[], None]) -> int:
-    """Of one run; also warms the code up. Gradients of the weights are made before."""
+    """Peak bytes of one run, which also serves as warm-up. Gradients of the weights are allocated before."""
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -1,16 +1,16 @@
-"""What a publish costs beside the bare broadcast of the same bytes, in turn, on real parts over loopback.
+"""The cost of a publish compared with the bare broadcast of the same bytes, alternately, on real parts over loopback.
 
     python -m benchmarks.weight_sync --json [--repeats N] [--size tiny]
 
 The Publisher moves a random Qwen3 of 940 MB, in bfloat16 and the proportions of Qwen3-1.7B, to one and then to two
-instances of the embedded engine; beside them as many processes that do nothing else take the same bytes in the same
-buckets from a gloo broadcast, out of and into buffers that are never copied. The last line is one JSON object; a `_2`
-stands for two instances:
+instances of the embedded engine. For comparison as many processes receive only the same bytes in the same buckets from
+a gloo broadcast, from and into buffers that are never copied. The last line is one JSON object; the suffix `_2` means
+two instances:
 
 - `publish_s`: median seconds of a publish, from pause to the version read back;
-- `bare_s`: median seconds of the bare broadcast, until every receiver has said that it has all;
+- `bare_s`: median seconds of the bare broadcast, until every receiver has confirmed that it has all bytes;
 - `gb_per_s`: bytes of the model / `publish_s`, to each instance;
-- `ratio`: median over repeats of bare / publish; 1 would mean that a publish costs nothing but its broadcast.
+- `ratio`: median over repeats of bare / publish; 1 would mean that a publish costs no more than its broadcast.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def make_model(path: Path, size: str) -> Stream:
 
 
 def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_bytes: int) -> None:
-    """A process that takes broadcasts of `num_bytes` bytes into one buffer, and says so, until the sender is gone."""
+    """In a process: receives broadcasts of `num_bytes` bytes, and confirms each, until the sender ends."""
     torch.set_num_threads(1)
     group = WeightGroup(join_meeting(HOST, port, SECRET, TIMEOUT_S), rank, world_size, "gloo", TIMEOUT_S)
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
@@ -93,7 +93,7 @@ def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_b
 
 
 def broadcast(group: WeightGroup, buffer: torch.Tensor, bucket_bytes: int) -> None:
-    """Bucket by bucket from rank 0, then waits for every rank."""
+    """Broadcasts bucket by bucket from rank 0, then waits for every rank."""
     gloo: Any = group._collectives._group
     for bucket in buffer.split(bucket_bytes):
         gloo.broadcast([bucket], dist.BroadcastOptions()).wait()
@@ -101,7 +101,7 @@ def broadcast(group: WeightGroup, buffer: torch.Tensor, bucket_bytes: int) -> No
 
 
 class BareBroadcast:
-    """The sender and its receivers, in processes of their own."""
+    """The sender and its receivers, which are separate processes."""
 
     def __init__(self, num_receivers: int, num_bytes: int, bucket_bytes: int) -> None:
         world_size = num_receivers + 1
@@ -131,7 +131,7 @@ class BareBroadcast:
 
 
 def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict[str, float]:
-    """Publishes to the instances at `urls` and broadcasts to as many bare processes, in turn."""
+    """Publishes to the instances at `urls` and broadcasts to as many bare processes, alternately."""
     specs = [spec for spec, _ in stream]
     num_bytes = sum(spec.num_bytes for spec in specs)
     config = PublishSection(timeout_s=TIMEOUT_S)
@@ -146,7 +146,7 @@ def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict
         closing.callback(publisher.close)
         bare = BareBroadcast(len(urls), num_bytes, config.bucket_bytes)
         closing.callback(bare.close)
-        # The first of each also forms its group and touches its memory for the first time.
+        # The first one of each also forms its group and touches its memory for the first time.
         for number in range(-1, repeats):
             publication = publisher.publish(f"{len(urls)}-{number}", specs, lambda: iter(stream))
             assert len(publication.instances) == len(urls)

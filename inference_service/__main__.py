@@ -1,7 +1,7 @@
 """`python -m inference_service --model PATH`: one inference instance until SIGTERM or SIGINT.
 
-Exit codes: 0 after a signal, 2 for bad input (one line on stderr says which), 1 for anything unexpected, such as the
-end of vLLM.
+Exit codes: 0 after a signal, 2 for bad input (one line on stderr names it), 1 for anything unexpected, such as an exit
+of vLLM.
 """
 
 import importlib
@@ -38,7 +38,8 @@ def main() -> int:
         if options.engine == "vllm":
             serve_vllm(options, listener, os.environ)
         else:
-            # torch and transformers take seconds to import: after the arguments and the port are known to be good.
+            # Imported late, since torch and transformers take seconds: bad arguments and ports are reported before
+            # that.
             server = importlib.import_module("inference_service.server")
             server.serve(options, listener, os.environ.get(TOKEN_VARIABLE) or None)
     except (ConfigError, ProcessFailed) as error:
@@ -51,15 +52,15 @@ def main() -> int:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Ends the program while it loads; while it serves, uvicorn has its own handler and calls this one at its end."""
+    """Ends the program while it loads. While it serves, uvicorn's handler calls this one when it exits."""
     raise SystemExit(0)
 
 
 def _bind(options: Options) -> socket.socket:
-    """Takes the port at once, so that two instances cannot both believe they have it; listens only when ready."""
+    """Binds the port immediately, so that no other instance takes it; listens only when ready."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # asyncio sends the parts of an answer at once only where the protocol is named; otherwise each answer waits 40 ms
-    # for its first part to be acknowledged.
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it, every response is delayed by 40 ms until its
+    # first part is acknowledged.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -75,5 +76,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads may still be inside torch or a network wait that nothing can interrupt; there is nothing left to save.
+    # Threads may still be in torch or in a network wait that cannot be interrupted; nothing is left to save.
     os._exit(code)

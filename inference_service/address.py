@@ -1,4 +1,4 @@
-"""Under which address an instance answers, who may reach it there, and what it tells its fleet; for every engine."""
+"""The address at which an instance is reachable, by whom, and its registration with a fleet; for every engine."""
 
 import logging
 import socket
@@ -16,7 +16,7 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 ANY_ADDRESS = frozenset({"0.0.0.0", "::"})
 
 LEAVE_TIMEOUT_S = 30.0
-"""How long an instance that a signal ends waits until its fleet has nothing under way there any more."""
+"""How long an instance that received a signal waits for its fleet to finish all requests it has there."""
 
 
 def url_of(listener: socket.socket) -> str:
@@ -26,11 +26,11 @@ def url_of(listener: socket.socket) -> str:
 
 
 def registration_of(options: Options, listener: socket.socket, token: str | None, boot_id: str) -> Registration | None:
-    """What joins the fleet that the options name, not started yet; None where they name none. `boot_id` is the one
-    that the instance's answers carry.
+    """The registration with the options' fleet, not started yet; None without one. `boot_id` is the one in the
+    instance's responses.
 
     Raises:
-        ConfigError: the fleet could not reach the instance under the URL it would be told.
+        ConfigError: the fleet could not reach the instance at the URL of the registration.
     """
     if options.register is None:
         return None
@@ -43,13 +43,13 @@ def registration_of(options: Options, listener: socket.socket, token: str | None
 
 
 def _url_for(options: Options, listener: socket.socket, fleet_host: str) -> str:
-    """Where the fleet at that host reaches the instance."""
+    """The URL at which the fleet at that host reaches the instance."""
     port = listener.getsockname()[1]
     if options.host in ANY_ADDRESS:
         try:
             address = address_towards(fleet_host)
         except OSError:
-            # The trainer may come later, and its name with it.
+            # The trainer may start later, and its host name may not resolve until then.
             address = address_for_others()
         return http_url(address, port)
     if is_loopback(listener.getsockname()[0]) and _is_elsewhere(fleet_host):
@@ -61,7 +61,7 @@ def _url_for(options: Options, listener: socket.socket, fleet_host: str) -> str:
 
 
 def _is_elsewhere(host: str) -> bool:
-    """Whether it is known to be another host."""
+    """Whether `host` is known to be another host."""
     try:
         return not leads_to_this_host(host)
     except OSError:
@@ -69,7 +69,7 @@ def _is_elsewhere(host: str) -> bool:
 
 
 def warn_if_exposed(host: str, token: str | None) -> None:
-    """Says in the log what others on the network can do."""
+    """Logs a warning about what other hosts on the network can do."""
     if host in LOOPBACK:
         return
     if token is None:

@@ -1,6 +1,6 @@
-"""What the HTTP routes need from an inference engine, and the words both sides use; `app.py` calls it.
+"""The interface between the HTTP routes and an inference engine, and the types both use; `app.py` calls it.
 
-An engine generates, pauses, and takes new weights. Every token it hands out says which weight version made it.
+An engine generates, pauses, and takes new weights. Every token it returns carries the weight version that sampled it.
 All coroutines run in the server's event loop and never block it.
 """
 
@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestRefused(ValueError):
-    """A request that cannot be served as it stands (HTTP 400); `param` names the field at fault, where one is."""
+    """A request that cannot be served (HTTP 400); `param` names the field that caused it, if there is one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class RequestRefused(ValueError):
 
 
 class OutOfService(AsyncRLError):
-    """The instance must not generate now (HTTP 503): an update broke, or the engine's thread died."""
+    """The instance must not generate now (HTTP 503): an update failed, or the engine's thread died."""
 
 
 class EngineFault(AsyncRLError):
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
     """One sampled token.
 
     `logprob` is in nats; `rank` is 1 for the most likely token; `top` holds (token id, logprob, rank) of the most
-    likely tokens, the sampled one first, when the request asked for them; `version` is the weight version.
+    likely tokens, the sampled one first, if the request includes them; `version` is the weight version.
     """
 
     token_id: int
@@ -48,9 +48,9 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished response, or, in a stream, what is new of one; then `finish_reason` is None until its end.
+    """One finished response, or, in a stream, a delta of one; then `finish_reason` is None until its end.
 
-    `stop_reason` is the stop token of the request that ended it; None for EOS.
+    `stop_reason` is the request's stop token that ended the response; None for EOS.
     """
 
     samples: tuple[Sample, ...]
@@ -60,7 +60,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the loaded model can take: prompt plus response at most `max_model_len` tokens, ids below `vocab_size`."""
+    """Limits of the loaded model: prompt plus response at most `max_model_len` tokens, ids below `vocab_size`."""
 
     max_model_len: int
     vocab_size: int
@@ -68,7 +68,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since start, and gauges now; running and waiting count responses."""
+    """Counters since start, and current gauges; running and waiting count responses."""
 
     num_running: int
     num_waiting: int
@@ -81,7 +81,8 @@ class EngineStats:
 class Engine(Protocol):
     """An inference engine behind the routes.
 
-    After a failed weight update `fault` says why, and `generate` raises OutOfService until a full update succeeds.
+    After a failed weight update `fault` has the reason, and `generate` raises OutOfService until a full update
+    succeeds.
     """
 
     @property
@@ -92,7 +93,7 @@ class Engine(Protocol):
 
     @property
     def needs_weights(self) -> bool:
-        """Whether the fault is a broken update, which a whole one mends."""
+        """Whether the fault is a broken weight update, which a full one repairs."""
         ...
 
     @property
@@ -107,7 +108,7 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     async def generate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> list[Choice]:
-        """Samples `params.n` responses; waits for a free place, and while the engine is paused.
+        """Samples `params.n` responses; waits for a free slot, and while the engine is paused.
 
         Cancelling the coroutine cancels the request in the engine.
 
@@ -120,18 +121,19 @@ class Engine(Protocol):
     def stream(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[dict[int, Choice], None]:
-        """The same, while it goes on: what is new, by the response's index, until all of them have ended.
+        """Like `generate`, but as a stream: deltas by the response's index, until all responses have ended.
 
-        A delta comes with a response's first token, with every `params.stream_interval` more, and at its end. Closing
-        the generator cancels the request in the engine. The call itself refuses, before anything is generated.
+        A delta is sent with a response's first token, with every `params.stream_interval` more, and at its end. Closing
+        the generator cancels the request in the engine. The call itself raises RequestRefused, before anything is
+        generated.
 
         Raises:
-            RequestRefused, OutOfService: as `generate`; OutOfService also later, when weights break on the way.
+            RequestRefused, OutOfService: as `generate`; OutOfService also later, if a weight update breaks meanwhile.
         """
         ...
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
-        """Ends these requests (None: all) at once with the tokens made so far; returns how many there were."""
+        """Ends these requests (None: all) immediately with the tokens generated so far; returns their number."""
         ...
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
@@ -141,7 +143,7 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def init_weight_transfer(self, info: InitInfo) -> None:
-        """Joins the trainer's weight group, leaving an earlier one; ends within `info.timeout_s`."""
+        """Joins the trainer's weight group, leaving an earlier one; returns or fails within `info.timeout_s`."""
         ...
 
     async def start_weight_update(self) -> None: ...

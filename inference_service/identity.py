@@ -1,6 +1,6 @@
-"""Says in every answer which process makes it, and how much it takes: a trainer then notices one that was started anew.
+"""Adds the identity of the process and its capacity to every response, so that a trainer notices a restarted process.
 
-Around the embedded engine's application, and around vLLM's own by its `--middleware` option; imports neither.
+It wraps the embedded engine's application, and vLLM's own through its `--middleware` option; imports neither.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING, Final
 from async_rl.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
 
 if TYPE_CHECKING:
-    # Not at run time: the program imports this module before it knows whether its extra is installed.
+    # Not at run time: the program imports this module before it checks whether its extra is installed.
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BOOT_ID_VARIABLE: Final = "ASYNC_RL_BOOT_ID"
 MAX_CONCURRENCY_VARIABLE: Final = "ASYNC_RL_MAX_CONCURRENCY"
-"""How the launcher tells vLLM's server, whose processes must all say the same."""
+"""How the launcher passes them to vLLM's server, whose processes must all report the same."""
 
 
 def new_boot_id() -> str:
-    """A name for a process that has just started."""
+    """A new id for a process that has just started."""
     return uuid.uuid4().hex
 
 
 def identity_headers(boot_id: str, max_concurrency: int | None) -> dict[str, str]:
-    """The headers of every answer."""
+    """The headers of every response."""
     told = {} if max_concurrency is None else {MAX_CONCURRENCY_HEADER: str(max_concurrency)}
     return {BOOT_ID_HEADER: boot_id} | told
 
 
 class Identity:
-    """Adds headers to every answer of `app`, those of other middlewares included if it is the outermost."""
+    """Adds headers to every response of `app`; if outermost, also to the responses of other middlewares."""
 
     def __init__(self, app: ASGIApp, headers: Mapping[str, str]) -> None:
         self._app = app
@@ -49,7 +49,7 @@ class Identity:
 
 
 class IdentityFromEnvironment(Identity):
-    """For vLLM, which makes its middlewares with the application alone."""
+    """For vLLM, which constructs middlewares with the application as the only argument."""
 
     def __init__(self, app: ASGIApp) -> None:
         told = os.environ.get(MAX_CONCURRENCY_VARIABLE, "")

@@ -1,4 +1,4 @@
-"""Command line of `async-rl serve` (`python -m inference_service`); imports nothing heavy: mistakes show at once."""
+"""Command line of `async-rl serve` (`python -m inference_service`); imports little, to report errors early."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ TOKEN_VARIABLE = "ASYNC_RL_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`max_model_len` None means the model's own; `served_model_name` None means `model`.
+    """`max_model_len` None means the model's maximum; `served_model_name` None means `model`.
 
     `register` is the URL of a trainer's fleet endpoint, `advertise` the URL under which the trainer reaches this
-    instance (None: its own host and port), `name` what the fleet calls it (None: host and port). `engine_options` go to
-    vLLM's server as they are.
+    instance (None: its own host and port), `name` its name in the fleet (None: host and port). `engine_options` are
+    passed to vLLM's server unchanged.
     """
 
     engine: Literal["transformers", "vllm"]
@@ -82,7 +82,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def _require_possible(options: Options, parser: Parser) -> None:
-    """Ends the program where options contradict each other."""
+    """Ends the program with a usage error if options contradict each other."""
     if options.engine == "transformers":
         if options.tensor_parallel > 1:
             parser.error(f"--tp {options.tensor_parallel} needs --engine vllm: the transformers engine has one worker")
@@ -95,7 +95,7 @@ def _require_possible(options: Options, parser: Parser) -> None:
 
 
 def require_checkpoint(model: str) -> None:
-    """Refuses a path without a model; a hub name (`owner/name`) passes, and is looked up when it is loaded.
+    """Refuses a path without a model; a hub name (`owner/name`) is accepted, and is resolved when it is loaded.
 
     Raises:
         ConfigError: there is no checkpoint at that path.

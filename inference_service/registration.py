@@ -1,7 +1,7 @@
-"""Tells a trainer's fleet endpoint, again and again, that this instance is there; asks it for leave to end.
+"""Registers this instance with a trainer's fleet endpoint periodically, and requests to leave before it ends.
 
-`server.py` starts it when the instance can take requests. It runs in a thread of its own, so that a slow
-or absent trainer never slows an answer.
+`server.py` starts it when the instance accepts requests. It runs in its own thread, so that a slow or absent trainer
+never delays a response.
 """
 
 import logging
@@ -23,23 +23,23 @@ from inference_service.identity import new_boot_id
 logger = logging.getLogger("inference_service")
 
 FIRST_INTERVAL_S: Final = 2.0
-"""Between registrations until an answer names the interval."""
+"""Between registrations until a response contains the interval."""
 
 MAX_INTERVAL_S: Final = 60.0
 LEAVING_INTERVAL_S: Final = 0.25
-"""Between registrations while the instance waits for leave to end, and at the least otherwise."""
+"""Between registrations while the instance waits to leave; also the minimum interval."""
 
 TIMEOUT_S: Final = 5.0
 
 
 class Registration:
-    """Registers the instance at `own_url` with the fleet endpoint at `fleet_url`, for as long as it runs.
+    """Registers the instance at `own_url` with the fleet endpoint at `fleet_url`, while it runs.
 
-    The trainer may come and go; only a change is logged. `leave_requested` is set when the fleet has let the instance
-    go: it was drained or removed there, and may end.
+    The trainer may start and end at any time; only changes are logged. `leave_requested` is set when the fleet has
+    released the instance: it was drained or removed there, and may end.
 
     Raises:
-        ConfigError: a URL, the name or the token cannot be used.
+        ConfigError: a URL, the name or the token is not valid.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Registration:
         self.leave_requested = threading.Event()
 
     def start(self) -> None:
-        """Begins to register, at once, in a daemon thread."""
+        """Starts registering immediately, in a daemon thread."""
         threading.Thread(target=self._run, name=f"registration of {self._body.name}", daemon=True).start()
 
     def leave(self, timeout_s: float) -> bool:
-        """Asks to be drained and waits until the fleet lets the instance go; False if it does not, or does not answer.
+        """Requests a drain and waits until the fleet releases the instance; False if it does not, or does not respond.
 
-        The instance must go on serving meanwhile, so that what is under way there can finish.
+        The instance must continue serving meanwhile, so that requests in flight can finish.
         """
         logger.info("asking the fleet at %s for leave", self._fleet_url)
         try:
@@ -96,7 +96,7 @@ class Registration:
             self._register()
 
     def _register(self) -> bool:
-        """Whether the fleet answered."""
+        """Registers once; whether the fleet accepted."""
         try:
             answer = RegisterResponse.model_validate_json(self._post(FLEET_REGISTER, self._body))
         except _Refused as error:
@@ -126,12 +126,12 @@ class Registration:
 
 
 def default_name(url: str) -> str:
-    """Host and port, in the characters that a name may have."""
+    """Host and port, in the characters allowed in a name."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", url.split("://", 1)[-1]).strip("-")[:128]
 
 
 class _Refused(Exception):
-    """The fleet answered, but with an error; the text is its status and its words."""
+    """The fleet responded with an error; the text is its status and message."""
 
     def __init__(self, answer: Answer) -> None:
         try:

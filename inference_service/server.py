@@ -1,4 +1,4 @@
-"""Builds model, engine and application, and serves them on an open socket until a signal, or its fleet, ends it."""
+"""Builds model, engine and application, and serves them on an open socket until a signal or the fleet ends it."""
 
 import logging
 import os
@@ -24,14 +24,15 @@ from inference_service.registration import Registration
 logger = logging.getLogger("inference_service")
 
 CLOSE_CONNECTIONS_S = 1
-"""How long a stopping server waits for answers that are under way."""
+"""How long a stopping server waits for responses in flight."""
 
 
 class Server(uvicorn.Server):
-    """Starts the engine in the server's event loop, and says when the first request is welcome.
+    """Starts the engine in the server's event loop, and logs when it accepts requests.
 
-    With a registration it joins a fleet then, and ends when that lets it go; the first signal asks for it, while
-    requests go on being answered, and the second ends the server at once, as the first does without one.
+    With a registration, the instance then joins a fleet, and ends when the fleet releases it. The first signal requests
+    the release, while the server continues to serve; the second ends the server at once. Without a registration the
+    first signal does that.
     """
 
     def __init__(
@@ -65,17 +66,18 @@ class Server(uvicorn.Server):
 
 
 def serve(options: Options, listener: socket.socket, token: str | None) -> None:
-    """Loads the model and serves it on `listener`; returns when a signal or the fleet has ended the server.
+    """Loads the model and serves it on `listener`; returns when a signal or the fleet has ended it.
 
     Raises:
-        ConfigError: the model cannot be loaded, or does not fit, or the instance cannot join a fleet as it is told to.
+        ConfigError: the model cannot be loaded, or does not fit, or the instance cannot join the fleet with these
+            options.
     """
     warn_if_exposed(options.host, token)
     boot_id = new_boot_id()
     registration = registration_of(options, listener, token, boot_id)
-    # torch reads OMP_NUM_THREADS itself, but takes it for the threads between operators too.
+    # torch reads OMP_NUM_THREADS itself, but uses it for inter-operator threads too.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
-    # The log of an instance is read by programs and people, not watched: one line when it is ready is enough.
+    # The log of an instance is not an interactive terminal: one line when it is ready is enough.
     transformers_logging.disable_progress_bar()
     device = torch.device(options.device)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]

@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-# Said once per missing optional package while Megatron is imported; the fall-backs are the ones that are wanted here.
+# Megatron warns once per missing optional package on import; the fallbacks are the intended ones.
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning)
-# Its own set-up, config by config, at INFO.
+# Megatron logs its setup, config by config, at INFO.
 logging.getLogger("megatron").setLevel(logging.WARNING)

@@ -1,7 +1,7 @@
 """`torchrun -m trainer CONFIG [--section.key VALUE ...]`: one rank of the training pool.
 
-A run that ends early, by a fault of the run or by SIGTERM, saves its last whole iteration first; a second SIGTERM ends
-it at once.
+A run that ends early, by a fault of the run or by SIGTERM, saves its last complete iteration first; a second SIGTERM
+ends it at once.
 
 Exit codes: 0 trained to the end, 1 a fault of the run, 2 bad input found before any training, 143 ended by SIGTERM.
 """
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         config = load_config(config_path, parser.overrides)
         logs = config.run.dir / "logs"
         require_extras("the trainer", "trainer")
-        # `async-rl run` has checked before; of ranks that a user's torchrun started, one is enough.
+        # `async-rl run` has already checked; of the ranks that a user's torchrun started, one check is enough.
         if VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
             require_sound(config, trains=True, serves=False)
         run(config, os.environ.get("ASYNC_RL_TOKEN"), stop)
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _say(error: AsyncRLError, logs: Path | None) -> None:
-    """Logs the named error alone; its traceback goes with it where standard error is a log file, else to `logs`."""
+    """Logs the named error; the traceback is logged too if standard error is a log file, else written to `logs`."""
     kind = type(error).__name__
     if isinstance(error, ConfigError):
         log.error("%s: %s", kind, error)
@@ -78,12 +78,12 @@ def make_parser() -> Parser:
 
 def run(config: Config, token: str | None, stop: StopSignal) -> None:
     """Trains to the end and saves the model to `run.dir`/model."""
-    # After the config was found good, so that a typo does not wait for torch and Megatron to load.
+    # Imported after the config was validated, so that a typo is reported without loading torch and Megatron.
     from async_rl.loop import train
     from trainer.devices import choose_device
 
     device = choose_device(config.trainer.device)
-    # On an NPU, MindSpeed has to be loaded before Megatron is.
+    # On an NPU, MindSpeed must be loaded before Megatron.
     from trainer.ending import Ending
     from trainer.parallel import init_parallel
     from trainer.session import open_session
@@ -110,13 +110,13 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
 
 
 def run_process(arguments: list[str]) -> NoReturn:
-    """Runs `main` and ends this process, whatever threads still wait for something: all that had to be is closed."""
+    """Runs `main` and ends this process without joining threads; everything that needs closing is closed by then."""
     try:
         code: object = main(arguments)
     except SystemExit as end:
         code = end.code
     except BaseException as error:
-        # As the interpreter would at its end, but without joining threads first.
+        # As the interpreter does at exit, but without joining threads first.
         log.critical("%s: %s", type(error).__name__, error, exc_info=error)
         code = 1
     logging.shutdown()

@@ -1,11 +1,11 @@
-"""How a run ends before it is done: every rank learns of it, all save the last sound step together, within a time.
+"""How a run ends early: every rank is notified, all save the last consistent step together, within a time limit.
 
-A rank that fails, or is told to end (SIGTERM), says so in the process group's store. Leaders look there before each
-window and while they wait for rollouts; their followers learn it from them. All ranks then meet (`meet` is a collective
-that each rank also calls once per publish and once per mini-batch, so whoever is already there is met), and save. What
-was accumulated of the unfinished iteration is dropped with the process.
+A rank that fails, or receives SIGTERM, posts this in the process group's store. Leaders check the store before each
+window and while they wait for rollouts; they notify their followers. All ranks then meet and save (`meet` is a
+collective that each rank also calls once per publish and once per mini-batch, so ranks already waiting there take
+part). Gradients accumulated in the unfinished iteration are discarded.
 
-Whatever hangs on this way, a rank that is gone or a file system, a thread ends the process after `checkpoint.grace_s`.
+If any of this hangs, on a lost rank or a file system, a thread ends the process after `checkpoint.grace_s`.
 """
 
 import itertools
@@ -26,13 +26,13 @@ from trainer.stop_signal import StopSignal
 log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
-"""Of the runs of this process, one after the other: each rank counts the same."""
+"""Numbers the runs of this process, one after the other: each rank counts the same."""
 
 EXIT_CODE = 1
 
 
 class Ending:
-    """One rank's part in it."""
+    """One rank's part in the ending."""
 
     def __init__(self, parallel: Parallel, stop: StopSignal, grace_s: float) -> None:
         self._parallel = parallel
@@ -46,22 +46,22 @@ class Ending:
         self._watchdog.daemon = True
 
     def tell(self) -> None:
-        """Tells all leaders if this rank was told to end."""
+        """Notifies all leaders if this rank was requested to end."""
         if self._stop.told:
             self._post(self._stopped())
 
     def watch(self) -> None:
-        """Called by leaders, often: before each window, and while they wait for rollouts.
+        """Checks for an ending; leaders call it before each window and regularly while they wait for rollouts.
 
         Raises:
-            RunStopped, LeaderFailed: some rank was told to end, or failed.
+            RunStopped, LeaderFailed: a rank was requested to end, or failed.
         """
         self.tell()
         if self._store.check([self._key]):
             raise _error(self._store.get(self._key).decode())
 
     def meet(self, *, may_stop: bool) -> None:
-        """Waits for all ranks, and goes on unless one of them has failed, or with `may_stop` was told to end.
+        """Waits for all ranks, and continues unless one of them has failed or, with `may_stop`, was requested to end.
 
         Raises:
             RunStopped, LeaderFailed: on all ranks.
@@ -73,12 +73,12 @@ class Ending:
             raise _error(found[0])
 
     def part(self) -> None:
-        """From now on, until they `meet`, one rank may fail alone; from there to here, what fails fails on all."""
+        """Until the next `meet` a rank may fail alone; from `meet` to this call, failures are on all ranks."""
         self._together = False
 
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
-        """Around the loop: a run that ends early by a named error, or by SIGTERM, calls `save` on all ranks first."""
+        """Wraps the loop: a run that ends early by a named error, or by SIGTERM, calls `save` on all ranks first."""
         self._stop.deferred = True
         try:
             yield
@@ -93,7 +93,7 @@ class Ending:
             self._stop.deferred = False
 
     def close(self) -> None:
-        """The process can end by itself; nothing has to be cut short any more."""
+        """Cancels the time limit: nothing is left that could hang."""
         self._watchdog.cancel()
 
     def _save(self, error: AsyncRLError, save: Callable[[], None]) -> None:
@@ -107,7 +107,7 @@ class Ending:
             self._phase = "saving a checkpoint"
             save()
         except Exception:
-            # The error that ends the run is the one to raise.
+            # The error that ended the run is raised, not this one.
             log.exception("no checkpoint of the last sound step could be saved; the one before it stays")
         self._phase = "closing its connections"
 
@@ -134,6 +134,6 @@ def _encoded(error: AsyncRLError) -> str:
 
 
 def _error(encoded: str) -> AsyncRLError:
-    """What another rank says, as this rank raises it."""
+    """The error that another rank posted, as this rank raises it."""
     stopped, text = json.loads(encoded)
     return RunStopped(text.removeprefix("RunStopped: ")) if stopped else LeaderFailed(f"another training rank: {text}")

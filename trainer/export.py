@@ -1,6 +1,6 @@
 """`async-rl export RUN --to DIR`: a checkpoint's policy as a Hugging Face checkpoint, which transformers and vLLM load.
 
-One process reads it, under whatever layout it was saved. Exit codes: 0 written, 2 bad input.
+One process reads it, whatever layout it was saved under. Exit codes: 0 written, 2 bad input.
 """
 
 import logging
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 def run(checkpoint: Path, target: Path) -> None:
     """Writes the policy, in a process group of this process alone."""
-    # After the arguments were found good, so that a typo does not wait for torch and Megatron to load.
+    # Imported after the arguments were validated, so that a typo is reported without loading torch and Megatron.
     from trainer.checkpoint.policy_export import export_policy
     from trainer.devices import choose_device
     from trainer.parallel import init_parallel
@@ -56,9 +56,9 @@ def choose_checkpoint(run_dir: Path, iteration: int | None) -> Path:
     """The checkpoint of a run from which `iteration` is trained next, or the newest one.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such checkpoint.
     """
-    # It needs the extra, which `main` has asked for.
+    # These modules need the extra that `main` has checked.
     from trainer.checkpoint.files import checkpoint_path, checkpoints_dir, newest_checkpoint, whole_checkpoints
 
     directory = checkpoints_dir(run_dir)
@@ -80,7 +80,7 @@ def require_empty(target: Path) -> None:
     """Checks that nothing would be overwritten.
 
     Raises:
-        ConfigError: something would.
+        ConfigError: `target` exists and is not an empty directory.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"--to {str(target)!r} exists and is not an empty directory: name a new one")

@@ -1,7 +1,7 @@
 """Forward and backward passes of a model over the micro-batches of a window.
 
 `PackedPass` runs whole micro-batches through Megatron's schedule (1F1B under pipeline parallelism, one after the other
-without); `TwoStagePass` runs one group that is too long for a micro-batch. Both give, per micro-batch or micro-group,
+without); `TwoStagePass` runs one group that is too long for a micro-batch. Both return, per micro-batch or micro-group,
 the log-probs of its response tokens on the last pipeline stage.
 
 Shape legend: N response tokens of one micro-batch.
@@ -47,18 +47,18 @@ class Pass(Protocol):
         ...
 
     def train(self, policy: DistributedDataParallel, loss_of: LossOf) -> None:
-        """Forward and backward; gradients are added to the policy's buffers. `loss_of` runs on the last stage."""
+        """Forward and backward; adds gradients to the policy's buffers. `loss_of` runs on the last stage."""
         ...
 
 
 def make_passes(window: Window, parallel: Parallel, temperature: float, max_tokens: int) -> list[Pass]:
-    """What it takes to run a window, whose micro-batches have at most `max_tokens` rows but for longer groups.
+    """The passes that run a window, whose micro-batches have at most `max_tokens` rows except for longer groups.
 
-    Under pipeline parallelism, and where experts span replicas, such a group is split in micro-groups that each hold
+    Under pipeline parallelism, and where experts span replicas, such a group is split into micro-groups that each hold
     the prompt: all ranks then run the same passes. Otherwise it runs in two stages, with its prompt computed once.
 
-    Where experts span replicas, it is a collective of the replicas that share them: their ranks exchange tokens in
-    every layer, so they agree on the passes that the longest of them needs, and the others run empty ones.
+    Where experts span replicas, this is a collective of the replicas that share them: their ranks exchange tokens in
+    every layer, so they agree on the largest number of passes, and the other replicas run empty ones.
     """
     if parallel.pp_size > 1 or parallel.experts_span_replicas:
         planned = [slices for groups in window for slices in _split(groups, max_tokens)]
@@ -108,7 +108,7 @@ class PackedPass:
             data_iterator=iter(enumerate(self.micro_batches)),
             model=model,
             num_microbatches=len(self.micro_batches),
-            # Not read: stages tell each other the size of each micro-batch.
+            # Not read: stages send each other the size of each micro-batch.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -151,7 +151,7 @@ class TwoStagePass:
 def _with_count(
     loss_of: LossOf, number: int, outputs: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """What Megatron's schedule takes as (loss, token count, report) when losses are sums; we count ourselves."""
+    """(loss, token count, report) for Megatron's schedule if losses are sums; tokens are counted elsewhere."""
     loss = loss_of(number, *outputs)
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 

@@ -1,6 +1,6 @@
 """A leader's side of the inference pool: its members, the fleet endpoint, rollouts, evaluation and publishing.
 
-Every leader has its own pool; the main rank's alone has the endpoint, publishes, admits and evaluates.
+Every leader has its own pool; only the main rank's serves the endpoint, publishes, admits late joiners and evaluates.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +32,7 @@ from trainer.parallel import Parallel
 
 
 class InferenceSide:
-    """Built in the order of its methods; what it opens is closed by `closing`, last first."""
+    """Built in the order of its methods; `closing` closes what it opens, in reverse order."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class InferenceSide:
         self._server: FleetServer | None = None
 
     def open_fleet(self) -> str:
-        """Main rank: opens the fleet endpoint and looks for instances; returns the endpoint's URL.
+        """Main rank: opens the fleet endpoint and starts the search for instances by DNS; returns the endpoint's URL.
 
         Raises:
-            ConfigError: the address cannot be had, or `pool.dns` is none.
+            ConfigError: the address is not available, or `pool.dns` is not valid.
         """
         config = self._config
         self._server = FleetServer(self._pool, config.pool, self._token, config.run.dir, config.publish.master_address)
@@ -79,7 +79,7 @@ class InferenceSide:
         self._pool.min_model_len = len(longest.token_ids) + self._config.rollout.max_response_tokens
 
     def evaluator(self, tokenizer: Tokenizer, reward: Reward, first_iteration: int) -> Evaluator | None:
-        """What evaluates the sets of the config, if there are any.
+        """The evaluator of the config's sets, or None without any.
 
         Raises:
             ConfigError: a set cannot be loaded, or its longest prompt does not fit.
@@ -110,7 +110,7 @@ class InferenceSide:
         evaluator: Evaluator | None,
         watch: Callable[[], None],
     ) -> Producer:
-        """Makes the rollouts of this leader's replica; `watch` raises when the run is to end."""
+        """Produces the rollouts of this leader's replica; `watch` raises when the run has to end."""
         config = self._config
         producer = Producer(
             self._pool,
@@ -127,10 +127,10 @@ class InferenceSide:
         return producer
 
     def publisher(self, run_id: str, probe_prompt: Prompt) -> Publisher:
-        """Main rank: publishes to this pool, and lets instances join between two publishes.
+        """Main rank: the publisher to this pool, which also admits instances between two publishes.
 
         Raises:
-            ConfigError: the snapshot directory cannot be made.
+            ConfigError: the snapshot directory cannot be created.
         """
         config = self._config
         snapshots = admission = probe = canary = None
@@ -160,7 +160,7 @@ class InferenceSide:
         return publisher
 
     def put_in_service(self, version: WeightVersion, urls: Collection[str]) -> None:
-        """Other leaders: takes over what the main rank published."""
+        """Other leaders: puts the instances at `urls` in service with the version that the main rank published."""
         self._loop.run(self._pool.end_publish(version, urls))
 
     def on_record(self, record: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ def require_fit(rollout: RolloutSection, longest: Prompt, max_model_len: int | N
     """Checks that every prompt and its longest response fit into the model of every instance.
 
     Raises:
-        ConfigError: they do not; names the prompt and the lengths.
+        ConfigError: some do not fit; names the prompt and the lengths.
     """
     num_tokens = len(longest.token_ids) + rollout.max_response_tokens
     if max_model_len is not None and num_tokens > max_model_len:

@@ -12,16 +12,17 @@ from async_rl.types import Group, Response
 from trainer.batching.shared_prompt import GroupSlice, MicroBatch
 
 LARGEST_EXPONENT = 700.0
-"""exp(d) of a larger d is no float64; what it then adds to k3 is beyond any limit anyhow."""
+"""exp(d) of a larger d overflows float64; its contribution to k3 exceeds any limit anyway."""
 
 LARGEST_GAP = 1e30
-"""Larger gaps count with those that are no numbers: no log-probs differ so much, and their squares would overflow."""
+"""Larger gaps count as not finite: no two log-probs differ by so much, and their squares would overflow."""
 
 
 class GroupGaps:
-    """The log-probs of the groups that were trained, until their gaps are taken.
+    """The log-probs of the groups that were trained, until `take` computes their gaps.
 
-    `clip`: see `LogprobGaps`. Log-probs stay on the device until their group is taken: nothing waits for it before.
+    `clip`: see `LogprobGaps`. Log-probs stay on the device until their group is taken: this avoids earlier
+    synchronizations with the device.
     """
 
     def __init__(self, clip: float) -> None:
@@ -29,13 +30,13 @@ class GroupGaps:
         self._logprobs: dict[int, list[tuple[GroupSlice, torch.Tensor]]] = {}
 
     def add(self, micro_batch: MicroBatch, logprobs_N: torch.Tensor) -> None:
-        """Notes the trainer's log-probs of a micro-batch's response tokens."""
+        """Stores the trainer's log-probs of a micro-batch's response tokens."""
         sizes = [sum(map(len, part.responses)) for part in micro_batch.slices]
         for part, logprobs in zip(micro_batch.slices, logprobs_N.detach().split(sizes), strict=True):
             self._logprobs.setdefault(part.group.index, []).append((part, logprobs))
 
     def take(self, group: Group) -> dict[str, LogprobGaps]:
-        """Instance -> the gaps of the group's tokens that it sampled; responses of several instances under `MIXED`."""
+        """Instance -> the gaps of the tokens it sampled of the group; responses of several instances under `MIXED`."""
         by_instance: dict[str, list[torch.Tensor]] = {}
         for part, logprobs in self._logprobs.pop(group.index):
             for response, gaps in _gaps_of(part, logprobs.double().cpu()):

@@ -1,4 +1,4 @@
-"""Losses and figures of the groups trained since the last step, as sums: their count is known only at its end (I4).
+"""Losses and metrics of the groups trained since the last step, as sums: their count is known only at the step (I4).
 
 Shape legend: G responses and N response tokens of one micro-batch.
 """
@@ -31,7 +31,7 @@ class BatchSums:
         old_logprobs_N: torch.Tensor | None,
         ref_logprobs_N: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Adds a micro-batch; returns its loss sum. Without an old model the policy itself is the old one."""
+        """Adds a micro-batch; returns its loss sum. Without an old model the policy itself is the old policy."""
         if old_logprobs_N is None:
             old_logprobs_N = logprobs_N.detach()
         advantages_G = self._advantages(micro_batch, logprobs_N)
@@ -47,15 +47,15 @@ class BatchSums:
         return loss_sum.loss
 
     def note_untrained(self, num_groups: int) -> None:
-        """So many of the groups that were added had no backward pass."""
+        """Counts groups that were added without a backward pass."""
         self._append({"untrained": num_groups})
 
     def take_rows(self, groups: Sequence[Group]) -> list[GroupProof]:
-        """The ledger rows of groups that were added, each once."""
+        """The ledger rows of groups that were added; to be called once per group."""
         return [GroupProof.of(group, self._gaps.take(group)) for group in groups]
 
     def totals(self) -> dict[str, float]:
-        """All sums as numbers, on the host."""
+        """All sums as Python floats."""
         return {name: sum(float(term) for term in terms) for name, terms in self._terms.items()}
 
     def clear(self) -> None:

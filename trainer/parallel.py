@@ -1,9 +1,9 @@
 """Process groups of the training ranks, and small JSON messages between them.
 
 Ranks form `num_replicas` replicas of the model; the ranks of one replica share its tensors (tensor parallel) and its
-layers (pipeline parallel). Experts are spread over `expert` consecutive ranks of a pipeline stage, within a replica
-first and then across neighbouring replicas. Ranks are numbered tensor first, then replicas, then pipeline stages, as
-Megatron numbers them.
+layers (pipeline parallel). Experts are spread over `expert` consecutive ranks of a pipeline stage, first within a
+replica and then across neighbouring replicas. Ranks are numbered as in Megatron: tensor first, then replicas, then
+pipeline stages.
 """
 
 import json
@@ -21,24 +21,23 @@ from async_rl.config.sections import TrainerSection
 from trainer.devices import Device
 
 TIMEOUT = timedelta(hours=2)
-"""How long a rank waits for another: for the slowest rollout of a batch and its training."""
+"""How long a rank waits for another rank: long enough for the slowest rollout of a batch and its training."""
 
 CPU = torch.device("cpu")
 
 MEETS_TO_CLOSE = torch.__version__ < "2.9"  # compared as versions, not as text
-"""Whether ranks wait for each other before they end their groups: gloo of torch 2.7.1 may hang where one is ahead. Goes
-when the oldest torch of pyproject.toml is 2.9.
-"""
+"""Whether ranks wait for each other before they end their groups: gloo of torch 2.7.1 may hang if a rank is ahead.
+Remove it once the oldest torch of pyproject.toml is 2.9."""
 
 CLOSE_TIMEOUT = timedelta(seconds=10)
-"""For that; a rank that has failed does not come."""
+"""Time limit of that wait; a rank that has failed does not take part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """This rank's place among the training ranks.
+    """This rank's position among the training ranks.
 
-    `dp_rank` of `num_replicas` is its data-parallel rank; `*_rank` of `*_size` are its places along the other axes.
+    `dp_rank` of `num_replicas` is its data-parallel rank; `*_rank` of `*_size` are its positions along the other axes.
     """
 
     device: Device
@@ -54,16 +53,16 @@ class Parallel:
     ep_size: int
     sequence_parallel: bool
     expert_peers: dist.ProcessGroup
-    """All ranks of the replicas that this one shares experts with, its own included."""
+    """All ranks of the replicas that share experts with this replica, including its own."""
 
     @property
     def is_main(self) -> bool:
-        """The one rank that writes and publishes."""
+        """Whether this is the one rank that writes and publishes."""
         return self.rank == 0
 
     @property
     def is_leader(self) -> bool:
-        """Whether it makes its replica's rollouts; the replica's other ranks get their groups from it."""
+        """Whether it produces its replica's rollouts; the replica's other ranks receive their groups from it."""
         return self.tp_rank == 0 and self.pp_rank == 0
 
     @property
@@ -77,17 +76,18 @@ class Parallel:
 
     @property
     def experts_span_replicas(self) -> bool:
-        """Whether replicas exchange tokens in every layer, and so must run the same passes.
+        """Whether replicas exchange tokens in every layer and must therefore run the same passes.
 
-        A replica's ranks of a stage hold all experts, once or several times, only where `ep_size` divides them.
+        The ranks of one stage in a replica hold all experts, once or several times, only if `ep_size` divides their
+        number.
         """
         return self.tp_size % self.ep_size != 0
 
     def most_among_expert_peers(self, *counts: int) -> list[int]:
-        """The largest of each count among the replicas that this one shares experts with.
+        """The maximum of each count over the replicas that share experts with this one.
 
-        Where no experts span replicas these are the counts themselves. Otherwise it waits until all ranks of these
-        replicas call it; those of other replicas have no part in it.
+        If no experts span replicas, these are the counts themselves. Otherwise it waits until all ranks of the replicas
+        that share experts with this one call it; other replicas are not involved.
         """
         if self.experts_span_replicas:
             most = torch.tensor(counts)
@@ -96,9 +96,9 @@ class Parallel:
         return list(counts)
 
     def gather_json(self, obj: Any) -> list[Any]:
-        """Every rank's `obj`, in order of ranks, on all of them.
+        """Every rank's `obj`, in order of ranks, on all ranks.
 
-        Waits until all ranks call it. Objects are what JSON can carry; tuples come back as lists.
+        Waits until all ranks call it. Objects must be JSON-serializable; tuples become lists.
         """
         data = _encode(obj)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
@@ -111,9 +111,9 @@ class Parallel:
         return [_decode(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast_json(self, obj: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-        """Rank `src`'s `obj` on every rank, or on those of `group`; the others' `obj` is ignored.
+        """Rank `src`'s `obj` on every rank, or on those of `group`; the `obj` of other ranks is ignored.
 
-        Waits until all of them call it. The source gets it back as JSON carried it, too.
+        Waits until all of these ranks call it. The source also gets its object as decoded from JSON.
         """
         data = _encode(obj)
         length = torch.tensor([len(data)])
@@ -124,7 +124,7 @@ class Parallel:
         return _decode(data)
 
     def close(self) -> None:
-        """Ends the process groups; the process can open new ones afterwards."""
+        """Destroys the process groups; the process can create new ones afterwards."""
         if MEETS_TO_CLOSE:
             with suppress(RuntimeError):
                 dist.all_reduce(torch.zeros(1), async_op=True).wait(CLOSE_TIMEOUT)
@@ -133,14 +133,14 @@ class Parallel:
 
 
 def init_parallel(device: Device, seed: int, section: TrainerSection) -> Parallel:
-    """Joins torchrun's process group, or a group of this process alone where torchrun did not start it.
+    """Joins torchrun's process group, or a group of this process alone if torchrun did not start it.
 
-    Also makes Megatron's process groups and seeds its random states. Waits for all ranks that torchrun started.
+    Also creates Megatron's process groups and seeds its random states. Waits for all ranks that torchrun started.
 
     Raises:
-        ConfigError: the ranks cannot be divided as `section` asks.
+        ConfigError: the ranks cannot be divided as `section` requires.
     """
-    # Tensors of either kind travel in every group: model tensors on the device, messages on the host.
+    # Every group needs both kinds of tensors: model tensors on the device, messages on the host.
     backend = device.BACKEND if device.BACKEND == "gloo" else f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend, timeout=TIMEOUT)
@@ -151,7 +151,7 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
         tensor_model_parallel_size=section.tensor_parallel,
         pipeline_model_parallel_size=section.pipeline_parallel,
         expert_model_parallel_size=section.expert_parallel,
-        # Every expert is whole on its rank.
+        # Experts are not divided.
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
@@ -176,10 +176,10 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
 
 
 def _make_expert_peers(section: TrainerSection, num_ranks: int, rank: int) -> dist.ProcessGroup:
-    """Makes the groups of all ranks, in the same order on each, and returns this rank's own.
+    """Creates the groups of all ranks, in the same order on each, and returns this rank's own.
 
-    Expert groups and replicas both are runs of consecutive ranks of a stage. They are bound to each other up to the
-    next rank at which both begin.
+    Expert groups and replicas are both runs of consecutive ranks of a stage. They overlap up to the next rank at which
+    both begin.
     """
     num_stage_ranks = num_ranks // section.pipeline_parallel
     run = math.lcm(section.tensor_parallel, section.expert_parallel)

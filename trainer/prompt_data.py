@@ -1,4 +1,4 @@
-"""What a run trains on, on every rank: leaders read and tokenize it, the other ranks get the names of its prompts."""
+"""Loads a run's prompts on every rank: leaders read and tokenize them, the other ranks get the names of the prompts."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from trainer.parallel import Parallel
 def load_prompts_and_contents(
     config: Config, parallel: Parallel, tokenizer: Tokenizer
 ) -> tuple[PromptSource, Contents]:
-    """The prompts, and what a checkpoint notes of them and of the reward; all ranks call it, and wait for the leaders.
+    """The prompts, and what a checkpoint records of them and of the reward; all ranks call it and wait for the leaders.
 
     Raises:
-        ConfigError: on all ranks; a leader cannot read the source or the reward's file, or reads something else than
-            another leader.
+        ConfigError: on all ranks; a leader cannot read the source or the reward's file, or reads data that differs from
+            another leader's.
     """
     source: PromptSource | None = None
     said: tuple[dict[str, Any] | None, str | None] | None = None

@@ -19,9 +19,9 @@ SCORE = "score"
 CHANGE = "change"
 PUBLISHED = "published"
 FAILED = "failed"
-"""What the main rank says to the others while it publishes: take part in a stream of the weights, once for each try; in
-scoring the responses that follow; change the weights by the strengths that follow; go on with the publication that
-follows; or end, for the reason that follows."""
+"""Messages of the main rank to the other ranks while it publishes: take part in a stream of the weights, once per
+attempt; in scoring the responses that follow; change the weights by the strengths that follow; continue with the
+publication that follows; or end, for the reason that follows."""
 
 
 class TrainingRank:
@@ -37,11 +37,11 @@ class TrainingRank:
         ending: Ending,
     ) -> None:
         """Args:
-        run_id: the same on every rank, and unique, so that an instance left over from another run cannot pass for
-            this one's.
-        put_in_service: on leaders only: their pool's instances at these URLs serve a version.
-        publisher: on the main rank only, in whose pool it does that itself.
-        ending: where ranks tell each other that the run ends.
+        run_id: the same on every rank, and unique, so that an instance of an earlier run is never taken for an instance
+            of this run.
+        put_in_service: on leaders only: marks their pool's instances at these URLs as serving a version.
+        publisher: on the main rank only, where the publisher puts instances in service itself.
+        ending: notifies all ranks that the run ends.
         """
         self._megatron = megatron
         self._parallel = parallel
@@ -60,11 +60,11 @@ class TrainingRank:
         return self._parallel.num_replicas
 
     def publish_weights(self) -> Publication:
-        """Moves the weights to the pool and tells every rank which instances serve them; waits for the main rank.
+        """Moves the weights to the pool and informs every rank which instances serve them; waits for the main rank.
 
         Raises:
             PublishError: no instance took the weights; the other ranks raise `LeaderFailed`.
-            RunStopped: some rank was told to end.
+            RunStopped: a rank was requested to end.
         """
         self._ending.meet(may_stop=True)
         version = f"{self._run_id}-{self._num_publishes}"
@@ -88,14 +88,14 @@ class TrainingRank:
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
         self._ending.meet(may_stop=False)
-        # What follows, the proof and the step, comes to the same end on all ranks.
+        # The proof and the step that follow have the same result on all ranks.
         return self._megatron.gather(rows)
 
     def optimizer_step(self) -> StepStats:
         return self._megatron.optimizer_step()
 
     def _publish(self, publisher: Publisher, version: WeightVersion) -> Publication:
-        """The main rank's side: it tells the others what to take part in."""
+        """The main rank's side: announces to the other ranks each operation that they take part in."""
 
         def make_stream() -> Stream:
             self._parallel.broadcast_json([STREAM])
@@ -107,7 +107,7 @@ class TrainingRank:
                 version, self._megatron.export.specs, make_stream, trainer.score, canary_trainer=trainer
             )
         except AsyncRLError as error:
-            # The others wait to hear what to take part in next.
+            # The other ranks wait for the next announcement.
             self._parallel.broadcast_json([FAILED, f"{type(error).__name__}: {error}"])
             raise
         finally:
@@ -116,7 +116,7 @@ class TrainingRank:
         return publication
 
     def _help_to_publish(self) -> Publication:
-        """The other ranks' side; they learn of the main rank's failure from it, or from the end of its connection."""
+        """The other ranks' side; they receive the main rank's failure as a message, or as a closed connection."""
         try:
             while True:
                 match self._parallel.broadcast_json(None):
@@ -135,7 +135,7 @@ class TrainingRank:
 
 
 class _MainTrainer:
-    """What the publisher may ask of the trainer on the main rank: the other ranks take part in it."""
+    """The trainer's operations for the publisher, on the main rank; the other ranks take part in them."""
 
     def __init__(self, megatron: MegatronTrainer, parallel: Parallel) -> None:
         self._megatron = megatron
@@ -153,7 +153,7 @@ class _MainTrainer:
 
 
 class NoRollouts:
-    """The rollouts of a rank that is not its replica's leader: it gets its groups from there."""
+    """The rollouts of a rank that is not its replica's leader: the leader sends it the groups."""
 
     @contextmanager
     def start(self, batch: Batch, version: WeightVersion) -> Iterator["NoRollouts"]:

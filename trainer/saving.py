@@ -1,4 +1,4 @@
-"""Where a run stands on its checkpoints: where it goes on, and when it saves."""
+"""When a run saves checkpoints, and from which one it resumes."""
 
 import logging
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class Saving:
-    """Goes on from the newest checkpoint if the run asks for it; saves every few iterations and at the end."""
+    """Resumes from the newest checkpoint if the config requests it; saves every few iterations and at the end."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class Saving:
         train: TrainSection,
         section: CheckpointSection,
     ) -> None:
-        """All ranks call it, and find the same checkpoint.
+        """All ranks call it and find the same checkpoint.
 
         Raises:
             ConfigError: the newest checkpoint is damaged, or belongs to another run or model.
@@ -42,7 +42,7 @@ class Saving:
         """Saves if a checkpoint is due; returns before it is written.
 
         Raises:
-            Exception: what made the last save fail.
+            Exception: the failure of the last save.
         """
         following = iteration + 1
         self._sound, self._sound_counts = following, self._megatron.optimizer.counts
@@ -52,13 +52,13 @@ class Saving:
             self._checkpoints.require_no_failure()
 
     def save_last(self) -> None:
-        """Saves the last whole iteration of a run that ends early, and waits until it is written.
+        """Saves the last complete iteration of a run that ends early, and waits until it is written.
 
-        Nothing is saved where checkpoints are off, where it is saved already, or where the weights are not those of a
-        whole iteration any more: after some, not all, of several steps per batch.
+        Nothing is saved if checkpoints are off, if that iteration is saved already, or if the weights have changed
+        since: after some, but not all, of several steps per batch.
 
         Raises:
-            Exception: what made it fail.
+            Exception: the failure of the save.
         """
         if not self._every:
             log.info("no checkpoint: checkpoint.every = 0")
@@ -72,7 +72,7 @@ class Saving:
                 self._saved,
             )
         else:
-            # Steps of the unfinished iteration that were skipped will be made again.
+            # Skipped steps of the unfinished iteration will be repeated.
             self._megatron.optimizer.resume(self._sound_counts)
             self._save()
             self._checkpoints.wait()

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What `async_rl.loop.train` takes, built and connected."""
+    """The arguments of `async_rl.loop.train`, built and connected."""
 
     megatron: MegatronTrainer
     rank: TrainingRank
@@ -59,15 +59,15 @@ def open_session(
     pool: InferencePool | None = None,
     ending: Ending | None = None,
 ) -> Iterator[Session]:
-    """Loads model and data, waits for the instances, and closes everything on the way out.
+    """Loads model and data, waits for the instances, and closes everything at exit.
 
     Args:
-        token: bearer token of the instances, if they ask for one.
-        pool: a leader's, which is closed with the session; it is made from the config where none is given.
-        ending: where ranks tell each other that the run ends; one that no signal reaches by default.
+        token: bearer token of the instances, if they require one.
+        pool: a leader's pool, which is closed with the session; by default it is made from the config.
+        ending: notifies all ranks that the run ends; by default one that no signal triggers.
 
     Raises:
-        ConfigError: model, data, reward, layout or lengths cannot work; found before any training.
+        ConfigError: model, data, reward, layout or lengths are not usable; found before any training.
         NoInstanceLeft: no instance became healthy within `pool.timeout_s`.
     """
     config.require_prompts_for(parallel.num_ranks)
@@ -84,7 +84,7 @@ def open_session(
         checkpoints = Checkpoints(checkpoints_dir(config.run.dir), config.checkpoint.keep, parallel, config, contents)
         closing.callback(checkpoints.close)
         saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
-        # Unique per run, so that an instance left over from another run cannot pass for this one's.
+        # Unique per run, so that an instance of an earlier run is never taken for an instance of this run.
         run_id: str = parallel.broadcast_json(secrets.token_hex(4))
         rollouts: Rollouts = NoRollouts()
         side = None
@@ -126,7 +126,7 @@ def _make_recorder(
     reward: Reward,
     tokenizer: Tokenizer,
 ) -> Recorder:
-    """Writes the records on the main rank; elsewhere it only keeps time."""
+    """Writes the records on the main rank; on other ranks it only measures times."""
     iterations = config.train.iterations
     if side is None or not parallel.is_main:
         return Recorder(None, iterations, first_iteration)
@@ -144,8 +144,8 @@ def _make_ledger(config: Config, parallel: Parallel) -> Ledger:
 
 
 def _claim(run: RunSection) -> BinaryIO:
-    """Makes the directory of a run and holds it, until the returned file is closed; refuses one that another run holds,
-    and one with records of another, unless the run goes on with them."""
+    """Creates a run's directory and locks it until the returned file is closed; refuses a directory that another run
+    has locked, and one with records of another run, unless this run resumes it."""
     try:
         run.dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""SIGTERM to a training rank: at first it asks the run to end in order, the second one ends the process at once.
+"""SIGTERM to a training rank: the first one requests an orderly end of the run, the second ends the process at once.
 
-Imports nothing heavy: `trainer.__main__` has it before it knows whether its config is good.
+Imports nothing heavy: `trainer.__main__` installs it before the config is validated.
 """
 
 import os
@@ -10,11 +10,11 @@ import time
 from types import FrameType
 
 REPEAT_S = 2.0
-"""Signals so close together are one: launchers send theirs to a process and to its group."""
+"""Signals within this time count as one: launchers signal both a process and its process group."""
 
 
 class StopSignal:
-    """What this process was told. While `deferred`, the first SIGTERM is only noted: `Ending` acts on it."""
+    """Whether this process received SIGTERM. While `deferred`, the first one is only recorded: `Ending` acts on it."""
 
     def __init__(self) -> None:
         self.deferred = False
@@ -22,14 +22,14 @@ class StopSignal:
 
     @property
     def told(self) -> bool:
-        """Whether a SIGTERM has come."""
+        """Whether a SIGTERM was received."""
         return self._told_s is not None
 
     def install(self) -> None:
         signal.signal(signal.SIGTERM, self.note)
 
     def note(self, signum: int, frame: FrameType | None) -> None:
-        """Handles the signal; where nothing is to be saved, as an exception, so that all that was opened is closed."""
+        """Handles the signal; if nothing has to be saved, as an exception, so that everything opened is closed."""
         now = time.monotonic()
         if self._told_s is None:
             self._told_s = now

@@ -1,6 +1,6 @@
 """The policy in training on Megatron-core: windows of groups in, optimizer steps out.
 
-Gradients are sums over the groups in the order in which they come, divided once by the count of all that was
+Gradients are sums over the groups in the order in which they arrive, divided once by the count of everything
 accumulated (invariant I4).
 """
 
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 class MegatronTrainer:
     """One rank of the training pool: every replica accumulates its share of a batch, all of them step together.
 
-    Its methods are collective: all ranks call them in the same order, those of one replica with the same windows.
+    Its methods are collective: all ranks call them in the same order, ranks of one replica with the same windows.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class MegatronTrainer:
         return self._feed.windows(order)
 
     def accumulate(self, window: Window) -> list[GroupProof]:
-        """Adds the gradient of a window; the ledger rows of its groups on one rank per replica, none on the others.
+        """Adds the gradient of a window; returns its groups' ledger rows on one rank per replica, none elsewhere.
 
-        Groups that have no gradient are run forward only, for their rows and for the figures and count of the batch.
+        Groups that have no gradient are run forward only, for their rows and for the metrics and count of the batch.
 
         Raises:
-            ConfigError: a token id lies outside the model's vocabulary.
+            ConfigError: a token id is outside the model's vocabulary.
             RewardError: a reward is not finite.
         """
         groups = [group for micro_batch in window for group in micro_batch]
@@ -127,12 +127,12 @@ class MegatronTrainer:
         return self._sums.take_rows(groups) if self._reports else []
 
     def score(self, prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of each response's tokens under the policy as it is, after temperature, as rollouts report them.
+        """Log-probs of each response's tokens under the current policy, after temperature, as rollouts report them.
 
-        All ranks call it with the same tokens, between two windows, and all get the answer.
+        All ranks call it with the same tokens, between two windows, and all get the result.
 
         Raises:
-            ConfigError: a token id lies outside the model's vocabulary.
+            ConfigError: a token id is outside the model's vocabulary.
         """
         group = _unscored_group(prompt_token_ids, responses)
         self._check_vocabulary(group)
@@ -140,17 +140,17 @@ class MegatronTrainer:
         with self.models.policy_to_score() as policy:
             parts = [part for a_pass in passes for part in a_pass.logprobs(policy)]
         logprobs_N = torch.cat(parts).tolist() if self._reports else []
-        # Every replica has scored them; the first that speaks is as good as any.
+        # Every replica has scored them; the first result is used.
         answer = iter(next(part for part in self._parallel.gather_json(logprobs_N) if part))
         return [list(islice(answer, len(response))) for response in responses]
 
     def optimizer_step(self) -> StepStats:
         """Ends a mini-batch: one all-reduce of the gradient sums, one division, clip, step; waits for all replicas.
 
-        A gradient that is infinite or not a number leaves weights, moments and old policy as they are.
+        A gradient that is not finite leaves weights, moments and old policy unchanged.
 
         Raises:
-            NonFiniteGradient: on all ranks, where `train.on_nonfinite` says so, or it happened too often in a row.
+            NonFiniteGradient: on all ranks, if `train.on_nonfinite` is "fail", or too many steps in a row were skipped.
         """
         sums: Counter[str] = Counter()
         for part in self._parallel.gather_json(self._sums.totals() if self._reports else {}):
@@ -159,7 +159,7 @@ class MegatronTrainer:
         policy = self.models.policy
         finalize_model_grads([policy])
         policy.scale_gradients(1.0 / sums["count"])
-        # Of all ranks: they take the step together or not at all.
+        # Over all ranks: they take the step together or not at all.
         norms = self._parallel.gather_json(self.optimizer.gradient_norm())
         grad_norm = next((norm for norm in norms if not math.isfinite(norm)), norms[self._parallel.rank])
         learning_rate = self.optimizer.learning_rate
@@ -185,7 +185,7 @@ class MegatronTrainer:
         self._sums.clear()
 
     def before_publish(self) -> None:
-        """The weights as they are now are about to sample: an old model that stands for the sampler takes them over."""
+        """Called before rollouts use the current weights: an old model that represents the sampler copies them."""
         if self._old_policy == "model":
             self._refresh_old()
 
@@ -194,24 +194,25 @@ class MegatronTrainer:
         save_hf_checkpoint(self.models.policy_model, self.checkpoint, path)
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
-        """The rows of all ranks, in order of ranks; waits for each of them to finish its share."""
+        """The rows of all ranks, in order of ranks; waits until every rank has finished its share."""
         gathered = self._parallel.gather_json([asdict(row) for row in rows])
         return [GroupProof.from_json(row) for part in gathered for row in part]
 
     @property
     def lagged_old(self) -> FrozenModel | None:
-        """The old policy where it does not follow from the policy, and so belongs into a checkpoint."""
+        """The old policy if it does not follow from the policy, and so has to be saved in checkpoints."""
         return self.models.old if self._old_policy == "lagged" else None
 
     @property
     def _reports(self) -> bool:
-        """Whether this rank speaks for its replica: it has log-probs, and no other rank has the same."""
+        """Whether this rank reports for its replica: only one of its ranks with log-probs does."""
         return self._parallel.is_last_stage and self._parallel.tp_rank == 0
 
     def _by_gradient(self, window: Window) -> tuple[Window, Window]:
-        """The groups that have a gradient and those that have none, in the micro-batches in which they were.
+        """The groups that have a gradient and those that have none, in their original micro-batches.
 
-        They stay there so that micro-batches depend on the order of training only, and not on what was ready when.
+        Micro-batches are not repacked, so that they depend on the order of training only, not on what was ready at what
+        time.
         """
         parts = [
             [[group for group in groups if self._algorithm.has_gradient(group.rewards) == wanted] for groups in window]
@@ -232,7 +233,7 @@ class MegatronTrainer:
         logprobs_N: torch.Tensor,
         entropy_N: torch.Tensor,
     ) -> torch.Tensor:
-        """The loss of a pass's micro-batch, given the log-probs of all of them under the other models."""
+        """The loss of a pass's micro-batch, given the log-probs of all micro-batches under the other models."""
         return self._sums.add(
             a_pass.micro_batches[number],
             logprobs_N,
@@ -266,7 +267,7 @@ class MegatronTrainer:
 
 
 def _check_rewards(group: Group) -> None:
-    """A reward that is not finite would spoil the gradient of the whole batch, which does not tell whose it was."""
+    """A reward that is not finite would make the gradient of the whole batch unusable, without showing its source."""
     for reward in group.rewards:
         if not is_reward(reward):
             raise RewardError(
@@ -276,7 +277,7 @@ def _check_rewards(group: Group) -> None:
 
 
 def _logprobs_of(model: FrozenModel | None, passes: Sequence[Pass]) -> Sequence[list[torch.Tensor] | None]:
-    """Log-probs of each pass's micro-batches under a frozen model; None for each pass where there is no model."""
+    """Log-probs of each pass's micro-batches under a frozen model; None for each pass without a model."""
     if model is None:
         return [None] * len(passes)
     with model.resident() as resident:
@@ -284,7 +285,7 @@ def _logprobs_of(model: FrozenModel | None, passes: Sequence[Pass]) -> Sequence[
 
 
 def _unscored_group(prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> Group:
-    """Tokens as a group, which is what passes are made of; nothing reads its other fields."""
+    """Tokens as a group, the input of passes; its other fields are not read."""
     prompt = Prompt("probe", tuple(prompt_token_ids), {})
     rollouts = tuple(
         Response(token_ids=tuple(tokens), logprobs=(), text="", finish_reason="length", weight_spans=(), instance="")

@@ -1,1 +1,1 @@
-"""A run whose inference pool goes to pieces, against one on sound instances: `python -m benchmarks.chaos`."""
+"""A run with faults injected into its pool, compared with a run without: `python -m benchmarks.chaos`."""

@@ -1,15 +1,15 @@
-"""What a run is worth whose inference pool goes to pieces, again and again: a real one under faults, and without.
+"""Fault injection: a real run whose inference pool fails repeatedly, compared with the same run without faults.
 
     python -m benchmarks.chaos --json [--seed N] [--iterations K] [--minutes M]
 
 The trainer and instances of the embedded engine are real processes. While they run, instances are killed, stalled,
-slowed down, cut off, drained, restarted and added, also in the middle of a publish; twice there is none at all. A proxy
-before each instance turns requests away, repeats events of its answers, breaks them off, holds them back until the
-trainer has given them up, and lies about weight versions. Then the same run is made on two sound instances. As noise
-depends on the position only, both must train the same tokens and end with the same weights, bit for bit.
+slowed down, cut off, drained, restarted and added, also in the middle of a publish; twice no instance is left. A proxy
+in front of each instance refuses requests, repeats events of its responses, truncates them, delays them until the
+trainer has given up on them, and reports false weight versions. Then the same run is repeated on two healthy instances.
+As noise depends on the position only, both must train the same tokens and end with the same weights, bit for bit.
 
-The last line is one JSON object; `benchmarks/chaos/report.py` says how it is counted. The exit code is 1 if a group was
-lost or trained twice, a token of other weights was trained, a run hung, or the two runs differ.
+The last line is one JSON object; `benchmarks/chaos/report.py` defines the counts. The exit code is 1 if a group was
+lost or trained twice, a token of another weight version was trained, a run hung, or the two runs differ.
 """
 
 import argparse
@@ -58,7 +58,7 @@ SOUND = Disturbance(shares={}, pace_s=0.0, hold_s=0.0)
 
 
 async def run_hurt(directory: Path, iterations: int, seed: int, minutes: float, log: FaultLog) -> Outcome:
-    """A run whose pool is injured for `minutes` at most."""
+    """A run with faults injected into its pool for `minutes` at most."""
     (port,) = free_ports(1)
     run = TrainerRun(directory, "hurt", iterations, seed, port)
     draw = random.Random(seed)
@@ -82,7 +82,7 @@ async def run_hurt(directory: Path, iterations: int, seed: int, minutes: float, 
 
 
 async def run_calm(directory: Path, iterations: int, seed: int) -> Outcome:
-    """The same run on instances that nothing happens to."""
+    """The same run on instances without faults."""
     (port,) = free_ports(1)
     run = TrainerRun(directory, "calm", iterations, seed, port)
     crew = _crew(directory, "calm", port, SOUND, random.Random(seed), FaultLog())

@@ -1,4 +1,4 @@
-"""Injures the pool of a run, one seeded fault after the other; and replaces what is lost, as an operator would."""
+"""Injects seeded faults into a run's pool, one after the other; replaces lost instances, as an operator would."""
 
 import asyncio
 import random
@@ -12,15 +12,15 @@ from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.instances import Crew, Instance
 
 GAP_S = (0.3, 1.2)
-"""From one fault to the next."""
+"""Seconds from one fault to the next."""
 SHORT_S = (0.3, 5.0)
-"""How long a stall, a cut, a silence or slowness lasts: some shorter, some longer than the trainer's timeouts."""
+"""How long a stall, cut, silence or slowdown lasts: some shorter, some longer than the trainer's timeouts."""
 OUTAGE_S = (2.0, 4.0)
 SLOWDOWN = 6.0
 NUM_INSTANCES = 3
 MAX_INSTANCES = 5
 PATIENCE_S = 1.5
-"""How long the operator looks at a fleet with nobody in service."""
+"""How long the operator tolerates a fleet without an instance in service."""
 OPERATOR_INTERVAL_S = 0.3
 
 DECK = (
@@ -36,15 +36,15 @@ DECK = (
     "remove",
     "join",
 )
-"""Faults are dealt from this deck, shuffled anew each time: every kind comes up, and none for long."""
+"""Faults are drawn from this list, shuffled again after each pass: every kind occurs regularly."""
 
 
 class Controller:
-    """Works on `crew` until it is cancelled.
+    """Acts on `crew` until it is cancelled.
 
     Args:
         progress: the share of the run's iterations that are done.
-        outages: at which progress nobody is left for some seconds.
+        outages: at which progress no instance is left for some seconds.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Controller:
                 await self._hurt(kind, victim)
 
     async def _has_another(self, victim: Instance) -> bool:
-        """Whether another instance is in service: on a slow machine faults would else come faster than starts, and only
-        show that nobody can work then. With nobody at all the run is left by the outages."""
+        """Whether another instance is in service: otherwise faults would come faster than starts on a slow machine, and
+        only show that no instance can work then. Having no instance at all is tested by the outages."""
         info = await self._info()
         return info is not None and any(
             member.state == "ready" and member.name != victim.name for member in info.instances
         )
 
     async def operate(self) -> None:
-        """Keeps the fleet alive, until it is cancelled: starts instances, and retires those that are of no use."""
+        """Keeps the fleet alive, until it is cancelled: starts instances, and removes unusable ones."""
         for _ in range(NUM_INSTANCES):
             await self._crew.add()
         without_s = 0.0
@@ -114,7 +114,7 @@ class Controller:
                 await self._join()
 
     async def close(self) -> None:
-        """Forgets what was still to be mended."""
+        """Cancels the pending repairs."""
         for task in self._mending:
             task.cancel()
         await asyncio.gather(*self._mending, return_exceptions=True)
@@ -145,11 +145,11 @@ class Controller:
             self._disturb(kind, instance)
 
     def _kill(self, instance: Instance) -> None:
-        """`kill -9`; it is started again after a while, perhaps behind a proxy that says it had kept its weights."""
+        """`kill -9`; it may be started again later, possibly behind a proxy that reports that it kept its weights."""
         self._log.note("kill")
         instance.kill()
         if self._draw.random() < 0.25:
-            return  # for good: the operator replaces it
+            return  # permanently: the operator replaces it
         lies = self._draw.random() < 0.5
 
         async def start_again() -> None:
@@ -160,7 +160,7 @@ class Controller:
         self._mend(instance, SHORT_S, start_again)
 
     def _restart(self, instance: Instance) -> None:
-        """Another process is behind the same URL before anybody can have noticed that the first one is gone."""
+        """Starts another process at the same URL before any client can have noticed that the first one ended."""
         self._log.note("quick restart")
         instance.kill()
         instance.start()
@@ -189,7 +189,7 @@ class Controller:
         self._mend(instance, SHORT_S, restore)
 
     async def _have_outage(self) -> None:
-        """Takes everybody away at once, by all means, and gives them back."""
+        """Takes all instances away at once, by kills and stalls, and restores them."""
         self._is_outage = True
         self._log.note("outage")
         for number, instance in enumerate(self._crew.instances):
@@ -219,20 +219,20 @@ class Controller:
             self._log.note("join")
 
     async def _retire(self, instance: Instance) -> None:
-        """Takes an instance out of the fleet at once, and ends it."""
+        """Removes an instance from the fleet at once, and ends it."""
         await self._ask(FLEET_REMOVE, instance)
         if instance in self._crew.instances:
             await self._crew.remove(instance)
 
     async def _ask(self, path: str, instance: Instance) -> None:
-        """A change through the fleet endpoint; the instance may not be known there, and the run may be at its end."""
+        """A change through the fleet endpoint; the instance may be unknown there, and the run may have ended."""
         try:
             await asyncio.to_thread(self._fleet.post, path, NameRequest(name=instance.name))
         except AsyncRLError:
             return
 
     async def _info(self) -> FleetInfo | None:
-        """The fleet as the trainer sees it; None where the trainer is not there yet, or not any more."""
+        """The fleet as the trainer sees it; None if the trainer has not started or has ended."""
         try:
             return await asyncio.to_thread(self._fleet.info)
         except AsyncRLError:

@@ -1,4 +1,4 @@
-"""What was done to the pool, and when; every part of `benchmarks.chaos` notes its faults here."""
+"""A log of the faults, with times; every part of `benchmarks.chaos` records its faults here."""
 
 import time
 from collections import Counter

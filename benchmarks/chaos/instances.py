@@ -1,7 +1,7 @@
-"""The instances that `benchmarks.chaos` injures: real ones, each a process behind a proxy of its own.
+"""The instances of `benchmarks.chaos`: real ones, each a process behind its own proxy.
 
 They are forked from a server that has the engine's modules loaded already: a start then takes a fraction of a second
-instead of many seconds of a core, so that far more of them fit into a run.
+instead of many CPU seconds, so that far more starts fit into a run.
 """
 
 import ctypes
@@ -27,13 +27,13 @@ _forks.set_forkserver_preload(["inference_service.server", __name__])
 
 
 class Instance:
-    """One instance: a process, which may be started again and again, and the proxy that stands for it."""
+    """One instance: a process, which may be restarted repeatedly, and its proxy."""
 
     def __init__(self, name: str, proxy: Proxy, options: list[str], log_file: Path) -> None:
         self.name = name
         self.proxy = proxy
         self.is_hurt = False
-        """Whether a fault of the pool's controller is on it, which it will end itself."""
+        """Whether it currently has a fault from the pool's controller, which the controller will end itself."""
         self._options = options
         self._log_file = log_file
         self._process: BaseProcess | None = None
@@ -43,7 +43,7 @@ class Instance:
         return self._process is not None and self._process.is_alive()
 
     def start(self) -> None:
-        """Starts its process, at a port of its own."""
+        """Starts its process, at a new port."""
         (port,) = free_ports(1)
         self.proxy.target = f"http://127.0.0.1:{port}"
         argv = [*self._options, "--port", str(port), "--name", self.name, "--advertise", self.proxy.url]
@@ -94,7 +94,7 @@ class Crew:
         """Starts an instance that joins the fleet."""
         name = f"instance-{self._num_names}"
         self._num_names += 1
-        # Each draws for itself: what one does must not change what happens at the others.
+        # Each has its own random generator: what one does must not change what happens to the others.
         proxy = Proxy(self._disturbance, random.Random(self._draw.random()), self._log, self._published)
         await proxy.start()
         instance = Instance(name, proxy, self._options, self._logs / f"{name}.log")
@@ -113,9 +113,9 @@ class Crew:
 
 
 def _serve(argv: list[str], log_file: str) -> None:
-    """In the forked process: becomes `python -m inference_service`, and ends with the benchmark however that ends."""
+    """In the forked process: runs `python -m inference_service`, and ends with the benchmark, however it ends."""
     if sys.platform == "linux":
-        # Reaches those that are stalled too.
+        # Also reaches stalled processes.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_benchmark, args=(os.getppid(),), daemon=True).start()
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -126,7 +126,7 @@ def _serve(argv: list[str], log_file: str) -> None:
 
 
 def _end_with_benchmark(fork_server: int) -> None:
-    """Waits for the benchmark's end; ends the server, which would live on, and with it all instances."""
+    """Waits until the benchmark ends; then kills the fork server, and with it all instances."""
     benchmark = multiprocessing.parent_process()
     assert benchmark is not None, "called in a forked process"
     benchmark.join()

@@ -1,7 +1,7 @@
-"""Stands between the trainer and one instance, and spoils what passes; for `benchmarks.chaos`.
+"""A proxy between the trainer and one instance that corrupts traffic; for `benchmarks.chaos`.
 
-The trainer knows the instance by the proxy's address only. Answers are spoiled one stream at a time, by chance; cuts,
-silence, slowness and lies about the weight version last until they are switched off.
+The trainer knows the instance only by the proxy's address. Responses are corrupted one stream at a time, at random;
+cuts, silence, slowdowns and false weight versions last until they are switched off.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ CLOSE_TIMEOUT_S = 0.1
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 MAX_EVENT_BYTES = 2**20
 SPOILED_EVENTS = 8
-"""A fault comes with one of the first so many events of a stream."""
+"""A fault occurs at one of the first so many events of a stream."""
 
 Spoil = Literal["duplicate", "late duplicate", "lie", "truncate", "tear", "hold", "refuse", "reset"]
 
 REFUSALS = (500, 502, 503, 429)
-"""Statuses of an overloaded engine, or of a gateway before it; the next request passes."""
+"""Statuses of an overloaded engine, or of a gateway in front of it; the next request passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """How generate requests are spoiled: the share of each kind; the seconds between two events of a stream, and those
-    that one is held back."""
+    """How generate requests are disturbed: the share of each kind; the seconds between two events of a stream, and the
+    seconds a stream is held back."""
 
     shares: dict[Spoil, float]
     pace_s: float
@@ -43,7 +43,7 @@ class Disturbance:
 
 
 class Published:
-    """The weight versions that the trainer gave any instance, as the proxies see them pass; newest last."""
+    """The weight versions that the trainer sent to any instance, as observed by the proxies; newest last."""
 
     def __init__(self) -> None:
         self.versions = ["default"]
@@ -54,7 +54,7 @@ class Published:
 
 
 class Proxy:
-    """Forwards to `target`, the instance's own URL, whatever comes to `url`."""
+    """Forwards every request at `url` to `target`, the instance's own URL."""
 
     def __init__(self, disturbance: Disturbance, draw: random.Random, log: FaultLog, published: Published) -> None:
         self.url = ""
@@ -62,9 +62,9 @@ class Proxy:
         self.slowdown = 1.0
         """Factor on the pace of streams."""
         self.lies_about_version = False
-        """Whether it says of the instance that it holds the newest version, until it is given it."""
+        """Whether it reports that the instance holds the newest version, until the instance receives it."""
         self.on_weights: Callable[[], None] | None = None
-        """Called, once, when the trainer next asks the instance to receive weights."""
+        """Called, once, when the trainer next requests the instance to receive weights."""
         self._disturbance = disturbance
         self._draw = draw
         self._log = log
@@ -88,7 +88,7 @@ class Proxy:
             await self._session.close()
 
     def cut(self) -> None:
-        """Breaks all connections, and every new one."""
+        """Aborts all connections, and every new one."""
         self._is_cut = True
         server = self._runner.server
         for connection in server.connections if server is not None else ():
@@ -96,11 +96,11 @@ class Proxy:
                 connection.transport.abort()
 
     def silence(self) -> None:
-        """Takes connections, but lets nothing pass either way."""
+        """Accepts connections, but forwards nothing in either direction."""
         self._is_heard.clear()
 
     def restore(self) -> None:
-        """Ends a cut, silence or slowness."""
+        """Ends a cut, silence or slowdown."""
         self._is_cut = False
         self._is_heard.set()
         self.slowdown = 1.0
@@ -113,7 +113,7 @@ class Proxy:
             self._look_at(request.path, body)
             return await self._forward(request, body)
         except (aiohttp.ClientError, OSError):
-            # As a lost host would: without a word.
+            # Like a lost host: without a response.
             if request.transport is not None:
                 request.transport.abort()
             return web.Response(status=502)
@@ -123,7 +123,7 @@ class Proxy:
             raise ConnectionResetError("the network is cut")
 
     def _look_at(self, path: str, body: bytes) -> None:
-        """Learns from a control call what it is about."""
+        """Inspects a control call and updates the proxy's state."""
         if path == routes.UPDATE_WEIGHTS and self.on_weights is not None:
             act, self.on_weights = self.on_weights, None
             act()
@@ -151,7 +151,7 @@ class Proxy:
             return web.Response(body=content, status=answer.status, content_type=answer.content_type, headers=headers)
 
     def _turn_away(self, spoil: Spoil) -> web.Response:
-        """Lets a request not even begin: an error status, or a broken connection."""
+        """Refuses a request: with an error status, or a reset connection."""
         self._log.note(spoil)
         if spoil == "reset":
             raise ConnectionResetError("the connection was reset")
@@ -160,7 +160,7 @@ class Proxy:
     async def _relay(
         self, request: web.BaseRequest, answer: aiohttp.ClientResponse, spoil: Spoil | None
     ) -> web.StreamResponse:
-        """Passes a stream on, event by event, and spoils it at a place that is drawn."""
+        """Passes a stream on, event by event, and disturbs it at a random event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"} | _identity(answer))
         await response.prepare(request)
         place = self._draw.randrange(SPOILED_EVENTS)
@@ -193,7 +193,7 @@ class Proxy:
         return None
 
     def _spoil(self, spoil: Spoil, payload: bytes) -> tuple[bytes, bytes]:
-        """What to send instead of one event, and what to send after the next one."""
+        """The bytes to send instead of one event, and those to send after the next event."""
         event = _event(payload)
         self._log.note(spoil)
         if spoil == "duplicate":
@@ -210,14 +210,14 @@ class Proxy:
     async def _break_off(
         self, request: web.BaseRequest, response: web.StreamResponse, spoil: Spoil
     ) -> web.StreamResponse:
-        """Ends a stream too early: in good order, or as a lost connection does."""
+        """Ends a stream too early: with a proper end, or like a lost connection."""
         self._log.note(spoil)
         if spoil == "tear" and request.transport is not None:
             request.transport.abort()
         return response
 
     async def _hold(self, response: web.StreamResponse, answer: aiohttp.ClientResponse, event: bytes) -> None:
-        """Holds a stream back until the trainer has given it up, then sends it; the instance works on meanwhile."""
+        """Holds a stream back until the trainer has given up on it, then sends it; the instance continues meanwhile."""
         self._log.note("hold")
         await asyncio.sleep(self._disturbance.hold_s)
         with contextlib.suppress(ConnectionError):
@@ -228,7 +228,7 @@ class Proxy:
 
 
 def _identity(answer: aiohttp.ClientResponse) -> dict[str, str]:
-    """What the instance says of itself beside its answer."""
+    """The instance's identity headers."""
     names = (routes.BOOT_ID_HEADER, routes.MAX_CONCURRENCY_HEADER)
     return {name: answer.headers[name] for name in names if name in answer.headers}
 

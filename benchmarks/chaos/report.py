@@ -1,4 +1,4 @@
-"""The figures of `benchmarks.chaos`, counted from what the two runs left."""
+"""The figures of `benchmarks.chaos`, counted from the records of the two runs."""
 
 from collections import Counter
 from itertools import pairwise
@@ -17,7 +17,7 @@ MUST_HOLD = ("weights_equal", "samples_equal")
 
 
 def report(iterations: int, log: FaultLog, hurt: Outcome, calm: Outcome) -> dict[str, Any]:
-    """All figures; `calm` is the run without faults."""
+    """All metrics; `calm` is the run without faults."""
     first_difference = _first_difference(hurt, calm)
     return {
         "iterations": len(hurt.records),
@@ -57,12 +57,12 @@ def report(iterations: int, log: FaultLog, hurt: Outcome, calm: Outcome) -> dict
 
 
 def is_sound(figures: dict[str, Any]) -> bool:
-    """Whether the run lost nothing, trained nothing wrong, and came out as the one without faults."""
+    """Whether the run lost nothing, trained only correct tokens, and has the same result as the run without faults."""
     return not any(figures[key] for key in MUST_BE_ZERO) and all(figures[key] for key in MUST_HOLD)
 
 
 def _groups(iterations: int, run: Outcome) -> dict[str, int]:
-    """What the ledger says was trained, against what each iteration should have."""
+    """The groups trained according to the ledger, compared with those that each iteration should have."""
     counts = [Counter(from_runs(proof["prompt_ids"])) for proof in run.proofs]
     wrong = [proof for proof in run.proofs if not proof["on_policy"] or proof["versions"] != [proof["weight_version"]]]
     short = [proof for proof in run.proofs if proof["num_responses"] != PROMPTS_PER_BATCH * RESPONSES_PER_PROMPT]

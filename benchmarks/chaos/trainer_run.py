@@ -1,4 +1,4 @@
-"""One run of `benchmarks.chaos`: its model, data and config, the trainer's process, and a watch for hangs."""
+"""One run of `benchmarks.chaos`: its model, data and config, the trainer's process, and detection of hangs."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ PROMPT_TOKENS = 12
 MAX_RESPONSE_TOKENS = 192
 MAX_MODEL_LEN = PROMPT_TOKENS + MAX_RESPONSE_TOKENS
 VOCAB_SIZE = 96
-"""One word in so many ends a response, by chance: lengths spread over the whole range."""
+"""The EOS token has a probability of about one in so many, so that lengths spread over the whole range."""
 
 MODEL_SIZE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -43,8 +43,8 @@ PUBLISH_TIMEOUT_S = 5.0
 START_LIMIT_S = 150.0
 END_LIMIT_S = 60.0
 ITERATION_LIMIT_S = POOL_TIMEOUT_S + 6 * PUBLISH_TIMEOUT_S + 5 * REQUEST_TIMEOUT_S
-"""No instance for as long as the pool waits, a publish whose every step has to be given up, requests that are passed on
-several times: what takes longer hangs."""
+"""The pool's full waiting time without an instance, a publish whose every step times out, and requests that are moved
+several times: an iteration that takes longer counts as a hang."""
 
 POLL_S = 0.1
 
@@ -104,7 +104,7 @@ def make_inputs(directory: Path, iterations: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run left; `times_s` is when each iteration was complete, by `time.monotonic()`."""
+    """Results of a run; `times_s` are the times at which iterations were complete, by `time.monotonic()`."""
 
     proofs: list[dict[str, Any]]
     records: list[dict[str, Any]]
@@ -117,7 +117,7 @@ class Outcome:
 
 
 class TrainerRun:
-    """The trainer of one run, as a deployment starts it; its instances are somebody else's business."""
+    """The trainer of one run, as a deployment starts it; its instances are managed elsewhere."""
 
     def __init__(self, directory: Path, name: str, iterations: int, seed: int, port: int) -> None:
         self.dir = directory / name
@@ -154,7 +154,7 @@ class TrainerRun:
         return self.num_done / self._iterations
 
     async def finish(self) -> Outcome:
-        """Runs the trainer to its end; one that hangs is ended."""
+        """Runs the trainer until it exits; a hanging trainer is ended."""
         started = time.monotonic()
         with Deployment() as deployment:
             running = deployment.start(self._process())

@@ -1,1 +1,1 @@
-"""What several benchmarks measure with."""
+"""Code shared by several benchmarks."""

@@ -1,4 +1,4 @@
-"""How many bytes of CPU tensors a function has at once, counted exactly from the allocator's own events."""
+"""The peak bytes of CPU tensors of a function, counted exactly from the allocator's own events."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ _ALLOCATION = "[memory]"
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """`peak_bytes` above what there was at the start, and the largest tensor; temporaries inside operators count."""
+    """`peak_bytes` above the level at the start, and the largest tensor; temporaries inside operators are included."""
 
     peak_bytes: int
     largest_bytes: int
 
 
 def allocated(function: Callable[[], object]) -> Allocated:
-    """Runs `function` once, slower than usual, and says what it allocated on the CPU."""
+    """Runs `function` once, slower than usual, and returns what it allocated on the CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
         function()
     results = run.profiler and run.profiler.kineto_results

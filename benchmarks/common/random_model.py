@@ -1,4 +1,4 @@
-"""Small random models as Hugging Face checkpoints, the same in every run; benchmarks and tests make theirs here."""
+"""Small random models as Hugging Face checkpoints, the same in every run; used by benchmarks and tests."""
 
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from transformers import (
 )
 
 EOS = 0
-"""Ends a response, in the checkpoints that `save_random_qwen3` makes."""
+"""Ends a response, in the checkpoints of `save_random_qwen3`."""
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model of random float32 weights, a function of `config` and `seed`; what is drawn next is one, too."""
+    """A model of random float32 weights, a function of `config` and `seed`; so are later random numbers."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
@@ -28,10 +28,10 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 def save_random_qwen3(path: Path, *, dtype: torch.dtype = torch.float32, **size: Any) -> PreTrainedModel:
     """Writes a random Qwen3 to the directory `path`, without a tokenizer, and returns it.
 
-    `size` has the names of `Qwen3Config`; embedding and head are one tensor, unless it says otherwise.
+    `size` has the names of `Qwen3Config`; embedding and head are one tensor by default.
     """
     config = Qwen3Config(**{"tie_word_embeddings": True, "bos_token_id": None, **size})
-    # transformers wraps `to` as a function, whose first argument would be the model.
+    # transformers wraps `to` as a function whose first argument would be the model.
     model: PreTrainedModel = random_model(config).to(dtype)  # type: ignore[arg-type]
     model.generation_config = GenerationConfig(eos_token_id=EOS)
     model.save_pretrained(path)

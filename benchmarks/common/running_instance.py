@@ -1,4 +1,4 @@
-"""Inference instances in processes of their own, for benchmarks and tests."""
+"""Inference instances in separate processes, for benchmarks and tests."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def launch(
 
 
 def wait_for_url(process: "subprocess.Popen[str]", timeout_s: float = START_TIMEOUT_S) -> str:
-    """The URL of an instance that `launch` started, once it is ready; fails with its output where it ends first."""
+    """The URL of an instance that `launch` started, once it is ready; fails with its output if it ends first."""
     lines: list[str] = []
     deadline = threading.Timer(timeout_s, process.kill)
     deadline.start()
@@ -37,7 +37,7 @@ def wait_for_url(process: "subprocess.Popen[str]", timeout_s: float = START_TIME
         lines.append(line)
         if found := READY.search(line):
             deadline.cancel()
-            # Nobody reads on, and a full pipe would stop the server.
+            # The pipe has to be drained: a full pipe would block the server.
             threading.Thread(target=process.stdout.read, daemon=True).start()
             return found[1]
     deadline.cancel()
@@ -46,7 +46,7 @@ def wait_for_url(process: "subprocess.Popen[str]", timeout_s: float = START_TIME
 
 @contextmanager
 def running_instance(model: Path, *arguments: str, core: int | None = None) -> Iterator[str]:
-    """An instance of `model` at a free port, kept on one core if one is named; yields its URL when it is ready."""
+    """An instance of `model` at a free port, pinned to one core if one is given; yields its URL when it is ready."""
     process = launch("--model", str(model), "--port", "0", *arguments)
     try:
         if core is not None:

@@ -1,21 +1,21 @@
-"""What the trainer does on one GPU: shared against unshared prompts, a whole step, and a publish.
+"""The trainer on one GPU: shared compared with unshared prompts, a complete step, and a publish.
 
     python -m benchmarks.gpu --json [--device cpu --size tiny]
 
 The trainer of a run on a Qwen3 checkpoint with random bf16 weights, and micro-batches of random tokens, one group
 of at least 8k rows each. The last line is one JSON object:
 
-- `cases`: forward and backward of one group, `shared_s` with its prompt once and `unshared_s` with every sample having
-  a prompt of its own, in micro-batches of no more rows; medians, with the rows and the peak bytes of either. `speedup`
-  is their ratio, `token_ratio` = G (P + R) / (P + G R) what it would be if cost followed rows, `mfu` of `shared_s`;
+- `cases`: forward and backward of one group, `shared_s` with its prompt once and `unshared_s` with a prompt per sample,
+  in micro-batches of no more rows; medians, with the rows and the peak bytes of each. `speedup` is their ratio,
+  `token_ratio` = G (P + R) / (P + G R) the ratio if cost were proportional to rows, `mfu` that of `shared_s`;
 - `step`: `step_s`, the seconds from four groups' arrival to the end of their step, by the methods that the loop calls
   (windows, layout, passes, sums, ledger rows and their exchange, gradient scaling, clipping, Adam); tokens per second
   and model FLOPs utilisation. `step_with_reference` is the same with `kl_coef` > 0; its utilisation counts the
   reference's forward pass, too;
-- `publish`: the weights sent to a second process of this machine, or why that was left out.
+- `publish`: the weights sent to a second process of this machine, or why that was skipped.
 
-MFU counts the matrix products of forward and backward over the time, against the peak of `PEAK_FLOPS`; null where
-the device is not in that table. `kernel` says what computed attention: null is the dense reference.
+MFU counts the matrix products of forward and backward over the time, against the peak of `PEAK_FLOPS`; null if the
+device is not in that table. `kernel` is what computed attention: null is the dense reference.
 """
 
 import argparse
@@ -75,7 +75,7 @@ MICRO_BATCHES_PER_STEP = 4
 
 
 def make_group(case: Case, vocab_size: int, index: int = 0) -> Group:
-    """A group of random tokens; every other response is a good one."""
+    """A group of random tokens; every other response has reward 1."""
 
     def tokens(number: int) -> tuple[int, ...]:
         return tuple(torch.randint(vocab_size, (number,)).tolist())
@@ -105,7 +105,7 @@ def make_group(case: Case, vocab_size: int, index: int = 0) -> Group:
 
 
 def make_micro_batches(group: Group, device: torch.device, shared: bool) -> list[MicroBatch]:
-    """The group as one micro-batch, or as samples with a prompt each in micro-batches of no more rows."""
+    """The group as one micro-batch, or as samples with a prompt each, in micro-batches of no more rows."""
     whole = GroupSlice.whole(group)
     if shared:
         return [make_micro_batch([whole], device)]
@@ -126,7 +126,7 @@ class Finished:
 
 
 class Bench:
-    """The trainer of a run on one device, on a checkpoint of random weights, and a clock that waits for the device."""
+    """The trainer of a run on one device, with random weights, and timing that synchronizes with the device."""
 
     def __init__(self, checkpoint: Path, size: str, kl_coef: float, parallel: Parallel, repeats: int) -> None:
         self.shape = SIZES[size]
@@ -150,7 +150,7 @@ class Bench:
             (-logprobs_N.sum()).backward()
 
     def step(self, groups: Sequence[Group]) -> None:
-        """What the loop does from the groups' arrival to the end of the step, but for the proof's comparison."""
+        """The loop's work from the groups' arrival to the end of the step, except the proof's comparison."""
         batch = Batch(0, {group.index: group.prompt for group in groups})
         order = TrainingOrder(Finished(groups), TrainSection(iterations=1), [batch])
         order.begin_mini_batch()
@@ -160,7 +160,7 @@ class Bench:
         assert len(rows) == len(groups) and not stats.skipped and stats.num_untrained == 0, f"no whole step: {stats}"
 
     def seconds(self, function: Callable[[], None]) -> float:
-        """Median of the repeats, after one run that is not counted: it compiles, allocates and connects."""
+        """Median of the repeats, after one uncounted run, which compiles, allocates and connects."""
         times = []
         for _ in range(self._repeats + 1):
             self._wait()
@@ -171,7 +171,7 @@ class Bench:
         return statistics.median(times[1:])
 
     def peak_bytes(self, function: Callable[[], None]) -> int | None:
-        """Most bytes of tensors at once while `function` runs, weights and gradients included; None on a CPU."""
+        """Peak bytes of tensors while `function` runs, including weights and gradients; None on a CPU."""
         if self.device.type != "cuda":
             function()
             return None
@@ -246,7 +246,7 @@ def measure(parallel: Parallel, size: str, repeats: int, say: Callable[[str], No
         export = bench.trainer.export
         result["publish"] = measure_publish(export.specs, export.stream, device.BACKEND, repeats)
         say(f"publish: {result['publish']}")
-        # Both would not fit beside each other everywhere.
+        # Both trainers at once would not fit on every device.
         del bench, export
         result["step_with_reference"] = measure_step(Bench(Path(name), size, 0.05, parallel, repeats), CASES[size][0])
         say(f"step with reference: {result['step_with_reference']}")

@@ -1,4 +1,4 @@
-"""The models of the GPU benchmark, what a micro-batch of them costs, and what devices can do."""
+"""The models of the GPU benchmark, the cost of a micro-batch, and the peak speed of devices."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,10 +51,10 @@ PEAK_FLOPS = {
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H200": 989e12,
 }
-"""bf16 FLOP/s without sparsity, from NVIDIA's data sheets, under the names that torch gives the devices."""
+"""bf16 FLOP/s without sparsity, from NVIDIA's data sheets, under torch's names for the devices."""
 
 PASSES = 3
-"""Forward, and a backward that computes two products for each of its own."""
+"""Forward, and a backward with two products for each product of the forward."""
 
 
 def make_checkpoint(path: Path, shape: ModelShape) -> None:
@@ -83,7 +83,7 @@ def model_flops(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> float
     """Floating-point operations of the matrix products in forward and backward, recomputation left out.
 
     Two per multiply-add. Rows go through the projections, rows with logits through the output layer, and each pair of a
-    query and a key that it sees through two products of the head dimension.
+    query and a key that it attends to through two products of the head dimension.
     """
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     per_row = 2 * shape.hidden_size * (2 * q_size + 2 * kv_size + 3 * shape.ffn_size)
@@ -96,7 +96,7 @@ def model_flops(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> float
 
 
 def num_pairs(micro_batch: MicroBatch) -> int:
-    """Pairs of a query and a key that it sees."""
+    """Pairs of a query and a key that it attends to."""
     segments = micro_batch.rows.segments
     pairs = sum(length * (length + 1) // 2 for length in segments.self_part.q_lens)
     if segments.cross_part is not None:

@@ -1,4 +1,4 @@
-"""How long one publish takes between two processes of this machine; run as a program, it is the receiving one.
+"""The duration of one publish between two processes of this machine; run as a program, it is the receiver.
 
 python -m benchmarks.gpu.publish PORT BACKEND NUM_UPDATES < SPECS
 """
@@ -27,7 +27,7 @@ POLL_S = 0.001
 
 
 def measure_publish(specs: Sequence[TensorSpec], make_stream: MakeStream, backend: str, repeats: int) -> dict[str, Any]:
-    """Seconds of one publish, fingerprint included, once both ends are ready; or why there are none.
+    """Seconds of one publish, fingerprint included, once both ends are ready; or why it was skipped.
 
     Args:
         specs: the tensors of the stream, in its order.
@@ -43,7 +43,7 @@ def measure_publish(specs: Sequence[TensorSpec], make_stream: MakeStream, backen
             json.dump([asdict(spec) for spec in specs], receiver.stdin)
             receiver.stdin.close()
             group = WeightGroup(server.store(TIMEOUT_S), 0, 2, backend, TIMEOUT_S)
-            # The first one makes the connections.
+            # The first publish creates the connections.
             seconds = list(_send_all(group, make_stream, receiver, repeats + 1))[1:]
             group.close()
             server.close()
@@ -71,7 +71,7 @@ def _send_all(
 def main(port: int, backend: str, num_updates: int) -> None:
     specs = [TensorSpec(x["name"], x["dtype_name"], tuple(x["shape"])) for x in json.load(sys.stdin)]
     if backend == "nccl":
-        # The sender has the first one.
+        # The sender uses the first GPU.
         torch.cuda.set_device(1)
     group = WeightGroup(join_meeting(HOST, port, SECRET, TIMEOUT_S), 1, 2, backend, TIMEOUT_S)
     for _ in range(num_updates):

@@ -1,1 +1,1 @@
-"""What rollouts cost beside the engines: `python -m benchmarks.producer`."""
+"""The cost of rollouts outside the engines: `python -m benchmarks.producer`."""

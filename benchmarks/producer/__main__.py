@@ -1,24 +1,24 @@
-"""What rollouts cost the trainer's process: the real producer against instances that only send tokens.
+"""The cost of rollouts in the trainer's process: the real producer against instances that only send tokens.
 
     python -m benchmarks.producer --json
 
-Producer, pool, client, queue, tokenizer and an asynchronous reward are the real ones; the instances are processes of
-their own (`benchmarks.producer.mock_instance`). Three cases, each with fresh instances:
+Producer, pool, client, queue, tokenizer and an asynchronous reward are the real ones; the instances are separate
+processes (`benchmarks.producer.mock_instance`). Three cases, each with fresh instances:
 
-- large: all long responses of one batch under way at once;
-- small: many short responses, batch after batch; what one response costs beside its tokens;
-- beside training: the main thread runs many small torch operations, as a trainer does, with and without rollouts at
-  the rate of a run, in turn.
+- large: all long responses of one batch in flight at once;
+- small: many short responses, batch after batch; the cost per response besides its tokens;
+- beside training: the main thread runs many small torch operations, as a trainer does, with and without rollouts at the
+  rate of a run, alternately.
 
 The last line is one JSON object:
 
-- `responses_per_s`: short responses per CPU second of this process, what one core could do; `cpu_s_per_1000` of them,
-  and `wall_responses_per_s`, with the mocks on the same machine;
-- `peak_bytes`: how far resident memory grew in the large case, `large_bytes_per_token` of all its tokens, and
+- `responses_per_s`: short responses per CPU second of this process, the throughput of one core; `cpu_s_per_1000` of
+  them, and `wall_responses_per_s`, with the mock instances on the same machine;
+- `peak_bytes`: growth of resident memory in the large case, `large_bytes_per_token` of all its tokens, and
   `large_tokens_per_cpu_s`;
 - `main_thread_slowdown`: median over pairs of (seconds of a training step with rollouts / without) - 1, and
-  `tokens_per_s`, the rate at which rollouts came meanwhile, and `cpu_share`, the part of a core they took. Time in
-  which the main thread waited for a core is taken out of its steps: it tells of the other programs on the machine.
+  `tokens_per_s`, the rate of rollouts meanwhile, and `cpu_share`, their share of a core. Time in which the main thread
+  waited for a core is subtracted from its steps: it is caused by other programs on the machine.
 """
 
 import argparse
@@ -41,14 +41,14 @@ from benchmarks.producer.mock_instance import Script
 from benchmarks.producer.rig import MAX_RESPONSE_TOKENS, VERSION, VOCAB_SIZE, Rollouts, make_batch, open_producer
 
 BESIDE_TRAINING = (16, 512)
-"""Responses to each prompt and mean tokens of each response, beside training."""
+"""Responses to each prompt and mean tokens of each response, in the case beside training."""
 
 BATCH_PROMPTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured."""
+    """Sizes of the measurements."""
 
     prompts: int
     responses: int
@@ -121,7 +121,7 @@ def measure_beside_training(directory: Path, size: Size, say: Callable[[str], No
 
 
 def take_all(producer: Producer, iteration: int, num_prompts: int) -> tuple[int, int]:
-    """Rolls a batch out and lets its groups go as they come; how many responses and tokens there were."""
+    """Rolls out a batch and discards its groups as they finish; returns the numbers of responses and tokens."""
     num_responses = num_tokens = 0
     with producer.start(make_batch(iteration, num_prompts), VERSION) as run:
         while groups := run.ready(wait=True):
@@ -148,7 +148,7 @@ def training_step() -> Callable[[], None]:
 
 
 def timed_steps(step: Callable[[], None], seconds: float, between: Callable[[], None]) -> float:
-    """Mean seconds of a step, over `seconds` of them; what is done between steps does not count."""
+    """Mean seconds of a step, over `seconds` of steps; work between steps does not count."""
     end, spent, count = time.monotonic() + seconds, 0.0, 0
     while time.monotonic() < end:
         between()
@@ -160,7 +160,7 @@ def timed_steps(step: Callable[[], None], seconds: float, between: Callable[[], 
 
 
 def other_threads_cpu_s() -> float:
-    """CPU seconds of all threads of this process but the calling one."""
+    """CPU seconds of all threads of this process except the calling one."""
     return time.process_time() - time.thread_time()
 
 
@@ -170,7 +170,7 @@ def waited_for_core_s() -> float:
 
 
 def reset_peak_bytes() -> int:
-    """Forgets the peak so far; the resident bytes now."""
+    """Resets the peak; returns the resident bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status_bytes("VmRSS")
 

@@ -1,9 +1,9 @@
 """An inference instance without a model: `python -m benchmarks.producer.mock_instance SCRIPT`, JSON of a `Script`.
 
-It answers generate requests as an engine would, at an engine's pace: after the time to the first token, a chunk of
+It responds to generate requests like an engine, at an engine's pace: after the time to the first token, a chunk of
 every unfinished response for each `stream_interval` tokens; without `stream`, all at once at the end. Response lengths
-are log-normal and a function of the seed. Chunks are rendered once and sent again and again, so that one core feeds
-many requests. It prints its port, and ends with its standard input.
+are log-normal and a function of the seed. Chunks are rendered once and sent repeatedly, so that one core serves many
+requests. It prints its port, and ends with its standard input.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from aiohttp import web
 from async_rl.protocol import inference, routes
 
 NUM_VARIANTS = 16
-"""Different chunks of one length; more would only fill the caches."""
+"""Number of different chunks of one length; more would only fill the caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Script:
 
 
 class MockInstance:
-    """Serves the routes that a pool asks for."""
+    """Serves the routes that a pool uses."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -79,7 +79,7 @@ class MockInstance:
             choices = (self._choice(j, 0, length, length) for j, length in enumerate(lengths))
             return web.Response(body=head + b",".join(choices) + b"]}", content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        with suppress(ConnectionResetError):  # whoever asked has gone
+        with suppress(ConnectionResetError):  # the client has disconnected
             await response.prepare(request)
             await self._stream(response, head, self._chunks(lengths, interval), interval * self._script.token_s)
         return response
@@ -120,7 +120,7 @@ class MockInstance:
 
 @cache
 def rendered_tokens(count: int, variant: int, vocab_size: int) -> bytes:
-    """`count` tokens with their log-probs, as fields of a choice; every field that the embedded engine would write."""
+    """`count` tokens with their log-probs, as fields of a choice; with every field that the embedded engine writes."""
     draw = random.Random(f"{count}/{variant}")
     token_ids = [draw.randrange(vocab_size) for _ in range(count)]
     content: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""What `benchmarks.producer` measures with: a producer on mock instances, its batches, a steady rate of them."""
+"""Tools of `benchmarks.producer`: a producer on mock instances, its batches, and a steady rate of batches."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ REWARD = "async def score(prompt, responses, row):\n    return [float(len(r.text
 
 @contextmanager
 def open_producer(directory: Path, script: Script, responses_per_prompt: int) -> Iterator[Producer]:
-    """A producer whose instances, in service, do as `script` says."""
+    """A producer whose instances are in service and follow `script`."""
     reward_file = directory / "reward.py"
     reward_file.write_text(REWARD)
     with ExitStack() as closing:
@@ -55,7 +55,7 @@ def open_producer(directory: Path, script: Script, responses_per_prompt: int) ->
 
 @contextmanager
 def mock_instance(script: Script) -> Iterator[str]:
-    """An instance in a process of its own; its URL."""
+    """Starts an instance in a separate process; yields its URL."""
     command = [sys.executable, "-m", "benchmarks.producer.mock_instance", json.dumps(asdict(script))]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
@@ -67,7 +67,7 @@ def mock_instance(script: Script) -> Iterator[str]:
 
 
 def make_tokenizer() -> prompts.Tokenizer:
-    """Decodes as the byte-level tokenizers of most models do: one short word per token."""
+    """Decodes like the byte-level tokenizers of most models: one short word per token."""
     tokenizer = Tokenizer(models.BPE({f"Ġw{i}": i for i in range(VOCAB_SIZE)}, []))
     tokenizer.decoder = decoders.ByteLevel()
     return cast(prompts.Tokenizer, PreTrainedTokenizerFast(tokenizer_object=tokenizer))
@@ -79,13 +79,13 @@ def make_batch(iteration: int, num_prompts: int) -> Batch:
 
 
 class Rollouts:
-    """Begins a batch of so many prompts every second and takes their groups; `keep_going` is called again and again."""
+    """Starts a batch of so many prompts every second and takes their groups; `keep_going` must be called repeatedly."""
 
     def __init__(self, producer: Producer, prompts_per_s: int) -> None:
         self._producer = producer
         self._prompts_per_s = prompts_per_s
         self._runs: list[tuple[RolloutRun, int]] = []
-        """What is under way, with how many groups are still to come."""
+        """The runs in progress, with the number of groups still to come."""
         self._iteration = 0
         self._due_s = 0.0
         self.num_tokens = 0
@@ -103,7 +103,7 @@ class Rollouts:
         self._due_s = time.monotonic()
 
     def keep_going(self) -> None:
-        """Takes what has finished, and begins prompts when it is time."""
+        """Takes finished groups, and starts prompts when they are due."""
         self._runs = [(run, left) for run, left in map(self._take, self._runs) if left]
         while time.monotonic() >= self._due_s:
             self._due_s += 1.0
@@ -112,7 +112,7 @@ class Rollouts:
             self._runs.append((run, self._prompts_per_s))
 
     def end(self) -> None:
-        """Ends all that is under way."""
+        """Ends all runs in progress."""
         for run, _ in self._runs:
             run.__exit__(None, None, None)
         self._runs = []

@@ -1,1 +1,1 @@
-"""A config on this machine: planned, started, shown, ended."""
+"""Plans, starts, shows and ends the processes of a config on this machine."""

@@ -1,7 +1,7 @@
 """Evaluates a model on this machine: `async-rl eval MODEL --data SOURCE --reward NAME`.
 
-Starts instances of the model on this machine, or takes running ones, and samples and scores the data with them, through
-the program `async_rl.evaluation`. However it ends, every process it started ends too.
+Starts instances of the model on this machine, or uses running ones, and samples and scores the data with them, through
+the program `async_rl.evaluation`. Every process it started ends with it, however it ends.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Line = Mapping[str, Any]
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """The options, and the keys of the config."""
+    """The options, and the config overrides."""
     parser = Parser(
         "async-rl eval",
         "Samples a model on held-out prompts and scores its responses: pass@k, mean reward, lengths. The options below "
@@ -89,26 +89,26 @@ def config_text(options: argparse.Namespace, run_dir: Path) -> str:
 
 
 def _toml_lines(values: Mapping[str, Any]) -> str:
-    # JSON's strings, numbers and lists are TOML's too.
+    # JSON strings, numbers and lists are also valid TOML.
     return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
 
 
 def set_name(source: str) -> str:
-    """What the set is called: the file's name without its suffix, or the task's."""
+    """The name of the set: the file's name without its suffix, or the task's name."""
     name = Path(source).stem if source.endswith((".jsonl", ".parquet")) else source.rpartition(":")[2]
     return re.sub(r"[^A-Za-z0-9_.-]", "-", name) or "data"
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What the program found: a result per set, and the responses to the first prompts of each."""
+    """The program's output: a result per set, and the responses to the first prompts of each set."""
 
     results: list[Line]
     samples: list[Line]
 
 
 class OwnInstances:
-    """Instances that are started for one evaluation; none where running ones are named."""
+    """Instances that are started for one evaluation; none if running ones are named."""
 
     def __init__(self, deployment: Deployment, config: Config) -> None:
         self.urls: Sequence[str] = config.pool.instances
@@ -121,14 +121,14 @@ class OwnInstances:
 
     @property
     def timeout_s(self) -> float:
-        """How long the program is to wait for them at least."""
+        """Minimum time that the program has to wait for the instances."""
         return START_TIMEOUT_S if self._running else 0.0
 
     def watch(self) -> None:
-        """To be called again and again.
+        """To be called repeatedly.
 
         Raises:
-            ProcessFailed: one ended before it answered, or all have ended.
+            ProcessFailed: one ended before it was healthy, or all have ended.
         """
         self._starting = [(instance, url) for instance, url in self._starting if not is_healthy(instance, url)]
         if self._running and all(instance.exit_code() is not None for instance in self._running):
@@ -136,13 +136,13 @@ class OwnInstances:
 
 
 def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> Evaluation:
-    """Starts what is needed, and runs the program to its end.
+    """Starts the instances if needed, and runs the program until it finishes.
 
-    The program loads while the instances do, and waits for them.
+    The program loads at the same time as the instances, and waits for them.
 
     Raises:
-        ConfigError: a value cannot work.
-        ProcessFailed: an instance did not come up, or the program failed; with its last log lines.
+        ConfigError: a value is not usable.
+        ProcessFailed: an instance did not start, or the program failed; with its last log lines.
     """
     config = load_config(config_path, overrides)
     serves_itself = not config.pool.instances and config.inference.engine == "transformers"
@@ -175,7 +175,7 @@ def _read_lines(path: Path) -> list[Line]:
 
 
 def show_results(console: Console, results: Sequence[Line]) -> None:
-    """One column per set, one row per figure."""
+    """One column per set, one row per metric."""
     table = Table(title="evaluation", title_justify="left")
     table.add_column("")
     for result in results:
@@ -192,7 +192,7 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def _directory() -> Iterator[Path]:
-    """For config and logs; it stays if a process failed, as the error names its log."""
+    """A directory for config and logs; kept if a process failed, since the error names its log."""
     directory = Path(tempfile.mkdtemp(prefix="async-rl-eval-"))
     is_named = False
     try:

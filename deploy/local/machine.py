@@ -1,4 +1,4 @@
-"""What this machine offers a run: CPU cores, accelerators and free ports. Nothing here imports torch."""
+"""The resources of this machine: CPU cores, accelerators and free ports. Nothing here imports torch."""
 
 import os
 import re
@@ -19,7 +19,7 @@ VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """Environment variable with the devices that a process may use, by `trainer.device`."""
 
 COUNT_TIMEOUT_S = 60.0
-"""For `nvidia-smi`, which wakes the driver, or for torch, which has to be imported."""
+"""For `nvidia-smi`, which may have to initialize the driver, or for torch, which has to be imported."""
 
 WITH_TORCH = {
     "cuda": "import torch; print(torch.cuda.device_count())",
@@ -27,29 +27,29 @@ WITH_TORCH = {
 }
 
 Run = Callable[[list[str]], str]
-"""The output of a command, empty where it fails or does not exist."""
+"""The output of a command, empty if it fails or does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`cores` to share, none for no pinning; `devices` as the kind's variable names them, none on a CPU."""
+    """`cores` to share, empty for no pinning; `devices` as named in the kind's environment variable, empty on a CPU."""
 
     cores: tuple[int, ...] = ()
     devices: tuple[str, ...] = ()
 
 
 def this_machine(kind: str) -> Machine:
-    """What this process may use here, for a run with `trainer.device` = `kind`."""
+    """The resources this process may use, for a run with `trainer.device` = `kind`."""
     return Machine(own_cores(), find_devices(kind, os.environ))
 
 
 def own_cores() -> tuple[int, ...]:
-    """CPU cores this process may use; empty where the system does not tell (macOS), which means no pinning."""
+    """CPU cores this process may use; empty if the system does not report them (macOS), which means no pinning."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports of the loopback interface that nobody listens on."""
+    """`count` different TCP ports of the loopback interface that are not in use."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -58,7 +58,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def output_of(command: list[str]) -> str:
-    """What a command prints; empty where it is not installed, fails, or hangs."""
+    """The output of a command; empty if it is not installed, fails, or hangs."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -73,10 +73,10 @@ def output_of(command: list[str]) -> str:
 def find_devices(
     kind: str, environment: Mapping[str, str], run: Run = output_of, dev: Path = Path("/dev")
 ) -> tuple[str, ...]:
-    """The devices that processes started here may be given; none on a CPU.
+    """The devices that can be assigned to processes started here; none on a CPU.
 
-    A restriction that is set already (`CUDA_VISIBLE_DEVICES`, `ASCEND_RT_VISIBLE_DEVICES`) is kept: what it names is
-    shared out, in its order and under its names.
+    A restriction that is set already (`CUDA_VISIBLE_DEVICES`, `ASCEND_RT_VISIBLE_DEVICES`) is kept: the devices it
+    names are shared, in its order and under its names.
 
     Raises:
         ConfigError: the restriction names a device twice.
@@ -94,7 +94,7 @@ def find_devices(
 
 
 def _usable(restriction: str, present: int) -> tuple[str, ...]:
-    """The devices of a list up to the first that does not exist, as CUDA reads it; names such as GPU-8a2 are kept."""
+    """The devices of a list before the first that does not exist, as in CUDA; names like GPU-8a2 are kept."""
     usable: list[str] = []
     for name in (part.strip() for part in restriction.split(",")):
         is_number = re.fullmatch(r"-?\d+", name) is not None
@@ -105,13 +105,13 @@ def _usable(restriction: str, present: int) -> tuple[str, ...]:
 
 
 def _count(kind: str, run: Run, dev: Path) -> int:
-    """How many devices there are, whatever is visible: asked of the driver, else of torch in a process of its own."""
+    """Number of devices, whatever is visible: from the driver, else from torch in a separate process."""
     if kind == "cuda":
         listed = [line for line in run(["nvidia-smi", "--list-gpus"]).splitlines() if line.startswith("GPU ")]
     else:
         listed = [path.name for path in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", path.name)]
     if listed:
         return len(listed)
-    # Without the restriction, which numbers devices anew.
+    # Without the restriction, which renumbers the devices.
     answer = run(["env", "-u", VISIBLE[kind], sys.executable, "-c", WITH_TORCH[kind]]).strip()
     return int(answer) if answer.isdigit() else 0

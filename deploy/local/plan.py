@@ -1,7 +1,7 @@
 """From a config to the processes of a run: pure data, nothing is started. Called by every launcher.
 
-The launcher says what its machine offers (cores, devices, ports), so the same inputs always give the same plan;
-`deploy.local.share` shares it out.
+The launcher passes the machine's cores, devices and ports, so the same inputs always give the same plan;
+`deploy.local.share` divides them.
 """
 
 import json
@@ -19,15 +19,15 @@ from deploy.local.machine import HOST, VISIBLE, Machine
 from deploy.local.share import Share, share_out
 
 GRACE_S = 10.0
-"""For a process that has nothing to save."""
+"""For a process that has nothing to save before it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process to start: `env` is added to the launcher's own, `cores` are the CPU cores it stays on.
+    """One process to start: `env` is added to the launcher's own, `cores` are the CPU cores it is pinned to.
 
-    `devices` are what `env` lets it see, for people to read.
-    Told to end (SIGTERM), it has `grace_s` for it before it is killed.
+    `devices` lists the devices that `env` makes visible, for display. After SIGTERM, it is killed when `grace_s` has
+    passed.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All processes of a run; `urls[i]` is where `instances[i]` will answer."""
+    """All processes of a run; `urls[i]` is the URL of `instances[i]`."""
 
     instances: tuple[Process, ...]
     trainer: Process
@@ -50,7 +50,7 @@ class Plan:
 
 
 def num_ports(config: Config) -> int:
-    """How many free ports `plan` needs: one per instance."""
+    """Number of free ports that `plan` needs: one per instance."""
     return config.inference.num_instances
 
 
@@ -62,12 +62,12 @@ def plan(
     Args:
         config_path: the TOML file `config` was read from; the trainer reads it again.
         config: the loaded config, overrides applied.
-        overrides: the `--section.key=value` words it was loaded with, handed on to the trainer.
+        overrides: the `--section.key=value` words it was loaded with, passed on to the trainer.
         machine: cores and devices to share among the processes.
         ports: `num_ports(config)` free TCP ports of the loopback interface.
 
     Raises:
-        ConfigError: `pool.instances` is set (they run elsewhere), or the machine does not have what is asked for.
+        ConfigError: `pool.instances` is set (instances run elsewhere), or the machine lacks the requested resources.
     """
     if config.pool.instances:
         raise ConfigError(
@@ -83,17 +83,17 @@ def plan(
 def plan_instances(
     config: Config, *, machine: Machine, ports: Sequence[int]
 ) -> tuple[tuple[Process, ...], tuple[str, ...]]:
-    """Instances alone, as `async-rl eval` starts them, and where they will answer.
+    """Instances alone, as `async-rl eval` starts them, and their URLs.
 
     Raises:
-        ConfigError: the machine does not have what is asked for.
+        ConfigError: the machine lacks the requested resources.
     """
     _require_engine_for_device(config)
     return _instances(config, share_out(config, machine, with_trainer=False)[0], ports)
 
 
 def describe(plan: Plan) -> str:
-    """A plan for people: what would be started, on what, and with which command."""
+    """A plan as text: the processes, their resources and commands."""
     lines = []
     for process in (*plan.instances, plan.trainer):
         lines += [
@@ -158,7 +158,7 @@ def _trainer(
 ) -> Process:
     argv = [
         *(sys.executable, "-m", "torch.distributed.run"),
-        # Finds the port of its rendezvous itself, and so cannot lose it to another process in between.
+        # torchrun chooses the port of its rendezvous itself, so no other process can take it in between.
         *("--standalone", "--local-addr", HOST, "--nproc-per-node", str(config.trainer.num_local_ranks)),
         *("--shutdown-timeout", str(math.ceil(config.checkpoint.grace_s + GRACE_S))),
         *("-m", "trainer", str(config_path), *overrides),
@@ -179,5 +179,5 @@ def _process(
 
 
 def log_path(run_dir: Path, name: str) -> Path:
-    """Where a process of a run writes its output."""
+    """The log file of a process of a run."""
     return run_dir / "logs" / f"{name}.log"

@@ -1,9 +1,10 @@
 """Guards one process of a local deployment: `python -m deploy.local.process_guard --cores 0,1 --grace-s 10 -- COMMAND`.
 
-It starts the command and stays, so that nothing of it outlives the deployer. The deployer holds the other end of the
-guard's standard input and never writes to it: when it closes that pipe, or dies in whatever way (`kill -9` too), the
-guard reads the end of the pipe and ends the command: SIGTERM, and SIGKILL after the grace time. On Linux it is also
-the reaper of all its descendants, so workers in sessions of their own (torchrun's, process pools') end with them.
+It starts the command and keeps running, so that no process of it outlives the deployer. The deployer holds the other
+end of the guard's standard input and never writes to it: when it closes that pipe, or dies for any reason (also by
+`kill -9`), the guard reads the end of the pipe and ends the command: SIGTERM, and SIGKILL after the grace time. On
+Linux it is also the subreaper of all its descendants, so workers in their own sessions (torchrun's, process pools') end
+with them.
 
 It exits with the command's own code, or 128 + N where signal N ended the command. Standard library only: it must start
 in milliseconds.
@@ -26,7 +27,7 @@ POLL_S = 0.05
 
 
 def keep(command: Sequence[str], cores: Sequence[int], grace_s: float) -> int:
-    """Runs `command` until it ends by itself or standard input closes; returns its exit code."""
+    """Runs `command` until it exits or standard input closes; returns its exit code."""
     if sys.platform == "linux":
         if cores:
             os.sched_setaffinity(0, cores)
@@ -46,7 +47,7 @@ def keep(command: Sequence[str], cores: Sequence[int], grace_s: float) -> int:
 
 
 def _wait_for_child_or_closed_pipe(child: subprocess.Popen[bytes]) -> bool:
-    """Waits for the first of the two; True where the pipe closed, which only the deployer or its death does."""
+    """Waits for the first of the two; True if the pipe closed, which means that the deployer closed it or died."""
     while child.poll() is None:
         readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
         if readable:
@@ -64,8 +65,8 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def _kill_what_is_left(group: int) -> None:
-    """Kills the command's process group and, on Linux, every descendant: orphans come to the reaper, wave by wave."""
-    # Nobody of the group may be left; macOS answers EPERM for zombies.
+    """Kills the command's process group and, on Linux, every descendant: orphans are reparented here."""
+    # The group may be empty already; macOS returns EPERM for zombies.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
     if sys.platform != "linux":
@@ -88,7 +89,7 @@ def _children() -> list[int]:
 
 
 def _parent_and_state(entry: Path) -> tuple[int, bool]:
-    """Parent's process id and whether the process is alive (not a zombie); (0, False) where it is gone."""
+    """Parent's process id and whether the process is alive (not a zombie); (0, False) if it has ended."""
     try:
         # The second field, the name in parentheses, may itself contain spaces and parentheses.
         state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
@@ -98,7 +99,7 @@ def _parent_and_state(entry: Path) -> tuple[int, bool]:
 
 
 def _die_with_guard() -> None:
-    """In the child before exec: die should the guard itself be killed."""
+    """In the child before exec: SIGKILL if the guard itself is killed."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -116,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     cores = [int(core) for core in arguments.cores.split(",") if core]
-    # The terminal's Ctrl-C is the deployer's to handle; the guard waits for the pipe to close.
+    # The deployer handles the terminal's Ctrl-C; the guard waits for the pipe to close.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return keep(command, cores, arguments.grace_s)
 

@@ -1,4 +1,4 @@
-"""The processes of a local deployment: started, watched and ended, each through a `process_guard.py` of its own."""
+"""The processes of a local deployment: started, watched and ended, each through its own `process_guard.py`."""
 
 import itertools
 import os
@@ -27,19 +27,19 @@ TORCHRUN_REPORT = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic.*$", re.MU
 
 
 class Stopped(BaseException):
-    """The deployer itself was told to stop; not an `Exception`, so that nothing on the way takes it for a fault."""
+    """The deployer received a signal to stop; not an `Exception`, so that no handler mistakes it for a fault."""
 
     def __init__(self, signum: int, *, is_first: bool = True) -> None:
-        """`is_first`: a further one cuts the wait for the processes short, which their guards then end."""
+        """`is_first`: a further signal interrupts the wait for the processes, which their guards then end."""
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_code = 128 + signum
         self.is_first = is_first
 
 
 class Running:
-    """A started process, held through its guard.
+    """A started process, controlled through its guard.
 
-    `log_start` is where its output begins in the log file, `report` where it tells its named error.
+    `log_start` is the offset of its output in the log file, `report` the file for its named error.
     """
 
     def __init__(self, process: Process, guard: subprocess.Popen[bytes], log_start: int, report: Path) -> None:
@@ -49,16 +49,16 @@ class Running:
         self._report = report
 
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + N where signal N ended it."""
+        """None while it runs; 128 + N if signal N ended it."""
         return self._guard.poll()
 
     def request_end(self) -> None:
-        """Asks the guard to end the process; returns at once."""
+        """Requests the guard to end the process; returns at once."""
         assert self._guard.stdin is not None, "the guard is started with a pipe"
         self._guard.stdin.close()
 
     def wait_end(self) -> None:
-        """Waits until the process and all its descendants are gone, at most a little longer than the grace time."""
+        """Waits until the process and all its descendants have ended, at most a little longer than the grace time."""
         try:
             self._guard.wait(self.process.grace_s + 5.0)
         except subprocess.TimeoutExpired:
@@ -66,9 +66,9 @@ class Running:
             self._guard.wait()
 
     def failure(self) -> ProcessFailed:
-        """What to raise when it ended and should not have.
+        """The error to raise if it ended unexpectedly.
 
-        Its own named error alone, with the path of its log; or else how it ended, and its last log lines.
+        Its own named error, with the path of its log; else how it ended, and its last log lines.
         """
         if reported := read_failure(self._report):
             return ProcessFailed(
@@ -87,7 +87,7 @@ class Running:
 
 
 class Deployment:
-    """The processes of a run as a context: leaving it ends them all, the trainer before the instances it talks to."""
+    """The processes of a run as a context: leaving it ends them all, the trainer before the instances."""
 
     def __init__(self) -> None:
         self._running: list[Running] = []
@@ -112,10 +112,10 @@ class Deployment:
         return running
 
     def run(self, process: Process, while_running: Callable[[], None]) -> None:
-        """Runs a process to its end, calling `while_running` every `POLL_S` and once after.
+        """Runs a process until it exits, calling `while_running` every `POLL_S` and once after.
 
         Raises:
-            ProcessFailed: it ended with another code than 0.
+            ProcessFailed: it exited with a code other than 0.
         """
         running = self.start(process)
         while running.exit_code() is None:
@@ -138,7 +138,7 @@ def stop_on_signals() -> None:
 
 
 def explain_end(end: Stopped | AsyncRLError) -> int:
-    """Says on standard error why a program that starts processes ended early; what it exits with."""
+    """Prints on standard error why a program that starts processes ended early; returns its exit code."""
     console = Console(stderr=True)
     if isinstance(end, Stopped):
         left = (
@@ -183,7 +183,8 @@ def _start_guard(process: Process, log: IO[bytes], report: Path) -> subprocess.P
         stdout=log,
         stderr=subprocess.STDOUT,
         env={**os.environ, **process.env, VARIABLE: str(report)},
-        # Out of the terminal's foreground group: Ctrl-C reaches the deployer alone, which then ends all in order.
+        # Outside the terminal's foreground group: only the deployer receives Ctrl-C, and then ends all processes in
+        # order.
         start_new_session=True,
     )
 
@@ -204,6 +205,6 @@ def _how_it_ended(code: int | None) -> str:
 
 
 def _without_torchrun_report(log: str) -> str:
-    """The log up to torchrun's one line on the failed worker; its own traceback would hide the worker's."""
+    """The log up to torchrun's line about the failed worker; torchrun's own traceback would hide the worker's."""
     report = TORCHRUN_REPORT.search(log)
     return log[: report.end()] if report else log

@@ -1,7 +1,7 @@
 """Runs a config on this machine: `async-rl run CONFIG [--section.key VALUE ...]`.
 
-Starts the instances, waits until they answer, starts the trainer and shows its progress. However it ends (success,
-Ctrl-C, SIGTERM, a failed part, `kill -9`), every process it started ends too, see `deploy.local.process_guard`.
+Starts the instances, waits until they are healthy, starts the trainer and shows its progress. However it ends (success,
+Ctrl-C, SIGTERM, a failed process, `kill -9`), every process it started ends too, see `deploy.local.process_guard`.
 """
 
 import shutil
@@ -26,7 +26,7 @@ from deploy.local.processes import POLL_S, Deployment, Running, Stopped, explain
 from deploy.local.run_view import JsonlTail, RunView, make_run_view
 
 START_TIMEOUT_S = 1800.0
-"""For an instance that neither answers nor ends; vLLM takes many minutes to load a large model and capture graphs."""
+"""For an instance that is neither healthy nor ended; vLLM may take many minutes to load and capture graphs."""
 
 PROBE_TIMEOUT_S = 2.0
 
@@ -37,13 +37,13 @@ HOW_TO_GET_VLLM = (
 
 
 def run_plan(plan: Plan, metrics: JsonlTail, view: RunView) -> None:
-    """Runs a plan to the end of its trainer; all its processes are gone on return.
+    """Runs a plan until its trainer exits; all its processes have ended on return.
 
-    An instance that ends early is noted in the view: the trainer goes on with the others, or fails by itself when none
-    is left.
+    An instance that ends early is reported in the view: the trainer continues with the remaining instances, or fails by
+    itself if none is left.
 
     Raises:
-        ProcessFailed: an instance did not come up, or the trainer ended with another code than 0.
+        ProcessFailed: an instance did not start, or the trainer exited with a code other than 0.
     """
     with Deployment() as deployment:
         instances = [deployment.start(process) for process in plan.instances]
@@ -64,10 +64,10 @@ def run_plan(plan: Plan, metrics: JsonlTail, view: RunView) -> None:
 
 
 def wait_until_healthy(instance: Running, url: str, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Waits until GET `url`/health answers 200.
+    """Waits until GET `url`/health returns 200.
 
     Raises:
-        ProcessFailed: the instance ended, or did not answer within `timeout_s`.
+        ProcessFailed: the instance ended, or was not healthy within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while not is_healthy(instance, url):
@@ -80,10 +80,10 @@ def wait_until_healthy(instance: Running, url: str, timeout_s: float = START_TIM
 
 
 def is_healthy(instance: Running, url: str) -> bool:
-    """Whether GET `url`/health answers 200.
+    """Whether GET `url`/health returns 200.
 
     Raises:
-        ProcessFailed: it does not, and the instance has ended.
+        ProcessFailed: it is not healthy, and the instance has ended.
     """
     if answers_200(HttpClient(url, PROBE_TIMEOUT_S), "/health"):
         return True
@@ -112,17 +112,17 @@ def make_plan(config_path: Path, config: Config, overrides: Sequence[str]) -> Pl
     """The plan of a run on this machine's cores, devices and free ports.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the machine lacks the requested resources.
     """
     machine = this_machine(config.trainer.device)
     return plan(config_path, config, overrides, machine=machine, ports=free_ports(num_ports(config)))
 
 
 def run_config(config_path: Path, config: Config, overrides: Sequence[str], console: Console) -> Plan:
-    """Plans a run for this machine's cores and free ports and runs it to its end; returns what was run.
+    """Plans a run for this machine's cores and free ports and runs it until it ends; returns the plan.
 
     Raises:
-        ConfigError: it cannot work, as far as that can be told before anything is started.
+        ConfigError: the config is not usable, as far as this can be checked before anything is started.
     """
     this_plan = make_plan(config_path, config, overrides)
     _require_startable(config, this_plan)
@@ -132,7 +132,7 @@ def run_config(config_path: Path, config: Config, overrides: Sequence[str], cons
 
 
 def _require_startable(config: Config, this_plan: Plan) -> None:
-    # inference.python may be another interpreter, with its own answer.
+    # inference.python may be another interpreter, with other packages.
     serves_itself = config.inference.engine == "transformers" and config.inference.python is None
     require_extras("async-rl run", "trainer", *(("serve",) if serves_itself else ()))
     require_sound(config, trains=True, serves=True)
@@ -140,16 +140,16 @@ def _require_startable(config: Config, this_plan: Plan) -> None:
 
 
 def require_engine(config: Config, instance: Process) -> None:
-    """Checks that the interpreter of the instances is one, and has the engine.
+    """Checks that the interpreter of the instances exists, and has the engine.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it does not.
     """
     python = config.inference.python
     if python is not None and shutil.which(python) is None:
         raise ConfigError(f"inference.python is {python!r}, which is no program: {HOW_TO_GET_VLLM}")
     if python is None and config.inference.engine == "transformers":
-        return  # The launcher's own, whose extras were asked for.
+        return  # The launcher's own interpreter, whose extras were checked.
     separator = instance.argv.index("--") if "--" in instance.argv else len(instance.argv)
     argv = [*instance.argv[:separator], "--check", *instance.argv[separator:]]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")

@@ -1,4 +1,4 @@
-"""How a run looks while it goes on: tails `metrics.jsonl` into a live view, or plain lines where no one watches."""
+"""Shows a run's progress: tails `metrics.jsonl` into a live view, or into plain lines without a terminal."""
 
 import json
 import os
@@ -29,7 +29,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class JsonlTail:
-    """Reads the lines that are added to a JSONL file from now on; the file may not exist yet."""
+    """Reads the lines appended to a JSONL file from now on; the file may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,9 +37,9 @@ class JsonlTail:
         self._inode = path.stat().st_ino if path.exists() else None
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Records completed since the last call; half a line stays for the next one.
+        """Records completed since the last call; an incomplete line is left for the next call.
 
-        A file that was replaced, as that of a run that resumes, is read from its beginning.
+        A file that was replaced, as when a run resumes, is read from its beginning.
         """
         if not self._path.exists():
             return []
@@ -55,7 +55,7 @@ class JsonlTail:
 
 
 class RunView(Protocol):
-    """What the launcher shows a run through; entered for as long as the run lasts."""
+    """The launcher's view of a run; a context for the duration of the run."""
 
     def __enter__(self) -> "RunView": ...
 
@@ -64,11 +64,11 @@ class RunView(Protocol):
     ) -> None: ...
 
     def show(self, record: Record) -> None:
-        """Takes the record of one more iteration."""
+        """Shows the record of another iteration."""
         ...
 
     def note(self, text: str) -> None:
-        """Says something that is not an iteration, such as an instance that was lost."""
+        """Shows a message that is not an iteration, such as the loss of an instance."""
         ...
 
 
@@ -103,7 +103,7 @@ class PlainView:
 
 
 class LiveView:
-    """A panel that is redrawn with every iteration; notes scroll by above it, and advice ends it."""
+    """A panel that is redrawn with every iteration; notes scroll above it, and advice is printed at the end."""
 
     def __init__(self, console: Console, iterations: int) -> None:
         self._console = console
@@ -125,7 +125,7 @@ class LiveView:
             self.note(balance(self._records[-NUM_RECENT:]))
 
     def show(self, record: Record) -> None:
-        # A run that resumed trains some iterations again.
+        # A resumed run trains some iterations again.
         self._records = [*(r for r in self._records if r["iteration"] < record["iteration"]), record]
         self._live.refresh()
 
@@ -150,7 +150,7 @@ class LiveView:
 
 
 def describe(record: Record) -> str:
-    """The figures of one iteration in a line."""
+    """The metrics of one iteration in a line."""
     shares = "  ".join(f"{name} {share:.0%}" for name, share in time_shares([record]).items())
     skipped = "NO STEP TAKEN (gradient not finite)  " if record.get("skipped_steps") else ""
     untrained = f"no gradient {share:.0%}  " if (share := record.get("untrained_groups")) else ""
@@ -163,7 +163,7 @@ def describe(record: Record) -> str:
 
 
 def time_shares(records: Sequence[Record]) -> dict[str, float]:
-    """Where the trainer's wall time went, as shares that add up to 1: waiting, training, publishing, other."""
+    """Shares of the trainer's wall time, which add up to 1: waiting, training, publishing, other."""
     total_s = sum(record["seconds"] for record in records)
     spent_s = {
         "waiting": sum(record["wait_s"] for record in records),
@@ -175,7 +175,7 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
 
 
 def balance(recent: Iterable[Record]) -> str:
-    """How many instances would have balanced the pools, in a line."""
+    """The number of instances that would have balanced the pools, in a line."""
     return advise([IterationTimes.of(record) for record in recent])
 
 
@@ -205,7 +205,7 @@ def _curves(records: list[Record]) -> Table:
     table = Table.grid(padding=(0, 2))
     for key, name in (("reward_mean", "reward"), ("accuracy", "accuracy")):
         values = [record[key] for record in records if key in record]
-        if not values:  # The reward does not say what is correct.
+        if not values:  # The reward does not define what is correct.
             continue
         table.add_row(Text(name, style="dim"), Text(sparkline(values), style="cyan"), f"{values[-1]:.3f}")
     return table

@@ -9,12 +9,12 @@ from async_rl.errors import ConfigError
 from deploy.local.machine import VISIBLE, Machine
 
 MAX_THREADS = 16
-"""Of one process: beyond it operators on a host gain little, and what they wait for each other grows."""
+"""Threads of one process at most: with more, operators on a host gain little, and synchronization costs grow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one process gets: the cores it stays on (none: any), threads for each of its workers, its devices."""
+    """The resources of one process: the cores it is pinned to (none: any), threads per worker, devices."""
 
     cores: tuple[int, ...]
     threads: int
@@ -23,9 +23,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one process has to feed: `workers` that compute, each on a device where there are any.
+    """The demand of one process: `workers` that compute, each on a device if there are any.
 
-    `fixed_core` is for the embedded engine on a CPU: one core, one thread is what measured best.
+    `fixed_core` is for the embedded engine on a CPU: one core and one thread measured fastest.
     """
 
     workers: int
@@ -53,19 +53,19 @@ def share_out(config: Config, machine: Machine, *, with_trainer: bool = True) ->
 
 
 def share_cores(cores: Sequence[int], claims: Sequence[Claim], *, spare: bool) -> list[tuple[int, ...]]:
-    """Neighbouring cores for every claim, in its proportion; the last claim takes what does not divide.
+    """Neighbouring cores for every claim, in proportion to its weight; the last claim also gets the remainder.
 
     Args:
-        spare: every process gets one more than its workers, for what it does besides computing: an HTTP server and a
-            scheduler, or the producer and the rewards.
+        spare: every process gets one core more than its workers, for its other work: an HTTP server and a scheduler, or
+            the producer and the rewards.
 
     Returns:
-        No cores at all where they are too few to keep processes apart; claims with a fixed core share fewer.
+        Empty tuples if there are too few cores to separate the processes; claims with a fixed core may share cores.
     """
     fixed = [claim for claim in claims if claim.fixed_core]
     others = [claim for claim in claims if not claim.fixed_core]
     if fixed:
-        # At least one core stays for the others.
+        # At least one core is left for each of the others.
         num_shared = min(len(fixed), len(cores) - len(others))
         if num_shared < 1 or len(cores) < 2:
             return [()] * len(claims)
@@ -78,14 +78,14 @@ def share_cores(cores: Sequence[int], claims: Sequence[Claim], *, spare: bool) -
 
 
 def _split(cores: Sequence[int], least: Sequence[int], weights: Sequence[int]) -> list[tuple[int, ...]]:
-    """Runs of `cores`: to each at least its `least`, and of what is left a part in proportion to its weight."""
+    """Runs of `cores`: each claim gets at least its `least`, and a share of the rest in proportion to its weight."""
     total, free = sum(weights), len(cores) - sum(least)
     ends = [first + free * part // total for first, part in zip(accumulate(least), accumulate(weights), strict=True)]
     return [tuple(cores[start:end]) for start, end in pairwise([0, *ends])]
 
 
 def _threads(claim: Claim, cores: tuple[int, ...]) -> int:
-    """Threads of each worker so that all of them and the process's other work have a core of their own.
+    """Threads of each worker so that each thread, and the process's other work, has its own core.
 
     Two threads that wait for each other on one busy core are many times slower than one.
     """
@@ -99,7 +99,7 @@ def _share_devices(
 ) -> list[tuple[str, ...]]:
     """Neighbouring devices for every claim, one per worker, the widest first.
 
-    So blocks of 2, 4 or 8 begin at a multiple of their size, within what is wired together.
+    So blocks of 2, 4 or 8 begin at a multiple of their size, within directly connected devices.
     """
     needed = sum(claim.workers for claim in claims)
     if needed > len(machine.devices):
@@ -123,7 +123,7 @@ def _too_few(config: Config, machine: Machine, needed: int, with_trainer: bool) 
         tool = "nvidia-smi" if kind == "cuda" else "npu-smi info"
         remedy = f"check `{tool}` and {VISIBLE[kind]}, or set trainer.device to 'cpu'"
     elif len(machine.devices) == 1 and with_trainer:
-        # nccl and hccl refuse a group with two ranks on one device, and either pool takes most of its memory.
+        # nccl and hccl refuse a group with two ranks on one device, and each pool takes most of a device's memory.
         remedy += "; trainer and instances cannot share one device"
     instances = f"inference.num_instances = {inference.num_instances} x "
     instances += f"inference.tensor_parallel = {inference.tensor_parallel}"

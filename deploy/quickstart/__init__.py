@@ -1,1 +1,1 @@
-"""The quickstart: a small model that learns to spell words backward, from its warm start to a report."""
+"""The quickstart: a small model that learns to spell words backward, from the warm start to the report."""

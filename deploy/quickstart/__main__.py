@@ -1,7 +1,7 @@
 """`async-rl quickstart`: a small model learns on this machine, both pools included, in about five minutes.
 
-Phases, each in processes of its own: warm start (makes the base model), evaluation, the run (instances and trainer, at
-the same time), evaluation. Then the summary and the report. Everything lands in the run's folder.
+Phases, each in its own processes: warm start (creates the base model), evaluation, the run (instances and trainer, at
+the same time), evaluation. Then the summary and the report. All files are written to the run's folder.
 """
 
 import json
@@ -33,11 +33,11 @@ from deploy.quickstart.summary import summarize
 from deploy.quickstart.vllm_python import find_vllm_python
 
 MARK = "quickstart.json"
-"""Written first; a folder without it is not ours to empty."""
+"""Written first; a folder without it was not created by a quickstart and is not emptied."""
 
 
 class Quickstart:
-    """One quickstart in its folder; each method is a phase and needs those before it."""
+    """One quickstart in its folder; each method is a phase and needs the previous phases."""
 
     def __init__(self, run_dir: Path, seed: int, console: Console) -> None:
         self._run_dir = run_dir
@@ -46,7 +46,7 @@ class Quickstart:
         self._phases_s: dict[str, float] = {}
 
     def warm_start(self) -> None:
-        """Makes the base model and the data."""
+        """Creates the base model and the data."""
         with self._phase("warm start"), self._console.status("warm start: starting") as status:
             checks = JsonlTail(self._run_dir / "warm_start.jsonl")
 
@@ -98,8 +98,8 @@ class Quickstart:
         return summary
 
     def _run_program(self, name: str, arguments: Sequence[str], while_running: Callable[[], None]) -> None:
-        # One thread: the model is too small for more to help, and two that wait for each other on a busy machine are
-        # many times slower.
+        # One thread: the model is too small to gain from more, and two threads that wait for each other on a busy
+        # machine are many times slower.
         env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         argv = (sys.executable, "-m", f"deploy.quickstart.{name}", *arguments)
         with Deployment() as deployment:
@@ -123,7 +123,7 @@ def make_run_dir(run_dir: Path, seed: int) -> None:
     """An empty folder for the run, emptied if an earlier quickstart left it.
 
     Raises:
-        ConfigError: it holds something else.
+        ConfigError: it holds other files.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"--run-dir {str(run_dir)!r} is a file: give a folder")
@@ -152,7 +152,7 @@ def show_summary(console: Console, summary: dict[str, Any], run_dir: Path) -> No
 
 def quickstart(run_dir: Path, seed: int, overrides: Sequence[str], console: Console) -> dict[str, Any]:
     """All phases in order; returns the summary."""
-    # A bad override or a missing extra is refused before the warm start spends a minute.
+    # A bad override or a missing extra is refused before the warm start, which takes a minute.
     load_config(CONFIG, overrides)
     require_extras("async-rl quickstart", "trainer", "serve", "tasks")
     make_run_dir(run_dir, seed)

@@ -1,4 +1,4 @@
-"""Charts of the quickstart's report as inline SVG: pure functions from figures to markup."""
+"""Charts of the quickstart's report as inline SVG: pure functions from numbers to markup."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -13,11 +13,11 @@ Span = tuple[float, float]
 
 
 def curve(values: Sequence[float], label: str, color: str, marks: Mapping[str, tuple[float, float]]) -> str:
-    """A line over the iterations with values in [0, 1]: thin as measured, bold smoothed.
+    """A line over the iterations with values in [0, 1]: thin for measured, bold for smoothed values.
 
     Args:
         values: one per iteration.
-        label: what they are; also the chart's accessible name.
+        label: the name of the values; also the chart's accessible name.
         color: of the line.
         marks: labelled points (iteration, value), such as the held-out accuracy before and after.
     """
@@ -37,13 +37,13 @@ def curve(values: Sequence[float], label: str, color: str, marks: Mapping[str, t
         x, y = at(iteration, value)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{ORANGE}"><title>{escape(text)}</title></circle>')
         at_right = iteration > last / 2
-        # Below the point, because both curves rise away from there.
+        # Below the point, because both curves rise from there.
         parts.append(_text(x + (-9 if at_right else 9), y + 22, text, "end" if at_right else "start", ORANGE))
     return _svg(parts, CURVE_HEIGHT, label)
 
 
 def timeline(rows: Sequence[tuple[str, Span, Span]], publish_s: float, seconds: float, label: str) -> str:
-    """One period: a row per group with its rollout and its training, over the seconds since the period's start.
+    """One period: a row per group with its rollout and training, over the seconds since the period's start.
 
     Args:
         rows: name, (start, end) of the rollout and (start, end) of the training, in the order to draw.
@@ -81,7 +81,7 @@ def timeline(rows: Sequence[tuple[str, Span, Span]], publish_s: float, seconds: 
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, corrected for its start."""
+    """Exponential moving average, with bias correction at its start."""
     smooth: list[float] = []
     total = weight = 0.0
     for value in values:

@@ -1,7 +1,7 @@
-"""Measures a checkpoint on the held-out words, with `async-rl eval`'s own instance and program; for the quickstart.
+"""Measures a checkpoint on the held-out words, with the instance and program of `async-rl eval`; for the quickstart.
 
-Every word is answered once, sampled at temperature 1 as in the run, and counts only if the answer is exactly right and
-ended: that is pass@1 under the quickstart's reward, of which nothing but such an answer earns `correct_at`.
+Every word gets one response, sampled at temperature 1 as in the run, which counts only if it is exactly right and
+ended: that is pass@1 under the quickstart's reward, where only such a response earns `correct_at`.
 """
 
 import json
@@ -17,11 +17,11 @@ CONFIG = Path(__file__).with_name("config.toml")
 REWARD = f"python:{Path(__file__).with_name('reward.py')}:spelled_backward"
 
 Record = dict[str, Any]
-"""accuracy, num_words, and the first samples: word, answer, response (None where it did not end), correct."""
+"""accuracy, num_words, and the first samples: word, answer, response (None if it did not end), correct."""
 
 
 def measure(model: Path, rows: Path, out: Path, console: Console) -> Record:
-    """Evaluates the checkpoint `model` on `rows`, a JSONL file; logs and results go to the directory `out`.
+    """Evaluates the checkpoint `model` on `rows`, a JSONL file; logs and results are written to the directory `out`.
 
     Raises:
         ProcessFailed: the instance or the evaluation failed.

@@ -1,4 +1,4 @@
-"""The quickstart's `report.html`: one page with everything in it, readable offline and years from now."""
+"""The quickstart's `report.html`: one self-contained page, readable offline."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -45,11 +45,11 @@ def render(
     """The page of at least one iteration.
 
     Args:
-        summary: what `summarize` made.
+        summary: the result of `summarize`.
         metrics: the records of `metrics.jsonl`.
         times_of: when the groups of a record's iteration were rolled out and trained (see `group_times`).
-        before: what `evaluate` wrote about the base model.
-        after: the same of the trained model.
+        before: the record of `evaluate` for the base model.
+        after: the same for the trained model.
     """
     sections = [
         ("Summary", _summary_table(summary)),
@@ -123,7 +123,7 @@ def _one_period(metrics: Sequence[Record], times_of: Callable[[Record], Sequence
 
 
 def _typical(metrics: Sequence[Record]) -> Record:
-    """The iteration of median length among the last half, past the start's hiccups."""
+    """The iteration of median length among the last half, after irregularities at the start."""
     late = sorted(metrics[len(metrics) // 2 :], key=lambda record: record["seconds"])
     return late[len(late) // 2]
 
@@ -154,6 +154,6 @@ def _response(sample: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """A table of markup, its first column as headings."""
+    """An HTML table with its first column as headings."""
     lines = [f"<tr><th>{row[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in row[1:]) + "</tr>" for row in rows]
     return "<table>\n" + "\n".join(lines) + "\n</table>"

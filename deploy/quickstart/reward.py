@@ -1,7 +1,7 @@
-"""The quickstart's reward: reasoning-gym's own score, and as much again for a word that is exactly right.
+"""The quickstart's reward: reasoning-gym's own score, plus an equal share for a word that is exactly right.
 
-The score alone gives most of its points to answers that are nearly right; the exact half makes the last letter count.
-A response that does not end by itself has no answer, so it earns nothing.
+The score alone gives most of its points to nearly right answers; the exact half makes the last letter count. A response
+that does not end by itself has no answer, so its reward is 0.
 """
 
 from collections.abc import Mapping, Sequence

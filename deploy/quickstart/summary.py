@@ -1,4 +1,4 @@
-"""The quickstart's `summary.json`: what came out of a run, in a few figures anyone can check against its files."""
+"""The quickstart's `summary.json`: the results of a run, in a few figures that can be checked against its files."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -25,16 +25,16 @@ def summarize(
     Args:
         metrics: the records of `metrics.jsonl`, one per iteration.
         ledger: the rows of `ledger.jsonl`, one proof per iteration.
-        before: what `evaluate` wrote about the base model.
-        after: the same of the trained model.
+        before: the record of `evaluate` for the base model.
+        after: the same for the trained model.
         seed: the run's seed.
         phases_s: wall seconds of each phase of the quickstart, in their order.
-        cores: CPU cores each process was kept on; empty where they were not pinned.
+        cores: CPU cores each process was pinned to; empty if not pinned.
 
     Returns:
         Accuracies are shares of held-out words; rewards are means over the first and last `NUM_ENDS` iterations;
-        `tokens_per_s` counts prompt and response tokens over the iterations' wall time; `device_split` says what share
-        of that time the trainer waited for rollouts, trained and published.
+        `tokens_per_s` counts prompt and response tokens over the iterations' wall time; `device_split` has the shares
+        of that time in which the trainer waited for rollouts, trained and published.
     """
     tokens = sum(record["prompt_tokens"] + record["response_tokens"] for record in metrics)
     return {

@@ -1,6 +1,6 @@
 """The quickstart's task: reasoning-gym's `spell_backward`, its words in four disjoint sets, and its tokenizer.
 
-Accuracy is measured on words that neither the warm start nor GRPO ever sees, so no split may share a word with another.
+Accuracy is measured on words that neither the warm start nor GRPO uses, so no two splits may share a word.
 """
 
 import json
@@ -27,12 +27,12 @@ NUM_VALIDATION = 300
 NUM_WARM_START = 20_000
 NUM_PROMPTS = 12_000
 NUM_DRAWS = 60_000
-"""Rows drawn from the task, enough for all sets after repeated words and names with capitals are left out."""
+"""Rows drawn from the task, enough for all sets after repeated words and capitalized names are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Rows of the task by what they are for; no word is in two of them."""
+    """Rows of the task by purpose; no word is in two of them."""
 
     held_out: list[Row]
     validation: list[Row]
@@ -41,7 +41,7 @@ class Splits:
 
 
 def make_splits(seed: int) -> Splits:
-    """Draws the task's rows and deals them out; a function of `seed` alone."""
+    """Draws the task's rows and divides them; a function of `seed` alone."""
     rows = list(_unique_rows(seed))
     random.Random(seed).shuffle(rows)
     sets: list[list[Row]] = []
@@ -53,7 +53,7 @@ def make_splits(seed: int) -> Splits:
 
 
 def _unique_rows(seed: int) -> Iterator[Row]:
-    """Rows with `prompt`, `answer` and `word`, each word once; names with capitals are left out."""
+    """Rows with `prompt`, `answer` and `word`, each word once; capitalized names are left out."""
     seen: set[str] = set()
     for entry in reasoning_gym.create_dataset(TASK, seed=seed, size=NUM_DRAWS):
         word = entry["metadata"]["word"]
@@ -64,7 +64,7 @@ def _unique_rows(seed: int) -> Iterator[Row]:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Writes rows as JSONL, making the folder."""
+    """Writes rows as JSONL, creating the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

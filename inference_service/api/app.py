@@ -1,4 +1,4 @@
-"""The routes of vLLM's RL protocol (`async_rl.protocol.inference`) over any Engine; knows no engine internals."""
+"""The routes of vLLM's RL protocol (`async_rl.protocol.inference`) over any Engine; independent of engine internals."""
 
 import time
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ from inference_service.engine_interface import Engine, EngineFault, PauseMode
 from inference_service.identity import Identity, identity_headers, new_boot_id
 
 OPEN_PATHS: Final = (routes.HEALTH, "/ping", routes.METRICS)
-"""Paths that need no token: what load balancers and monitors ask."""
+"""Paths without a token: those that load balancers and monitors query."""
 
 MAX_BODY_BYTES: Final = 32 * 2**20
-"""Room for several million token ids; a longer body is a mistake or an attack."""
+"""Enough for several million token ids; a longer body is a mistake or an attack."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What the routes say about the model: the name clients use, and where it was loaded from."""
+    """The model as the routes report it: the name clients use, and where it was loaded from."""
 
     model_name: str
     model_root: str
@@ -41,8 +41,8 @@ def make_app(
     token: str | None,
     identity: Mapping[str, str] | None = None,
 ) -> FastAPI:
-    """The application; with a `token`, all routes but health, ping and metrics ask for it. `identity` are the headers
-    that say which process answers; by default those of one that starts now."""
+    """The application; with a `token`, all routes but health, ping and metrics require it. `identity` are the headers
+    that identify the process; by default those of a process that starts now."""
     app = FastAPI(
         title="inference_service",
         version=routes.PROTOCOL_VERSION,

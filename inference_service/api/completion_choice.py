@@ -1,4 +1,4 @@
-"""What `/v1/completions` says of one choice: all at once, or bit by bit in a stream."""
+"""One choice of `/v1/completions`, as a whole or in deltas of a stream."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from inference_service.engine_interface import Choice, Sample
 
 
 class CompletionFormatter:
-    """Tells of choice `index` what is new; without a `codec`, the model's tokenizer, there is no text."""
+    """Formats the deltas of choice `index`; without a `codec`, the model's tokenizer, there is no text."""
 
     def __init__(self, index: int, body: CompletionRequest, prompt: Sequence[int], codec: TextCodec | None) -> None:
         self._index = index
@@ -20,7 +20,7 @@ class CompletionFormatter:
         self._text_offset = 0
 
     def format(self, choice: Choice) -> CompletionChoice:
-        """`choice` is the next piece, or the whole; the first one comes with the prompt, if token ids are asked for."""
+        """`choice` is the next delta, or the whole; the first contains the prompt, if token ids are requested."""
         token_ids = [sample.token_id for sample in choice.samples]
         prompt, self._prompt = self._prompt, None
         return CompletionChoice(

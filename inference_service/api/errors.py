@@ -1,4 +1,4 @@
-"""Errors on the wire: every exception becomes the status and body that vLLM would answer with."""
+"""Errors on the wire: every exception becomes the status and body that vLLM would respond with."""
 
 from http import HTTPStatus
 
@@ -15,14 +15,14 @@ class UnknownModel(AsyncRLError):
 
 
 def install(app: FastAPI) -> None:
-    """Makes every error of a handler an answer in the protocol's shape; unknown routes keep FastAPI's own."""
+    """Turns every error of a handler into a response in the protocol's format; unknown routes keep FastAPI's own."""
     app.add_exception_handler(RequestValidationError, invalid_request)
     for kind in (RequestRefused, AsyncRLError, Exception):
         app.add_exception_handler(kind, _failed)
 
 
 def body_of(error: Exception) -> str:
-    """The error body as JSON, for an answer whose status has gone out already."""
+    """The error body as JSON, for a response whose status has been sent already."""
     return error_body(*_described(error))
 
 
@@ -31,7 +31,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def _described(error: Exception) -> tuple[str, HTTPStatus, str | None]:
-    """Message, status and the field at fault."""
+    """Message, status and the field that caused the error."""
     message = str(error) or repr(error)
     if isinstance(error, RequestRefused):
         return message, HTTPStatus.BAD_REQUEST, error.param

@@ -1,4 +1,4 @@
-"""An answer that goes out as events while it is made (`text/event-stream`), and ends when its client goes away."""
+"""A response sent as events while it is generated (`text/event-stream`); it ends when the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
@@ -20,11 +20,11 @@ END: Final = b"data: [DONE]\n\n"
 
 
 class Disconnected(AsyncRLError):
-    """The client went away before its answer was ready; nobody reads the error."""
+    """The client disconnected before its response was ready; the error is not sent anywhere."""
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client closes the connection first."""
+    """The result of `work`, which is cancelled if the client closes the connection first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     try:
@@ -38,17 +38,18 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 class EventStream(Response):
-    """Sends each JSON text of `chunks` as one event, and `[DONE]` with the one that says it is the last.
+    """Sends each JSON text of `chunks` as one event, and `[DONE]` with the one that is marked as the last.
 
-    Every write to the socket costs a fight with the generation thread for the interpreter, so there is none for the end
-    alone. A fault of the service on the way is told in an event with the protocol's error body; nothing follows it.
+    Every write to the socket competes with the generation thread for the interpreter, so the end is not written
+    separately. A fault of the service in the middle of the stream is sent as an event with the protocol's error body;
+    nothing follows it.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, chunks: Chunks) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
-        # The length is not known beforehand.
+        # The length is not known in advance.
         del self.headers["content-length"]
         self._chunks = chunks
 
@@ -57,7 +58,7 @@ class EventStream(Response):
         try:
             await unless_disconnected(receive, self._send_all(send))
         except Disconnected:
-            # There is nobody to tell.
+            # There is no client to inform.
             return
 
     async def _send_all(self, send: Send) -> None:

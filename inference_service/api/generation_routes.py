@@ -1,4 +1,4 @@
-"""The routes that generate, and the one that ends what they began; `app.py` adds them."""
+"""The routes that generate, and the one that aborts requests; `app.py` adds them."""
 
 import asyncio
 import time
@@ -68,7 +68,7 @@ def add(app: FastAPI, engine: Engine, codec: TextCodec | None, model_name: str) 
     async def abort_requests(body: AbortRequest) -> AbortResponse:
         ids = body.request_ids or None
         if ids is not None:
-            # Clients know the id they sent; the engine knows it with the route's prefix.
+            # Clients know the id they sent; in the engine it has the route's prefix.
             ids = [*ids, *(f"generate-tokens-{i}" for i in ids)]
         return AbortResponse(aborted=engine.abort(ids))
 
@@ -89,7 +89,7 @@ def _prompts(body: CompletionRequest, codec: TextCodec | None) -> list[list[int]
 
 
 async def _all(runs: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; the first failure cancels the others."""
+    """All results; the first failure cancels the other coroutines."""
     tasks = [asyncio.ensure_future(run) for run in runs]
     try:
         return await asyncio.gather(*tasks)

@@ -1,19 +1,20 @@
-"""Text of a response that grows by tokens: what each new token adds to what was shown before."""
+"""Incremental detokenization: the text that each new token adds to a response."""
 
 from typing import Final
 
 from inference_service.api.responses import TextCodec
 
 UNFINISHED: Final = "\ufffd"
-"""What a tokenizer makes of bytes that are not a whole character yet."""
+"""What a tokenizer returns for bytes that are not a whole character yet."""
 
 
 class GrowingText:
-    """Added up, the pieces are the text of all tokens.
+    """Concatenated, the pieces are the text of all tokens.
 
-    A token's text may depend on its neighbours, so a piece is what the new tokens add to the text of the piece before:
-    `_ids` holds the tokens of both, of which the first `_num_shown` have been shown. Tokens without a text, such as
-    special ones, are no such neighbour: what a tokenizer does at the beginning of a text alone, it does after them.
+    A token's text may depend on its neighbours, so a piece is what the new tokens add to the text of the previous
+    piece: `_ids` holds the tokens of both, of which the first `_num_shown` have been shown. Tokens without text, such
+    as special ones, do not count as the previous piece: a tokenizer treats the text after them like the beginning of a
+    text.
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -22,7 +23,7 @@ class GrowingText:
         self._num_shown = 0
 
     def add(self, token_ids: list[int], last: bool) -> str:
-        """The text of these tokens; what ends within a character is held back, unless these are the `last`."""
+        """The text of these tokens; text that ends within a character is held back, unless `last`."""
         self._ids += token_ids
         shown = self._codec.decode(self._ids[: self._num_shown], skip_special_tokens=True)
         text = self._codec.decode(self._ids, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Prometheus figures of an instance, under vLLM's names where it has them."""
+"""Prometheus metrics of an instance, under vLLM's names where vLLM has them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ DURATION_BUCKETS_S = (0.01, 0.1, 1.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class EngineCollector(Collector):
-    """Reads the engine's own counters at every scrape."""
+    """Reads the engine's counters at every scrape."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine

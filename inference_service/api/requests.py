@@ -1,7 +1,7 @@
 """Request bodies as this server accepts them, and the `/v1/completions` bodies, which only servers need.
 
-A field this engine cannot honour is refused unless it has its neutral value: sampling that silently differs from what
-was asked for would corrupt a run.
+A field this engine does not support is refused unless it has its neutral value: sampling that silently differs from the
+request would corrupt a run.
 """
 
 from typing import Annotated, Any, Final, TypeVar
@@ -28,10 +28,10 @@ WITHOUT_EFFECT: Final = frozenset(
         "user",
     }
 )
-"""Fields of vLLM that change nothing in what this server answers."""
+"""Fields of vLLM that have no effect on this server's responses."""
 
 NEUTRAL: Final[dict[str, Any]] = {"best_of": 1, "length_penalty": 1.0, "output_mode": "tokens"}
-"""Values, beside false and empty ones, with which a field of vLLM asks for nothing."""
+"""Values, besides false and empty ones, with which a field of vLLM has no effect."""
 
 
 SAYS_SO: Final = ConfigDict(json_schema_extra={"additionalProperties": False})
@@ -39,18 +39,18 @@ SAYS_SO: Final = ConfigDict(json_schema_extra={"additionalProperties": False})
 
 
 def refuse_unknown(data: Any, known: type[Body]) -> Any:
-    """Passes a body on if every field that `known` lacks asks for nothing."""
+    """Returns the body if every field that `known` lacks has a value without effect."""
     if isinstance(data, dict):
         for name, value in data.items():
             if name in known.model_fields or name in WITHOUT_EFFECT or not value or NEUTRAL.get(name) == value:
                 continue
-            # As Python writes it: JSON escapes can make names that UTF-8 cannot carry.
+            # As a Python literal: JSON escapes can produce names that UTF-8 cannot encode.
             raise ValueError(f"{name!r} = {value!r:.200} is not supported by this engine: leave it out")
     return data
 
 
 class ServedSamplingParams(SamplingParams):
-    """Bounded to what float32 logits can be multiplied with."""
+    """Bounded to values that float32 logits can be multiplied with."""
 
     model_config = SAYS_SO
 
@@ -75,7 +75,7 @@ class ServedGenerateRequest(GenerateRequest):
 
 
 class CompletionRequest(ServedSamplingParams):
-    """POST /v1/completions: sampling parameters beside the prompt, which is text or token ids, or a list of either."""
+    """POST /v1/completions: sampling parameters and the prompt, which is text or token ids, or a list of either."""
 
     prompt: TokenIds | Batch[TokenIds] | str | Batch[str]
     model: str | None = None
@@ -104,7 +104,7 @@ class CompletionChoice(Body):
 
 
 class CompletionChunk(Body):
-    """One event of a streaming answer; text, token ids and log-probs of a choice are what is new."""
+    """One event of a streaming response; text, token ids and log-probs of a choice are deltas."""
 
     id: str
     object: str = "text_completion"

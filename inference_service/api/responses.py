@@ -1,7 +1,7 @@
-"""From an engine's choices to the answers of the generate route, whole or in chunks; called by what answers for it.
+"""From an engine's choices to the responses of the generate route, whole or in chunks; the generation routes call it.
 
-The bodies are those of `async_rl.protocol.inference`, but made as plain dicts: models would cost as much as sampling
-the tokens.
+The bodies are those of `async_rl.protocol.inference`, but built as plain dicts: pydantic models would cost as much as
+sampling the tokens.
 """
 
 import time
@@ -15,11 +15,11 @@ from async_rl.protocol.inference import SamplingParams, Usage
 from inference_service.engine_interface import Choice, Sample
 
 LOWEST_LOGPROB: Final = -9999.0
-"""Stands for minus infinity, which JSON has no number for, as in vLLM."""
+"""Replaces minus infinity, which JSON cannot represent, as in vLLM."""
 
 
 class TextCodec(Protocol):
-    """The two calls of a tokenizer that text routes need."""
+    """The two tokenizer calls that text routes need."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -53,7 +53,7 @@ def generate_response(
 
 
 class GenerateChunks:
-    """Makes one streaming answer's chunks: remembers the version spans of what each choice has had."""
+    """Builds one streaming response's chunks; keeps the version spans of the tokens sent for each choice."""
 
     def __init__(self, request_id: str, params: SamplingParams) -> None:
         self._request_id = request_id
@@ -70,7 +70,7 @@ class GenerateChunks:
 
 
 def extend_spans(spans: list[Span], samples: Iterable[Sample]) -> list[Span]:
-    """Makes the version spans of an output cover `samples` too, which follow it; returns them."""
+    """Extends the version spans of an output by `samples`, which follow it; returns the spans."""
     for sample in samples:
         if spans and spans[-1]["version"] == sample.version:
             spans[-1]["end"] += 1
@@ -90,7 +90,7 @@ def usage(num_prompt_tokens: int, choices: Iterable[Choice]) -> Usage:
 
 
 def _generate_choice(index: int, choice: Choice, num_top: int | None, spans: list[Span]) -> dict[str, Any]:
-    """A GenerateChoice, whole or what is new of it; `spans` are those of its whole output so far."""
+    """A GenerateChoice, whole or a delta; `spans` are those of its whole output so far."""
     logprobs = None
     if num_top is not None:
         logprobs = {

@@ -1,4 +1,4 @@
-"""From an engine's streams to the chunks of streaming answers, as JSON; called by the routes that generate."""
+"""From an engine's streams to the chunks of streaming responses, as JSON; the generation routes call it."""
 
 import asyncio
 import time
@@ -13,11 +13,11 @@ from inference_service.api.responses import GenerateChunks, TextCodec
 from inference_service.engine_interface import Choice
 
 Deltas = AsyncGenerator[dict[int, Choice], None]
-"""What is new, by the choice's index."""
+"""Deltas by the choice's index."""
 
 
 async def generate_chunks(request_id: str, params: SamplingParams, deltas: Deltas) -> Chunks:
-    """A chunk for all choices that have deltas at once."""
+    """One chunk for all choices that have deltas at the same time."""
     answer = GenerateChunks(request_id, params)
     num_open = params.n
     async with aclosing(deltas):
@@ -34,7 +34,7 @@ async def completion_chunks(
     codec: TextCodec | None,
     deltas: Sequence[Deltas],
 ) -> Chunks:
-    """The same for `/v1/completions`, with one stream per prompt; choices count prompt by prompt."""
+    """The same for `/v1/completions`, with one stream per prompt; choices are numbered prompt by prompt."""
     created = int(time.time())
     formatters = [CompletionFormatter(i, body, prompts[i // body.n], codec) for i in range(len(prompts) * body.n)]
     num_open = len(formatters)
@@ -51,7 +51,7 @@ async def completion_chunks(
 
 
 async def _merged(streams: Sequence[Deltas], num_children: int) -> Deltas:
-    """All streams as one; child j of stream i counts as choice i * num_children + j."""
+    """All streams as one; child j of stream i is choice i * num_children + j."""
     arrived: asyncio.Queue[dict[int, Choice] | None] = asyncio.Queue()
 
     async def forward(i: int, stream: Deltas) -> None:

@@ -1,7 +1,7 @@
 """transformers' continuous batching as the engine uses it: submit, cancel, hold between two steps, empty the caches.
 
-One `ContinuousBatchingManager` runs the generation loop in a thread of its own. All methods here are called from the
-event loop's thread, or (where they block) from the engine's control thread, never from both at once.
+One `ContinuousBatchingManager` runs the generation loop in its own thread. All methods here are called from the event
+loop's thread, or (where they block) from the engine's control thread, never from both at once.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from inference_service.engine_interface import EngineFault, LogprobsMode
 
 
 class FinishedRouter(OutputRouter):
-    """Hands finished requests to one callback, in the generation thread, a step's worth at a time."""
+    """Passes finished requests, all of one step at a time, to one callback, in the generation thread."""
 
     def __init__(self, on_outputs: Callable[[list[GenerationOutput]], None]) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ class FinishedRouter(OutputRouter):
 
 
 class Batching:
-    """Runs sequences to their end.
+    """Runs sequences until they finish.
 
-    `on_sampled` gets the sequences of one step, `on_finished` (sequence, error) pairs of one, `on_failed` sequences
+    `on_sampled` receives the sequences of one step, `on_finished` its (sequence, error) pairs, `on_failed` sequences
     whose logits were not finite; all are called in the generation thread.
     """
 
@@ -70,7 +70,7 @@ class Batching:
         )
         greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
         self._manager = ContinuousBatchingManager(model, greedy, config)  # type: ignore[arg-type]
-        # The manager accepts only its own attention names, but asks the model for a mask only when it runs.
+        # The manager accepts only its own attention names, but requests a mask from the model only when it runs.
         model.set_attn_implementation(ragged_attention.NAME)
         self._manager.logit_processor = self._sampler
         self._manager.output_router = FinishedRouter(self._outputs)
@@ -84,7 +84,7 @@ class Batching:
 
     @property
     def fault(self) -> str | None:
-        """Why the generation thread died, or None while it lives."""
+        """Why the generation thread died, or None while it runs."""
         error = self._manager.background_thread_status.fatal_error
         return None if error is None else f"the generation thread died: {error!r}"
 
@@ -102,19 +102,19 @@ class Batching:
 
     @property
     def cache_usage(self) -> float:
-        """Share of the cache that is taken, prefixes kept for later requests included."""
+        """Share of the cache in use, including prefixes kept for later requests."""
         processor = self._manager.batch_processor
         return 0.0 if processor is None else 1.0 - float(processor.cache.compute_free_capacity())
 
     def submit(self, sequences: Listing[Sequence]) -> None:
-        """Starts sequences of one prompt; fresh ones share one prefill of it.
+        """Starts sequences of one prompt; new ones share one prefill of it.
 
         Raises:
-            EngineFault: the generation thread is gone.
+            EngineFault: the generation thread has ended.
         """
         first = sequences[0]
         prompt = first.token_ids()
-        # A shared prompt is computed up to its last token. Where cached pages hold all of it but that one, nothing is
+        # A shared prompt is computed up to its last token. If cached pages hold everything but that token, nothing is
         # left to compute, and transformers 5.23 would run the model on an empty step, which fails.
         if len(sequences) > 1 and len(prompt) % self._page_size == 1:
             for sequence in sequences:
@@ -136,8 +136,8 @@ class Batching:
             raise EngineFault(self.fault or "the engine is stopping")
 
     def cancel(self, sequences: Listing[Sequence]) -> None:
-        """Drops sequences; tokens that are being made for them go nowhere. Unknown ones are ignored."""
-        # The first of a group goes first: it is the one the others are forked from.
+        """Drops sequences; tokens still generated for them are discarded. Unknown sequences are ignored."""
+        # The first of a group is cancelled first: the other sequences are forked from it.
         for sequence in sequences:
             run_id = self._ids.pop(sequence, None)
             if run_id is not None:
@@ -145,26 +145,27 @@ class Batching:
                 self._manager.cancel_request(run_id)
 
     def hold(self) -> None:
-        """Stops the loop between two steps; blocks for the step that is running."""
+        """Stops the loop between two steps; blocks until the running step has finished."""
         if self._hold is None:
             hold = self._manager.pause()
             hold.__enter__()
             self._hold = hold
 
     def release(self) -> None:
-        """Lets the loop go on; running sequences continue where they were."""
+        """Lets the loop continue; running sequences continue where they stopped."""
         hold, self._hold = self._hold, None
         if hold is not None:
             hold.__exit__(None, None, None)
 
     def empty_caches(self) -> None:
-        """Forgets every key and value, shared prefixes included; running sequences will be computed again.
+        """Drops all cached keys and values, including shared prefixes; running sequences will be computed again.
 
-        Only while held. Sequences are submitted anew, their tokens so far as part of the prompt.
+        Only while held. Sequences are submitted again, with their tokens so far as part of the prompt.
         """
         assert self._hold is not None, "the loop must stand still while its cache is emptied"
         running = list(self._sequences.values())
-        # The loop may have taken a submission out of its queue just before it stopped, so a reset does not reach all.
+        # The loop may have taken a submission out of its queue just before it stopped, so a reset alone would miss
+        # some.
         self.cancel(running)
         processor = self._manager.batch_processor
         assert processor is not None, "a held loop has a batch processor"
@@ -180,7 +181,7 @@ class Batching:
             self._on_finished(finished)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drops a finished sequence from the books."""
+        """Removes a finished sequence."""
         run_id = self._ids.pop(sequence, None)
         if run_id is not None:
             del self._sequences[run_id]

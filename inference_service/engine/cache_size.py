@@ -1,7 +1,7 @@
-"""How large the paged cache and the steps of continuous batching are, from what the user asked for.
+"""Sizes of the paged cache and of the steps of continuous batching, from the user's options.
 
-Left to itself, transformers takes most of the memory and sizes its index tensors by that, which costs a small model an
-order of magnitude in speed.
+By default transformers takes most of the memory and sizes its index tensors accordingly, which makes a small model an
+order of magnitude slower.
 """
 
 import math
@@ -20,13 +20,13 @@ PAGE_SIZE: Final = 32
 """Tokens per cache page; prefixes are shared by whole pages."""
 
 PREFILL_TOKENS: Final = 512
-"""Prompt tokens that one step may carry beside one token of every running response."""
+"""Prompt tokens that one step may process besides one token of every running response."""
 
 FREE_MARGIN: Final = 0.15
 """The scheduler starts no new prompt when less than this share of the cache is free."""
 
 MEMORY_SHARE: Final = 0.4
-"""Of the memory that is free after loading, how much the cache and its step tensors may take."""
+"""Share of the memory that is free after loading that the cache and its step tensors may take."""
 
 
 MEMINFO: Final = Path("/proc/meminfo")
@@ -43,7 +43,7 @@ class CacheSize:
 def plan_cache(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, max_concurrency: int, max_model_len: int
 ) -> CacheSize:
-    """Room for `max_concurrency` responses of full length, or as much of it as fits into the memory.
+    """Space for `max_concurrency` responses of full length, or for as many as fit into the memory.
 
     Raises:
         ConfigError: not even one response of full length fits.
@@ -62,18 +62,18 @@ def plan_cache(
 
 
 def _bytes_per_block(config: PreTrainedConfig, dtype: torch.dtype, max_batch_tokens: int) -> float:
-    """Keys and values of a page in all layers, and what transformers reserves per cached token for one step."""
+    """Keys and values of a page in all layers, and transformers' reserve per cached token for one step."""
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     keys_and_values = 2 * num_kv_heads * head_dim * config.num_hidden_layers
-    # It also counts a mask of [step tokens, cached tokens], although this engine's attention needs none.
+    # transformers also counts a mask of [step tokens, cached tokens], although this engine's attention needs none.
     reserved = (2 * num_heads + num_kv_heads) * head_dim + max_batch_tokens
     return float(PAGE_SIZE * dtype.itemsize * (keys_and_values + reserved))
 
 
 def free_memory_bytes(device: torch.device) -> float:
-    """What can be allocated now; where the system does not say (not Linux), all of its memory."""
+    """The memory available now; if the system does not report it (not Linux), all of its memory."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     available = (

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face checkpoint for the embedded engine, with errors a user can act on."""
+"""Loads a Hugging Face checkpoint for the embedded engine, with errors that name a remedy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from async_rl.errors import ConfigError
 
 
 class Codec:
-    """Text to token ids and back, as the text routes need it."""
+    """Text to token ids and back, for the text routes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -30,7 +30,7 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready for inference; `codec` is None where the checkpoint has no tokenizer (token ids only)."""
+    """A model ready for inference; `codec` is None if the checkpoint has no tokenizer (token ids only)."""
 
     model: PreTrainedModel
     codec: Codec | None
@@ -42,7 +42,7 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> LoadedMod
     """Loads weights and tokenizer onto `device`.
 
     Raises:
-        ConfigError: no such checkpoint, an unusable one, or an attention this engine has not got.
+        ConfigError: no such checkpoint, an unusable one, or a kind of attention that this engine does not support.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but torch sees no CUDA device: use --device cpu, or install torch for CUDA")
@@ -76,7 +76,7 @@ def _load_codec(path: str) -> Codec | None:
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """EOS of the generation config, which lists all of a chat model's, else of the model config."""
+    """EOS of the generation config, which lists all EOS tokens of a chat model, else of the model config."""
     generation = model.generation_config.eos_token_id if model.generation_config is not None else None
     eos = model.config.eos_token_id if generation is None else generation
     if eos is None:

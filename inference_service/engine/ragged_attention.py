@@ -1,8 +1,8 @@
 """Attention over the paged cache without a mask over all sequences: each query attends to its own keys only.
 
-transformers' own path for CPU builds one mask of [all queries, all keys of the batch] and computes every product in
-it; its cost grows with the square of the number of running sequences. Here a step of single queries (decoding) is one
-batched product padded to the longest sequence, and longer queries (prefill) are computed sequence by sequence.
+transformers' own path for CPU builds one mask of [all queries, all keys of the batch] and computes every product in it;
+its cost grows with the square of the number of running sequences. Here a step of single queries (decoding) is one
+batched product padded to the longest sequence, and longer queries (prefill) are computed one sequence at a time.
 
 Shapes: S sequences, H heads, K key-value heads, G = H / K, D head size, T queries of all sequences, L keys of one.
 """
@@ -29,8 +29,8 @@ def ragged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Writes the new keys and values to the cache and attends; called by every attention layer of the model.
 
-    `query` is [1, H, T, D]; `key` and `value` are [1, K, T, D]. Returns [1, T, H, D]. The sequence boundaries come with
-    `kwargs` (`cu_seq_lens_q`, `cu_seq_lens_k`), as continuous batching passes them.
+    `query` is [1, H, T, D]; `key` and `value` are [1, K, T, D]. Returns [1, T, H, D]. The sequence boundaries are in
+    `kwargs` (`cu_seq_lens_q`, `cu_seq_lens_k`), set by continuous batching.
     """
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     _, num_heads, num_queries, head_dim = query.shape
@@ -81,7 +81,7 @@ def _attend_single(
     num_sequences, num_kv_heads, _, head_dim = query_SKGD.shape
     place_L = torch.arange(int(key_lengths_S.max()), device=keys.device)
     inside_SL = place_L < key_lengths_S.unsqueeze(-1)
-    # Places behind a sequence's end read its first key, which the mask then leaves out.
+    # Positions after a sequence's end read its first key, which the mask excludes.
     index_SL = key_starts_S.unsqueeze(-1) + place_L * inside_SL
     shape = (num_sequences, place_L.shape[0], num_kv_heads, head_dim)
     padded_keys = keys.index_select(0, index_SL.flatten()).view(shape)
@@ -96,7 +96,7 @@ def _attend_single(
 
 
 def _attend_span(query_QKGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Several queries of one sequence, the last ones of its keys: causal, aligned to the last key."""
+    """Several queries of one sequence, for its last positions: causal, aligned to the last key."""
     num_queries, num_keys = query_QKGD.shape[0], keys.shape[0]
     causal_QL = torch.ones(num_queries, num_keys, dtype=torch.bool, device=keys.device).tril(num_keys - num_queries)
     heads_first = query_QKGD.permute(1, 2, 0, 3)

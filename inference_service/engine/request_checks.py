@@ -1,4 +1,4 @@
-"""What a request may ask of the loaded model; checked before it is taken up."""
+"""Checks a request against the loaded model's limits, before it is accepted."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from inference_service.engine_interface import Limits, RequestRefused
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, limits: Limits) -> None:
-    """Passes what can be generated.
+    """Accepts a request that can be generated.
 
     Raises:
-        RequestRefused: it cannot.
+        RequestRefused: it cannot be generated.
     """
     if not prompt:
         raise RequestRefused("the prompt is empty: expected at least one token id", "token_ids")

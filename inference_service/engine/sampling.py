@@ -1,8 +1,8 @@
 """From logits to tokens: penalties, temperature, truncation, and noise that depends on (seed, position) only.
 
-Shapes: R rows (sequences that get a token in this step), V vocabulary. Everything is float32 but the cumulative
-distribution, which is float64. The order of the steps is vLLM's: repetition penalty, min_tokens, temperature, min_p,
-top_k, top_p. Temperature 0 means the most likely token, without truncation.
+Shapes: R rows (sequences that get a token in this step), V vocabulary. Everything is float32 except the cumulative
+distribution, which is float64. The order of the steps is that of vLLM: repetition penalty, min_tokens, temperature,
+min_p, top_k, top_p. Temperature 0 means the most likely token, without truncation.
 """
 
 from collections.abc import Sequence as Rows
@@ -19,7 +19,7 @@ from inference_service.engine_interface import LogprobsMode, Sample
 Bits: TypeAlias = npt.NDArray[np.uint64]
 
 UNIFORM_BITS: Final = 40
-"""Bits of one uniform number: few enough that u * total < total in float64, so no draw falls behind the last token."""
+"""Bits of one uniform number: few enough that u * total < total in float64, so no draw falls after the last token."""
 
 
 GREEDY_BELOW: Final = 1e-5
@@ -33,10 +33,11 @@ def is_greedy(params: SamplingParams) -> bool:
 def uniforms(seeds: Rows[int], positions: Rows[int]) -> npt.NDArray[np.float64]:
     """Uniform numbers in [0, 1), one per (seed, position), by a counter-based hash.
 
-    A position is the number of tokens before the one to draw, prompt and response alike. The same pair gives the same
-    number on every instance and in every batch, so a seeded request is reproducible wherever and beside whatever it
-    runs; and as a token does not know where the prompt ended, a request whose prompt is another's prompt and the
-    beginning of its response draws the rest of that response. The hash is splitmix64's output function over both.
+    A position is the number of tokens before the one to draw, in prompt and response. The same pair gives the same
+    number on every instance and in every batch, so a seeded request is reproducible wherever and in whatever batch it
+    runs. The position does not depend on where the prompt ends, so a request whose prompt is another request's prompt
+    plus the beginning of its response draws the rest of that response. The hash is splitmix64's output function over
+    both.
     """
     seed_R = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
     position_R = np.array(positions, dtype=np.uint64)
@@ -53,9 +54,9 @@ def _mix(bits_R: Bits) -> Bits:
 
 
 def sample_step(logits_RV: torch.Tensor, rows: Rows[Sequence], mode: LogprobsMode, version: str) -> list[Sample]:
-    """Draws one token per row; the samples' log-probs are the raw model's, or after all processing, by `mode`.
+    """Draws one token per row; the samples' log-probs are of the raw model or after all processing, by `mode`.
 
-    A row whose logits are not finite gives a sample with a NaN log-prob.
+    A row with non-finite logits yields a sample with a NaN log-prob.
     """
     params = [row.params for row in rows]
     processed_RV = torch.log_softmax(_process(logits_RV, rows), dim=-1)
@@ -76,16 +77,16 @@ def sample_step(logits_RV: torch.Tensor, rows: Rows[Sequence], mode: LogprobsMod
 
 def _inverse_cdf(logprobs_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative probability exceeds u; a token of probability zero is never chosen."""
-    # MPS and some NPUs have no float64; the engine runs where it exists (CPU, CUDA).
+    # MPS and some NPUs have no float64; the engine runs only where it exists (CPU, CUDA).
     cdf_RV = logprobs_RV.exp().double().cumsum(dim=-1)
     target_R1 = u_R.unsqueeze(-1) * cdf_RV[:, -1:]
     tokens_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(-1)
-    # Only a row of NaN can point behind the last token.
+    # Only a row of NaN can give an index after the last token.
     return tokens_R.clamp_(max=logprobs_RV.shape[-1] - 1)
 
 
 def _process(logits_RV: torch.Tensor, rows: Rows[Sequence]) -> torch.Tensor:
-    """Logits after every parameter but the noise; the input is left as it is."""
+    """Logits after all parameters except the noise; the input is not changed."""
     logits_RV = _penalize(logits_RV, rows)
     temperatures = [1.0 if is_greedy(row.params) else row.params.temperature for row in rows]
     if any(t != 1.0 for t in temperatures):
@@ -127,7 +128,7 @@ def _truncate(logits_RV: torch.Tensor, params: Rows[SamplingParams]) -> torch.Te
 
     min_p_R1 = column([p.min_p for p in params])
     top_k_R1 = column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params])
-    # Without truncation the mass before a token must never reach the bound, whatever rounding does.
+    # Without truncation the mass before a token must never reach the bound, whatever the rounding.
     top_p_R1 = column([p.top_p if p.top_p < 1.0 else torch.inf for p in params])
 
     probs_RV = logits_RV.softmax(dim=-1)
@@ -137,7 +138,7 @@ def _truncate(logits_RV: torch.Tensor, params: Rows[SamplingParams]) -> torch.Te
     sorted_RV = sorted_RV.masked_fill(place_V >= top_k_R1, -torch.inf)
     probs_RV = sorted_RV.softmax(dim=-1)
     mass_before_RV = probs_RV.cumsum(dim=-1) - probs_RV
-    # The first token stays, also where float32 makes nothing of top_p.
+    # The first token always stays, also if top_p is 0 in float32.
     sorted_RV = sorted_RV.masked_fill((mass_before_RV >= top_p_R1) & (place_V > 0), -torch.inf)
     return torch.empty_like(logits_RV).scatter_(-1, order_RV, sorted_RV)
 

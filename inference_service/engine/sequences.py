@@ -1,7 +1,7 @@
-"""A request while the engine works on it: its prompt, and one growing sequence per response.
+"""The state of a request in the engine: its prompt, and one growing sequence per response.
 
-A request that streams has deltas, which `take_delta` hands out once: a sequence's first token, every so many more, its
-end.
+A streaming request has deltas, which `take_delta` returns once each: with a sequence's first token, after every
+`stream_interval` more, and at its end.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ from inference_service.engine_interface import Choice, FinishReason, Sample
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One response in the making.
+    """One response that is being generated.
 
     The engine's thread appends to `samples`; the event loop reads it, so each token is one append. `seed` and
-    `num_tokens` fix the noise of the next token. `stop_ids` ends the response, EOS included unless ignored.
+    `num_tokens` determine the noise of the next token. `stop_ids` end the response; they include EOS unless ignored.
     """
 
     prompt: tuple[int, ...]
@@ -26,16 +26,16 @@ class Sequence:
     samples: list[Sample] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     due_at: int | None = None
-    """With so many samples there is a delta of this sequence; None if nobody streams it, or all of it was sent."""
+    """Number of samples at which the next delta is due; None if the sequence is not streamed, or all of it was sent."""
     num_sent: int = 0
 
     def token_ids(self) -> list[int]:
-        """Prompt and response so far: what has to be computed again after the cache was emptied."""
+        """Prompt and response so far: the tokens to be computed again after the cache was emptied."""
         return [*self.prompt, *(sample.token_id for sample in self.samples)]
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and response so far: the position of the next token."""
+        """Number of tokens of prompt and response so far: the position of the next token."""
         return len(self.prompt) + len(self.samples)
 
     @property
@@ -60,17 +60,17 @@ class Sequence:
         return self._choice(0, len(self.samples))
 
     def take_delta(self) -> Choice:
-        """What was not told yet."""
+        """The part that was not sent yet."""
         delta = self._choice(self.num_sent, self._num_sendable())
         self.num_sent += len(delta.samples)
         self.due_at = self.num_sent + (self.params.stream_interval or 1) if delta.finish_reason is None else None
         return delta
 
     def _num_sendable(self) -> int:
-        """Samples that a stream may tell: the last one of a response only together with its end.
+        """Number of samples that a stream may send: the last one of a response only together with its finish reason.
 
-        The end is noted a moment after the token. Who had the token alone, and lost the stream then, would have the
-        response go on behind its end.
+        The finish reason is set a moment after the token. A client that received only the token, and then lost the
+        stream, would continue the response past its end.
         """
         num = len(self.samples)
         if self.finish_reason is not None or not num:
@@ -88,9 +88,9 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The responses of one prompt; `done` ends when the last of them has, or fails with the reason why not.
+    """The responses of one prompt; `done` completes when all of them have ended, or fails with the error.
 
-    With a `delta_ready` event the request streams: it is set when there is something to take, and when `done` ends.
+    With a `delta_ready` event the request streams: it is set when there are deltas to take, and when `done` completes.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
-"""Wakes the requests that stream, a few at a time: the generation thread rings, the event loop answers.
+"""Wakes the requests that stream, in intervals: the generation thread notifies, the event loop wakes them.
 
-Waking each stream for each token would cost more than making the token. So whatever happens within `INTERVAL_S` is told
-at once, of all streams, which also gathers the deltas of responses that run side by side into one chunk.
+Waking each stream for each token would cost more than generating the token. So everything that happens within
+`INTERVAL_S` is sent at once, for all streams, which also combines the deltas of concurrent responses into one chunk.
 """
 
 import asyncio
@@ -11,11 +11,11 @@ from typing import Final
 from inference_service.engine.sequences import Request, Sequence
 
 INTERVAL_S: Final = 0.025
-"""Long against a step of a small model, short against anything a client waits for."""
+"""Long compared with a step of a small model, short compared with any client's waiting time."""
 
 
 class StreamWaker:
-    """`requests` are the engine's own, read in the event loop; `ring` may be called by any thread."""
+    """`requests` is the engine's own collection, read in the event loop; `ring` may be called by any thread."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = requests
@@ -26,7 +26,7 @@ class StreamWaker:
         self._loop = loop
 
     def note_step(self, sampled: list[Sequence]) -> None:
-        """Called with the sequences that got a token in this step."""
+        """Called with the sequences that received a token in this step."""
         if not self._rung and any(sequence.has_delta for sequence in sampled):
             self.ring()
 
@@ -38,7 +38,7 @@ class StreamWaker:
         self._loop.call_soon_threadsafe(self._loop.call_later, INTERVAL_S, self._wake)
 
     def _wake(self) -> None:
-        # First: what is sampled from here on rings again.
+        # Reset first: samples added from here on ring again.
         self._rung = False
         for request in self._requests:
             request.wake_if_news()

@@ -1,8 +1,8 @@
 """Our sampling inside transformers' continuous batching; written against transformers 5.23.
 
 Continuous batching samples with one random stream for the whole batch and has no per-request seeds, stop-token masks or
-ranks. It does let a list of logits processors see the requests of a step and change their logits, so this list
-chooses the tokens itself, notes them on our sequences, and leaves only the chosen token for its argmax.
+ranks. But it passes the requests of a step to a list of logits processors, which may change their logits. So this list
+chooses the tokens itself, appends them to our sequences, and leaves only the chosen token for the argmax.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +21,8 @@ class TokenSampler(ContinuousBatchingLogitsProcessorList):
     """Called by the generation thread: `prepare_tensor_args`, then `__call__`, once per step each.
 
     `sequences` maps the manager's request ids to our sequences; a request that is no longer in it was cancelled, and
-    its tokens go nowhere. `version` is noted with every token. `on_sampled` gets the sequences that got one,
-    `on_failed` those whose logits are not finite.
+    its tokens are discarded. `version` is stored with every token. `on_sampled` receives the sequences with a new
+    token, `on_failed` those whose logits are not finite.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessorList):
         samples = sample_step(logits, rows, self._mode, self.version)
         failed = []
         for sequence, sample in zip(rows, samples, strict=True):
-            # NaN is the only number that differs from itself.
+            # NaN is the only value that differs from itself.
             if sample.logprob != sample.logprob:
                 failed.append(sequence)
             else:

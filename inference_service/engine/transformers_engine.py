@@ -1,8 +1,8 @@
 """The embedded engine: transformers' continuous batching behind the Engine interface (CPU and CUDA).
 
-Three threads share it. The event loop owns the requests and is the only one to end them. The generation thread runs the
-model, appends tokens to sequences, posts finished ones to the loop, and says when streams have deltas. The control
-thread does what blocks: holding the generation thread between two steps, and receiving weights.
+It uses three threads. The event loop owns the requests, and only it ends them. The generation thread runs the model,
+appends tokens to sequences, posts finished ones to the loop, and signals when streams have deltas. The control thread
+makes the blocking calls: holding the generation thread between two steps, and receiving weights.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ STOP_TIMEOUT_S: Final = 1.0
 
 
 class TransformersEngine:
-    """Implements `engine_interface.Engine`. Make it anywhere; `start` and all else in the event loop."""
+    """Implements `engine_interface.Engine`. Create it anywhere; call `start` and everything else in the event loop."""
 
     def __init__(self, loaded: LoadedModel, size: CacheSize, max_model_len: int, mode: LogprobsMode) -> None:
         self._limits = Limits(max_model_len, int(loaded.model.config.vocab_size))
@@ -224,7 +224,7 @@ class TransformersEngine:
     # Pause and weights
 
     async def _block(self, call: Callable[..., T], *args: object) -> T:
-        """Runs something that blocks in the control thread, one after the other."""
+        """Runs blocking calls in the control thread, one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._control, call, *args)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
@@ -237,7 +237,7 @@ class TransformersEngine:
         elif mode == "wait" and running:
             await asyncio.wait([request.done for request in running])
         async with self._holding:
-            # Someone may have resumed while this call waited.
+            # Another call may have resumed while this one waited.
             if self._paused:
                 await self._block(self._batching.hold)
                 if clear_cache and self._update.phase is not Phase.UPDATING:
@@ -270,7 +270,7 @@ class TransformersEngine:
             self._fail_if_broken()
 
     async def finish_weight_update(self, version: str | None) -> None:
-        # Nobody may resume between the new weights and the empty caches.
+        # No call may resume between the new weights and the emptying of the caches.
         async with self._holding:
             try:
                 await self._block(self._update.finish)
@@ -283,6 +283,6 @@ class TransformersEngine:
             self._batching.version = version
 
     def _fail_if_broken(self) -> None:
-        """Requests that wait or are frozen must not go on with broken weights, nor hang until they are whole again."""
+        """Fails waiting and frozen requests: they must not continue with broken weights, nor wait for an update."""
         if self._update.fault is not None:
             self._fail_all(OutOfService(self._update.fault))

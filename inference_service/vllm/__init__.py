@@ -1,1 +1,1 @@
-"""What it takes to run vLLM's own server as an instance."""
+"""Runs vLLM's own server as an instance."""

@@ -1,4 +1,4 @@
-"""From the options to the command line and environment of vLLM's own server: pure, tested without vLLM."""
+"""From the options to the command line and environment of vLLM's own server: pure functions, tested without vLLM."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ IDENTITY = "inference_service.identity.IdentityFromEnvironment"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to start, and its whole environment."""
+    """The command line, and its whole environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -33,10 +33,10 @@ class Command:
 def server_command(
     options: Options, release: VllmRelease, port: int, environment: Mapping[str, str], boot_id: str
 ) -> Command:
-    """How to start vLLM's server at `port`, in this process's `environment`; its answers will carry `boot_id`.
+    """The command that starts vLLM's server at `port`, in this process's `environment`; responses carry `boot_id`.
 
-    `options.engine_options` come last, so they win. With a token in the environment every route but health and metrics
-    asks for it, the control routes included, which vLLM's own `--api-key` leaves open.
+    `options.engine_options` come last, so they take precedence. With a token in the environment every route except
+    health and metrics requires it, including the control routes, which vLLM's own `--api-key` leaves open.
     """
     values = {
         "--model": options.model,
@@ -47,7 +47,7 @@ def server_command(
         "--tensor-parallel-size": str(options.tensor_parallel),
         "--max-num-seqs": str(options.max_concurrency),
         "--logprobs-mode": options.logprobs_mode,
-        # Sampling as the request says, not as the model's generation_config.json does.
+        # Sampling parameters come from the request, not from the model's generation_config.json.
         "--generation-config": "vllm",
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
         "--worker-extension-cls": WORKER_EXTENSION,
@@ -56,11 +56,11 @@ def server_command(
         values["--max-model-len"] = str(options.max_model_len)
     if options.device == "npu" and "--additional-config" not in options.engine_options:
         values["--additional-config"] = json.dumps({"weight_nz_mode": 0})
-    # A trainer asks for health every second, which the access log would record.
+    # A trainer queries health every second, which the access log would record.
     flags = ["--enable-prefix-caching", "--disable-uvicorn-access-log"]
     if environment.get(TOKEN_VARIABLE):
         flags += ["--middleware", GUARD]
-    # After the guard, so that it stands outside, and its refusals carry the headers too.
+    # After the guard, so that it is the outer middleware, and the guard's refusals carry the headers too.
     flags += ["--middleware", IDENTITY]
     if release.has_scale_out:
         flags.append("--enable-scale-out")
@@ -75,20 +75,20 @@ def server_command(
 def _defaults(options: Options) -> dict[str, str]:
     env = {"VLLM_NO_USAGE_STATS": "1"}
     if options.device == "cpu":
-        # GiB; without it vLLM takes half of the machine's memory. Who starts several instances pins them to cores, so
-        # vLLM must not choose others. Despite --enforce-eager it compiles parts of its sampler, at the first request,
-        # which then takes nine seconds.
+        # GiB; without it vLLM takes half of the machine's memory. Launchers of several instances pin them to cores, so
+        # vLLM must not choose other cores. Despite --enforce-eager vLLM compiles parts of its sampler, at the first
+        # request, which then takes nine seconds.
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     return env
 
 
 def _necessary(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
-    # The RL routes are among those that vLLM serves in development mode only.
+    # vLLM serves the RL routes in development mode only.
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     if "VLLM_PLUGINS" in environment:
         # A list of the plugins to load; without the variable vLLM loads all.
         env["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},{PLUGIN}"
     if options.device == "npu":
-        # Weights in the NZ layout cannot be replaced; vllm-ascend reads the variable, not its setting of that meaning.
+        # Weights in the NZ layout cannot be replaced; vllm-ascend reads this variable, not its equivalent setting.
         env["VLLM_ASCEND_ENABLE_NZ"] = "0"
     return env

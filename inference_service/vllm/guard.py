@@ -1,4 +1,4 @@
-"""The bearer token before all routes of vLLM's server, by its `--middleware` option. Imported by vLLM only."""
+"""Requires the bearer token on all routes of vLLM's server, by its `--middleware` option. Imported by vLLM only."""
 
 import os
 
@@ -10,9 +10,9 @@ from inference_service.options import TOKEN_VARIABLE
 
 
 class TokenGuard(BearerToken):
-    """vLLM makes it with the application alone, so the token comes from the environment.
+    """vLLM constructs it with the application only, so the token comes from the environment.
 
-    Websockets, which no trainer uses, are refused: the token is checked for requests only.
+    Websockets, which no trainer uses, are refused, because the token is checked only for HTTP requests.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,6 +1,6 @@
-"""The plugin by which vLLM learns of async-rl's weight transport; entry point group `vllm.general_plugins`.
+"""The plugin that adds async-rl's weight transport to vLLM; entry point group `vllm.general_plugins`.
 
-vLLM calls `register` in its API server, its engine core and every worker, in some of them more than once.
+vLLM calls `register` in its API server, its engine core and every worker, in some processes more than once.
 """
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -11,7 +11,7 @@ _registered = False
 
 
 def register() -> None:
-    """Makes the transport known to this process; a second call does nothing."""
+    """Registers the transport in this process; a second call does nothing."""
     global _registered
     if not _registered:
         module = "inference_service.vllm.weight_engine"

@@ -1,6 +1,7 @@
-"""Runs vLLM's own server as a child of `python -m inference_service --engine vllm`, from its start to its end.
+"""Runs vLLM's own server as a child of `python -m inference_service --engine vllm`, from start to exit.
 
-The child has a session of its own. It ends with this process, also a killed one; what it leaves behind is killed.
+The child has its own session. It ends with this process, also if this process is killed; processes it leaves behind are
+killed.
 """
 
 import ctypes
@@ -29,7 +30,7 @@ logger = logging.getLogger("inference_service")
 POLL_S = 0.25
 PROBE_TIMEOUT_S = 2.0
 GRACE_S = 8.0
-"""From SIGTERM to SIGKILL; less than the time the guard of a deployment gives this process itself."""
+"""From SIGTERM to SIGKILL; less than the time that the process guard of a deployment gives this process."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -37,10 +38,10 @@ PR_SET_PDEATHSIG = 1
 def serve_vllm(options: Options, listener: socket.socket, environment: Mapping[str, str]) -> None:
     """Runs vLLM at the address of `listener`; returns and raises as `supervise` does.
 
-    `listener` is bound, but does not listen: as long as it is open nobody else is given its port, and vLLM can take it.
+    `listener` is bound, but does not listen: while it is open no other process gets its port, and vLLM can use it.
 
     Raises:
-        ConfigError: there is no vLLM that can serve, or the fleet could not reach it.
+        ConfigError: there is no usable vLLM, or the fleet could not reach it.
     """
     release = find_vllm(options.device)
     token = environment.get(TOKEN_VARIABLE) or None
@@ -52,12 +53,12 @@ def serve_vllm(options: Options, listener: socket.socket, environment: Mapping[s
 
 
 def supervise(command: Command, url: str, registration: Registration | None) -> None:
-    """Runs a server until its fleet lets it go, or a signal raises SystemExit in this thread.
+    """Runs a server until its fleet releases it, or a signal raises SystemExit in this thread.
 
-    With a fleet the first signal asks for leave, while the server goes on answering, and the second ends it at once.
+    With a fleet the first signal requests the release, while the server continues to serve; the second ends it at once.
 
     Raises:
-        ProcessFailed: it ended by itself.
+        ProcessFailed: the server ended by itself.
     """
     http = HttpClient(url, PROBE_TIMEOUT_S)
     with VllmProcess(command) as vllm:
@@ -90,7 +91,7 @@ class VllmProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # A second Ctrl-C must not leave the child half ended.
+        # A second Ctrl-C must not interrupt the shutdown of the child.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         self._child.terminate()
@@ -98,15 +99,15 @@ class VllmProcess:
             self._child.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             logger.warning("vLLM did not end within %g s of SIGTERM: killing it", GRACE_S)
-        with suppress(ProcessLookupError, PermissionError):  # PermissionError is macOS' answer for zombies.
+        with suppress(ProcessLookupError, PermissionError):  # PermissionError is raised by macOS for zombies.
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
 
     def wait_until(self, is_reached: Callable[[], bool]) -> None:
-        """Waits, as long as vLLM lives.
+        """Waits for a condition while vLLM runs.
 
         Raises:
-            ProcessFailed: it does not.
+            ProcessFailed: vLLM ended.
         """
         while not is_reached():
             code = self._child.poll()
@@ -117,5 +118,5 @@ class VllmProcess:
 
 
 def _end_with_parent() -> None:
-    """In the child before exec: vLLM gets SIGTERM when this process is gone, however it went."""
+    """In the child before exec: vLLM receives SIGTERM when this process ends, however it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

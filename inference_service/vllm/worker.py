@@ -1,4 +1,4 @@
-"""Methods that vLLM's workers gain by `--worker-extension-cls`; a trainer calls them through /collective_rpc."""
+"""Methods added to vLLM's workers by `--worker-extension-cls`; a trainer calls them through /collective_rpc."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from typing import Any
 class WorkerExtension:
     """Mixed into vLLM's worker class; the names of the methods are those of `async_rl.protocol.inference`.
 
-    vLLM refuses an extension with a callable that its worker has too.
+    vLLM refuses an extension with a callable that its worker already has.
     """
 
     weight_transfer_engine: Any
@@ -14,12 +14,12 @@ class WorkerExtension:
     noted_version_of_weights = "default"
 
     def weight_fingerprint(self) -> str | None:
-        """Fingerprint of the last weight stream that arrived whole; None before the first."""
+        """Fingerprint of the last weight stream that arrived completely; None before the first."""
         fingerprint: str | None = self.weight_transfer_engine.fingerprint
         return fingerprint
 
     def engine_options(self) -> str:
-        """What of the engine's start decides how it loads weights."""
+        """The start options of the engine that affect how it loads weights."""
         model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
         return (
             f"{model.dtype}, quantization {model.quantization}, tensor parallel {parallel.tensor_parallel_size}, "
@@ -27,9 +27,9 @@ class WorkerExtension:
         )
 
     def note_weight_version(self, version: str) -> None:
-        """Keeps the name of the weights now loaded, for a vLLM that keeps none itself."""
+        """Stores the version of the weights now loaded, for a vLLM that stores none itself."""
         self.noted_version_of_weights = version
 
     def noted_weight_version(self) -> str:
-        """The name noted last."""
+        """The version stored last."""
         return self.noted_version_of_weights

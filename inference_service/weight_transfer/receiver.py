@@ -1,6 +1,6 @@
 """Receiving side of a publish in one worker: join, check, receive from the weight group or a snapshot, fingerprint.
 
-All calls block; the embedded engine runs them in a thread of its own. Every wait ends within the group's `timeout_s`.
+All calls block; the embedded engine runs them in its own thread. Every wait ends within the group's `timeout_s`.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -20,7 +20,7 @@ from inference_service.engine_interface import RequestRefused
 def parameter_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors a full update consists of, by Hugging Face checkpoint name: the model's own memory.
 
-    A tied weight stands under its first name only. Transformers keeps all experts of a layer in one tensor, while
+    A tied weight is listed under its first name only. Transformers keeps all experts of a layer in one tensor, while
     checkpoints name each expert's matrices: these are views of it.
     """
     views: dict[str, torch.Tensor] = {}
@@ -52,7 +52,7 @@ def check_update(update: UpdateInfo, expected: Mapping[str, TensorSpec]) -> list
     """Compares an announced stream with the model, before anything is received.
 
     Raises:
-        RequestRefused: the lists differ in length, or a name is unknown or given twice, or a dtype or shape differs.
+        RequestRefused: the lists differ in length, a name is unknown or given twice, or a dtype or shape differs.
     """
     lengths = (len(update.names), len(update.dtype_names), len(update.shapes))
     if len(set(lengths)) != 1:
@@ -107,7 +107,7 @@ class WeightReceiver:
         return self._fingerprint
 
     def join(self, info: InitInfo) -> None:
-        """Leaves the present group and joins the one `info` names; returns when all its members are there.
+        """Leaves the present group and joins the one `info` names; returns when all its members have joined.
 
         Raises:
             PublishError: the rendezvous did not complete within `info.timeout_s`.
@@ -128,14 +128,15 @@ class WeightReceiver:
     ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
         """Yields (spec, tensor) of one stream in its order, from the weight group or from `update.snapshot`.
 
-        A tensor whose name `into` has, with its dtype and shape, has been put there, and is that one; any other stays
-        valid as long as it is held, with the whole message it came in. `fingerprint` is that of this stream once it was
-        read to its end. The sender learns with the first step that the stream is welcome; whoever stops before the end
-        closes the iterator, which leaves the group.
+        A tensor whose name is in `into` is received into that tensor, which has its dtype and shape; any other tensor
+        stays valid while it is referenced, together with the message that contains it. After the last tensor,
+        `fingerprint` is that of this stream. The sender is notified in the first step that the stream is accepted; a
+        caller that stops early must close the iterator, which leaves the group.
 
         Raises:
-            RequestRefused: the snapshot is missing, broken or of other tensors; nothing was touched.
-            PublishError: no group was joined, or it broke; it is left then, and must be joined anew.
+            RequestRefused: the snapshot is missing, damaged or has other tensors; nothing was changed.
+            PublishError: no group was joined, or the transfer failed; the group is then left, and a new one must be
+                joined.
         """
         fingerprint = Fingerprint()
         tensors = (
@@ -160,7 +161,7 @@ class WeightReceiver:
             yield from self._group.receive(specs, self._info.bucket_bytes, into)
             is_complete = True
         finally:
-            # Whatever went wrong, the two ends no longer agree where in the stream they are.
+            # After any failure the two ends no longer agree on the position in the stream.
             if not is_complete:
                 self.leave()
 

@@ -1,12 +1,12 @@
-"""The life of one weight update inside an instance: start, receive any number of streams, finish; or break.
+"""State machine of a weight update in an instance: start, receive any number of streams, finish; or break.
 
 ```
 SERVING --start--> UPDATING --finish, complete--> SERVING
    ^                  |  \\--finish, nothing received (refused streams change nothing)--> SERVING, an error
    |                  v
-   +---start..finish--BROKEN   a stream broke, or finish found tensors missing: the weights are a mixture
+   +---start..finish--BROKEN   a stream broke, or finish found tensors missing: old and new weights are mixed
 ```
-All methods block and are called by the engine's control thread only, while generation stands still.
+All methods block and are called by the engine's control thread only, while generation is held.
 """
 
 import enum
@@ -26,7 +26,7 @@ class Phase(enum.Enum):
 
 
 class WeightUpdate:
-    """Receives tensors straight into the model's parameters and knows whether the weights are whole."""
+    """Receives tensors directly into the model's parameters and tracks whether the weights are complete."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._views = parameter_views(model)
@@ -43,7 +43,7 @@ class WeightUpdate:
 
     @property
     def fault(self) -> str | None:
-        """Why the weights are not whole; None while they are, or while an update is going on."""
+        """Why the weights are not complete; None if they are, or during an update."""
         return self._fault
 
     @property
@@ -51,7 +51,7 @@ class WeightUpdate:
         return self._receiver.fingerprint
 
     def join(self, info: InitInfo) -> None:
-        """Joins a trainer's weight group; an update that an earlier trainer left unfinished ends here."""
+        """Joins a trainer's weight group; ends an update that an earlier trainer left unfinished."""
         if self._phase is Phase.UPDATING:
             if self._touched:
                 self._break("a new weight group was opened in the middle of an update")
@@ -62,7 +62,7 @@ class WeightUpdate:
     def start(self) -> None:
         if self._phase is Phase.UPDATING:
             raise EngineFault("a weight update is already going on: finish it first")
-        # A broken instance stays out of service until finish; weights touched once stay touched.
+        # A broken instance stays out of service until finish; weights once changed stay marked as changed.
         self._touched = self._phase is Phase.BROKEN
         self._phase = Phase.UPDATING
         self._received.clear()
@@ -91,7 +91,7 @@ class WeightUpdate:
             raise EngineFault(f"a weight stream broke, the instance is out of service: {error}") from error
 
     def finish(self) -> None:
-        """Ends the update; afterwards the weights are whole.
+        """Ends the update; afterwards the weights are complete.
 
         Raises:
             EngineFault: no update was started, or tensors are missing.

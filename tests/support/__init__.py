@@ -1,6 +1,6 @@
-"""What several tests stand on; nothing in here is a test."""
+"""Code shared by several tests; contains no tests."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-"""Of the checkout."""
+"""Root of the checkout."""

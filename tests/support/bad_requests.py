@@ -1,8 +1,8 @@
 """HTTP requests that a server must refuse, made from its OpenAPI document; for `fuzzing`.
 
-A request is bad for exactly one reason, otherwise as the document wants it: a value that no schema allows, a field
-missing or too much, a body that is no JSON, a wrong content type, method, path, query or token, or bytes that are no
-HTTP at all.
+A request is bad for exactly one reason, and otherwise as the document specifies: a value that no schema allows, a
+missing or extra field, a body that is not JSON, a wrong content type, method, path, query or token, or bytes that are
+not HTTP.
 """
 
 import json
@@ -19,7 +19,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", 
 
 
 class BadRequest(NamedTuple):
-    """`is_http`: the connection may be used again; other requests get one of their own, closed for writing after it."""
+    """`is_http`: the connection can be reused; other requests get their own, closed for writing after it."""
 
     reason: str
     method: str
@@ -63,7 +63,7 @@ NO_HTTP = st.one_of(
 
 
 class Attacks:
-    """All kinds of bad requests to the server that `document` describes; with a `token`, it must be asked for."""
+    """All kinds of bad requests to the server that `document` describes; with a `token`, the server must require it."""
 
     def __init__(self, document: Mapping[str, Any], token: str | None, open_paths: frozenset[str]) -> None:
         self._schemas = Schemas(document)
@@ -84,7 +84,7 @@ class Attacks:
         self._guarded = [o for o in self._operations if o[0] not in open_paths]
 
     def all_kinds(self) -> st.SearchStrategy[BadRequest]:
-        # Bodies are where most can go wrong.
+        # Most errors are possible in bodies.
         kinds = [*[self.bad_body()] * 5, self.no_json(), self.content_type(), self.method(), self.path()]
         kinds.append(NO_HTTP.map(lambda raw: BadRequest("no HTTP", "GET", raw, is_http=False)))
         if self._with_query:

@@ -1,8 +1,8 @@
-"""Environments that hold the wheel, what it declares, and nothing else.
+"""Environments that contain only the wheel and the packages it declares.
 
-`install_from_index` asks pip and the package index, as users do. `install_declared` links the same from the
-environment of these tests: whatever the wheel's metadata ask for, with all that those ask for in turn. That takes a
-second even for torch, and what is not declared is missing there just so.
+`install_from_index` uses pip and the package index, as users do. `install_declared` links the same packages from the
+environment of these tests: everything the wheel's metadata requires, directly or indirectly. That takes a second even
+for torch, and undeclared packages are missing there in the same way.
 """
 
 import importlib.metadata
@@ -25,7 +25,7 @@ OURS = "async-rl"
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment without pip; `home` is a folder beside it in which its programs run."""
+    """A virtual environment without pip; `home` is a sibling folder in which its programs run."""
 
     path: Path
     home: Path
@@ -39,12 +39,12 @@ class Environment:
         return next((self.path / "lib").glob("python*/site-packages"))
 
     def names(self) -> set[str]:
-        """The canonical names of the distributions that it holds."""
+        """The canonical names of the distributions in it."""
         found = importlib.metadata.distributions(path=[str(self.site_packages)])
         return {canonicalize_name(each.name) for each in found}
 
     def run(self, *command: str | Path, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-        """Runs a program of its `bin`, away from the checkout; standard error goes with the output."""
+        """Runs a program of its `bin`, outside the checkout; standard error is part of the output."""
         program, *arguments = command
         return subprocess.run(
             [self.path / "bin" / program, *arguments],
@@ -65,12 +65,12 @@ def make_environment(directory: Path) -> Environment:
 
 
 def install_from_index(environment: Environment, wheel: Path) -> None:
-    """As `pip install` does, in the versions of constraints.txt."""
+    """Installs like `pip install`, with the versions of constraints.txt."""
     _pip(environment, "install", "-c", str(ROOT / "constraints.txt"), str(wheel))
 
 
 def install_declared(environment: Environment, wheel: Path, extra: str) -> None:
-    """The wheel, and links to what it asks for with `extra`; fails where that does not fit together."""
+    """Installs the wheel, and links to its requirements with `extra`; fails if they are incompatible."""
     _pip(environment, "install", "--no-deps", "--no-index", str(wheel))
     here = [str(environment.site_packages), *sys.path]
     for distribution in _closure(Requirement(f"{OURS}[{extra}]"), here):
@@ -86,7 +86,7 @@ def _pip(environment: Environment, *arguments: str) -> None:
 
 
 def _closure(wanted: Requirement, path: list[str]) -> Iterator[importlib.metadata.Distribution]:
-    """What `wanted` is and all that it asks for, each once; taken from the first entry of `path` that has it."""
+    """The distribution of `wanted` and all its requirements, each once; from the first entry of `path` that has it."""
     seen: set[tuple[str, str]] = set()
     waiting = [wanted]
     while waiting:

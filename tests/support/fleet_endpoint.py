@@ -1,4 +1,4 @@
-"""A fleet endpoint that listens, and a way to ask it."""
+"""A fleet endpoint that listens, and a method to send it requests."""
 
 import json
 import urllib.error
@@ -17,7 +17,7 @@ class Endpoint:
         self.token = token
 
     def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """GET, or POST of a body (bytes as they are, all else as JSON); status and parsed answer."""
+        """GET, or POST of a body (bytes unchanged, everything else as JSON); returns status and parsed response."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} | headers
         if self.token is not None:

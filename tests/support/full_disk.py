@@ -1,4 +1,4 @@
-"""A disk that is full, as far as this process can tell."""
+"""Simulates a full disk for this process."""
 
 import resource
 import signal
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """The system lets no file of this process grow beyond it, as if the disk were full."""
+    """The system limits files of this process to this size, as if the disk were full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))

@@ -1,4 +1,4 @@
-"""Sends thousands of bad requests to a running HTTP server over real sockets: every answer must be 4xx."""
+"""Sends thousands of bad requests to a running HTTP server over real sockets: every response must be 4xx."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ TIMEOUT_S = 20.0
 
 
 class Sender:
-    """Sends requests one after the other, on one connection as long as the server keeps it."""
+    """Sends requests one after the other, on one connection while the server keeps it open."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -23,10 +23,10 @@ class Sender:
         self._connection: socket | None = None
 
     def status(self, request: BadRequest) -> int:
-        """The answer's status.
+        """The response's status.
 
         Raises:
-            OSError, HTTPException: there is no answer, or it is none.
+            OSError, HTTPException: there is no response, or it is not HTTP.
         """
         if not request.is_http:
             self.close()
@@ -37,7 +37,7 @@ class Sender:
             self.close()
             if fresh:
                 raise
-            # The server may have closed an idle connection just then.
+            # The server may just have closed an idle connection.
             return self._exchange(request)
 
     def _exchange(self, request: BadRequest) -> int:
@@ -66,10 +66,10 @@ def fuzz(
     open_paths: frozenset[str] = frozenset(),
     num_requests: int = 10_000,
 ) -> Counter[int]:
-    """Sends `num_requests` bad requests and returns how often each status came; `open_paths` need no token.
+    """Sends `num_requests` bad requests and returns the count of each status; `open_paths` need no token.
 
     Raises:
-        AssertionError: an answer was not 4xx; the message shows the smallest such request that was found.
+        AssertionError: a response was not 4xx; the message shows the smallest such request found.
     """
     sender = Sender(url)
     statuses: Counter[int] = Counter()

@@ -1,6 +1,6 @@
-"""Several hosts on one machine: network namespaces with networks of their own between them, for tests that run as root.
+"""Several hosts on one machine: network namespaces with separate networks between them, for tests that run as root.
 
-A host has interfaces, an /etc/hosts and a name of its own; its processes share the file system with all others.
+A host has its own interfaces, /etc/hosts and name; its processes share the file system with all other hosts.
 """
 
 import os
@@ -15,7 +15,7 @@ OF_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
 
 
 def why_not() -> str | None:
-    """Why this machine cannot play several hosts; None where it can."""
+    """Why this machine cannot simulate several hosts; None if it can."""
     if shutil.which("ip") is None:
         return "no `ip`: install iproute2"
     if os.geteuid() != 0:
@@ -42,7 +42,7 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", inside]
 
     def ask(self, *words: str) -> str:
-        """What a command on this host prints."""
+        """The output of a command on this host."""
         done = subprocess.run(self.command(words), check=True, capture_output=True, text=True, timeout=60)
         return done.stdout.strip()
 
@@ -50,15 +50,15 @@ class Host:
 class Hosts:
     """A set of hosts and the networks between them, made by the constructor and removed by `close`.
 
-    Each network is a bridge in a namespace of its own, and leads nowhere else.
+    Each network is a bridge in a separate namespace, without a route to other networks.
     """
 
     def __init__(self, networks: Mapping[str, str], hosts: Mapping[str, Mapping[str, str]]) -> None:
         """
         Args:
-            networks: their prefix lengths, by name.
-            hosts: by name, each one's address in every network it is part of. The first one is what the host's own
-                name resolves to; without a network of that name, an address of loopback.
+            networks: prefix lengths by network name.
+            hosts: by name, each host's address in every network it is part of. The host's own name resolves to its
+                first address; a key that is not a network may give a loopback address for that.
         """
         self._prefix = f"arl{os.getpid()}-"
         self._namespaces: list[str] = []
@@ -101,14 +101,14 @@ class Hosts:
         own = next(iter(addresses.values()))
         etc = ETC / namespace
         etc.mkdir(parents=True)
-        # `ip netns exec` shows the files of this folder under /etc.
+        # `ip netns exec` mounts the files of this folder under /etc.
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{own} {name}\n")
         (etc / "resolv.conf").write_text("")
         return Host(namespace, name, {network: a for network, a in addresses.items() if network in networks})
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of this process, without what it says of interfaces."""
+    """The environment of this process, without the variables that select interfaces."""
     kept = {name: value for name, value in os.environ.items() if name not in OF_INTERFACES}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
 

@@ -1,4 +1,4 @@
-"""What one iteration leaves to be recorded, made up at any size: groups, their rows of the proof, and their prompts."""
+"""Synthetic data of one iteration for the records, of any size: groups, their rows of the proof, and their prompts."""
 
 import random
 import time
@@ -7,7 +7,7 @@ from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.types import Batch, Group, GroupProof, Prompt, Publication, Response, WeightSpan, digest_of
 
 NUM_TOKENS = 1500
-"""Of a response. Groups share the objects of theirs, or a large batch would not fit in memory."""
+"""Tokens per response. Groups share these objects, since a large batch would otherwise not fit in memory."""
 
 INSTANCES = tuple(f"http://10.0.{i // 256}.{i % 256}:8000" for i in range(64))
 
@@ -17,7 +17,7 @@ def publication_of(version: str) -> Publication:
 
 
 def make_batch(iteration: int, num_prompts: int) -> Batch:
-    """Rows of a source of ten times as many, in a shuffled order, as an epoch has them."""
+    """Rows of a source of ten times as many, in a shuffled order, as in an epoch."""
     numbers = random.Random(iteration).sample(range(10 * num_prompts), num_prompts)
     return Batch(iteration, {i: Prompt(str(number), (5, 6, 7), {}) for i, number in enumerate(numbers)})
 
@@ -54,7 +54,7 @@ def make_groups(batch: Batch, version: str, responses_per_prompt: int) -> list[G
 
 
 def make_row(group: Group, draw: random.Random) -> GroupProof:
-    """What the trainer says of a group, with figures that have as many digits as real ones."""
+    """The trainer's row of a group, with numbers that have as many digits as real ones."""
     count = group.num_response_tokens
     squares = count * draw.uniform(1e-8, 2e-8)
     gaps = LogprobGaps(

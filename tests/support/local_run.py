@@ -1,4 +1,4 @@
-"""A local run on real parts, as a process that tests start, watch and kill."""
+"""A local run on real parts, as a process that tests start, observe and kill."""
 
 import copy
 import json
@@ -60,7 +60,7 @@ iterations = 3
 
 
 class Run:
-    """One local run of a config; `start` returns at once."""
+    """One local run of a config; `start` returns immediately."""
 
     def __init__(self, tmp_path: Path, model: Path) -> None:
         self.dir = tmp_path / "run"
@@ -128,7 +128,7 @@ class Run:
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """Its words; none where it ends at this moment, or is a zombie of another test."""
+    """Its command line; empty if it has just ended, or is a zombie of another test."""
     try:
         return process.cmdline()
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""A config with the keys that have no default, and no others."""
+"""A config with the keys that have no default, and no other keys."""
 
 MINIMAL = """
 [run]

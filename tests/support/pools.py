@@ -1,4 +1,4 @@
-"""Pools of scripted instances, driven from the test's thread; the fixture `pools_with` makes and closes them."""
+"""Pools of scripted instances, driven from the test's thread; the fixture `pools_with` creates and closes them."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ DEADLINE_S = 60.0
 
 
 class Pools:
-    """Makes pools with these `settings` of `PoolSection`, unless told otherwise."""
+    """Creates pools with these `settings` of `PoolSection`, unless overridden."""
 
     def __init__(self, loop: EventLoopThread, **settings: Any) -> None:
         self.loop = loop
@@ -21,7 +21,7 @@ class Pools:
         self._settings = settings
 
     def make(self, *instances: Any, version: str | None = "v1", **options: Any) -> InferencePool:
-        """A pool of instances, or of URLs, in service with `version`; None puts nobody in service."""
+        """A pool of instances, or of URLs, in service with `version`; None puts no instance in service."""
         urls = tuple(instance if isinstance(instance, str) else instance.url for instance in instances)
         pool = InferencePool(PoolSection(instances=urls, **({"fleet_port": 1} | self._settings | options)))
         self.made.append(pool)
@@ -36,7 +36,7 @@ class Pools:
         return members
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls it on the event loop, where pools may be changed."""
+        """Calls `method` on the event loop, where pools may be changed."""
 
         async def on_loop() -> Any:
             return method(*arguments)

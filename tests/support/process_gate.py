@@ -1,7 +1,7 @@
-"""Refuses new processes to tests that are not marked as starting any; used by tests/conftest.py.
+"""Prevents tests without a matching marker from starting processes; used by tests/conftest.py.
 
-So `make test-fast` stays what it says. Python raises an audit event before most ways to start a process;
-`multiprocessing` has ways that raise none, so its `start` asks here, too.
+So `make test-fast` starts no processes. Python raises an audit event for most ways to start a process;
+`multiprocessing` has ways without an event, so its `start` is checked here, too.
 """
 
 import sys
@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 MARKERS = ("distributed", "packaging", "vllm", "layouts", "gpu", "npu")
-"""Who has one of these may start processes: the first says so, the others are never in the fast set."""
+"""Tests with one of these may start processes: the first says just that, the others are never in the fast set."""
 
 EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system")
 
 
 class ProcessGate:
-    """`refused` lists what was refused since the last `close`: product code may have caught the error."""
+    """`refused` lists the attempts refused since the last `close`: product code may have caught the error."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []
         self._test: str | None = None
-        sys.addaudithook(self._on_event)  # stays for the life of the interpreter; an open gate lets everything pass
+        sys.addaudithook(self._on_event)  # stays for the lifetime of the interpreter; an open gate allows everything
         start = BaseProcess.start
 
         def checked_start(process: BaseProcess) -> None:
@@ -33,16 +33,16 @@ class ProcessGate:
         BaseProcess.start = checked_start  # type: ignore[method-assign,assignment]
 
     def close(self, test: str, markers: Collection[str]) -> None:
-        """From now on `test` runs, and may start processes if one of its markers allows that."""
+        """Marks the start of `test`, which may start processes if one of its markers allows that."""
         self.refused = []
         self._test = None if set(markers) & set(MARKERS) else test
 
     def open(self) -> None:
-        """Between tests."""
+        """Allows everything, between tests."""
         self._test = None
 
     def require_none_refused(self) -> None:
-        """Fails the test for what it tried, wherever the error went."""
+        """Fails the test if it tried to start a process, even if the error was caught."""
         if self.refused:
             pytest.fail("\n".join(self.refused), pytrace=False)
 

@@ -1,4 +1,4 @@
-"""Small weights to publish, and publishers for receiving instances, each with a pool of its own."""
+"""Small weights to publish, and publishers for receiving instances, each with its own pool."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,12 +36,12 @@ def sums(scale: float = 1.0) -> list[float]:
 
 
 def publish(publisher: Publisher, version: str, scale: float = 1.0, **options: Any) -> tuple[str, ...]:
-    """The URLs that serve it."""
+    """Publishes; returns the URLs that serve the version."""
     return publisher.publish(version, SPECS, lambda: stream(scale), **options).instances
 
 
 class Publishing:
-    """Makes publishers as a session does, and closes them."""
+    """Creates publishers like a session, and closes them."""
 
     def __init__(self, loop: EventLoopThread) -> None:
         self._loop = loop
@@ -55,7 +55,7 @@ class Publishing:
         canary: Canary | None = None,
         **options: Any,
     ) -> tuple[Publisher, InferencePool]:
-        """`options` are settings of the pool or publish section; late joiners are admitted if they say so."""
+        """`options` are settings of the pool or publish section; late joiners are admitted if the options allow it."""
         urls = tuple(instance.url for instance in instances)
         of_pool = {name: value for name, value in options.items() if name in POOL_OPTIONS}
         of_publish = {name: value for name, value in options.items() if name not in POOL_OPTIONS}

@@ -1,8 +1,9 @@
-"""A scripted instance that also takes weights: it really joins the weight group and receives the stream, or reads it.
+"""A scripted instance that also receives weights: it joins a real weight group, or reads a snapshot.
 
-Script, besides that of scripted_instance.py: refuse = route that answers 500; hang = route that never answers; die =
-route that ends the process, before the group (init), before the stream (update) or in it (receive); fingerprint: what
-it claims to have received; shift: added to the log-probs of its responses, as if it computed with other weights.
+Script keys, besides those of scripted_instance.py: refuse = route that returns 500; hang = route that never responds;
+die = route that ends the process, before the group (init), before the stream (update) or in it (receive); fingerprint:
+the one it claims to have received; shift: added to the log-probs of its responses, as if it computed with other
+weights.
 """
 
 import asyncio
@@ -103,7 +104,7 @@ class ReceivingInstance(Instance):
         try:
             await asyncio.to_thread(self.receive, info)
         except PublishError as error:
-            # As a real one does: the group is of no use any more, and the update ends.
+            # Like a real instance: the group is no longer usable, and the update ends.
             self.group, self.updating = None, False
             self.script["health"] = 503
             return refusal(500, str(error))

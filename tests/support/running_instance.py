@@ -41,15 +41,15 @@ class Instance:
         return answer.json()
 
     def tokens_made_beside(self, num_tokens: int) -> float:
-        """All tokens that the engine samples while it makes a response of `num_tokens`: more if another one goes on."""
-        # The step that is under way may still end.
+        """Tokens that the engine samples while it generates `num_tokens` for one response: more if others run."""
+        # The running step may still finish.
         self.generate([5, 6], max_tokens=2, ignore_eos=True)
         before = self.metric("vllm:generation_tokens_total")
         self.generate([5, 6], max_tokens=num_tokens, ignore_eos=True)
         return self.metric("vllm:generation_tokens_total") - before
 
     def answer_others(self) -> None:
-        """Lets the server's event loop turn often enough to deliver whatever it has to say."""
+        """Lets the server's event loop run often enough to deliver all pending messages."""
         for _ in range(50):
             self.client.get("/is_paused").raise_for_status()
 
@@ -61,13 +61,13 @@ class Instance:
 def wait_until_ready(
     process: "subprocess.Popen[str]", headers: Mapping[str, str] | None = None, timeout_s: float = START_TIMEOUT_S
 ) -> Instance:
-    """The instance that `launch` started, once it answers."""
+    """The instance that `launch` started, once it is ready."""
     url = wait_for_url(process, timeout_s)
     return Instance(url, process, httpx.Client(base_url=url, timeout=60, headers=headers))
 
 
 class TrainerSide:
-    """Rank 0 of a weight group: does what a trainer's publish does, one step at a time."""
+    """Rank 0 of a weight group: performs a trainer's publish, one step at a time."""
 
     def __init__(self, instances: Sequence[Instance], timeout_s: float = GROUP_TIMEOUT_S) -> None:
         self.instances = instances
@@ -130,7 +130,7 @@ class TrainerSide:
         return fingerprint
 
     def die(self) -> None:
-        """Closes all connections, as the end of the trainer's process would."""
+        """Closes all connections, like the end of the trainer's process."""
         self.server.close()
         del self.group
         gc.collect()

@@ -1,4 +1,4 @@
-"""Whether two runs trained the same, bit for bit; with the settings under which they must."""
+"""Whether two runs trained the same, bit for bit; with the settings under which they must be equal."""
 
 import torch
 from safetensors.torch import load_file

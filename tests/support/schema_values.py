@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 
 class Text(NamedTuple):
-    """JSON text that `json.dumps` would not write, or would write at length, and what it means."""
+    """JSON text that `json.dumps` would not write, or would write at length, and its value."""
 
     text: str
     value: Any
@@ -39,13 +39,13 @@ NASTY: list[Any] = [
 
 
 class Schemas:
-    """Knows the schemas that a document's references name."""
+    """Resolves the schemas that a document's references name."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._schemas = document.get("components", {}).get("schemas", {})
 
     def may_accept(self, schema: Mapping[str, Any], value: Any) -> bool:
-        """Whether a server might take the value for this schema, being as lenient as pydantic is."""
+        """Whether a server as lenient as pydantic might accept the value for this schema."""
         value = value.value if isinstance(value, Text) else value
         schema = self._resolved(schema)
         if "anyOf" in schema:
@@ -75,7 +75,7 @@ class Schemas:
         )
 
     def broken(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-        """Values that the schema forbids, at the top or at one place further in."""
+        """Values that the schema forbids, at the top level or at one nested position."""
         schema = self._resolved(schema)
         kinds = [
             st.sampled_from([value for value in NASTY if not self.may_accept(schema, value)] or [Text("nul", None)])
@@ -123,7 +123,7 @@ class Schemas:
 
 
 def dumps(value: Any) -> bytes:
-    """JSON, in which every Text stands as it is."""
+    """JSON, in which every Text is written unchanged."""
     texts: list[str] = []
 
     def plain(item: Any) -> Any:
@@ -181,7 +181,7 @@ def _number(value: Any) -> float | int | None:
 
 
 def _in_bounds(schema: Mapping[str, Any], number: float) -> bool:
-    # The document writes bounds as floats, which is not exact near 2**63: what is at an excluded maximum may pass.
+    # The document writes bounds as floats, which is not exact near 2**63: a value at an excluded maximum may pass.
     bounds: dict[str, Callable[[float], bool]] = {
         "minimum": lambda bound: number >= bound,
         "maximum": lambda bound: number <= bound,

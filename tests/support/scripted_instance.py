@@ -1,29 +1,27 @@
-"""A small inference instance that does as its script says: `python scripted_instance.py '{"version": "v1"}'`.
+"""A small inference instance that follows a script: `python scripted_instance.py '{"version": "v1"}'`.
 
-It speaks the protocol over HTTP in a process of its own, prints its port, and ends with its standard input. POST
-/script changes the script, GET /seen tells what it was asked. Its responses are a function of the seed, as a real
-engine's.
+It implements the protocol over HTTP in a separate process, prints its port, and ends with its standard input. POST
+/script changes the script, GET /seen returns the requests it received. Its responses are a function of the seed, as
+with a real engine.
 
-Script: version; max_model_len; delay_s before answering; slow_token: prompts with it get no answer; die_at, hang_at,
-refuse_at, abort_at: the generate request (counted from 0) that meets that fate; serve_generate = false: only
-completions; stale: the version it answers with; token; health: status of /health; short: answers one log-prob too few;
-server, owner: of /version and the model card; boot_id: of the process, null for none;
-start_time: of its figures; concurrency: told with it;
-port: to listen at; slots: requests that it works at side by side, others wait; busy_at: requests that get busy_status
-(503); poison: prompts with this token get a 500; mute: /health does not answer.
+Script keys: version; max_model_len; delay_s before responding; slow_token: prompts with it get no response; die_at,
+hang_at, refuse_at, abort_at: the generate request (counted from 0) that fails in this way; serve_generate = false: only
+completions; stale: the version it reports; token; health: status of /health; short: returns one log-prob too few;
+server, owner: of /version and the model card; boot_id: of the process, null for none; start_time: of its metrics;
+concurrency: sent in its headers; port: to listen on; slots: requests that it serves at the same time, others wait;
+busy_at: requests that get busy_status (503); poison: prompts with this token get a 500; mute: /health does not respond.
 
-Streaming, with stream = true: token_s after each token; stop_after: tokens of every response (or of those of
-the request fate_of) after which the process
-ends (fate "die"), or says no more ("hang"), or only that its engine died ("engine death"), or is out of step ("skip",
-"repeat": a chunk is left out, or sent twice), or breaks the connection ("tear"); versions_at_end: weight versions with
-the last chunk only, as vLLM; endless: no chunk says that it is the last; flood: tokens without end; pulse: events
-without tokens, and comments, without end; surplus: tokens beyond those asked for; early: "length" at the first token;
-bad_logprob: the first log-prob.
+Streaming, with stream = true: token_s after each token; stop_after: tokens of every response (or of those of the
+request fate_of) after which the process ends (fate "die"), or sends no more ("hang"), or only that its engine died
+("engine death"), or loses its position ("skip", "repeat": a chunk is left out, or sent twice), or breaks the connection
+("tear"); versions_at_end: weight versions with the last chunk only, like vLLM; endless: no chunk is marked as the last;
+flood: tokens without end; pulse: events without tokens, and comments, without end; surplus: tokens beyond those
+requested; early: "length" at the first token; bad_logprob: the first log-prob.
 
-endless_body: the route whose answer's body has no end, with endless_status (200);
-elsewhere: every route leads there, by a redirect.
+endless_body: the route whose response body has no end, with endless_status (200); elsewhere: every route redirects
+there.
 
-needs_weights: /health answers 503 and says that a whole update mends it.
+needs_weights: /health returns 503 and reports that a full update repairs it.
 """
 
 import asyncio
@@ -53,14 +51,14 @@ DEFAULTS: dict[str, Any] = {
 
 
 ENGINE_DEATH = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-"""What vLLM 0.32 says in an answer that has begun."""
+"""The message of vLLM 0.32 in a response that has begun."""
 
 END = 2
 """The token that ends a response."""
 
 
 class Busy(Exception):
-    """The status to answer with."""
+    """Carries the status to respond with."""
 
 
 class Instance:
@@ -117,7 +115,7 @@ class Instance:
             await response.write(b" " * 2**20)
 
     def identity(self) -> dict[str, str]:
-        """Headers of every answer; `boot_id` "" stands for one of this process's own."""
+        """Headers of every response; `boot_id` "" means one derived from this process."""
         boot_id, told = self.script["boot_id"], self.script.get("concurrency")
         headers = {} if boot_id is None else {"X-Async-RL-Boot-Id": boot_id or f"process-{os.getpid()}"}
         return headers | ({} if told is None else {"X-Async-RL-Max-Concurrency": str(told)})
@@ -183,7 +181,7 @@ class Instance:
         return web.json_response({"request_id": body["request_id"], "choices": choices})
 
     async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """All children side by side, a token of each at a time."""
+        """Streams all children in parallel, one token of each at a time."""
         sampling = body["sampling_params"]
         first_seed = seed_of(sampling)
         seeds = [first_seed + j for j in range(sampling["n"])]
@@ -260,7 +258,7 @@ class Instance:
         return web.json_response({"choices": choices})
 
     async def suffer(self, body: dict[str, Any]) -> int:
-        """Counts the request and lets it meet its fate."""
+        """Counts the request and applies the script's failure to it, if any."""
         number = len(self.requests)
         self.requests.append(body)
         if number == self.script.get("die_at"):
@@ -277,12 +275,12 @@ class Instance:
 
 
 def seed_of(sampling: dict[str, Any]) -> int:
-    """The seed asked for, or one of the instance's own, which is always the same."""
+    """The requested seed, or the instance's default, which is always the same."""
     return int(sampling.get("seed", 0))
 
 
 def sample(seed: int, start: int, max_tokens: int) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs after `start` tokens of context, each a function of the seed and its place."""
+    """Tokens and log-probs after `start` tokens of context, each a function of the seed and its position."""
     token_ids: list[int] = []
     logprobs: list[float] = []
     while len(token_ids) < max_tokens and END not in token_ids:

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class ScriptedInstance:
-    """A running instance: `url`, and what a test may do to it."""
+    """A running instance: `url`, and the operations of a test on it."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None

@@ -58,7 +58,7 @@ def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 
     model = random_model(config_class(**{**own, **settings}), seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Default initialisation leaves norms at 1 and biases at 0, which would hide a mistake in either.
+            # Default initialisation leaves norms at 1 and biases at 0, which would hide an error in either.
             if name.endswith(("norm.weight", "bias")) or "layernorm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             else:

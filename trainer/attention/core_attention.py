@@ -1,4 +1,4 @@
-"""The core attention that Megatron's layers call, and what their packed_seq_params carry to it.
+"""The core attention that Megatron's layers call, and the packed_seq_params that are passed to it.
 
 Shape legend: T fed rows, H query heads, K key / value heads, D head dimension; 1 is Megatron's batch dimension.
 """
@@ -20,10 +20,10 @@ from trainer.devices.layer_ops import LayerOps
 
 @dataclass(kw_only=True)
 class SharedPromptParams(PackedSeqParams):
-    """Carries the segments through Megatron's layers to the core attention.
+    """Passes the segments through Megatron's layers to the core attention.
 
-    Rotary angles come along, by position: Megatron's own would number the rows, or restart at 0 in every segment. The
-    format stays "sbhd", in which Megatron leaves the rows alone.
+    The rotary angles are included, by position: Megatron's own would number the rows, or restart at 0 in every segment.
+    The format stays "sbhd", for which Megatron does not rearrange the rows.
     """
 
     segments: Segments
@@ -41,7 +41,7 @@ class SharedPromptAttention(torch.nn.Module):
     def __init__(
         self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
     ) -> None:
-        """Takes what Megatron's layers pass; mask type and process groups make no difference here."""
+        """Accepts the arguments of Megatron's layers; mask type and process groups are ignored."""
         super().__init__()
         self._layer_number = layer_number
         self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -56,7 +56,7 @@ class SharedPromptAttention(torch.nn.Module):
         packed_seq_params: SharedPromptParams,
         **_: Any,
     ) -> torch.Tensor:
-        """Attention output, [T, 1, H * D]. Who sees whom comes from the segments; `attention_mask` is None."""
+        """Attention output, [T, 1, H * D]. The segments define which rows attend to which; `attention_mask` is None."""
         params = packed_seq_params
         query_THD, key_SKD = (
             params.ops.rotary(rows[:, 0], params.cos_T1D, params.sin_T1D) for rows in (query_T1HD, key_T1KD)

@@ -1,12 +1,12 @@
 """Keys and values of a prompt, kept between the two stages of a group that is too long for one micro-batch.
 
-Stage one runs the prompt once; every attention layer leaves its keys and values here. Stage two runs the responses in
-micro-groups against them; each one's backward adds to the gradients of what is kept. At last the prompt's own backward
-picks these up at the place where keys and values were made. That is the chain rule of the whole group, with the prompt
-computed once.
+Stage one runs the prompt once; every attention layer stores its keys and values here. Stage two runs the responses
+against them in micro-groups; the backward of each micro-group adds to the gradients of the stored tensors. Finally the
+prompt's own backward reads the summed gradients where the keys and values were computed. That is the chain rule of the
+whole group, with the prompt computed once.
 
-What is kept has the model's dtype; the sums of its gradients are float32 or wider. In bfloat16 a sum stands still once
-it is 256 times what is added to it, and a group may have hundreds of micro-groups.
+Stored tensors have the model's dtype; the sums of their gradients are float32 or wider. In bfloat16 a sum no longer
+changes once it is 256 times what is added to it, and a group may have hundreds of micro-groups.
 
 Shape legend: P prompt rows, T rows of one micro-group, K key / value heads, D head dimension, H hidden size.
 """
@@ -26,18 +26,18 @@ class PromptCache:
         self._with_responses = False
 
     def begin_responses(self, hidden_1H: torch.Tensor) -> None:
-        """Ends stage one. Takes the prompt's last hidden row, which gives every response's first token."""
+        """Ends stage one. `hidden_1H` is the prompt's last hidden row, which gives every response's first token."""
         self._with_responses = True
         self._hidden_1H = hidden_1H
         self._last_1H = hidden_1H.detach().to(_wide(hidden_1H.dtype), copy=True).requires_grad_()
 
     def last_row(self) -> torch.Tensor:
-        """The prompt's last hidden row, [1, H], for one micro-group; its gradient is added to those of the others."""
+        """The prompt's last hidden row, [1, H], for one micro-group; its gradients are summed over micro-groups."""
         assert self._hidden_1H is not None and self._last_1H is not None, "stage two has not begun"
         return self._last_1H.to(self._hidden_1H.dtype)
 
     def extend(self, layer: int, key_TKD: torch.Tensor, value_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stage one: keeps a layer's keys and values. Stage two: puts the kept ones before them, [P + T, K, D]."""
+        """Stage one: stores a layer's keys and values. Stage two: puts the stored ones before them, [P + T, K, D]."""
         key, value = (self._extend(layer, name, x) for name, x in (("key", key_TKD), ("value", value_TKD)))
         return key, value
 
@@ -51,10 +51,10 @@ class PromptCache:
 
     def _extend(self, layer: int, name: str, tensor_TKD: torch.Tensor) -> torch.Tensor:
         if self._with_responses:
-            # torch leaves `apply` untyped.
+            # `apply` is untyped in torch.
             appended: torch.Tensor = _Append.apply(tensor_TKD, self._kept[layer, name])  # type: ignore[no-untyped-call]
             return appended
-        # Kept once: a recomputed forward finds what holds the gradients.
+        # Stored once: a recomputed forward uses the entry that holds the gradients.
         kept = self._kept.setdefault((layer, name), _Kept(tensor_TKD.detach()))
         handed_on: torch.Tensor = _AddGradient.apply(tensor_TKD, kept)  # type: ignore[no-untyped-call]
         return handed_on
@@ -74,12 +74,12 @@ class _Kept:
             self._sum_PKD += grad_PKD
 
     def added_to(self, grad_PKD: torch.Tensor) -> torch.Tensor:
-        """The sum and one more gradient, rounded once to the latter's dtype."""
+        """The sum plus one more gradient, rounded once to the dtype of `grad_PKD`."""
         return grad_PKD if self._sum_PKD is None else (self._sum_PKD + grad_PKD).to(grad_PKD.dtype)
 
 
 class _Append(torch.autograd.Function):
-    """Puts the prompt's rows before those of a micro-group; their gradient goes to the sum."""
+    """Puts the prompt's rows before those of a micro-group; their gradient is added to the sum."""
 
     @staticmethod
     def forward(ctx: Any, tensor_TKD: torch.Tensor, kept: _Kept) -> torch.Tensor:
@@ -94,7 +94,7 @@ class _Append(torch.autograd.Function):
 
 
 class _AddGradient(torch.autograd.Function):
-    """Hands the prompt's rows on; their gradient is increased by what the micro-groups have added up."""
+    """Passes the prompt's rows through; adds the gradient sum of the micro-groups to their gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor_PKD: torch.Tensor, kept: _Kept) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Who attends to whom in a micro-batch, as the two parts whose kernels compute it.
+"""Which rows attend to which in a micro-batch, as the two parts that the kernels compute.
 
 Shape legend: T fed rows, S key / value rows.
 """
@@ -14,10 +14,10 @@ from trainer.devices.attention_part import Part
 
 @dataclass(frozen=True)
 class Segments:
-    """Who attends to whom: every segment causally to itself, and the rows of a group's responses to their prompt.
+    """Attention structure: every segment causally to itself, and the rows of a group's responses to their prompt.
 
     Self part: all T rows, against the key rows from `self_kv_start` on. Cross part: the rows from `cross_q_start` on,
-    as many as it has, against the key rows from 0 on; None where no response row is fed.
+    `sum(cross_part.q_lens)` of them, against the key rows from 0 on; None where no response row is fed.
     """
 
     self_part: Part

@@ -5,9 +5,9 @@ parts' outputs o_s, o_c and log-sum-exps l_s, l_c, the softmax over both is
 
     l = logaddexp(l_s, l_c),    o = o_s + sigmoid(l_c - l_s) (o_c - o_s).
 
-The backward pass runs each part's own flash backward with the merged o and l in place of the part's: with P_ij =
-exp(s_ij - l) and delta_i = do_i . o_i, which are those of the whole softmax, dS_ij = P_ij (do_i . v_j - delta_i) holds
-for every key of either part (FlashAttention, arXiv 2205.14135, appendix B.4). So only q, k, v, o and l are kept.
+The backward pass runs each part's own flash backward with the merged o and l in place of the part's own. With P_ij =
+exp(s_ij - l) and delta_i = do_i . o_i of the whole softmax, dS_ij = P_ij (do_i . v_j - delta_i) holds for every key of
+either part (FlashAttention, arXiv 2205.14135, appendix B.4). So only q, k, v, o and l are saved for backward.
 
 Shape legend: T query rows, S key / value rows, M query rows of the cross part, H query heads, K key / value heads,
 D head dimension.
@@ -27,19 +27,19 @@ from trainer.devices.attention_part import Part
 log = logging.getLogger(__name__)
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest difference of one row from the reference's on unit-normal inputs, relative to the row (see `_row_error`).
+"""Largest difference of one row from the reference on unit-normal inputs, relative to the row (see `_row_error`).
 
-In bfloat16 (unit roundoff u = 2^-8) a row passes some roundings, of the probabilities, of each part's output and of
-their merger, or of dS, of each part's gradient and of their sum: about 5 u = 2e-2 if none of them cancels."""
+In bfloat16 (unit roundoff u = 2^-8) a row is rounded several times (the probabilities, each part's output and the
+merged output; or dS, each part's gradient and their sum): about 5 u = 2e-2 if none of them cancels."""
 
 SHORT_SEGMENTS = ((5, 3), ((4, 1, 7), (2, 6)))
 """(prompt lengths, fed response lengths of each group) of the check on first use: fewer rows than a kernel's block."""
 
 LONG_SEGMENTS = ((833, 64, 129), ((127, 1, 130), (65, 64), (63, 128)))
-"""The same around the borders of blocks: flash kernels take 32 to 256 queries and 64 to 512 keys at a time."""
+"""The same around block boundaries: flash kernels take 32 to 256 queries and 64 to 512 keys at a time."""
 
 LONG_KV_HEADS = 2
-"""Key / value heads of the long check at most, each with as many query heads as in the model: it bounds the time."""
+"""Maximum key / value heads in the long check, each with as many query heads as in the model: limits the time."""
 
 
 def shared_prompt_attention(
@@ -53,11 +53,11 @@ def shared_prompt_attention(
     """Attention output [T, H, D], in the inputs' dtype, with gradients for query, key and value.
 
     Args:
-        kernel: the device's flash kernel, or None for the dense reference; `checked_kernel` says which to use.
+        kernel: the device's flash kernel, or None for the dense reference; `checked_kernel` chooses.
     """
     if kernel is None:
         return dense_attention(query_THD, key_SKD, value_SKD, segments, scale)
-    # torch leaves `apply` untyped.
+    # `apply` is untyped in torch.
     out_THD: torch.Tensor = _TwoPartAttention.apply(  # type: ignore[no-untyped-call]
         query_THD, key_SKD, value_SKD, segments, scale, kernel
     )
@@ -122,7 +122,8 @@ def _merge(
 ) -> None:
     """Merges the cross part into the self part's output and log-sum-exp, in place."""
     weight_MH1 = torch.sigmoid(cross_lse_HM - lse_HM).T[..., None]
-    # In the wider type of the log-sum-exps: the difference of two halves loses what the sum of them keeps.
+    # In the wider dtype of the log-sum-exps: a difference of two half-precision numbers loses the bits that their sum
+    # keeps.
     out_MHD.copy_(torch.lerp(out_MHD.to(weight_MH1.dtype), cross_out_MHD.to(weight_MH1.dtype), weight_MH1))
     lse_HM.copy_(torch.logaddexp(lse_HM, cross_lse_HM))
 
@@ -138,10 +139,10 @@ def _grown(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def checked_kernel(
     device: Device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> AttentionKernel | None:
-    """The device's kernel, or None, with an error in the log, where it does not compute what the reference does.
+    """The device's kernel, or None (with an error in the log) if its results differ from the reference.
 
     Compares output and gradients of two ragged micro-batches on first use of each device, dtype and head layout: a
-    short one with all heads, and one of many blocks with few.
+    short one with all heads, and one of many blocks with few heads.
     """
     kernel = device.ATTENTION
     few = min(num_kv_heads, LONG_KV_HEADS)
@@ -199,8 +200,8 @@ def _largest_error(
 def _row_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference of one row, relative to its norm, or to the median norm where the row's is smaller.
 
-    Relative to the largest value of all it would tell little of late rows: a mean over a thousand keys is thirty times
-    smaller than the first row's single value.
+    Relative to the largest value of all rows, errors in late rows would be hidden: a mean over a thousand keys is
+    thirty times smaller than the first row's single value.
     """
     norms = expected.flatten(1).norm(dim=1)
     differences = (actual.to(expected.dtype) - expected).flatten(1).norm(dim=1)

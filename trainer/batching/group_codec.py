@@ -1,6 +1,6 @@
-"""Groups as a JSON header and two packed tensors, the form in which they pass between ranks; no pickle.
+"""Groups as a JSON header and two packed tensors, the form in which ranks exchange them; no pickle.
 
-What only rollouts need is left out: texts, and the prompt's row of the dataset.
+Fields that only rollouts need are left out: texts, and the prompt's row of the dataset.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from async_rl.types import Group, Prompt, Response, WeightSpan
 
 
 def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]:
-    """(one header per group, token ids int64, rollout log-probs float64); prompts' tokens stand before responses'."""
+    """(header per group, token ids int64, rollout log-probs float64); each prompt's tokens precede its responses'."""
     tokens: list[int] = []
     logprobs: list[float] = []
     for group in groups:
@@ -25,7 +25,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], torch.Te
 
 
 def empty_tensors(headers: Sequence[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensors of the size of those that belong to `headers`, to receive them in."""
+    """Empty tensors of the sizes that `headers` describe, to receive into."""
     num_logprobs = sum(response["len"] for header in headers for response in header["responses"])
     num_tokens = num_logprobs + sum(header["prompt_len"] for header in headers)
     return torch.empty(num_tokens, dtype=torch.int64), torch.empty(num_logprobs, dtype=torch.float64)

@@ -1,6 +1,7 @@
 """Gives every rank of a replica the same windows of micro-batches, from the groups that its leader's rollouts finish.
 
-Followers wait for the leader, and the leader waits for rollouts; a failure of the leader reaches them as one.
+Followers wait for the leader, and the leader waits for rollouts; a failure of the leader is reported to them as
+`LeaderFailed`.
 """
 
 from collections.abc import Iterator
@@ -17,14 +18,14 @@ from trainer.batching.packing import pack_windows
 from trainer.parallel import Parallel
 
 _FAILED = 2**40
-"""Says among replicas that share experts, instead of a number of micro-batches, that one of them has failed."""
+"""Sent to the replicas that share experts, in place of a number of micro-batches, when one of them has failed."""
 
 
 class GroupFeed:
-    """The windows of one rank; micro-batches have at most `max_tokens` rows, but for a group that alone has more.
+    """The windows of one rank; micro-batches have at most `max_tokens` rows, except for a single group that is longer.
 
-    Without a pipeline a window is one micro-batch. A pipeline gets whatever is ready in one window, because its ranks
-    idle while it fills and drains, once per window.
+    Without a pipeline a window is one micro-batch. A pipeline gets everything that is ready in one window, because its
+    ranks idle while it fills and drains, once per window.
     """
 
     def __init__(self, parallel: Parallel, max_tokens: int) -> None:
@@ -37,8 +38,8 @@ class GroupFeed:
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
         """The windows of one mini-batch, the same on all ranks of the replica; `order` is read on its leader only.
 
-        Replicas that share experts get as many windows as the one of them that has most; the others' last ones are
-        empty. What is run in each window they agree upon in `make_passes`.
+        Replicas that share experts all get as many windows as the one with the most; the extra windows of the other
+        replicas are empty. `make_passes` agrees on what is run in each window.
 
         Raises:
             LeaderFailed: on followers, when the leader's rollouts failed, and on replicas that share experts with it;
@@ -53,7 +54,7 @@ class GroupFeed:
             try:
                 window = next(windows, [])
             except BaseException as error:
-                # Reported to the followers, who would wait for ever, and raised.
+                # Reported to the followers, which would otherwise wait forever, and raised.
                 self._send_header({"failed": f"{type(error).__name__}: {error}"})
                 raise
             self._send(window)

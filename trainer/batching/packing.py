@@ -9,7 +9,7 @@ from trainer.batching.shared_prompt import num_rows
 
 
 def pack(groups: Sequence[Group], max_tokens: int) -> list[list[Group]]:
-    """Consecutive groups in micro-batches of at most `max_tokens` rows; a longer group is one of its own."""
+    """Consecutive groups in micro-batches of at most `max_tokens` rows; a longer group is a micro-batch of its own."""
     packed: list[list[Group]] = []
     size = 0
     for group in groups:
@@ -27,7 +27,7 @@ def pack_windows(order: TrainingOrder, max_tokens: int, whole_backlog: bool) -> 
     """The windows of one mini-batch: all micro-batches that are ready if `whole_backlog`, else one.
 
     Waits only when nothing is ready. By index, a micro-batch is ready when the next group does not fit into it, so that
-    micro-batches, too, do not depend on what finished when; in order of completion, as soon as it has a group.
+    micro-batches do not depend on the order of completion either; in order of completion, as soon as it has a group.
     """
     pending: list[Group] = []
     ended = False

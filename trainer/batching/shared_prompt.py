@@ -1,8 +1,8 @@
 """Lays groups out as micro-batches that hold every prompt once: `p1 p2 ... | r11 ... r1G r21 ...`.
 
 All prompts of a micro-batch come first, then all responses, group by group in the same order. So the rows that attend
-to a prompt lie together, as the prompts do, and no kernel has to gather them. Positions of every response restart after
-its prompt. A response's last token is a label only: nothing follows it, so it is not fed.
+to a prompt are contiguous, as are the prompts, and no kernel has to gather them. The positions of every response start
+after its prompt. A response's last token is a label only: nothing follows it, so it is not fed.
 
 Shape legend: T fed rows, S key / value rows, P prompt tokens, G responses, N response tokens (labels), R rows with
 logits.
@@ -21,7 +21,7 @@ from trainer.devices.attention_part import Part
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the decoder is fed: int64 tokens_T and positions_T, and who attends to whom."""
+    """The decoder's input: int64 tokens_T and positions_T, and which rows attend to which."""
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
@@ -33,7 +33,7 @@ class Labels:
     """Which rows give the log-prob of which response token; all int64.
 
     Label i is `labels_N[i]`, and the logits of row `logit_rows_R[label_rows_N[i]]` give it: the first token of every
-    response takes its prompt's last row. Labels of a response lie together, `lengths_G` of them.
+    response uses its prompt's last row. The labels of a response are contiguous, `lengths_G` of them.
     """
 
     logit_rows_R: torch.Tensor
@@ -44,7 +44,7 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class GroupSlice:
-    """Responses [start, stop) of a group, with its prompt: a whole group, or a micro-group of one too long to fit."""
+    """Responses [start, stop) of a group, with its prompt: a whole group, or a micro-group of one that is too long."""
 
     group: Group
     start: int
@@ -65,7 +65,7 @@ class GroupSlice:
 
     @property
     def fed_lens(self) -> tuple[int, ...]:
-        """Rows of each response, of those that have any."""
+        """Number of rows of each response that has any."""
         return tuple(len(response) - 1 for response in self.responses if len(response) > 1)
 
     @property
@@ -91,7 +91,7 @@ def split_group(group: Group, max_tokens: int, *, with_prompt: bool) -> list[Gro
     """Micro-groups of at most `max_tokens` rows, or of one response where that is longer.
 
     Args:
-        with_prompt: whether each has the prompt's rows, too; in the second of two stages they stand in the first.
+        with_prompt: whether each micro-group also has the prompt's rows; False in the second of two stages.
     """
     slices: list[GroupSlice] = []
     num_prompt_rows = len(group.prompt.token_ids) if with_prompt else 0
@@ -106,16 +106,16 @@ def split_group(group: Group, max_tokens: int, *, with_prompt: bool) -> list[Gro
 
 
 def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, multiple_of: int = 1) -> MicroBatch:
-    """Lays `slices` out as one micro-batch; no slices make one that adds nothing to loss and gradients.
+    """Lays `slices` out as one micro-batch; without slices, one that adds nothing to loss and gradients.
 
     Args:
-        multiple_of: the number of rows is brought to a multiple of it by rows of a segment of their own that nothing
-            reads; sequence parallelism needs that.
+        multiple_of: the number of rows is padded to a multiple of it with a separate segment that is never read;
+            required by sequence parallelism.
     """
     for part in slices:
         assert part.prompt, f"prompt {part.group.prompt.prompt_id} has no tokens"
         assert part.responses and all(part.responses), f"group {part.group.index} has a response without tokens"
-    # A prompt that no fed row attends to stands behind the others, so that the attended ones lie together.
+    # A prompt that no fed row attends to comes after the other prompts, so that the attended ones are contiguous.
     ordered = sorted(slices, key=lambda part: not part.fed_lens)
     tokens = [token for part in ordered for token in part.prompt]
     positions = [i for part in ordered for i in range(len(part.prompt))]
@@ -157,7 +157,7 @@ def make_micro_group(part: GroupSlice, device: torch.device, multiple_of: int = 
     """Responses without their prompt's rows: the second stage.
 
     Key rows are those of the first stage, followed by those of this micro-group. Row 0 of those with logits is the
-    prompt's last row, which stands before the micro-group's own rows.
+    prompt's last row, which precedes the micro-group's own rows.
     """
     num_prompt = len(part.prompt)
     tokens = [token for response in part.responses for token in response[:-1]]

@@ -1,1 +1,1 @@
-"""A run's state on disk: saved, found, checked, read again."""
+"""A run's state on disk: saved, found, checked, loaded."""

@@ -1,11 +1,11 @@
-"""Saves and loads a run's checkpoints: on every rank, and under any layout of the ranks.
+"""Saves and loads a run's checkpoints: on every rank, under any layout of the ranks.
 
-Where a tensor's parts lie is Megatron's knowledge (`trainer.checkpoint.tensors`); the files are those of
-torch.distributed.checkpoint, whose plans fit parts of any shape to each other. Megatron's own writer over the same
-format is not used: it forks the trainer, which has threads, and hands the results on through a third process. Here the
-tensors are copied to host memory, and a thread writes them while training goes on.
+Megatron knows where a tensor's parts are in the whole (`trainer.checkpoint.tensors`); the files are those of
+torch.distributed.checkpoint, whose plans map parts of any shape to each other. Megatron's own writer for the same
+format is not used: it forks the trainer, which has threads, and passes the results through a third process. Here the
+tensors are copied to host memory, and a thread writes them while training continues.
 
-`trainer.session` opens one `Checkpoints` per rank; the methods that wait say for whom.
+`trainer.session` opens one `Checkpoints` per rank; methods that wait document what they wait for.
 """
 
 import json
@@ -42,17 +42,17 @@ from trainer.policy.frozen_model import FrozenModel
 from trainer.policy.optimizer import PolicyOptimizer, StepCounts
 
 _METADATA = ".metadata"
-"""Where torch.distributed.checkpoint notes which file has which part of which tensor."""
+"""The file in which torch.distributed.checkpoint records which file has which part of which tensor."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, as one rank writes them; every rank makes its own, at the same time.
+    """The checkpoints of one run, as written by one rank; every rank creates its own object, at the same time.
 
     Args:
-        directory: where they go; all ranks share it.
-        keep: how many stay, the newest ones.
-        config: the run's, which each checkpoint keeps.
-        contents: of its prompts and reward, which each checkpoint keeps, too.
+        directory: where they are written; all ranks share it.
+        keep: how many of the newest ones are kept.
+        config: the run's config, stored in each checkpoint.
+        contents: digests of the prompts and the reward, also stored in each checkpoint.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Checkpoints:
         self._parallel = parallel
         self._config = config
         self._contents = contents
-        # A group of its own, for the thread that writes while the others are in use.
+        # A separate group for the writing thread, which runs while the other groups are in use.
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -75,16 +75,16 @@ class Checkpoints:
         optimizer: PolicyOptimizer,
         old: FrozenModel | None,
     ) -> None:
-        """Copies everything to host memory and begins to write it; returns before it is written.
+        """Copies everything to host memory and starts writing it; returns before it is written.
 
-        Waits for the save before it, so that there is never more than one copy. All ranks call it.
+        Waits for the previous save, so that there is never more than one copy. All ranks call it.
 
         Args:
-            iteration: the one that is trained next.
-            old: the old policy, where its weights outlive an iteration.
+            iteration: the next iteration to train.
+            old: the old policy, if its weights are kept for longer than an iteration.
 
         Raises:
-            Exception: what made the save before it fail.
+            Exception: the failure of the previous save.
         """
         self.wait()
         tensors = snapshot(optimizer_tensors(policy.module, optimizer.parameter_states()))
@@ -104,25 +104,25 @@ class Checkpoints:
         self._writing = self._thread.submit(self._write, iteration, tensors, content, random_state(self._parallel))
 
     def wait(self) -> None:
-        """Waits until the last save is whole, on all ranks.
+        """Waits until the last save is complete, on all ranks.
 
         Raises:
-            Exception: what made it fail.
+            Exception: the failure of that save.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def require_no_failure(self) -> None:
-        """Raises what made the last save fail, if it has; does not wait."""
+        """Raises the failure of the last save, if it has failed; does not wait."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def close(self) -> None:
-        """Waits for the last save; to be called before the ranks part.
+        """Waits for the last save; to be called before the process groups are destroyed.
 
         Raises:
-            Exception: what made it fail.
+            Exception: the failure of that save.
         """
         try:
             self.wait()
@@ -138,21 +138,21 @@ class Checkpoints:
     ) -> int:
         """Fills models and optimizer from a checkpoint; returns the iteration to train next.
 
-        All ranks call it, under whatever layout. Random states are restored where the layout is the one that saved.
+        All ranks call it, under any layout. Random states are restored if the layout is the one that saved.
 
         Raises:
             ConfigError: on all ranks; the checkpoint is damaged, or belongs to another run or model.
         """
         content = read_checked(path, self._parallel)
         require_same_run(content["config"], self._config, str(path), content.get("contents"), self._contents)
-        # One after the other: the weights and their masters have the same names.
+        # Filled separately: the weights and their masters have the same names.
         self._fill(path, model_tensors(policy.module, POLICY))
         self._fill(path, optimizer_tensors(policy.module, optimizer.parameter_states()))
         if old is not None:
             with old.resident() as model:
                 self._fill(path, model_tensors(model, OLD))
                 old.copy_from(model)
-        # Checkpoints of earlier releases do not have the latter two: they never went on after such a step.
+        # Checkpoints of earlier releases do not have the latter two: their runs never continued after a skip.
         skipped = content.get("num_skipped", 0), content.get("num_skipped_in_a_row", 0)
         optimizer.resume(StepCounts(content["num_steps"], *skipped))
         if content["layout"] == _layout(self._parallel):
@@ -179,7 +179,7 @@ class Checkpoints:
                 process_group=self._group,
             )
         except dcp.CheckpointException as error:
-            # Raised on all ranks; a BaseException, of which the message has the tracebacks of all that failed.
+            # Raised on all ranks; a BaseException whose message has the tracebacks of all failed ranks.
             first, _ = next(iter(error.failures.values()))
             raise write_failed(partial, first) from error
         names = [file.name for file in partial.glob(f"__{rank}_*")]
@@ -196,7 +196,7 @@ class Checkpoints:
 
 
 def read_checked(path: Path, parallel: Parallel) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files were found whole; the ranks share the work of reading them.
+    """The manifest of a checkpoint whose files were verified; the ranks share the work of reading them.
 
     Raises:
         ConfigError: on all ranks; a file is missing or altered.
@@ -209,9 +209,9 @@ def read_checked(path: Path, parallel: Parallel) -> dict[str, Any]:
 
 
 def fill(path: Path, tensors: Sequence[ShardedTensor], parallel: Parallel, group: dist.ProcessGroup | None) -> None:
-    """Reads this rank's parts of tensors from a checkpoint into their data, whose dtype may be another.
+    """Reads this rank's parts of tensors from a checkpoint into their data, which may have another dtype.
 
-    All ranks of `group`, which are all there are, call it.
+    All ranks of `group`, that is all ranks of the run, call it.
 
     Raises:
         ConfigError: on all ranks; the tensors are not those of the checkpoint with the same prefixes.
@@ -226,7 +226,7 @@ def fill(path: Path, tensors: Sequence[ShardedTensor], parallel: Parallel, group
 
 
 def _require_same_tensors(path: Path, tensors: Sequence[ShardedTensor], parallel: Parallel) -> None:
-    """Checks that the checkpoint has each of the tensors, and no other with one of their prefixes."""
+    """Checks that the checkpoint has each of the tensors, and no other tensor with one of their prefixes."""
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     wanted = {tensor.key: list(tensor.global_shape) for tensor in tensors}
     for part in parallel.gather_json(wanted):
@@ -246,7 +246,7 @@ def _require_same_tensors(path: Path, tensors: Sequence[ShardedTensor], parallel
 
 
 def _raise_together(error: ConfigError | None, parallel: Parallel) -> None:
-    """Raises the first rank's error on all of them, so that none waits for one that has left."""
+    """Raises the first rank's error on all ranks, so that no rank waits for one that has exited."""
     found = [text for text in parallel.gather_json(error and str(error)) if text]
     if found:
         raise ConfigError(found[0]) from error

@@ -1,8 +1,8 @@
-"""Whether a run may go on from a checkpoint: what decides what it computes must be what it was saved with.
+"""Whether a run may resume from a checkpoint: the inputs that determine its results must be those of the saved run.
 
-That are settings, the prompts, and the reward. Where and how it computes may change: the layout of the trainer, the
-pool, publishing, checkpoints, `run.dir`; so may limits that only end a run, how often a reward is tried, and the
-learning rate. `train.iterations` may change too, which moves the end of the learning rate's decay.
+These are settings, the prompts, and the reward. Where and how the results are computed may change: the layout of the
+trainer, the pool, publishing, checkpoints, `run.dir`; so may limits that only end a run, how often a reward is tried,
+and the learning rate. `train.iterations` may change too, which moves the end of the learning rate's decay.
 """
 
 import logging
@@ -23,14 +23,14 @@ _MAY_CHANGE = {
     *("optimizer.learning_rate", "optimizer.min_learning_rate_ratio", "optimizer.warmup_iterations"),
 }
 _PLACES = {"prompts.source", "reward.name"}
-"""Where contents are found; where these are known to be the same, their place may be another."""
+"""Settings that locate contents; they may differ where the contents are known to be the same."""
 
 MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What lies behind the settings of a run: digests of stretches of its prompts, and what its reward is made of."""
+    """The contents behind a run's settings: digests of ranges of its prompts, and the identity of its reward."""
 
     prompts: Mapping[str, str]
     reward: str
@@ -40,7 +40,7 @@ class Contents:
 
 
 def deciding_settings(config: Config) -> dict[str, Any]:
-    """Dotted key -> value, of the settings that decide what a run computes."""
+    """Dotted key -> value, of the settings that determine what a run computes."""
     tree = config.model_dump(mode="json")
     settings = {f"{section}.{key}": value for section in _DECIDING for key, value in tree[section].items()}
     settings["run.seed"] = config.run.seed
@@ -57,12 +57,12 @@ def require_same_run(
     """Checks that a checkpoint with the config `saved` (as JSON) is one of a run with `config`.
 
     Args:
-        saved_contents: as JSON, what the run had when it saved; None in a checkpoint of an older release, where nothing
-            is compared.
-        contents: what it has now.
+        saved_contents: the run's contents when it was saved, as JSON; None in a checkpoint of an older release: then no
+            contents are compared.
+        contents: the run's contents now.
 
     Raises:
-        ConfigError: it is not, and `run.accept_changes` is not set; names everything that differs.
+        ConfigError: it is not one, and `run.accept_changes` is not set; names everything that differs.
     """
     before = deciding_settings(parse_config(_without_retired(saved), source=f"the config in checkpoint {checkpoint!r}"))
     now = deciding_settings(config)
@@ -106,5 +106,5 @@ def _span(digests: Mapping[str, str]) -> str:
 
 
 def _without_retired(saved: dict[str, Any]) -> dict[str, Any]:
-    """Without the settings of older releases that decided nothing of what is computed."""
+    """Drops the settings of older releases that did not affect the results."""
     return saved | {"train": {key: value for key, value in saved["train"].items() if key != "max_logprob_gap"}}

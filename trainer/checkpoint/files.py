@@ -1,10 +1,10 @@
-"""Checkpoints as directories: one has its final name only when it is whole, and its manifest tells whether it still is.
+"""Checkpoints as directories: one gets its final name only when it is complete; its manifest shows later damage.
 
     RUN/checkpoints/iteration-000050/       manifest.json, .metadata, __0_0.distcp, ...
     RUN/checkpoints/.iteration-000100.partial/       being written, or left behind by a run that was killed
 
-The number is that of the next iteration to train. `trainer/checkpoint/checkpoint.py` writes and reads them,
-`trainer/export.py` reads.
+The number is that of the next iteration to train. `trainer/checkpoint/checkpoint.py` writes and reads them;
+`trainer/export.py` reads them.
 """
 
 import json
@@ -22,7 +22,7 @@ from async_rl.files import replace_directory, write_file
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Of the manifest and the names of tensors; a checkpoint of another format is refused."""
+"""Format of the manifest and of tensor names; a checkpoint of another format is refused."""
 
 _NAME = re.compile(r"iteration-(\d{6,})")
 _CHUNK_BYTES = 16 * 2**20
@@ -39,12 +39,12 @@ def checkpoint_path(directory: Path, iteration: int) -> Path:
 
 
 def partial_path(directory: Path, iteration: int) -> Path:
-    """Where that checkpoint is until it is whole."""
+    """Where that checkpoint is until it is complete."""
     return directory / f".iteration-{iteration:06}.partial"
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints that were written to the end, oldest first."""
+    """The checkpoints that were written completely, oldest first."""
     if not directory.is_dir():
         return []
     found = {int(match[1]): path for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))}
@@ -52,18 +52,18 @@ def whole_checkpoints(directory: Path) -> list[Path]:
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The one to go on from; None where there is none."""
+    """The checkpoint to resume from; None if there is none."""
     return next(reversed(whole_checkpoints(directory)), None)
 
 
 def remove_partial(directory: Path) -> None:
-    """Removes what killed runs left behind."""
+    """Removes the partial checkpoints of killed runs."""
     for path in directory.glob(".iteration-*"):
         shutil.rmtree(path)
 
 
 def keep_newest(directory: Path, num_kept: int) -> None:
-    """Removes the older checkpoints; each first loses its name, so that none is ever half there."""
+    """Removes the older checkpoints; each is renamed first, so that none is partly deleted under its name."""
     for path in whole_checkpoints(directory)[:-num_kept]:
         doomed = path.with_name(f".{path.name}.removed")
         path.rename(doomed)
@@ -76,22 +76,22 @@ def file_sums(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]
 
 
 def seal(partial: Path, final: Path, content: dict[str, Any]) -> None:
-    """Writes the manifest and gives the directory its final name; after a crash it has the one name or the other.
+    """Writes the manifest and gives the directory its final name; after a crash it has either the old or the new name.
 
     Args:
-        content: what the manifest says, `files` (see `file_sums`) among it. The files are on the disk already.
+        content: the manifest's content, including `files` (see `file_sums`). The files are already on the disk.
     """
     content = {"format": FORMAT, **content}
     write_json(partial / MANIFEST, {"content": content, "xxh3": _json_sum(content)})
-    # One may be there from before this run went back to an older checkpoint.
+    # It may exist already, if this run was resumed from an older checkpoint.
     replace_directory(partial, final)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint says.
+    """The content of a checkpoint's manifest.
 
     Raises:
-        ConfigError: there is none, it was altered, or another version of async-rl wrote it.
+        ConfigError: there is no manifest, it was altered, or another version of async-rl wrote it.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
@@ -109,7 +109,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def find_damage(path: Path, files: dict[str, dict[str, Any]]) -> ConfigError | None:
-    """The error of the first of `files` that is missing or not what was written; reads them all."""
+    """The error of the first of `files` that is missing or altered; reads them all."""
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
@@ -122,7 +122,7 @@ def find_damage(path: Path, files: dict[str, dict[str, Any]]) -> ConfigError | N
 
 
 def damaged(path: Path, name: str, what: str) -> ConfigError:
-    """The error for a checkpoint that is not as it was written; its remedy names the checkpoint before it."""
+    """The error for a checkpoint that is damaged; its remedy names the previous checkpoint."""
     older = list(takewhile(lambda other: other.name != path.name, whole_checkpoints(path.parent)))
     then = f"the one before it is {older[-1].name}" if older else "there is none before it, so the run starts anew"
     return ConfigError(f"checkpoint {str(path)!r} is damaged: {name} {what}. Remove the directory; {then}")

@@ -16,12 +16,12 @@ from trainer.parallel import Parallel
 
 
 def export_policy(checkpoint: Path, target: Path, parallel: Parallel) -> None:
-    """Writes the policy to `target` in the run's `model.dtype`; all but the weights is that of the run's `model.path`.
+    """Writes the policy to `target` in the run's `model.dtype`; all other files come from the run's `model.path`.
 
-    `parallel` is one process; the checkpoint may come from any layout.
+    `parallel` is one process; the checkpoint may have any layout.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or the run's model is no longer there.
+        ConfigError: the checkpoint is damaged, or the run's model no longer exists.
     """
     content = read_checked(checkpoint, parallel)
     config = parse_config(content["config"], source=f"the config in checkpoint {str(checkpoint)!r}")

@@ -13,7 +13,7 @@ _TRACKED = "megatron:"
 
 
 def random_state(parallel: Parallel) -> dict[str, str]:
-    """All generators that a rank draws from: torch's on host and device, and those that Megatron keeps apart."""
+    """All generators that a rank draws from: torch's on host and device, and those that Megatron keeps separately."""
     states = {_HOST: torch.get_rng_state()}
     if parallel.device.DEVICE.type != "cpu":
         states[_DEVICE] = torch.get_device_module(parallel.device.DEVICE).get_rng_state()
@@ -23,7 +23,7 @@ def random_state(parallel: Parallel) -> dict[str, str]:
 
 
 def set_random_state(parallel: Parallel, encoded: dict[str, str]) -> None:
-    """Goes on from what `random_state` gave on a rank with the same place."""
+    """Restores what `random_state` returned on the rank with the same position in the layout."""
     states = {
         name: torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8) for name, state in encoded.items()
     }

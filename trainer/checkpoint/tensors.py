@@ -1,11 +1,11 @@
-"""The tensors of a checkpoint: which part of each this rank has, under names that no layout changes.
+"""The tensors of a checkpoint: which part of each this rank has, under names that do not depend on the layout.
 
-Megatron's `sharded_state_dict` says where a rank's parameters lie in the whole model. Its own optimizer state dicts are
-not used: they differ between its optimizers, so that a run could not go on with another one. Here every optimizer has
-the same three tensors per parameter, a rank's part of them being boxes of the whole tensor:
+Megatron's `sharded_state_dict` gives the position of a rank's parameters in the whole model. Its own optimizer state
+dicts are not used: they differ between its optimizers, so that a run could not resume with another one. Here every
+optimizer has the same three tensors per parameter; a rank's part of them consists of boxes of the whole tensor:
 
     policy.NAME       float32 master weight     exp_avg.NAME, exp_avg_sq.NAME    float32 Adam moments
-    old.NAME          weight of the old policy's model, where there is one, in the model's dtype
+    old.NAME          weight of the old policy's model, if there is one, in the model's dtype
 
 A bfloat16 model's weights are its master weights, rounded.
 """
@@ -26,7 +26,7 @@ POLICY = "policy"
 OLD = "old"
 
 _NAMES = {
-    # Every layer under its own number, and gate and up apart: each tensor is then one block per rank.
+    # Every layer under its own number, and gate and up separately: each tensor is then one block per rank.
     "singleton_local_shards": True,
     "non_homogeneous_layers": True,
 }
@@ -62,7 +62,7 @@ def optimizer_tensors(model: SharedPromptGPT, states: Iterable[ParameterState]) 
 
 
 def snapshot(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """Copies in host memory of those tensors that this rank is to write; each element of the model once."""
+    """Copies in host memory of the tensors that this rank writes; each element of the model once."""
     return [
         replace(tensor, data=tensor.data.detach().to("cpu", copy=True))
         for tensor in tensors
@@ -108,7 +108,7 @@ def _within_row(
 
 
 def _pieces(model: SharedPromptGPT) -> dict[int, list[_Piece]]:
-    """id(parameter) -> the tensors of the checkpoint that it holds a part of."""
+    """id(parameter) -> the checkpoint's tensors of which it holds a part."""
     found: dict[int, list[_Piece]] = {}
     for entry in model.sharded_state_dict(metadata=dict(_NAMES)).values():
         if isinstance(entry, ShardedObject):  # Megatron's slot for fp8 scales, empty here.
@@ -129,7 +129,7 @@ def _piece(parameter: torch.Tensor, sharded: ShardedTensor) -> _Piece:
     assert is_view and not sharded.prepend_axis_num, f"{sharded.key} is not a block of its parameter"
     return _Piece(
         data.storage_offset() - parameter.storage_offset(),
-        # Vocabularies are not padded, so no shape may differ.
+        # Vocabularies are not padded, so shapes must match exactly.
         replace(sharded, data=data, axis_fragmentations=None, allow_shape_mismatch=False),
     )
 
@@ -139,7 +139,7 @@ def _cut(piece: _Piece, prefix: str, flat: torch.Tensor, state: ParameterState) 
     whole = piece.sharded
     start = max(piece.start, state.start)
     stop = min(piece.start + whole.data.numel(), state.start + flat.numel())
-    # Megatron's replica id is (pipeline, tensor, data parallel): each replica has other elements of a shard.
+    # Megatron's replica id is (pipeline, tensor, data parallel): each replica has different elements of a shard.
     replica_id = (*whole.replica_id[:2], 0) if state.is_shard else whole.replica_id
     at = start - state.start
     for offset, size in boxes(whole.local_shape, start - piece.start, stop - piece.start):

@@ -1,4 +1,4 @@
-"""Chooses the device module by its name in the config; all that differs between devices is in these modules.
+"""Chooses the device module by its name in the config; these modules hold everything that differs between devices.
 
 Shape legend: M query rows of one attention call, S its key / value rows, H query heads, K key / value heads, D head
 dimension.
@@ -18,7 +18,7 @@ DEVICE_NAMES = ("cpu", "cuda", "npu")
 
 
 class AttentionKernel(Protocol):
-    """Flash attention over one part: packed sequences, causal or not, with its log-sum-exp out and back in."""
+    """Flash attention over one part: packed sequences, causal or not; backward takes a given log-sum-exp."""
 
     def forward(
         self, query_MHD: torch.Tensor, key_SKD: torch.Tensor, value_SKD: torch.Tensor, part: Part, scale: float
@@ -42,28 +42,29 @@ class AttentionKernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of query, key and value, given output and log-sum-exp of the *whole* softmax this part belongs to.
 
-        P_ij = exp(s_ij - lse_i) and delta_i = dout_i . out_i: the given ones, not the part's own. The three are new
-        tensors in the inputs' dtype that the caller may write to. Inputs may be views with any row stride.
+        P_ij = exp(s_ij - lse_i) and delta_i = dout_i . out_i: with the given out and lse, not the part's own. The
+        gradients are new tensors in the inputs' dtype that the caller may write to. Inputs may be views with any row
+        stride.
         """
         ...
 
 
 class Device(Hashable, Protocol):
-    """What a device module offers."""
+    """The interface of a device module."""
 
     BACKEND: str
     """torch.distributed backend of tensors on this device, among training ranks and towards the instances."""
     DEVICE: torch.device
-    """Where parameters and micro-batches of this rank live."""
+    """The device of this rank's parameters and micro-batches."""
     MODEL_OPTIONS: dict[str, Any]
-    """TransformerConfig fields that this device asks for."""
+    """TransformerConfig fields that this device requires."""
     LAYER_OPS: LayerOps
-    """Its kernels for the small operations of a layer."""
+    """This device's kernels for the small operations of a layer."""
     ATTENTION: AttentionKernel
-    """Its flash attention; used where `attention/shared_attention.py` finds that it computes the right thing."""
+    """This device's flash attention; used if the check in `attention/shared_attention.py` finds it correct."""
 
     def prepare(self) -> None:
-        """Makes Megatron usable on this device; called once or more, before any Megatron object is made."""
+        """Makes Megatron usable on this device; called at least once, before any Megatron object is made."""
         ...
 
 

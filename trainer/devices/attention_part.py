@@ -1,4 +1,4 @@
-"""What a device's attention kernel is asked for: sequences packed one after the other, each with rows of its own."""
+"""The input of a device's attention kernel: sequences packed one after the other, each with its own rows."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,8 +11,8 @@ import torch
 class Part:
     """One attention call over sequences packed one after the other: entry i is `q_lens[i]` rows against `kv_lens[i]`.
 
-    `causal` entries have as many keys as queries, and row j of an entry sees its keys 0 .. j; others see all of them.
-    No length is 0.
+    `causal` entries have as many keys as queries, and row j of an entry attends to its keys 0 .. j; rows of other
+    entries attend to all keys. No length is 0.
     """
 
     q_lens: tuple[int, ...]

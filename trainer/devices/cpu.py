@@ -1,9 +1,9 @@
 """Lets megatron-core 0.16.1 run on a CPU with gloo: the one file of substitutions, used only when `cpu` is chosen.
 
-Megatron asks `torch.cuda` for its device and its random state in many places and offers no setting for another device.
-Its modules get a stand-in for the name `torch` that answers with the CPU where CUDA is asked for; torch itself stays as
-it is for everybody else, but for two methods of Tensor. All of it can go as soon as Megatron takes its device from its
-configuration; a newer megatron-core needs the list checked again.
+Megatron queries `torch.cuda` for its device and its random state in many places and has no setting for another device.
+Its modules get a substitute for the name `torch` that returns the CPU where CUDA is requested; torch itself is
+unchanged for all other code, except for two methods of Tensor. All of this can be removed once Megatron takes its
+device from its configuration; a newer megatron-core needs the list checked again.
 """
 
 import functools
@@ -40,11 +40,11 @@ _MEGATRON_MODULES = (
     "megatron.core.tensor_parallel.random",
     "megatron.core.transformer.moe.token_dispatcher",
 )
-"""What the trainer imports of Megatron; these and all they import are loaded before they are given the stand-in."""
+"""Megatron modules that the trainer imports; they and their imports are loaded before the substitute is installed."""
 
 
 class _StandIn(ModuleType):
-    """A module with some names replaced; it starts with all others of the original and looks up later ones there."""
+    """A module with some names replaced; it copies the original's other names, and looks up later ones there."""
 
     def __init__(self, original: ModuleType, **replaced: Any) -> None:
         super().__init__(original.__name__)
@@ -60,13 +60,13 @@ def prepare() -> None:
     """Applies the substitutions to this process; later calls do nothing."""
     cuda = _StandIn(
         torch.cuda,
-        # Model parameters, gradient buffers and receive buffers are made on the current device.
+        # Model parameters, gradient buffers and receive buffers are created on the current device.
         current_device=_current_device,
         synchronize=_do_nothing,
         # The random states of dropout and of recomputation are kept per CUDA device.
         manual_seed=_manual_seed,
         get_rng_state=_get_rng_state,
-        # The dispatcher of tokens to experts copies its counts to the host on a stream of its own.
+        # The dispatcher of tokens to experts copies its counts to the host on a separate stream.
         Stream=_Stream,
         current_stream=_Stream,
         stream=nullcontext,
@@ -90,7 +90,7 @@ def prepare() -> None:
 
 
 class _Stream:
-    """What a CUDA stream or event is asked for where everything happens in order; all of them are one."""
+    """Substitute for CUDA streams and events where execution is in order; all instances are equal."""
 
     def wait_stream(self, stream: "_Stream") -> None:
         return None
@@ -126,7 +126,7 @@ def _not_compiled(function: Callable[..., Any] | None = None, **_: Any) -> Calla
 
 
 def _undo_compilation(module: ModuleType) -> None:
-    """For what was compiled before the CPU was chosen, where something else had imported Megatron."""
+    """Undoes the compilation of functions defined before the CPU was chosen, when something else imported Megatron."""
     for name, value in list(vars(module).items()):
         if hasattr(value, "_torchdynamo_orig_callable"):
             setattr(module, name, value._torchdynamo_orig_callable)
@@ -154,7 +154,7 @@ def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """A count per expert, as the collectives take it: Megatron leaves tensors on a CPU as they are."""
+    """A count per expert, as the collectives take it: Megatron does not convert tensors on a CPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 

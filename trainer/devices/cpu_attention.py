@@ -1,10 +1,10 @@
-"""Flash attention over packed sequences on a CPU, by PyTorch's own CPU kernel, in as few calls of it as pay.
+"""Flash attention over packed sequences on a CPU, by PyTorch's own CPU kernel, in few calls.
 
-The kernel takes a batch of sequences of one length. Long entries, and neighbours of equal length, are views of the
-rows. What remains, many short entries of different lengths, is gathered into batches of similar length, padded at the
-right. Padding is exact: a causal row never sees the keys behind it, and what a padded query row gives is not read;
-entries that see all their keys share a batch only where they have equally many, so that no key is padding. In backward
-a padded query row has an infinite log-sum-exp, so its probabilities, and all gradients that it gives, are 0.
+The kernel takes a batch of sequences of one length. Long entries, and adjacent entries of equal length, are views of
+the rows. The remaining entries, many and short and of different lengths, are gathered into batches of similar length,
+padded on the right. Padding is exact: a causal row never attends to the keys after it, and the output of a padded query
+row is not read; non-causal entries share a batch only where they have equally many, so that no key is padding. In
+backward a padded query row has an infinite log-sum-exp, so its probabilities, and all gradients from it, are 0.
 
 Shape legend: M query rows, S key / value rows, H query heads, K key / value heads, D head dimension, B entries of one
 kernel call, L rows of each.
@@ -21,21 +21,22 @@ import torch
 from trainer.devices.attention_part import Part
 
 MIN_VIEW_ROWS = 64
-"""Rows from which on a call of its own, about 40 us more, costs less than gathering and padding."""
+"""Number of rows from which a separate call, about 40 us more, costs less than gathering and padding."""
 
 LENGTH_RATIO = 0.75
 LENGTH_SLACK = 2
-"""A batch takes an entry of at least ratio times its longest, less the slack: tiny entries cost alike at any length."""
+"""A batch takes entries of at least ratio times its longest, less the slack, since tiny entries cost the same."""
 
 MAX_BATCH_ROWS = 512
-"""Rows of a gathered batch, which so stays in the processor's cache and in memory that the process already has."""
+"""Maximum rows of a gathered batch: it then fits the processor's cache and memory that the process already has."""
 
 PLANS_KEPT = 64
-"""Plans in memory; the layers of the few micro-batches in flight share theirs."""
+"""Number of plans cached; the layers of the few micro-batches in flight share theirs."""
 
 TAKES_UNEQUAL_HEADS = torch.__version__ >= "2.9"  # compared as versions, not as text
 """Whether the kernel takes fewer key / value heads than query heads; before 2.9 it then reads out of bounds, without an
-error. Goes, with the copies below, when the oldest torch of pyproject.toml is 2.9; MindSpeed core_r0.16.0 names 2.7.1.
+error. To be removed, with the copies below, when the oldest torch of pyproject.toml is 2.9; MindSpeed core_r0.16.0
+specifies 2.7.1.
 """
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -43,7 +44,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class CPUAttention:
-    """The kernel of `trainer.devices.AttentionKernel`; narrow inputs are computed in float32, several times faster."""
+    """The kernel of `trainer.devices.AttentionKernel`; computes 16-bit inputs in float32, several times faster."""
 
     def __init__(self, takes_unequal_heads: bool = TAKES_UNEQUAL_HEADS) -> None:
         self._takes_unequal_heads = takes_unequal_heads
@@ -85,14 +86,14 @@ class CPUAttention:
         return dquery, dkey, dvalue
 
     def _as_often(self, query_MHD: torch.Tensor, *tensors_BLKD: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values with the heads that the kernel takes: their own, or each one as often as queries share it."""
+        """Keys and values for the kernel's heads: unchanged, or repeated for the queries that share one."""
         if self._takes_unequal_heads:
             return list(tensors_BLKD)
         return [x.repeat_interleave(query_MHD.shape[1] // x.shape[2], dim=2) for x in tensors_BLKD]
 
 
 class _Entry(NamedTuple):
-    """Where one entry's queries and keys lie among the rows."""
+    """Positions of one entry's queries and keys among the rows."""
 
     q_start: int
     q_len: int
@@ -102,7 +103,7 @@ class _Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """The rows of `batch` entries of one length that follow each other."""
+    """The rows of `batch` consecutive entries of one length."""
 
     start: int
     batch: int
@@ -117,12 +118,12 @@ class _View:
         self.take(rows).copy_(batched)
 
     def without_padding(self, lse_BLH: torch.Tensor) -> torch.Tensor:
-        """`lse_BLH`; nothing is padded here."""
+        """`lse_BLH`; there is no padding here."""
         return lse_BLH
 
 
 class _Gathered:
-    """The rows of entries anywhere, in the batch's order; shorter entries are padded with copies of their last row."""
+    """The rows of any entries, in the batch's order; shorter entries are padded with copies of their last row."""
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
         longest = max(lengths)
@@ -155,7 +156,7 @@ _Place = _View | _Gathered
 
 @functools.lru_cache(maxsize=PLANS_KEPT)
 def _plan(part: Part) -> tuple[tuple[_Place, _Place], ...]:
-    """The kernel calls of a part: where the queries and the keys of each one lie."""
+    """The kernel calls of a part: the positions of each call's queries and keys."""
     q_starts, kv_starts = (accumulate(lens, initial=0) for lens in (part.q_lens, part.kv_lens))
     entries = map(_Entry, q_starts, part.q_lens, kv_starts, part.kv_lens)
     calls: list[tuple[_Place, _Place]] = []
@@ -172,7 +173,7 @@ def _plan(part: Part) -> tuple[tuple[_Place, _Place], ...]:
 
 
 def _similar(entries: Iterable[_Entry], causal: bool) -> Iterator[list[_Entry]]:
-    """Batches of entries of similar length; of equally many keys, too, where rows see all of them."""
+    """Batches of entries of similar length; non-causal ones also have equally many keys."""
     batch: list[_Entry] = []
     for entry in sorted(entries, key=lambda entry: (0 if causal else entry.kv_len, entry.q_len), reverse=True):
         longest = batch[0] if batch else entry
@@ -198,7 +199,7 @@ def _gathered(batch: Sequence[_Entry]) -> tuple[_Gathered, _Gathered]:
 
 
 def _summed(gradient_BLHD: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Gradients of `num_heads` heads, from those of each head's copies."""
+    """Gradients of `num_heads` heads, summed over the copies of each head."""
     if gradient_BLHD.shape[2] == num_heads:
         return gradient_BLHD
     return torch.unflatten(gradient_BLHD, 2, (num_heads, -1)).sum(3)

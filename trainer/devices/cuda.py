@@ -1,4 +1,4 @@
-"""Megatron-core on NVIDIA GPUs, with whatever of Transformer Engine and Apex is installed, or neither.
+"""Megatron-core on NVIDIA GPUs, with Transformer Engine and Apex if they are installed.
 
 Importing this module touches no driver; `prepare` does.
 """
@@ -15,19 +15,19 @@ from trainer.devices.cuda_attention import CUDAAttention
 from trainer.devices.layer_ops import LayerOps
 
 BACKEND = "nccl"
-# torchrun's LOCAL_RANK; 0 for a process that it did not start.
+# torchrun's LOCAL_RANK; 0 for a process not started by torchrun.
 DEVICE = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
 
 
 def _has_compiler() -> bool:
-    """Whether torch.compile can make GPU kernels here: Triton builds its launchers with the host's C compiler."""
+    """Whether torch.compile can build GPU kernels here: Triton builds its launchers with the host's C compiler."""
     return find_spec("triton") is not None and any(shutil.which(name) for name in ("cc", "gcc", "clang"))
 
 
 MODEL_OPTIONS: dict[str, Any] = {
-    # Megatron's fused SwiGLU goes through torch.compile.
+    # Megatron's fused SwiGLU uses torch.compile.
     "bias_activation_fusion": _has_compiler(),
-    # Weight gradients are added to Megatron's fp32 buffers by an extension that comes with Apex.
+    # Weight gradients are added to Megatron's fp32 buffers by an extension that is part of Apex.
     "gradient_accumulation_fusion": find_spec("fused_weight_gradient_mlp_cuda") is not None,
 }
 
@@ -39,7 +39,7 @@ def prepare() -> None:
     """Makes this rank's GPU the current device.
 
     Raises:
-        ConfigError: there is no GPU, or none for this rank.
+        ConfigError: there is no GPU, or no GPU for this rank.
     """
     if not torch.cuda.is_available():
         build = torch.version.cuda or "none"

@@ -1,10 +1,11 @@
-"""Flash attention over packed sequences on CUDA, by the kernel that PyTorch brings along.
+"""Flash attention over packed sequences on CUDA, by the kernel that PyTorch includes.
 
-Facts of the two operators that this relies on, from `mha_varlen_fwd` and `mha_varlen_bwd` in PyTorch's
+Properties of the two operators that this code relies on, from `mha_varlen_fwd` and `mha_varlen_bwd` in PyTorch's
 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: fp16 and bf16 only, Ampere or newer, head dimension a
 multiple of 8 and at most 256; rows may have any stride, but their last dimension must be dense; key / value heads may
 divide the query heads, and the backward sums their gradients itself, so dk and dv have the shapes of k and v;
-log-sum-exps are [H, M], and the backward reads them through a bare pointer: a view of some columns must be made dense.
+log-sum-exps are [H, M], and the backward reads them through a raw pointer: a view of some columns must be made
+contiguous.
 
 Shape legend: M query rows, S key / value rows, H query heads, K key / value heads, D head dimension.
 """
@@ -50,7 +51,7 @@ class CUDAAttention:
         part: Part,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Both are read only where there is dropout.
+        # Both are read only with dropout.
         rng_state = torch.empty(2, dtype=torch.uint64, device=query_MHD.device)
         unused = torch.empty(0, device=query_MHD.device)
         dquery_MHD, dkey_SKD, dvalue_SKD = self.flash_backward(
@@ -77,7 +78,7 @@ class CUDAAttention:
 
 
 def _layout(part: Part) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Offsets of queries and keys on the device, and the longest entry of each, which stays on the host."""
+    """Offsets of queries and keys on the device, and the longest entry of each as an integer on the host."""
     return part.cu_seqlens_q, part.cu_seqlens_k, max(part.q_lens), max(part.kv_lens)
 
 

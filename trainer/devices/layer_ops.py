@@ -1,6 +1,6 @@
-"""Small operations of a decoder layer for which some devices have fused kernels; Megatron-free, as devices import it.
+"""Small operations of a decoder layer for which some devices have fused kernels; without Megatron.
 
-A device offers its own in `LAYER_OPS`; the functions here are those of all others, and the reference of the tests.
+A device provides its own in `LAYER_OPS`; the functions here are the default, and the reference of the tests.
 `trainer/model/layer_spec.py` puts them into Megatron's layers.
 
 Shape legend: T fed rows, H heads, D head dimension, F feed-forward size of this rank.
@@ -26,7 +26,7 @@ def rotary(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) ->
 
 @dataclass(frozen=True, slots=True)
 class LayerOps:
-    """`swiglu` takes [..., 2F] and gives silu(first half) * second half; None leaves it to Megatron's MLP."""
+    """`swiglu` takes [..., 2F] and returns silu(first half) * second half; None leaves it to Megatron's MLP."""
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm
     rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = rotary

@@ -1,7 +1,7 @@
 """Megatron-core on Ascend NPUs, through torch_npu and MindSpeed.
 
-Neither is imported before `prepare`, which has to run before anything imports Megatron: MindSpeed replaces names in
-Megatron's modules as they are loaded, and sends what they ask of `torch.cuda` to the NPU (branch core_r0.16.0 of
+Neither is imported before `prepare`, which must run before Megatron is imported: MindSpeed replaces names in Megatron's
+modules as they are loaded, and redirects their calls of `torch.cuda` to the NPU (branch core_r0.16.0 of
 Ascend/MindSpeed, mindspeed/megatron_adaptor.py).
 """
 
@@ -25,7 +25,7 @@ BACKEND = "hccl"
 _LOCAL_RANK = dist.get_node_local_rank(fallback_rank=0)
 
 MODEL_OPTIONS: dict[str, Any] = {
-    # Both are CUDA kernels. Given here although they are Megatron's defaults: MindSpeed fills in what nobody gives.
+    # Both are CUDA kernels. Set although they are Megatron's defaults: MindSpeed fills in options that are not set.
     "bias_activation_fusion": False,
     "gradient_accumulation_fusion": False,
 }
@@ -36,12 +36,12 @@ _OPS = NPUOps()
 LAYER_OPS = LayerOps(rms_norm=_OPS.rms_norm, rotary=_OPS.rotary, swiglu=_OPS.swiglu)
 
 MEGATRON_SERIES = "0.16"
-"""The megatron-core that MindSpeed's branch core_r0.16.0 replaces names in."""
+"""The megatron-core series that MindSpeed's branch core_r0.16.0 patches."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "DEVICE":
-        # torch knows the device type by this name only after torch_npu was imported.
+        # torch accepts this device type only after torch_npu is imported.
         return torch.device("npu", _LOCAL_RANK)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -51,7 +51,7 @@ def prepare() -> None:
     """Loads torch_npu and MindSpeed and makes this rank's NPU the current device; later calls do nothing.
 
     Raises:
-        ConfigError: a package is missing or of another version than the others need, or there is no NPU for this rank.
+        ConfigError: a package is missing or its version does not fit the others, or there is no NPU for this rank.
     """
     require_versions()
     loaded = sorted(name for name in sys.modules if name.split(".")[0] == "megatron")
@@ -69,10 +69,10 @@ def prepare() -> None:
 
 
 def require_versions() -> None:
-    """Checks the versions of what is installed without importing it.
+    """Checks the versions of the installed packages without importing them.
 
     Raises:
-        ConfigError: torch and torch_npu are not a pair, or megatron-core is not the one that MindSpeed is for.
+        ConfigError: torch and torch_npu are not a pair, or megatron-core is not the version that MindSpeed supports.
     """
     torch_npu = _installed("torch-npu")
     torch_version = torch.__version__.split("+")[0]

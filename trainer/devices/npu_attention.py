@@ -1,15 +1,14 @@
 """Flash attention over packed sequences on an Ascend NPU, by `npu_fusion_attention` in its TND layout.
 
-Facts of the operator that this relies on, from torch_npu-npu_fusion_attention.md in Ascend/op-plugin: lengths are
-Python integers, cumulative, without a leading 0, at most 1024 of them; True in a mask means masked out; causal modes
-take one compressed mask of 2048 x 2048, whatever the lengths; without a mask attention is full and the mode is
-ignored. Maximum and sum of each row's softmax come as float32 [T, N, 8], one number eight times, and in the order of
-the rows only where `softmax_layout="TND"` asks for it (op-plugin 7.2 or newer). The backward computes P = exp(s - max)
-/ sum from what it is given: with max = log-sum-exp of a whole softmax and sum = 1 it works for one part of that
-softmax.
+Properties of the operator that this code relies on, from torch_npu-npu_fusion_attention.md in Ascend/op-plugin: lengths
+are Python integers, cumulative, without a leading 0, at most 1024 of them; True in a mask means masked out; causal
+modes take one compressed mask of 2048 x 2048, whatever the lengths; without a mask attention is full and the mode is
+ignored. Maximum and sum of each row's softmax are returned as float32 [T, N, 8], each number eight times, and in the
+order of the rows only with `softmax_layout="TND"` (op-plugin 7.2 or newer). The backward computes P = exp(s - max) /
+sum from its arguments: with max = log-sum-exp of a whole softmax and sum = 1 it works for one part of that softmax.
 
 Shape legend: M query rows, S key / value rows, H query heads, K key / value heads, D head dimension, 8 the operator's
-copies of a statistic.
+copies of each statistic.
 """
 
 import functools
@@ -27,7 +26,7 @@ from trainer.devices.attention_part import Part
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUT = "TND"
 MAX_ENTRIES = 1024
-"""Sequences of one call at most; more are split over several calls."""
+"""Maximum number of sequences in one call; more are split over several calls."""
 
 MASK_SIZE = 2048
 FULL, RIGHT_DOWN_CAUSAL = 0, 3
@@ -40,7 +39,7 @@ STATISTIC_COPIES = 8
 class NPUAttention:
     """One operator call for each 1024 entries of a part. Other dtypes are refused with a NotImplementedError.
 
-    `torch_npu` is the module with the operators; without one it is imported when first used.
+    `torch_npu` is the module with the operators; if None, it is imported on first use.
     """
 
     torch_npu: ModuleType | None = None
@@ -119,7 +118,7 @@ def _compressed_causal_mask(device: torch.device) -> torch.Tensor:
 
 
 def _dense(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    # The documentation promises nothing for other strides.
+    # The documentation does not specify behaviour for other strides.
     return [tensor.contiguous() for tensor in tensors]
 
 

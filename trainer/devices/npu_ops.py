@@ -18,7 +18,7 @@ ROTARY_MODE = "half"
 
 @dataclass(frozen=True)
 class NPUOps:
-    """The operators of `torch_npu`, which is imported when first used where none is given."""
+    """The operators of `torch_npu`, which is imported on first use if None."""
 
     torch_npu: ModuleType | None = None
 

@@ -23,11 +23,11 @@ def save_hf_checkpoint(
 ) -> None:
     """Writes weights, config, tokenizer and generation config to the directory `path`, replacing what is there.
 
-    Every rank calls it and gives its part of the weights; only the main rank writes, and the others do not wait for its
-    files to be whole.
+    Every rank calls it and contributes its part of the weights; only the main rank writes, and the other ranks do not
+    wait until its files are complete.
 
-    All but the weights comes from the `source` checkpoint, the one that was loaded. `path` appears only when it is
-    whole; until then the files are in `path` + ".partial" beside it.
+    All other files come from the `source` checkpoint, the one that was loaded. `path` appears only when it is complete;
+    until then the files are in `path` + ".partial" beside it.
     """
     export = WeightExport(model)
     if not model.parallel.is_main:
@@ -58,7 +58,7 @@ def _save_weights(export: WeightExport, directory: Path, max_shard_bytes: int) -
             tensors: dict[str, torch.Tensor] = {}
             for _ in shard:
                 spec, tensor = next(stream)
-                # safetensors refuses tensors that share memory, as parts of one fused parameter do.
+                # safetensors refuses tensors that share memory, such as parts of one fused parameter.
                 tensors[spec.name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
                 files[spec.name] = file
             save_file(tensors, directory / file, metadata={"format": "pt"})

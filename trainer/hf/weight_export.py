@@ -1,10 +1,10 @@
 """The policy as a stream of whole Hugging Face tensors on the main rank, the form in which it is published and saved.
 
-Under a divided model the stream goes parcel by parcel: consecutive tensors of one owner, at most `bucket_bytes` or a
-single parameter. The owner is the first tensor-parallel rank of the stage that has a layer, or the rank that has an
-expert whole. The stage's other tensor-parallel ranks send it their parts, it puts the whole tensors together, and sends
-them to the main rank. Only the first replica, and the first ranks that hold all experts, take part; nobody holds more
-than a parcel beside its own weights, plus the one that the consumer of the stream still holds.
+With model parallelism the stream is sent parcel by parcel: consecutive tensors of one owner, at most `bucket_bytes` or
+a single parameter. The owner is the first tensor-parallel rank of the stage that has a layer, or the rank that has an
+expert. The stage's other tensor-parallel ranks send it their parts; it assembles the whole tensors and sends them to
+the main rank. Only the first replica, and the first ranks that hold all experts, take part. Each rank holds at most one
+parcel besides its own weights, plus the one that the consumer of the stream still holds.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ class Parcel:
 
 
 class WeightExport:
-    """Made on every rank alike; reads the weights of the moment each time, until the next step.
+    """Created identically on every rank; a stream reads the current weights; its tensors are valid until the next step.
 
     A stream is a collective: while the main rank iterates over `stream()`, each other rank calls `serve()` once.
     """
@@ -52,10 +52,10 @@ class WeightExport:
         return [spec for parcel in self._parcels for spec in parcel.specs]
 
     def stream(self) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
-        """Main rank: yields (spec, tensor) of every tensor, whole, on the model's device.
+        """Main rank: yields (spec, tensor) of every tensor, assembled, on the model's device.
 
-        A tensor is a view of the model's own weights where these are not divided. A stream that is closed half way
-        still takes what the other ranks send: each of them is in `serve`, and none may be left there.
+        A tensor is a view of the model's own weights where these are not divided. A stream that is closed early still
+        receives the remaining parcels: each of the other ranks is in `serve`, and must not be left there.
         """
         parcels = iter(self._parcels)
         try:
@@ -67,12 +67,12 @@ class WeightExport:
             raise
 
     def serve(self) -> None:
-        """Any other rank: gives what it has to one stream; returns when that has passed its last tensor."""
+        """Any other rank: sends its parts of one stream; returns after the stream's last tensor."""
         for parcel in self._parcels:
             self._give(parcel)
 
     def _give(self, parcel: Parcel) -> None:
-        """Another rank's side of one parcel; its buffers are gone before the next one is made."""
+        """Another rank's side of one parcel; its buffers are freed before the next parcel's are allocated."""
         if parcel.owner == self._parallel.rank:
             dist.send(self._whole(parcel)[0], MAIN_RANK)
         elif self._parallel.rank in self._helpers(parcel):
@@ -89,7 +89,7 @@ class WeightExport:
         return self._whole(parcel)[1]
 
     def _whole(self, parcel: Parcel) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The owner's side: (all bytes of a parcel, [elements]; its tensors, views of them)."""
+        """The owner's side: (the whole parcel, [elements]; its tensors, views of it)."""
         flat, tensors = self._empty(parcel)
         whole = iter(tensors)
         targets = [(entry, [next(whole) for _ in entry.hf_shapes]) for entry in parcel.entries]
@@ -114,7 +114,7 @@ class WeightExport:
         return entry.fusion.split(self._parameters[entry.megatron_name].detach())
 
     def _own_part(self, parcel: Parcel, receive_from: int | None = None) -> torch.Tensor:
-        """What a tensor-parallel rank gives to a parcel: its part of every divided parameter, [elements]."""
+        """A tensor-parallel rank's contribution to a parcel: its part of every divided parameter, [elements]."""
         own = [self._parameters[entry.megatron_name].detach() for entry in parcel.entries if entry.divided is not None]
         part = torch.empty(sum(p.numel() for p in own), dtype=self._dtype, device=self._device)
         if receive_from is not None:
@@ -129,7 +129,7 @@ class WeightExport:
         return flat, [t.view(spec.shape) for t, spec in zip(flat.split(sizes), parcel.specs, strict=True)]
 
     def _helpers(self, parcel: Parcel) -> range:
-        """The ranks whose parts the owner needs, in order of their tensor-parallel ranks, from 1 on."""
+        """The ranks whose parts the owner needs, in order of their tensor-parallel ranks, starting at 1."""
         divided = any(entry.divided is not None for entry in parcel.entries)
         return range(parcel.owner + 1, parcel.owner + self._parallel.tp_size) if divided else range(0)
 
@@ -152,5 +152,5 @@ class WeightExport:
         return Parcel(self._owner(entries[0]), tuple(entries), tuple(specs))
 
     def _owner(self, entry: WeightEntry) -> int:
-        """The first rank of the stage, or the first that has the expert."""
+        """The first rank of the stage, or the first rank that has the expert."""
         return entry.stage * self._num_stage_ranks + (entry.ep_rank or 0)

@@ -1,4 +1,4 @@
-"""Names, shapes and places of all weights, Hugging Face <-> Megatron; for loading, publishing and saving.
+"""Names, shapes and owners of all weights, Hugging Face <-> Megatron; for loading, publishing and saving.
 
 Shape legend: V vocabulary, H hidden size, A query heads, K key / value heads, D head dimension, F feed-forward size.
 """
@@ -18,7 +18,7 @@ ROWS, COLUMNS = 0, 1
 
 
 class Fusion(Protocol):
-    """How one Megatron tensor is made of Hugging Face tensors, or a rank's part of it of their parts."""
+    """How one Megatron tensor is composed of Hugging Face tensors, or a rank's part of it from their parts."""
 
     def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
@@ -27,7 +27,7 @@ class Fusion(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """The parts one after the other along dimension 0, in equal shares: gate and up; a single part is itself."""
+    """The parts one after the other along dimension 0, in equal shares: gate and up; a single part is unchanged."""
 
     num_parts: int = 1
 
@@ -40,7 +40,7 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class GroupedQKV:
-    """q, k, v as Megatron keeps them: per key / value head its query heads, then its key, then its value.
+    """q, k, v as Megatron stores them: per key / value head its query heads, then its key, then its value.
 
     Tensor-parallel ranks divide the key / value heads, so a rank's part has the same form with fewer heads.
     """
@@ -61,7 +61,7 @@ class GroupedQKV:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Among how many ranks a model is divided along each axis; all 1 is a whole model on one rank."""
+    """The number of ranks that divide a model along each axis; all 1 is a whole model on one rank."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -76,9 +76,9 @@ class Layout:
 class WeightEntry:
     """One Megatron parameter and the Hugging Face tensors that it holds, in the order `fusion` takes them.
 
-    `megatron_name` is its name on the ranks that have it: those of pipeline stage `stage` and, for an expert's, of
-    expert-parallel rank `ep_rank`. `hf_shapes` are those of the whole tensors; each is divided along `divided` among
-    the stage's tensor-parallel ranks, or every one of them has all of it (None).
+    `megatron_name` is its name on the ranks that have it: those of pipeline stage `stage` and, for an expert, of
+    expert-parallel rank `ep_rank`. `hf_shapes` are the shapes of the whole tensors; each is divided along `divided`
+    among the stage's tensor-parallel ranks, or is complete on each of them (None).
     """
 
     megatron_name: str
@@ -92,7 +92,7 @@ class WeightEntry:
         return self.stage == parallel.pp_rank and self.ep_rank in (None, parallel.ep_rank)
 
     def shard(self, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> tuple[slice, ...]:
-        """Where in a whole Hugging Face tensor of `shape` the part of one tensor-parallel rank lies."""
+        """The slices of a whole Hugging Face tensor of `shape` that one tensor-parallel rank has."""
         if self.divided is None:
             return tuple(slice(0, size) for size in shape)
         share = shape[self.divided] // tp_size
@@ -101,7 +101,7 @@ class WeightEntry:
 
 
 def weight_map(shape: ModelShape, layout: Layout | None = None) -> Iterator[WeightEntry]:
-    """All weights of a model, layer by layer, in the order they are published under any layout; no tied head."""
+    """All weights of a model, layer by layer, in publishing order, the same under any layout; no tied head."""
     layout = layout or Layout()
     V, H = shape.vocab_size, shape.hidden_size
     last = layout.pp_size - 1
@@ -122,7 +122,7 @@ def tied_head(shape: ModelShape, layout: Layout) -> WeightEntry | None:
 
 
 class _LayerNames:
-    """Makes the entries of one layer from names within it."""
+    """Creates the entries of one layer from names within it."""
 
     def __init__(self, shape: ModelShape, layout: Layout, layer: int) -> None:
         self._stage, local_layer = divmod(layer, shape.num_layers // layout.pp_size)
@@ -166,7 +166,7 @@ def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[Weight
 
 
 def _experts_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
-    """The router, which every rank has, and the experts, whole each, in equal shares on the expert-parallel ranks."""
+    """The router, which every rank has, and the experts, undivided, in equal shares on the expert-parallel ranks."""
     assert shape.experts is not None
     H, F = shape.hidden_size, shape.experts.ffn_size
     entry = _LayerNames(shape, layout, layer).entry

@@ -22,8 +22,8 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
     Of every tensor only the part that belongs to this rank is read; no rank waits for another.
 
     Raises:
-        ConfigError: a tensor is missing, has another shape, or is not part of the architecture; nothing is half
-            loaded then, as names and shapes of the whole checkpoint are compared first.
+        ConfigError: a tensor is missing, has another shape, or is not part of the architecture; nothing is loaded then,
+            as all names and shapes of the checkpoint are compared first.
     """
     parallel = model.parallel
     layout = Layout.of(parallel)
@@ -49,7 +49,7 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
 
 
 def _open_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name -> the open file that has it; the files stay open as long as `stack`."""
+    """Tensor name -> the open file that contains it; the files stay open as long as `stack`."""
     if (checkpoint / INDEX_FILE).is_file():
         names = sorted(set(json.loads((checkpoint / INDEX_FILE).read_text())["weight_map"].values()))
     else:
@@ -76,7 +76,8 @@ def _check_names_and_shapes(checkpoint: Path, entries: list[WeightEntry], files:
                 f"for {list(shape)}: use the config that belongs to these weights"
             )
     for name in files:
-        # Older checkpoints also keep a copy of the tied head, and the rotary frequencies, which follow from the config.
+        # Older checkpoints may also contain a copy of the tied head, and rotary frequencies, which the config
+        # determines.
         known = name in expected or (tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
         if not known:
             raise ConfigError(

@@ -35,21 +35,21 @@ from trainer.parallel import Parallel
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    # The feed-forward part keeps the most per row, and flash attention keeps little.
+    # The feed-forward part saves the most activations per row, flash attention few.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
 
 class SharedPromptGPT(GPTModel):
-    """This rank's part of a GPTModel whose forward takes a micro-batch and gives log-probs of its response tokens."""
+    """This rank's part of a GPTModel whose forward takes a micro-batch and returns log-probs of its response tokens."""
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, parallel: Parallel) -> None:
         super().__init__(
             config=config,
             transformer_layer_spec=_block_spec(config, shape, parallel.device.LAYER_OPS),
             vocab_size=shape.vocab_size,
-            # Only learned position embeddings have a length; rotary ones take any position.
+            # Only learned position embeddings have a length; rotary ones accept any position.
             max_sequence_length=0,
             pre_process=parallel.is_first_stage,
             post_process=parallel.is_last_stage,
@@ -62,7 +62,7 @@ class SharedPromptGPT(GPTModel):
         self.shape = shape
         self.parallel = parallel
         self.other_head: torch.Tensor | None = None
-        """Takes the place of a tied head, of the same shape, while it is set."""
+        """Replaces a tied head while it is set; of the same shape."""
         self._ops = parallel.device.LAYER_OPS
         self._kernel = checked_kernel(
             parallel.device,
@@ -73,7 +73,7 @@ class SharedPromptGPT(GPTModel):
         )
 
     def forward(self, micro_batch: MicroBatch, temperature: float) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of the response tokens (see `logprobs`); hidden rows before the last stage."""
+        """Log-probs and entropies of the response tokens (see `logprobs`); hidden rows on earlier stages."""
         hidden_T1H = self.hidden(micro_batch.rows)
         if not self.post_process:
             return hidden_T1H
@@ -82,7 +82,7 @@ class SharedPromptGPT(GPTModel):
     def hidden(self, rows: Rows, cache: PromptCache | None = None) -> torch.Tensor:
         """This stage's output, [T, 1, H]; with sequence parallelism this rank's share of the rows.
 
-        A stage other than the first takes its input from `set_input_tensor`, as Megatron's pipeline gives it.
+        A stage other than the first takes its input from `set_input_tensor`, which Megatron's pipeline calls.
         """
         hidden_T1H = None
         if self.pre_process:
@@ -104,7 +104,7 @@ class SharedPromptGPT(GPTModel):
     def rows_for_logits(self, hidden_T1H: torch.Tensor) -> torch.Tensor:
         """The last stage's hidden rows as the vocabulary-parallel output layer takes them, [T, H].
 
-        Each rank's gradient is that of its own part of the vocabulary; the backward pass here sums them.
+        Each rank's gradient covers its own part of the vocabulary; the backward pass of this operation sums over ranks.
         """
         if self.config.sequence_parallel:
             rows_T1H: torch.Tensor = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=True)
@@ -131,7 +131,7 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
     """This rank's part of a model of this shape with undefined weights, in `dtype` throughout.
 
     Raises:
-        ConfigError: the layout is not one of those that are known to train this model exactly.
+        ConfigError: the layout is not among those known to train this model exactly.
     """
     require_layout(section, shape, parallel.num_ranks)
     config = TransformerConfig(
@@ -160,7 +160,7 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
         expert_model_parallel_size=parallel.ep_size,
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence_parallel,
-        # Micro-batches have any number of rows; pipeline stages tell each other how many.
+        # Micro-batches have any number of rows; pipeline stages send each other the number.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # Keeps Megatron's DDP from averaging: gradients stay plain sums until the batch's count is known.
@@ -175,12 +175,12 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
 
 
 def _mark_divided(model: SharedPromptGPT) -> None:
-    """Tells Megatron which weights differ from one tensor-parallel rank to the next, and which belong to experts.
+    """Marks for Megatron which weights differ between tensor-parallel ranks, and which belong to experts.
 
-    The former is for its gradient norm; Megatron does it where it draws initial weights, which is not asked of it here.
-    The latter says over which ranks gradients are summed and optimizer states divided. Megatron (0.16.1) says it only
-    where expert parallelism is above 1, but the ranks that hold an expert are never just those that hold the same part
-    of a dense layer: each tensor-parallel rank routes rows of its own.
+    The first mark is for its gradient norm; Megatron sets it when it initializes weights, which is disabled here. The
+    second determines over which ranks gradients are summed and optimizer states divided. Megatron (0.16.1) sets it only
+    if expert parallelism is above 1, but the ranks that hold an expert are never exactly those that hold the same part
+    of a dense layer: each tensor-parallel rank routes its own rows.
     """
     dimensions = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in model.modules():
@@ -188,7 +188,7 @@ def _mark_divided(model: SharedPromptGPT) -> None:
             for parameter in module.parameters(recurse=False):
                 if getattr(module, "is_expert", False):
                     parameter.allreduce = False
-                # A tied output layer shares the embedding's weight, and has none of its own.
+                # A tied output layer shares the embedding's weight, and has no parameter of its own.
                 if not hasattr(parameter, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(parameter, True, dimensions[type(module)], 1)
 

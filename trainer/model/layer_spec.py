@@ -17,8 +17,7 @@ from trainer.devices.layer_ops import LayerOps
 class RMSNorm(torch.nn.Module):
     """A norm of Megatron's layers by the given operation; its weight starts at 1.
 
-    Unlike Megatron's own local norm it goes together with sequence parallelism, and it needs neither Apex nor
-    Transformer Engine.
+    Unlike Megatron's own local norm it supports sequence parallelism, and it needs neither Apex nor Transformer Engine.
     """
 
     def __init__(
@@ -31,7 +30,7 @@ class RMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size))
-        # Tells Megatron to sum its gradients over the ranks that share the rows.
+        # Makes Megatron sum its gradients over the ranks that share the rows.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._eps = eps
         self._op = op
@@ -52,19 +51,19 @@ class SwiGLU(torch.nn.Module):
 
 
 def norm_spec(ops: LayerOps) -> ModuleSpec:
-    """What builds a norm, for a place in a layer or after the last one."""
+    """The spec of a norm, in a layer or after the last one."""
     return ModuleSpec(module=RMSNorm, params={"op": ops.rms_norm})
 
 
 def use_layer_ops(layer: ModuleSpec, ops: LayerOps, qk_norm: bool) -> None:
-    """Puts norms and activation into a layer spec, in place; the rotary embedding is up to the core attention."""
+    """Sets norms and activation in a layer spec, in place; the core attention applies the rotary embedding."""
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm_spec(ops)
     if qk_norm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = norm_spec(ops)
     if ops.swiglu is not None:
         feed_forward = layer.submodules.mlp.submodules
-        # With experts, each of them is such an MLP.
+        # With experts, each expert is such an MLP.
         mlp = feed_forward if isinstance(feed_forward, MLPSubmodules) else feed_forward.experts.submodules
         mlp.activation_func = ModuleSpec(module=SwiGLU, params={"op": ops.swiglu})
 

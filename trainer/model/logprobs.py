@@ -1,7 +1,8 @@
-"""Log-probabilities of response tokens from hidden rows, and the entropy of what they were drawn from.
+"""Log-probabilities of response tokens from hidden rows, and the entropy of the distributions they were drawn from.
 
-Logits are made in chunks of rows, in forward and again in backward, so that all of them never exist at once. Each
-tensor-parallel rank has some rows of the output weights, and so some of the vocabulary; the softmax is over all of it.
+Logits are computed in chunks of rows, in forward and again in backward, so that they are never all in memory at once.
+Each tensor-parallel rank has some rows of the output weights, and so a part of the vocabulary; the softmax is over the
+whole vocabulary.
 
 Shape legend: R rows with logits, C rows of one chunk, H hidden size, V vocabulary of this rank, N response tokens.
 """
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 CHUNK_BYTES = 256 * 2**20
-"""Logits of one chunk at most; two more tensors of their size live beside them."""
+"""Maximum size of one chunk's logits; two more tensors of that size exist at the same time."""
 
 
 def response_logprobs(
@@ -24,13 +25,13 @@ def response_logprobs(
     labels_N: torch.Tensor,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log softmax(logits / temperature) of each label at its row, with gradient; entropy there, without): [N] each.
+    """(log softmax(logits / temperature) of each label at its row, with gradient; its entropy, without): [N] each.
 
-    float32, or float64 where the hidden rows are; the products with the weights are in the weights' dtype. One row may
-    serve several labels (a prompt's last row serves the first token of every response), so the softmax is taken once
-    per row. The gradient of the hidden rows is the part that this rank's vocabulary gives; the caller sums the ranks'.
+    float32, or float64 if the hidden rows are; the products with the weights are in the weights' dtype. One row may
+    have several labels (a prompt's last row has the first token of every response), so the softmax is computed once per
+    row. The gradient of the hidden rows covers this rank's part of the vocabulary; the caller sums over ranks.
     """
-    # torch leaves `apply` untyped.
+    # `apply` is untyped in torch.
     made: tuple[torch.Tensor, torch.Tensor] = _ResponseLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_RH, weight_VH, label_rows_N, labels_N, temperature
     )
@@ -107,9 +108,9 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float
 def _places(
     label_rows_N: torch.Tensor, own_labels_N: torch.Tensor, rows: slice, logits_CV: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(row, column) of every label in a chunk's logits, and whether it is there; one that is not gets some other place.
+    """(row, column) of every label in a chunk's logits, and whether the label is in the chunk; the indices are clamped.
 
-    Choosing the labels that are there would wait for the device.
+    Selecting the labels that are in the chunk would synchronize with the device.
     """
     num_rows, num_columns = logits_CV.shape
     row_N, column_N = label_rows_N - rows.start, own_labels_N
@@ -120,7 +121,7 @@ def _places(
 def _over_ranks(
     lse_R: torch.Tensor, entropy_R: torch.Tensor, label_logits_N: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-sum-exp and entropy over the whole vocabulary, from those over each rank's; sums `label_logits_N` in place.
+    """Log-sum-exp and entropy over the whole vocabulary, from each rank's; sums `label_logits_N` in place.
 
     With a rank's share w_k = exp(lse_k - lse) of the probability, the entropy is sum_k w_k (entropy_k - log w_k).
     """

@@ -1,6 +1,6 @@
-"""Megatron's settings for a model of experts, so that it computes what Qwen3-MoE does in transformers; for `model.py`.
+"""Megatron's settings for a model with experts, to compute the same as Qwen3-MoE in transformers; for `model.py`.
 
-A token's experts are those with the `top_k` largest router logits, and its weights a softmax: over all experts, or
+A token is routed to the experts with the `top_k` largest router logits. Its weights are a softmax over all experts, or
 over the chosen ones, which is the same as renormalizing the former (`norm_topk_prob`).
 """
 
@@ -15,10 +15,10 @@ from trainer.model.shape import Experts
 
 
 class Router(TopKRouter):
-    """Megatron's router with logits by a plain product; its own needs Transformer Engine (megatron-core 0.16.1).
+    """Megatron's router with logits by a plain product; Megatron's own needs Transformer Engine (megatron-core 0.16.1).
 
-    Logits are in the model's dtype and only the softmax is in float32, as where rollouts are sampled: a token near a
-    tie must find the same experts here.
+    Logits are in the model's dtype and only the softmax is in float32, as in the engines that sample: a token near a
+    tie must be routed to the same experts here.
     """
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class Router(TopKRouter):
 
 
 def use_router(layer: ModuleSpec) -> None:
-    """Puts `Router` into the spec of a layer with experts, in place."""
+    """Sets `Router` in the spec of a layer with experts, in place."""
     layer.submodules.mlp.submodules.router = Router
 
 
@@ -40,7 +40,7 @@ def moe_options(experts: Experts | None, recompute: str) -> dict[str, Any]:
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_router_pre_softmax": not experts.renormalized,
-        # On-policy training has no loss but its own, and drops no token.
+        # On-policy training has only its own loss, and drops no token.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_expert_capacity_factor": None,

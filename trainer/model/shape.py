@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint's config says about its model, in our words; refuses what the trainer cannot train."""
+"""The model in a Hugging Face checkpoint's config, as a `ModelShape`; refuses what the trainer cannot train."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,14 @@ from async_rl.preflight.model import FAMILIES
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
 
 _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants of llama3 rope scaling that Megatron's RotaryEmbedding has built in; only the factor can be set."""
+"""The constants of llama3 rope scaling that are fixed in Megatron's RotaryEmbedding; only the factor can be set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of every layer's feed-forward part: `num_experts` of them, the `top_k` best used by each token.
+    """The experts of every layer's feed-forward part: `num_experts` of them, each token uses the `top_k` best.
 
-    `renormalized` means that a token's `top_k` weights sum to 1; otherwise they are its shares among all experts.
+    `renormalized` means that a token's `top_k` weights sum to 1; otherwise they are the softmax over all experts.
     """
 
     num_experts: int
@@ -35,7 +35,7 @@ class ModelShape:
     """Sizes and features of one decoder-only model.
 
     `rope_factor` is the llama3 scaling factor, or None for plain rotary embeddings. `tied` means that the output layer
-    uses the embedding's weights. `experts` stand in every layer in place of one feed-forward part of `ffn_size`.
+    uses the embedding's weights. `experts` replace, in every layer, one feed-forward part of `ffn_size`.
     """
 
     family: str
@@ -62,10 +62,10 @@ class ModelShape:
 
 
 def find_checkpoint(path: str) -> Path:
-    """The directory of the checkpoint called `path`: a local directory, or a hub name, fetched once into HF's cache.
+    """The directory of the checkpoint called `path`: a local directory, or a hub name, downloaded once into HF's cache.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `path` is neither.
     """
     if (Path(path) / "config.json").is_file():
         return Path(path)
@@ -83,7 +83,7 @@ def read_model_shape(checkpoint: Path) -> ModelShape:
     """Reads `config.json` of a checkpoint directory.
 
     Raises:
-        ConfigError: an architecture or feature that the trainer does not have; the message names it.
+        ConfigError: an architecture or feature that the trainer does not support; the message names it.
     """
     try:
         config = AutoConfig.from_pretrained(checkpoint)
@@ -115,7 +115,7 @@ def _read_experts(checkpoint: Path, config: PreTrainedConfig) -> Experts:
     if config.mlp_only_layers:
         raise _unsupported(checkpoint, f"mlp_only_layers {config.mlp_only_layers}", "[], experts in every layer")
     if config.num_experts_per_tok == 1 and config.norm_topk_prob:
-        # The one weight would always be 1, and the router would never learn.
+        # The only weight would always be 1, and the router would get no gradient.
         raise _unsupported(checkpoint, "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false")
     return Experts(
         num_experts=config.num_experts,

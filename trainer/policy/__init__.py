@@ -1,1 +1,1 @@
-"""The three models of a rank, and the optimizer of one of them."""
+"""The three models of a rank, and the policy's optimizer."""

@@ -1,9 +1,9 @@
-"""Changes the policy's weights by classes, so that a publish can show which of them an engine takes over; and back.
+"""Changes and restores the policy's weights by classes, so that a publish can show which of them an engine applies.
 
-A weight is changed by flipping one bit of it, so doing it again gives the weight back, bit for bit, without a copy.
-Which bit depends on nothing but the strength asked for, so ranks need not agree on anything: every layout of the model,
-and every replica, changes the same weights in the same way. About half of them grow and half shrink, by what their own
-bits say, so that no class is only scaled, which a norm or a softmax behind it would undo.
+A weight is changed by flipping one of its bits, so a second flip restores it, bit for bit, without a copy. Which bit
+depends only on the requested strength, so ranks need no coordination: every layout of the model, and every replica,
+changes the same weights in the same way. About half of them grow and half shrink, depending on their own bits, so that
+no class is merely scaled, which a following norm or softmax would undo.
 """
 
 from collections.abc import Mapping
@@ -36,13 +36,13 @@ CLASS_OF = {
     "mlp.down_proj.weight": "down",
     "mlp.gate.weight": "router",
 }
-"""Class of a tensor by the end of its Hugging Face name; experts' have "expert" before theirs."""
+"""Class of a tensor by the end of its Hugging Face name; classes of experts are prefixed with "expert"."""
 
 MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7}
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 ZERO_VALUES = (0.0625, 0.25, 1.0)
-"""What a part of a tensor that is all zero, as new biases are, becomes at each strength: no bit of it says anything."""
+"""Values, by strength, of a part of a tensor that is all zero, as new biases are: flipped bits of 0 do too little."""
 
 
 def class_of(hf_name: str) -> str:
@@ -57,7 +57,7 @@ def class_of(hf_name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """A parameter of this rank: of each of its parts the class, the first value as it was, and whether it is zero."""
+    """A parameter of this rank: the class, the original first value and whether it is zero, for each of its parts."""
 
     bits: torch.Tensor
     fusion: Fusion
@@ -67,7 +67,7 @@ class _Parameter:
 
 
 class CanaryWeights:
-    """The weights of one rank's `model`; made when they are as they should be."""
+    """The weights of one rank's `model`; to be created while they are unchanged."""
 
     def __init__(self, model: SharedPromptGPT) -> None:
         self._model = model
@@ -76,12 +76,12 @@ class CanaryWeights:
         self._parameters: list[_Parameter] | None = None
         names = [name for entry in weight_map(model.shape) for name in entry.hf_shapes]
         self.classes: tuple[str, ...] = tuple(dict.fromkeys(map(class_of, names))) + (HEAD,) * model.shape.tied
-        """All classes of the model, on every rank alike."""
+        """All classes of the model, the same on every rank."""
         self.one_tensor: tuple[str, ...] = (EMBEDDING, HEAD) if model.shape.tied else ()
-        """Those that are published as one tensor, but may be two copies in an engine."""
+        """Classes that are published as one tensor, but may be two copies in an engine."""
 
     def change(self, strengths: Mapping[str, int]) -> None:
-        """Makes every class what it is at its strength, 1 to `ALL_STRENGTHS`; those left out are the true weights."""
+        """Sets every class to its strength, 1 to `ALL_STRENGTHS`; classes left out get their true weights."""
         if self._parameters is None:
             self._parameters = self._read_parameters()
         for parameter in self._parameters:
@@ -94,11 +94,11 @@ class CanaryWeights:
         self._set_head()
 
     def restore(self) -> None:
-        """Gives back the true weights wherever an error, or a signal, left a change; this rank alone does it."""
+        """Restores the true weights wherever an error or a signal left a change; needs no other rank."""
         for parameter in self._parameters or ():
             now = _first_bits(parameter.bits, parameter.fusion)
             _flip(parameter, [a ^ b for a, b in zip(now, parameter.first, strict=True)])
-        # Read anew next time: the weights train until then.
+        # Read again next time: training changes the weights until then.
         self._parameters = None
         self._strengths = {}
         self._model.other_head = None
@@ -119,7 +119,7 @@ class CanaryWeights:
         return found
 
     def _set_head(self) -> None:
-        """Where one parameter is embedding and head, and they are to differ, gives the head a copy of its own."""
+        """Gives the head its own copy where one parameter is both embedding and head and they are to differ."""
         model = self._model
         model.other_head = None
         if not model.shape.tied or model.parallel.pp_size > 1:
@@ -130,7 +130,7 @@ class CanaryWeights:
             model.other_head = (bits ^ mask).view(self._dtype)
 
     def _mask(self, strength: int, is_zero: bool) -> int:
-        """The bits that a strength flips: a weight changes by 12-25%, by 25-50%, or twofold, up or down."""
+        """The bits that a strength flips: it changes a weight by 12-25%, by 25-50%, or by a factor of 2, up or down."""
         assert 0 <= strength <= ALL_STRENGTHS, strength
         if not strength:
             return 0
@@ -140,7 +140,7 @@ class CanaryWeights:
 
 
 def _flip(parameter: _Parameter, masks: list[int]) -> None:
-    """Flips bits of each part. One operation writes a parameter: a signal finds all of it changed, or nothing."""
+    """Flips bits of each part. One operation writes a parameter: a signal finds all of it changed, or none."""
     if not any(masks):
         return
     if len(masks) == 1:

@@ -1,7 +1,8 @@
-"""A model without gradients, whose weights wait on the device or on the host until they are used.
+"""A model without gradients, whose weights are kept on the device or on the host between uses.
 
-On the host they are in pinned memory where there is an accelerator; they are copied in on a stream of their own ahead
-of use, and the device's copy is let go right after, as MindSpeed RL does with its update weights (arXiv 2507.19017).
+On the host they are in pinned memory if there is an accelerator; they are copied to the device on a separate stream
+ahead of use, and the device's copy is freed right after, as MindSpeed RL does with its update weights (arXiv
+2507.19017).
 """
 
 from collections.abc import Iterator
@@ -27,24 +28,24 @@ class FrozenModel:
             self._let_go()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The model's parameters; empty tensors where their weights are on the host."""
+        """The model's parameters; empty tensors while their weights are on the host."""
         parameters: Iterator[torch.nn.Parameter] = self._model.parameters()
         return parameters
 
     def copy_from(self, source: SharedPromptGPT) -> None:
-        """Takes over the weights of `source`, a model of the same shape and layout."""
+        """Copies the weights of `source`, a model of the same shape and layout."""
         weights = dict(source.named_parameters())
         for name, parameter in self._model.named_parameters():
             target = parameter.data if self._on_host is None else self._on_host[name]
             target.copy_(weights[name].data)
 
     def prefetch(self) -> None:
-        """Starts to copy weights that are on the host to the device, and does not wait for them."""
+        """Starts copying weights from the host to the device, without waiting."""
         if self._on_host is None or self._is_resident:
             return
         self._is_resident = True
         parameters = dict(self._model.named_parameters())
-        # Allocated on the stream that computes: what it let go may be reused only behind its work.
+        # Allocated on the computing stream: memory freed there may be reused only after its pending work.
         for name, parameter in parameters.items():
             parameter.data = torch.empty_like(self._on_host[name], device=self._device)
         with self._copying():
@@ -53,7 +54,7 @@ class FrozenModel:
 
     @contextmanager
     def resident(self) -> Iterator[SharedPromptGPT]:
-        """The model with its weights on the device, without gradients, for the time inside."""
+        """The model with its weights on the device, without gradients, inside the context."""
         self.prefetch()
         if self._stream is not None:
             torch.accelerator.current_stream().wait_stream(self._stream)
@@ -66,7 +67,7 @@ class FrozenModel:
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Work inside runs on the copy stream, behind all that was asked of the computing one."""
+        """Work inside runs on the copy stream, after everything already queued on the computing stream."""
         if self._stream is None:
             yield
             return

@@ -14,16 +14,16 @@ from trainer.policy.optimizer_state import ParameterState, parameter_states, set
 CLIP_EPS = 1e-6
 
 MAX_SKIPS_IN_A_ROW = 3
-"""A spike belongs to one batch, and every batch is sampled anew; weights whose gradient is not finite on several
-batches in a row will not recover, and the run would burn its time."""
+"""A gradient spike is caused by one batch, and every batch is sampled again; weights whose gradient is not finite on
+several batches in a row will not recover, and continuing would waste the run's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """How many steps were taken, how many were skipped, and how many of these since the last one that was taken.
+    """How many steps were taken, how many were skipped, and how many were skipped since the last one taken.
 
-    Adam's correction of its moments' bias follows those that were taken, the learning rate all of them: it belongs to
-    the iteration.
+    Adam's bias correction follows the number of steps taken, the learning rate the number of all steps, since it
+    belongs to the iteration.
     """
 
     taken: int = 0
@@ -54,7 +54,7 @@ class LearningRate:
 class PolicyOptimizer:
     """Steps the policy on the gradients in its DDP buffers.
 
-    Weight decay spares biases and norms, as Megatron's default does.
+    Weight decay does not apply to biases and norms, as is Megatron's default.
     """
 
     def __init__(
@@ -73,26 +73,26 @@ class PolicyOptimizer:
         return self._counts
 
     def parameter_states(self) -> Iterator[ParameterState]:
-        """This rank's master weights and moments, as views: what is written to them counts from the next step on."""
+        """This rank's master weights and moments, as views: values written to them take effect with the next step."""
         return parameter_states(self._optimizer)
 
     def resume(self, counts: StepCounts) -> None:
-        """Goes on after so many steps; master weights and moments were filled through `parameter_states` before."""
+        """Continues after these steps; master weights and moments must have been filled through `parameter_states`."""
         set_num_steps(self._optimizer, counts.taken)
         self._counts = counts
 
     @property
     def learning_rate(self) -> float:
-        """That of the next step."""
+        """The learning rate of the next step."""
         return self._schedule.at(self._counts.all // self._steps_per_iteration)
 
     def gradient_norm(self) -> float:
-        """The global norm of the gradients in the buffers, for `step`, or for `skip` if it is infinite or nan."""
+        """The global norm of the gradients in the buffers, for `step`, or for `skip` if it is not finite."""
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
     def skip(self, grad_norm: float) -> None:
-        """Leaves weights and moments as they are; the schedule goes on.
+        """Leaves weights and moments unchanged; the learning rate schedule advances.
 
         Raises:
             NonFiniteGradient: `train.on_nonfinite` is "fail", or too many steps in a row were skipped.
@@ -112,7 +112,7 @@ class PolicyOptimizer:
 
     def step(self, grad_norm: float) -> None:
         """Clips by the global norm, which is finite, and steps."""
-        # Megatron's own clipping insists on CUDA gradients.
+        # Megatron's own clipping requires CUDA gradients.
         scale = self._section.clip_grad_norm / (grad_norm + CLIP_EPS)
         if scale < 1.0:
             parameters = [p for group in self._optimizer.param_groups for p in group["params"]]

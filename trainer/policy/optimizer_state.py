@@ -1,6 +1,6 @@
-"""Where Megatron's optimizers keep master weights and Adam moments, the same view of all of them.
+"""Access to the master weights and Adam moments of Megatron's optimizers, in the same form for each kind.
 
-`trainer.checkpoint.tensors` saves what is found here and fills it again.
+`trainer.checkpoint.tensors` saves and fills these tensors.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """This rank's part of what the optimizer keeps for one parameter.
+    """This rank's part of the optimizer's state for one parameter.
 
     All tensors are flat float32 views of the optimizer's own, and hold the elements from `start` on of the flattened
-    `parameter`: to write to them is to change the optimizer. `master` is the weight that steps are added to; for a
-    float32 parameter that is the parameter itself. `is_shard` tells that other replicas have the other elements.
+    `parameter`: writing to them changes the optimizer. `master` is the weight that steps are added to; for a float32
+    parameter it is the parameter itself. `is_shard`: other replicas have the other elements.
     """
 
     parameter: torch.nn.Parameter
@@ -31,10 +31,10 @@ class ParameterState:
 
 
 def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
-    """The state of every parameter of which this rank has a part; moments that do not exist yet are made, as zeros."""
+    """The state of every parameter of which this rank has a part; missing moments are created as zeros."""
     for part in _parts(optimizer):
         adam = part.optimizer
-        if adam is None:  # A rank without parameters of this kind.
+        if adam is None:  # The rank has no parameters of this kind.
             continue
         part.init_state_fn(adam, part.config)
         if isinstance(adam, torch.optim.AdamW):
@@ -48,7 +48,7 @@ def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
 
 
 def set_num_steps(optimizer: MegatronOptimizer, num_steps: int) -> None:
-    """Tells Adam how many steps its moments have seen, for the correction of their bias."""
+    """Sets Adam's step count, which its bias correction uses."""
     for part in _parts(optimizer):
         if part.optimizer is None:
             continue
@@ -62,7 +62,7 @@ def set_num_steps(optimizer: MegatronOptimizer, num_steps: int) -> None:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Megatron chains one optimizer for dense parameters and one for experts."""
+    """Megatron chains one optimizer for dense parameters and one for experts; other kinds are a single part."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 

@@ -1,7 +1,7 @@
 """Policy, old policy and reference of one run, under one layout on the same ranks (arXiv 2511.18871, section 4.1).
 
-The old policy is a model of its own only where it is not the policy itself: with one optimizer step per batch
-(`old_policy = "reuse"`) its log-probs are the policy's own, detached, and no forward pass is spent on it.
+The old policy is a separate model only if it differs from the policy: with one optimizer step per batch (`old_policy =
+"reuse"`) its log-probs are the policy's own, detached, and it needs no forward pass.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from trainer.policy.frozen_model import FrozenModel
 
 @dataclass(frozen=True, slots=True)
 class TriModel:
-    """`policy` sums gradients into Megatron's fp32 buffers; a model whose log-probs nothing reads is None."""
+    """`policy` sums gradients into Megatron's fp32 buffers; a model whose log-probs are not needed is None."""
 
     policy: DistributedDataParallel
     old: FrozenModel | None
@@ -36,7 +36,7 @@ class TriModel:
 
     @contextmanager
     def policy_to_score(self) -> Iterator[SharedPromptGPT]:
-        """The policy as frozen models are, for the time inside: without gradients, nothing is computed again."""
+        """The policy in evaluation mode and without gradients inside the context: nothing is recomputed."""
         model = self.policy_model
         model.eval()
         try:
@@ -56,7 +56,7 @@ def load_tri_model(
     needs_old: bool,
     needs_reference: bool,
 ) -> TriModel:
-    """Loads all models from the same checkpoint: training starts at the reference.
+    """Loads all models from the same checkpoint: training starts from the reference.
 
     Raises:
         ConfigError: the checkpoint's weights do not fit its config, or the layout does not fit the model.

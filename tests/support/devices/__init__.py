@@ -1,1 +1,1 @@
-"""Stand-ins for devices that are not there, held against what their makers document."""
+"""Substitutes for devices that are not available, following their vendors' documentation."""

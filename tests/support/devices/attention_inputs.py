@@ -21,7 +21,7 @@ SHAPES = (
 def make_segments(rng: random.Random, shape: str, device: torch.device) -> Segments:
     """Random lengths of one of `SHAPES`."""
     if shape == "micro-group":
-        # Second stage of a long group: keys of the prompt, and of two rows of padding, stand before the own ones.
+        # Second stage of a long group: keys of the prompt, and of two rows of padding, precede its own keys.
         num_prompt, lens = rng.randint(1, 9), tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 4)))
         cross = Part((sum(lens),), (num_prompt,), False, device)
         return Segments(Part(lens, lens, True, device), cross, self_kv_start=num_prompt + 2)
@@ -39,7 +39,7 @@ def make_segments(rng: random.Random, shape: str, device: torch.device) -> Segme
 def make_inputs(
     segments: Segments, dtype: torch.dtype, heads: tuple[int, int], head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(query, key, value, dout); key and value are views of one tensor, as the trainer's are."""
+    """(query, key, value, dout); key and value are views of one tensor, as in the trainer."""
     num_kv = segments.self_kv_start + segments.num_rows
     query, dout = (torch.randn(segments.num_rows, heads[0], head_dim, dtype=dtype) for _ in range(2))
     key, value = torch.randn(num_kv, heads[1], 2 * head_dim, dtype=dtype).chunk(2, dim=-1)

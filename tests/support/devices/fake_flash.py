@@ -1,8 +1,8 @@
-"""A stand-in for PyTorch's two CUDA flash operators in their varlen form, computed in plain PyTorch on a CPU.
+"""A substitute for PyTorch's two CUDA flash operators in their varlen form, computed in plain PyTorch on a CPU.
 
-Semantics and refusals are those of `mha_varlen_fwd` and `mha_varlen_bwd` in PyTorch's
-aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; what the kernels would read as bare memory is checked.
-Results are computed in float64 and rounded to the operators' dtypes.
+Semantics and errors are those of `mha_varlen_fwd` and `mha_varlen_bwd` in PyTorch's
+aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; memory that the kernels would read unchecked is
+checked. Results are computed in float64 and rounded to the operators' dtypes.
 
 Shape legend: M query rows, S key / value rows, H query heads, K key / value heads, D head dimension.
 """
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class FakeFlash:
-    """`dtypes` are those it takes; with float64 among them log-sum-exps come in float64 too, for sharper tests."""
+    """`dtypes` are those it accepts; if float64 is among them, log-sum-exps are float64 too, for more precise tests."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
@@ -66,7 +66,7 @@ class FakeFlash:
         *,
         scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dq, dk, dv) in the shapes of query, key and value, from the output and log-sum-exps that it is given."""
+        """(dq, dk, dv) in the shapes of query, key and value, from the given output and log-sum-exps."""
         self._require(query_MHD, key_SKD, value_SKD, cum_seq_q, cum_seq_k, max_q, max_k)
         assert dropout_p == 0.0 and scale is not None
         _check(grad_out.shape == out_MHD.shape == query_MHD.shape, "grad_out and out need query's shape")
@@ -134,7 +134,7 @@ def _expanded(x_SKD: torch.Tensor, num_heads: int) -> torch.Tensor:
 def _scores(query_MHD: torch.Tensor, key_SKD: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
     scores_HMS = torch.einsum("mhd,shd->hms", query_MHD.double(), _expanded(key_SKD, query_MHD.shape[1])) * scale
     if causal:
-        # Aligned at the bottom right: the last query sees the last key.
+        # Aligned at the bottom right: the last query attends to the last key.
         num_q, num_kv = scores_HMS.shape[1:]
         scores_HMS.masked_fill_(torch.ones(num_q, num_kv).triu(1 + num_kv - num_q).bool(), -torch.inf)
     return scores_HMS

@@ -1,9 +1,9 @@
-"""A stand-in for torch_npu's training operators: what their documentation says, computed in plain PyTorch on a CPU.
+"""A substitute for torch_npu's training operators: their documented behaviour, computed in plain PyTorch on a CPU.
 
-Semantics and refusals are those of the pages torch_npu-npu_fusion_attention.md, -npu_rms_norm.md, -npu_swiglu.md and
--npu_rotary_mul.md in Ascend/op-plugin (docs/zh/custom_APIs/torch_npu), for the TND layout and what else is used here.
-It refuses more than the operators do where they would silently compute something else. Results are computed in float64
-and rounded to the dtypes of the operators.
+Semantics and errors are those of the pages torch_npu-npu_fusion_attention.md, -npu_rms_norm.md, -npu_swiglu.md and
+-npu_rotary_mul.md in Ascend/op-plugin (docs/zh/custom_APIs/torch_npu), for the TND layout and the other features used
+here. It also refuses inputs for which the operators would silently compute something else. Results are computed in
+float64 and rounded to the dtypes of the operators.
 
 Shape legend: T query rows, S key / value rows of one sequence, N query heads, K key / value heads, D head dimension.
 """
@@ -25,8 +25,8 @@ COPIES = 8
 class FakeTorchNPU:
     """An object with the operators, for use in place of the module.
 
-    `dtypes` are those that attention takes; with float64 among them its statistics come in float64 too, which lets
-    tests be sharper than the operator is. `calls` says how attention was called, forward and backward.
+    `dtypes` are those that attention accepts; if float64 is among them, its statistics are float64 too, for tests more
+    precise than the operator. `calls` lists how attention was called, forward and backward.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
@@ -108,7 +108,7 @@ class FakeTorchNPU:
         sync: bool = False,
         softmax_layout: str = "",
     ) -> tuple[torch.Tensor, ...]:
-        """(dquery, dkey, dvalue, two empty ones), from the statistics and the output that it is given."""
+        """(dquery, dkey, dvalue, two empty tensors), from the given statistics and output."""
         self._require(query, key, value, head_num, input_layout, pse, padding_mask, keep_prob, prefix, softmax_layout)
         _check(dy.shape == query.shape == attention_in.shape, "dy and attention_in need query's shape")
         statistics: list[torch.Tensor] = []
@@ -181,7 +181,7 @@ class FakeTorchNPU:
     def _sequences(
         self, query: torch.Tensor, key: torch.Tensor, q_ends: Sequence[int] | None, kv_ends: Sequence[int] | None
     ) -> Iterator[tuple[slice, slice]]:
-        """Query and key rows of each sequence; sequences of trailing zeros take no part, their rows stay 0."""
+        """Query and key rows of each sequence; trailing sequences of length zero are ignored, their rows stay 0."""
         for name, ends, rows in (("actual_seq_qlen", q_ends, len(query)), ("actual_seq_kvlen", kv_ends, len(key))):
             _check(isinstance(ends, list | tuple) and len(ends) > 0, f"{name} must be a list of ints, not {type(ends)}")
             assert ends is not None
@@ -220,7 +220,7 @@ def _scores(query_TND: torch.Tensor, key_SKD: torch.Tensor, scale: float) -> tor
 
 
 def _masked(scores_NTS: torch.Tensor, mask: torch.Tensor | None, mode: int, before: int, after: int) -> torch.Tensor:
-    """bool [T, S], True where the key is masked out. Without a mask nothing is, whatever the mode."""
+    """bool [T, S], True where the key is masked out. Without a mask nothing is masked, whatever the mode."""
     num_q, num_kv = scores_NTS.shape[1:]
     _check(mode in (0, 1, 2, 3, 4), f"sparse_mode {mode} is not part of this stand-in (TND takes 0..4, 6..8)")
     if mask is None:
@@ -247,14 +247,14 @@ _known_masks: dict[int, tuple[torch.Tensor, bool]] = {}
 
 
 def _is_strictly_upper(mask: torch.Tensor) -> bool:
-    # Looked at once per mask: it is the same one in every call.
+    # Checked once per mask: it is the same one in every call.
     if id(mask) not in _known_masks:
         _known_masks[id(mask)] = mask, torch.equal(mask.bool(), torch.ones(2048, 2048).triu(1).bool())
     return _known_masks[id(mask)][1]
 
 
 def _to_layout(x_TN: torch.Tensor, layout: str, q_ends: Sequence[int] | None) -> torch.Tensor:
-    """By default the numbers of a sequence lie head by head, one sequence after the other, under the shape [T, N]."""
+    """By default values are ordered head by head within a sequence, sequence by sequence, under the shape [T, N]."""
     if layout == "TND":
         return x_TN
     assert q_ends is not None

@@ -1,4 +1,4 @@
-"""One training step of a small model, the same on every device; as a program it takes DEVICE and prints figures."""
+"""One training step of a small model, the same on every device; as a program it takes DEVICE and prints the results."""
 
 import json
 import random
@@ -34,7 +34,7 @@ SHAPE = ModelShape(
 
 
 def train_step(parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
-    """Log-probs before the step and after it, and the gradient's norm; weights and tokens are always the same ones."""
+    """Log-probs before the step and after it, and the gradient's norm; weights and tokens are always the same."""
     model = build_model(SHAPE, dtype, parallel, TrainerSection())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def train_step(parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
     slices = [GroupSlice.whole(group) for group in _groups()]
     micro_batch = make_micro_batch(slices, parallel.device.DEVICE)
     before, _ = policy(micro_batch, 0.8)
-    # Some responses should become likelier and some less likely.
+    # Some responses should become more likely and some less likely.
     signs_N = torch.arange(len(before), device=before.device).remainder(3).sub(1).to(before.dtype)
     (before * signs_N).sum().backward()
     finalize_model_grads([policy])

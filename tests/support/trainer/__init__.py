@@ -1,1 +1,1 @@
-"""Jobs of several ranks, references and matrices for the tests of the trainer."""
+"""Jobs of several ranks, reference implementations and matrices for the tests of the trainer."""

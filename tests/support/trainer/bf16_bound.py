@@ -1,24 +1,25 @@
-"""How far a layout in bfloat16 may be from one rank in float32, weight by weight, derived and not tuned.
+"""How far a layout in bfloat16 may be from one rank in float32, weight by weight, derived, not tuned.
 
 Both start from the same weights W, which bfloat16 holds exactly, and take two steps on gradients G1 and G2.
 
 1. *One rounding* to bfloat16, which keeps 8 significant bits, changes a value by at most u = 2^-8 of itself.
-2. *A gradient* comes out of K such roundings one after the other: every operation between a weight and the loss
-   rounds its result once on the way forward and once on the way back. To first order they add up, so that a gradient
-   is off by at most K u |G| (Frobenius norms; operations are taken to pass errors on as they pass values on).
-   Micro-batches and ranks are summed in float32, which adds nothing that counts here.
+2. *A gradient* is the result of K such roundings in sequence: every operation between a weight and the loss rounds its
+   result once in forward and once in backward. To first order they add up, so that the error of a gradient is at most K
+   u |G| (Frobenius norms; operations are assumed to propagate errors like values). Micro-batches and ranks are summed
+   in float32, which adds nothing significant here.
 3. *A step of Adam* is lr m / (sqrt(v) + eps), with m and v the bias-corrected means of gradients and of their squares.
-   Gradients are clipped to a norm of 1, and `eps` is 100 here: the step is within 1% of lr m / eps, and what it
-   changes by as m and sqrt(v) do is within 2% of that, too. (With the usual tiny eps a step is lr times a sign, however
-   long the gradient, and tells nothing about a lost share of it.) So a step is off by at most 1.02 K u lr / eps times
-   |G1| the first time, and the mean of |G1| and |G2| that m takes the second time. Both follow from the steps S1 and S2
-   of the rank in float32: lr / eps G1 = S1, and lr / eps G2 = S2 after its mean with G1 is undone.
-4. *What is exported* is rounded once more: u |W|.
+   Gradients are clipped to a norm of 1, and `eps` is 100 here: the step is within 1% of lr m / eps, and its change with
+   m and sqrt(v) is within 2% of that, too. (With the usual tiny eps a step is lr times a sign, whatever the gradient's
+   norm, and would not reveal a lost share of it.) So the error of a step is at most 1.02 K u lr / eps times |G1| for
+   the first step, and times the mean of |G1| and |G2| in m for the second. Both follow from the steps S1 and S2 of the
+   rank in float32: lr / eps G1 = S1, and lr / eps G2 = S2 after its mean with G1 is undone.
+4. *The exported weights* are rounded once more: u |W|.
 
 Together: |W' - W''| <= 1.02 K u lr / eps (|G1| + mean(|G1|, |G2|)) + u |W|. A weight that lacks one of two ranks'
-shares of its gradients is off by about half its way; K u is 0.21 for dense models of two layers, and 0.29 with experts.
+shares of its gradients is off by about half of its change; K u is 0.21 for dense models of two layers, and 0.29 with
+experts.
 
-The choice of experts is discontinuous, so it follows no such bound: these models use all of their experts.
+The choice of experts is discontinuous, so it has no such bound: these models use all of their experts.
 """
 
 import torch
@@ -38,7 +39,7 @@ ROUNDINGS_AROUND_LAYERS = 3
 
 
 def roundings(num_layers: int, experts: bool) -> int:
-    """K: there and back."""
+    """K, for forward and backward."""
     per_layer = ROUNDINGS_PER_LAYER + ROUNDINGS_OF_EXPERTS * experts
     return 2 * (num_layers * per_layer + ROUNDINGS_AROUND_LAYERS)
 

@@ -1,4 +1,4 @@
-"""One rank of `test_canary.py`, started by torchrun: changes a divided model's weights, scores, and puts them back.
+"""One rank of `test_canary.py`, started by torchrun: changes a divided model's weights, scores, and restores them.
 
 Arguments: a JSON list of [name, checkpoint, trainer section], the output directory.
 """
@@ -34,7 +34,7 @@ def strengths_of(classes: tuple[str, ...]) -> dict[str, int]:
 
 
 class CanaryOnly:
-    """Takes the place of the publisher: reads the stream, changes, reads and scores, and ends as it is told."""
+    """Replaces the publisher: reads the stream, changes, reads and scores, and returns the given publication."""
 
     def __init__(self) -> None:
         self.fingerprints: list[str] = []
@@ -57,13 +57,13 @@ class CanaryOnly:
             self.scores[stale] = canary_trainer.score(PROMPT, RESPONSES)
         canary_trainer.change({})
         read()
-        # Changed when the publish ends: every rank puts its own back.
+        # The weights are changed when the publish ends: every rank restores its own.
         canary_trainer.change(every)
         return Publication(version, "fingerprint", ("http://a",), 8, 0.5)
 
 
 def report(megatron: MegatronTrainer, parallel: Parallel) -> dict[str, Any]:
-    """What came out on this rank; publishes twice."""
+    """Publishes twice; returns the results on this rank."""
     publisher = CanaryOnly() if parallel.is_main else None
     ending = Ending(parallel, StopSignal(), grace_s=60.0)
     replica = TrainingRank(megatron, parallel, "run", None, cast(Publisher | None, publisher), ending)
@@ -79,7 +79,7 @@ def main(cases: str, out: Path) -> None:
         section = TrainerSection(**options)
         parallel = init_parallel(choose_device("cpu"), 0, section)
         reports[name] = report(make_trainer(Job("", checkpoint, [], options), parallel, section), parallel)
-        # All layouts in one process group: ranks that come back to torchrun's store find its last addresses.
+        # All layouts in one process group: ranks that use torchrun's store again find the previous addresses in it.
         parallel_state.destroy_model_parallel()
         dist.init_process_group = lambda *args, **options: None
     if parallel.is_main:

@@ -2,7 +2,7 @@
 
 Arguments: a JSON file, `{"layouts": [[TrainerSection, [Run]]], "num_ranks": 2, "kill": seconds}`. Under torchrun this
 is one rank, and there is one layout. Otherwise ranks are started for each layout, one layout after the other. With
-"kill" it is one rank, which is killed again and again, so many seconds at most after it has saved.
+"kill" there is one rank, which is killed repeatedly, at most that many seconds after it has saved.
 """
 
 import json
@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "run": {"dir": "unused", "seed": 3},
     "prompts": {"source": "unused.jsonl", "prompts_per_batch": 2},
     "reward": {"name": "math"},
-    # Weights move far in each step, at another rate each time; decay sets biases and norms apart.
+    # Weights change a lot in each step, with a different learning rate each time; decay distinguishes biases and norms.
     "optimizer": {
         "learning_rate": 1e-2,
         "warmup_iterations": 2,
@@ -48,7 +48,7 @@ TIMEOUT_S = 120
 
 
 def run_config(path: str, **sections: dict[str, Any]) -> Config:
-    """A run of the model at `path`; keyword arguments are what differs from `SETTINGS`, by section."""
+    """A run of the model at `path`; keyword arguments are differences from `SETTINGS`, by section."""
     tree = SETTINGS | {"model": {"path": path}}
     for name, section in sections.items():
         tree = tree | {name: tree.get(name, {}) | section}
@@ -59,7 +59,7 @@ def run_config(path: str, **sections: dict[str, Any]) -> Config:
 class Run:
     """Trains until the iteration `until`; from the beginning, or from the checkpoint `load`; saves at `save_at`.
 
-    Gradients are those of the pickled `batches`, or else a function of each weight alone, which no layout changes.
+    Gradients are those of the pickled `batches`, or else a function of each weight alone, independent of the layout.
     """
 
     model: str
@@ -136,7 +136,7 @@ def run_all(runs: list[dict[str, Any]], layout: dict[str, Any]) -> None:
 
 
 def fork(runs: list[dict[str, Any]], layout: dict[str, Any], **environment: str) -> int:
-    """A process that does `run_all`; cheaper than a new program, and safe while this one has only imported."""
+    """Forks a process that runs `run_all`; cheaper than a new program, and safe while this one has only imported."""
     child = os.fork()
     if child == 0:
         signal.alarm(TIMEOUT_S)
@@ -149,7 +149,7 @@ def fork(runs: list[dict[str, Any]], layout: dict[str, Any], **environment: str)
 def run_on_ranks(num_ranks: int, runs: list[dict[str, Any]], layout: dict[str, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    # What torchrun says to its ranks.
+    # The environment that torchrun sets for its ranks.
     common = {
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -167,7 +167,7 @@ def run_on_ranks(num_ranks: int, runs: list[dict[str, Any]], layout: dict[str, A
 
 
 def run_and_kill(run: dict[str, Any], layout: dict[str, Any], after_s: float) -> None:
-    """A run that goes on from its newest checkpoint, and is killed after it has saved another."""
+    """Resumes a run from its newest checkpoint, and kills it after it has saved another."""
     directory = Path(run["directory"])
     newest = newest_checkpoint(directory)
     child = fork([run | {"load": newest and str(newest)}], layout)

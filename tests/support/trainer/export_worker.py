@@ -1,4 +1,4 @@
-"""One rank of `test_weight_export.py`, started by torchrun: loads and streams models under several layouts in turn.
+"""One rank of `test_weight_export.py`, started by torchrun: loads and streams models under several layouts.
 
 Arguments: a JSON file with [{"checkpoint", "layout", "bucket_bytes", "port"}, ...], and an output directory. The main
 rank compares every stream with the checkpoint's file; every rank reports how much memory a stream took.
@@ -28,19 +28,19 @@ ABANDONED_AFTER = 3
 
 
 def memory_bytes(field: str) -> int:
-    """A figure of this process from /proc: VmRSS now, VmHWM at its peak since `reset_peak`."""
+    """A memory value of this process from /proc: current VmRSS, or VmHWM, the peak since `reset_peak`."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def reset_peak() -> None:
-    # Freed memory that malloc keeps would hide what is allocated next.
+    # Freed memory that malloc keeps would hide the next allocations.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def check_stream(export: WeightExport, original: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are wrong or missing, none if all is well."""
+    """Names of the tensors that are wrong or missing, empty if all are right."""
     wrong = set(original)
     for spec, tensor in export.stream():
         if torch.equal(tensor, original[spec.name]) and spec.shape == tuple(original[spec.name].shape):
@@ -55,7 +55,7 @@ def abandon_stream(export: WeightExport) -> None:
 
 
 def peak_of_a_stream(export: WeightExport, is_main: bool) -> int:
-    """Bytes above what the process had before, at the peak of one stream that nobody keeps."""
+    """Bytes above the previous level at the peak of one stream whose tensors are not kept."""
     reset_peak()
     before = memory_bytes("VmRSS")
     if is_main:
@@ -92,7 +92,7 @@ def run_case(case: dict[str, Any], out: Path) -> dict[str, Any]:
 def main(cases: Path, out: Path) -> None:
     torch.set_num_threads(1)
     reports = []
-    # Groups of one layout must not find what those of another left in torchrun's store: each case has its own.
+    # Groups of one layout must not find the entries of another in torchrun's store: each case has its own store.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for number, case in enumerate(json.loads(cases.read_text())):
         os.environ["MASTER_PORT"] = str(case["port"])

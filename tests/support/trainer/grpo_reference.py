@@ -1,4 +1,4 @@
-"""Parts of an independent GRPO on unshared samples, in transformers."""
+"""Parts of an independent GRPO implementation on unshared samples, in transformers."""
 
 import torch
 from transformers import PreTrainedModel
@@ -7,7 +7,7 @@ from async_rl.types import Group, Response
 
 
 def sample_distributions(model: PreTrainedModel, group: Group, response: Response, temperature: float) -> torch.Tensor:
-    """Log-probs of the whole vocabulary at each token of a response, [R, V], prompt and response run alone."""
+    """Log-probs of the whole vocabulary at each token of a response, [R, V], from prompt and response alone."""
     tokens = torch.tensor([[*group.prompt.token_ids, *response.token_ids]])
     logits: torch.Tensor = model(tokens, use_cache=False).logits[0, len(group.prompt.token_ids) - 1 : -1] / temperature
     return logits.log_softmax(1)

@@ -26,7 +26,7 @@ from trainer.trainer import MegatronTrainer
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 TOLERANCE = 1e-5
-"""Of losses, gradient norms, log-probs and weights in float32."""
+"""For losses, gradient norms, log-probs and weights in float32."""
 WEIGHTS = "model.safetensors"
 
 
@@ -47,7 +47,7 @@ class Worst:
 
 @dataclass
 class Trained:
-    """What one rank reports of its steps, and its weights before the first one and after each."""
+    """One rank's report of its steps, and its weights before the first step and after each."""
 
     report: dict[str, list[Any]]
     path: list[dict[str, torch.Tensor]]
@@ -55,7 +55,7 @@ class Trained:
 
 @dataclass
 class OneRank:
-    """Checkpoints, samples and what one rank makes of them, each made once per session."""
+    """Checkpoints, samples and one rank's results on them, each computed once per session."""
 
     tiny_model: Callable[..., Path]
     parallel: Parallel
@@ -79,7 +79,7 @@ class OneRank:
         )
 
     def expected(self, case: Case) -> Trained:
-        """What one rank in float32 makes of it: everything packed and nothing recomputed."""
+        """The result of one rank in float32: everything packed and nothing recomputed."""
         key = (self._checkpoint(case), case.reference, case.old_policy)
         if key not in self.trained:
             job = replace(self.job(case), layout={}, dtype="float32")
@@ -94,7 +94,7 @@ class OneRank:
         return self.trained[key]
 
     def _checkpoint(self, case: Case) -> Path:
-        """The case's model; for bfloat16 one whose weights are not rounded by it."""
+        """The case's model; for bfloat16 one whose weights bfloat16 represents exactly."""
         family, tied, sizes = case.model
         path = self.tiny_model(family, tied=tied, **dict(sizes))
         if case.dtype == "float32":
@@ -107,7 +107,7 @@ class OneRank:
         return rounded
 
     def _sample(self, checkpoint: Path) -> list[Group]:
-        """The groups as if sampled from the checkpoint: with the log-probs that a single process gives them."""
+        """The groups as if sampled from the checkpoint: with the log-probs that a single process computes."""
         if checkpoint not in self.sampled:
             trainer = layout_worker.make_trainer(Job("", str(checkpoint), [], {}), self.parallel, TrainerSection())
             (a_pass,) = make_passes([self.groups], self.parallel, 1.0, 10_000)
@@ -130,7 +130,7 @@ def with_logprobs(groups: Sequence[Group], logprobs: Iterable[float]) -> list[Gr
 
 
 def run_distributed(jobs: Sequence[Job], num_ranks: int, out: Path, timeout_s: float) -> None:
-    """Runs jobs under torchrun; one that ends or hangs half way leaves no reports of the jobs it did not finish."""
+    """Runs jobs under torchrun; a process that ends early or hangs leaves no reports of unfinished jobs."""
     (out / "jobs").write_bytes(pickle.dumps(list(jobs)))
     process = subprocess.Popen(
         [*TORCHRUN, "--nproc-per-node", str(num_ranks), "-m", layout_worker.__name__, out / "jobs", out],
@@ -141,7 +141,7 @@ def run_distributed(jobs: Sequence[Job], num_ranks: int, out: Path, timeout_s: f
     except subprocess.TimeoutExpired:
         print(f"{num_ranks} ranks were stopped after {timeout_s} s")
     finally:
-        # torchrun ends its ranks when it is asked to end.
+        # torchrun ends its ranks on SIGTERM.
         process.terminate()
         process.wait()
 
@@ -170,7 +170,7 @@ def compare(some: Iterable[Case], one_rank: OneRank, tmp_path: Path, timeout_s: 
 def note_deviations(
     name: str, case: Case, report: dict[str, Any], weights: dict[str, torch.Tensor], expected: Trained, worst: Worst
 ) -> list[str]:
-    """Compares a case with one rank; what is beyond tolerance."""
+    """Compares a case with one rank; returns the deviations beyond tolerance."""
     for rows, expected_rows in zip(report["rows"], expected.report["rows"], strict=True):
         assert sorted(row["index"] for row in rows) == sorted(row["index"] for row in expected_rows), name
     assert set(weights) == set(expected.path[0]), name
@@ -185,13 +185,13 @@ def note_deviations(
 
 
 def deviations(report: dict[str, Any], weights: dict[str, torch.Tensor], expected: Trained) -> dict[str, float]:
-    """The largest deviation of each figure in float32."""
+    """The largest deviation of each quantity in float32."""
     found: dict[str, float] = {"loss": 0.0, "gradient norm": 0.0, "metrics / 10": 0.0}
     for step, expected_step in zip(report["steps"], expected.report["steps"], strict=True):
         found["loss"] = max(found["loss"], deviation(step["loss"], expected_step["loss"]))
         norm = deviation(step["grad_norm"], expected_step["grad_norm"])
         found["gradient norm"] = max(found["gradient norm"], norm)
-        # Means of values that cancel each other.
+        # The metrics are means of values that cancel each other.
         metrics = [deviation(step["metrics"][key], value) for key, value in expected_step["metrics"].items()]
         found["metrics / 10"] = max([found["metrics / 10"], *(x / 10 for x in metrics)])
     found["gap to the sampler"] = max(row["max_logprob_gap"] for row in report["rows"][0])
@@ -207,7 +207,7 @@ def deviations(report: dict[str, Any], weights: dict[str, torch.Tensor], expecte
 def shares_of_bound(
     case: Case, weights: dict[str, torch.Tensor], path: list[dict[str, torch.Tensor]]
 ) -> dict[str, float]:
-    """How much of the derived bound on its weights a case in bfloat16 needs: of the weight that needs most."""
+    """The share of the derived bound that a case in bfloat16 uses: the maximum over its weights."""
     num_roundings = roundings(dict(case.model[2])["num_hidden_layers"], case.experts)
     shares = [
         float((tensor.float() - path[-1][name]).norm()) / bound(num_roundings, [weights[name] for weights in path])
@@ -217,6 +217,6 @@ def shares_of_bound(
 
 
 def deviation(actual: Any, expected: Any) -> float:
-    """Relative to the value, or absolute where that is small."""
+    """Relative to the value, or absolute if the value is small."""
     actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
     return float(((actual - expected).abs() / (1 + expected.abs())).max())

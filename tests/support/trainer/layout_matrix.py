@@ -1,4 +1,4 @@
-"""The matrix of layouts that `test_layouts.py` compares with one rank, what it expects of each, and a pairwise cover.
+"""The matrix of layouts that `test_layouts.py` compares with one rank, the expected results, and a pairwise cover.
 
 `ACCEPTED` is written by hand, independent of the rule in `async_rl/preflight/layout.py` that it is compared with.
 """
@@ -10,7 +10,7 @@ from itertools import combinations, product
 from typing import Any
 
 SPLIT_TOKENS, PACKED_TOKENS = 14, 10_000
-"""`trainer.micro_batch_tokens`: below the longest of the ragged groups, which is then split, and above all together."""
+"""`trainer.micro_batch_tokens`: less than the longest of the ragged groups, so that it is split, and more than all."""
 
 
 @dataclass(frozen=True, order=True)
@@ -48,7 +48,7 @@ class Placement:
 
 
 ACCEPTED = {
-    # Ranks: (dense models, models of experts).
+    # Ranks: (dense models, models with experts).
     1: (["one rank"], ["one rank"]),
     2: (["TP2", "TP2+SP", "PP2", "DP2"], ["TP2+SP", "TP2+SP EP2", "PP2", "DP2", "DP2 EP2"]),
     3: (["TP3", "TP3+SP", "PP3", "DP3"], ["TP3+SP", "TP3+SP EP3", "PP3", "DP3", "DP3 EP3"]),
@@ -60,22 +60,22 @@ ACCEPTED = {
         ],
     ),
 }
-"""Every placement of so many ranks that is accepted, by name; every other one is refused."""
+"""Every accepted placement of that many ranks, by name; all other placements are refused."""
 
 LARGER = {
-    # Three ranks beside two, so that expert groups and replicas overlap without either holding the other.
+    # Three ranks beside two, so that expert groups and replicas overlap without either containing the other.
     6: (["TP3+SP DP2"], ["TP3+SP DP2 EP2", "TP3+SP DP2 EP6"]),
     8: (
         ["TP2 PP2 DP2", "TP2+SP PP2 DP2"],
         ["TP2+SP PP2 DP2", "TP2+SP PP2 DP2 EP2", "TP2+SP PP2 DP2 EP4"],
     ),
 }
-"""Placements whose kind needs more ranks; compared under a pairwise cover of what goes with them."""
+"""Placements whose kind needs more ranks; compared under a pairwise cover of the other settings."""
 
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """A placement and all that goes with it."""
+    """A placement and the other settings of a case."""
 
     placement: Placement
     experts: bool
@@ -104,14 +104,14 @@ class Case:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What its placement is but for the sizes."""
+        """The kind of its placement, regardless of sizes."""
         place = self.placement
         axes = (place.tensor, place.pipeline, place.num_replicas)
         return (*(size > 1 for size in axes), place.sequence, place.expert_kind, self.experts)
 
     @property
     def factors(self) -> dict[str, Any]:
-        """What a pairwise cover combines."""
+        """The factors that a pairwise cover combines."""
         place = self.placement
         axes = {"TP": place.tensor, "PP": place.pipeline, "DP": place.num_replicas, "EP": place.expert_kind}
         rest = {name: value for name, value in asdict(self).items() if name != "placement"}
@@ -139,7 +139,7 @@ def _family(experts: bool, tied: bool) -> str:
 
 
 def _sizes(case: Case) -> dict[str, int]:
-    """The smallest model that the placement divides; heads stay grouped."""
+    """The smallest model that the placement can divide; heads stay grouped."""
     place = case.placement
     thirds = 3 in (place.tensor, place.pipeline, place.expert) or 6 in (place.tensor, place.expert)
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3} if thirds else {"num_attention_heads": 8}
@@ -148,20 +148,20 @@ def _sizes(case: Case) -> dict[str, int]:
     if case.experts:
         sizes["num_experts"] = 6 if thirds else 4
         if case.dtype == "bfloat16":
-            # The choice of experts is where rounding is not small: here there is none.
+            # The choice of experts is discontinuous, so rounding can change it: here all experts are used.
             sizes["num_experts_per_tok"] = sizes["num_experts"]
     return sizes
 
 
 def placements(num_ranks: int) -> Iterator[Placement]:
-    """Every combination of sizes up to the number of ranks, whether it can be laid out or not."""
+    """Every combination of sizes up to the number of ranks, whether it is valid or not."""
     sizes = range(1, num_ranks + 1)
     for tensor, pipeline, expert, sequence in product(sizes, sizes, sizes, (False, True)):
         yield Placement(num_ranks, tensor, pipeline, expert, sequence)
 
 
 def accepted_placements(num_ranks: int, experts: bool) -> list[Placement]:
-    """Those of the hand-written lists."""
+    """The placements of the hand-written lists."""
     names = set((ACCEPTED | LARGER)[num_ranks][experts])
     found = [
         p for p in placements(num_ranks) if str(p) in names and p.num_replicas * p.tensor * p.pipeline == num_ranks
@@ -172,7 +172,7 @@ def accepted_placements(num_ranks: int, experts: bool) -> list[Placement]:
 
 
 def cases(num_ranks: int) -> list[Case]:
-    """The whole matrix of so many ranks, in float32 and with a reference."""
+    """The whole matrix of that many ranks, in float32 and with a reference."""
     return [
         Case(placement, experts, tied, split, recompute, distributed)
         for experts in (False, True)
@@ -184,7 +184,7 @@ def cases(num_ranks: int) -> list[Case]:
 
 
 def with_frozen_models(some: Iterable[Case]) -> list[Case]:
-    """Each case with every choice of models beside the policy."""
+    """Each case with every choice of models besides the policy."""
     choices = list(product((True, False), ("device", "host"), ("reuse", "model", "lagged")))
     return [
         replace(case, reference=reference, frozen_weights=frozen, old_policy=old)
@@ -194,19 +194,20 @@ def with_frozen_models(some: Iterable[Case]) -> list[Case]:
 
 
 def in_bfloat16(some: Iterable[Case]) -> list[Case]:
-    """Those of two layers: roundings add up from layer to layer, and the bound on them with it."""
+    """The cases with two layers: roundings add up from layer to layer, and so does their bound."""
     return [replace(case, dtype="bfloat16") for case in some if case.placement.pipeline <= 2]
 
 
 def covered(case: Case) -> set[Any]:
-    """What a case adds to a pairwise cover: its kind of placement, and each two values that it combines."""
+    """A case's contribution to a pairwise cover: its kind of placement, and each pair of its values."""
     return {case.kind, *combinations(case.factors.items(), 2)}
 
 
 def pairwise_cover(candidates: Sequence[Case]) -> list[Case]:
-    """Some of the candidates that cover what all of them do.
+    """A subset of the candidates with the same coverage.
 
-    Greedy: next comes the one with most that is new for its number of ranks, of equal ones any, the same in every run.
+    Greedy: next is the case with the most new coverage per rank; ties are broken arbitrarily, but the same in every
+    run.
     """
     shuffled = random.Random(0).sample(sorted(candidates), len(candidates))
     left = {case: covered(case) for case in shuffled}

@@ -1,7 +1,7 @@
 """One rank of `test_layouts.py`, started by torchrun: trains the same batches under one layout after another.
 
 Arguments: a pickled list of jobs, the output directory. Jobs that follow each other under the same placement of ranks
-share its process groups, which take longer to make than such a job to run.
+share its process groups, which take longer to create than such a job takes to run.
 """
 
 import gc
@@ -38,7 +38,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Job:
-    """Batches to train under a layout, and what to call the results."""
+    """Batches to train under a layout, and the name of the results."""
 
     name: str
     checkpoint: str
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def placement(self) -> dict[str, Any]:
-        """What process groups depend on."""
+        """The settings that process groups depend on."""
         return {key: value for key, value in self.layout.items() if key.endswith("_parallel")}
 
 
@@ -67,7 +67,7 @@ class Arriving:
 
 
 def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> dict[str, Any]:
-    """Trains all batches; the figures of each step, the rows it was taken on, and scores before each batch."""
+    """Trains all batches; returns the statistics and rows of each step, and scores before each batch."""
     report: dict[str, Any] = {"steps": [], "rows": [], "scores": []}
     train = TrainSection(iterations=10, **job.train)
     for number, groups in enumerate(job.batches):
@@ -95,7 +95,7 @@ def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> Megat
         ModelSection(path=job.checkpoint, dtype=job.dtype),
         RolloutSection(),
         AlgorithmSection(**{"kl_coef": 0.1, **job.algorithm}),
-        # Adam divides a gradient by its own size: without a larger eps, rounding decides where it is nearly zero.
+        # Adam divides a gradient by its own size: without a larger eps, rounding decides the steps of tiny gradients.
         OptimizerSection(**{"learning_rate": LEARNING_RATE, "eps": 1e-3, **job.optimizer}),
         TrainSection(iterations=10, **job.train),
     )
@@ -110,7 +110,7 @@ def free_port() -> int:
 def main(jobs_file: Path, out: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    # torchrun's own store still has the addresses of the process groups before: every placement has a store of its own.
+    # torchrun's own store still has the addresses of earlier process groups: every placement has its own store.
     shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     jobs: list[Job] = pickle.loads(jobs_file.read_bytes())
@@ -123,13 +123,13 @@ def main(jobs_file: Path, out: Path) -> None:
         for job in [first, *others]:
             train_and_report(job, parallel, out)
         parallel.close()
-        # Cycles hold the trainers, and these the connections of their groups, each with a thread.
+        # Reference cycles keep the trainers alive, and these the connections of their groups, each with a thread.
         del parallel
         gc.collect()
 
 
 def train_and_report(job: Job, parallel: Parallel, out: Path) -> None:
-    """Leaves the job's report and the weights after it in `out`, whole or not at all."""
+    """Writes the job's report and final weights to `out`, completely or not at all."""
     trainer = make_trainer(job, parallel, TrainerSection(**job.layout))
     report = run(job, trainer, parallel.dp_rank, parallel.num_replicas)
     if not parallel.is_main:

@@ -1,4 +1,4 @@
-"""One rank of `test_logprobs.py`, started by torchrun: its share of the vocabulary, and what it computes from it.
+"""One rank of `test_logprobs.py`, started by torchrun: its share of the vocabulary, and the results computed from it.
 
 Arguments: file of the inputs, output directory.
 """

@@ -1,4 +1,4 @@
-"""Rollouts that were made before: the same groups in every run."""
+"""Replayed rollouts: the same groups in every run."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ class Arriving:
 
 
 class ReplayedRollouts:
-    """The same groups in every run, finishing in an order of their own."""
+    """The same groups in every run, finishing in a random order per run."""
 
     def __init__(self, groups: Sequence[Group], arrival: random.Random) -> None:
         self._groups = groups

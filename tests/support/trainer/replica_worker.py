@@ -1,4 +1,4 @@
-"""One rank of `test_rank.py`, started by torchrun: publishes from a divided model to nobody.
+"""One rank of `test_rank.py`, started by torchrun: publishes from a divided model without instances.
 
 Arguments: the checkpoint, the output directory.
 """
@@ -27,7 +27,7 @@ PROMPT, RESPONSES = [3, 4, 5], [(6, 7), (8,), (9, 10, 11)]
 
 
 class TwoTries:
-    """Takes the place of the publisher: a broken try, a whole one, and a probe."""
+    """Replaces the publisher: an attempt that breaks, a complete one, and a probe."""
 
     def __init__(self) -> None:
         self.scores: list[list[float]] = []
@@ -61,7 +61,7 @@ def main(checkpoint: str, out: Path) -> None:
     def put_in_service(version: str, urls: Collection[str]) -> None:
         served.append((version, list(urls)))
 
-    # As if every rank led a replica of its own.
+    # As if every rank led its own replica.
     ending = Ending(parallel, StopSignal(), 60.0)
     replica = TrainingRank(trainer, parallel, "run", put_in_service, cast(Publisher | None, publisher), ending)
     publications = [asdict(replica.publish_weights()) for _ in range(2)]
