@@ -1,3 +1,3 @@
-"""The training loop of async-rl and all that it needs besides Megatron and an inference engine."""
+"""The training loop of async-rl and its parts, except those that depend on Megatron or an inference engine."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The `async-rl` command: thin; it becomes the program that does the work and imports none of them."""
+"""The `async-rl` command: replaces itself by the program of the subcommand, which it does not import."""
 
 import os
 import sys

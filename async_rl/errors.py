@@ -1,31 +1,31 @@
-"""Faults of a run. Bad input from a user is a `ConfigError` (a ValueError); our own mistakes are assertions.
+"""Errors of a run. Invalid user input is a `ConfigError` (a ValueError); internal mistakes are assertions.
 
 AsyncRLError
 ├── ConfigError (also ValueError)   a setting, model or dataset that cannot work
-├── OnPolicyViolation               the batch's proof does not hold: no optimizer step is taken
-├── NonFiniteGradient               the gradient is infinite or not a number, once or too often (train.on_nonfinite)
+├── OnPolicyViolation               the batch's on-policy proof fails: no optimizer step is taken
+├── NonFiniteGradient               the gradient is infinite or NaN, once or too often (train.on_nonfinite)
 ├── InstanceError                   one inference instance failed a call
-│   ├── InstanceUnreachable         it did not answer in time
-│   │   ├── ConnectionLost          no connection, or it broke
-│   │   └── InstanceStalled         it took a request, and makes no tokens
-│   ├── InstanceTooSlow             it did not finish a request in time, but it makes tokens
-│   ├── InstanceRefused             it answered with an error status
-│   │   └── NeedsWeights            it runs, but holds half an update: the next whole one puts it back into service
-│   ├── BrokenAnswer                it answered with what is no sample of what was asked for
-│   ├── StaleWeights                it answered with tokens of another weight version
-│   │   └── InstanceRestarted       another process answers under its address than was put in service
-│   └── PromptFailed                instance after instance failed at the same prompt
-├── NoAnswer                        a server of the run gave no whole answer to a program that asked it
+│   ├── InstanceUnreachable         no response in time
+│   │   ├── ConnectionLost          no connection, or it was lost
+│   │   └── InstanceStalled         it accepted a request, and generates no tokens
+│   ├── InstanceTooSlow             it did not finish a request in time, but it generates tokens
+│   ├── InstanceRefused             it responded with an error status
+│   │   └── NeedsWeights            it runs, but its last weight update is incomplete: a complete one restores service
+│   ├── BrokenAnswer                its response is no valid sample of the request
+│   ├── StaleWeights                it responded with tokens of another weight version
+│   │   └── InstanceRestarted       the process at its address is not the one that was put in service
+│   └── PromptFailed                several instances in turn failed at the same prompt
+├── NoAnswer                        a server of the run gave no complete response to a program's request
 ├── UnknownInstance                 the fleet has no instance of that name
 ├── NoInstanceLeft                  every instance is out of service, for longer than pool.timeout_s
-├── PublishError                    weights could not be moved to any instance
+├── PublishError                    weights could not be transferred to any instance
 ├── RewardError                     a reward raised, hung or returned something else than one float per response
 ├── RolloutLost                     the rollout of a prompt ended without a group and without an error
-├── EventLoopLost                   the thread that makes rollouts ended, or a part of it was ended from beside
-├── WriteFailed                     a file of the run cannot be written: a full disk, or a directory that is gone
-├── WaitTimedOut (also TimeoutError)  something that was told to end did not
-├── RunStopped                      the run was told to end (SIGTERM)
-├── LeaderFailed                    the training rank that makes a replica's rollouts failed
+├── EventLoopLost                   the rollout thread ended, or other code ended one of its coroutines
+├── WriteFailed                     a file of the run cannot be written: a full disk, or a missing directory
+├── WaitTimedOut (also TimeoutError)  a coroutine or process did not end in time when it was asked to
+├── RunStopped                      the run was asked to end (SIGTERM)
+├── LeaderFailed                    the training rank that leads a replica's rollouts failed
 └── ProcessFailed                   a process of a local deployment ended unexpectedly
 """
 
@@ -39,11 +39,11 @@ class ConfigError(AsyncRLError, ValueError):
 
 
 class OnPolicyViolation(AsyncRLError):
-    """The groups of a batch are not exactly the batch, or not all of the weight version that is training."""
+    """The batch's groups are not exactly the expected ones, or not all of the weight version in training."""
 
 
 class NonFiniteGradient(AsyncRLError):
-    """The gradient has an infinity or NaN, and `train.on_nonfinite` ends the run; no optimizer step was taken on it."""
+    """The gradient is infinite or NaN and `train.on_nonfinite` ends the run; no optimizer step was taken with it."""
 
 
 class InstanceError(AsyncRLError):
@@ -51,23 +51,23 @@ class InstanceError(AsyncRLError):
 
 
 class InstanceUnreachable(InstanceError):
-    """No connection to the instance, or it broke, or the call took longer than its timeout, or its engine has died."""
+    """No connection to the instance, or it was lost, or the call exceeded its timeout, or the engine died."""
 
 
 class ConnectionLost(InstanceUnreachable):
-    """There was no connection to the instance, or it broke: not a matter of time."""
+    """The connection to the instance could not be made or was lost; not a timeout."""
 
 
 class InstanceStalled(InstanceUnreachable):
-    """The instance took a request, but made no token of any for `pool.request_timeout_s`, or its engine has died."""
+    """The instance accepted a request, but generated no token for `pool.request_timeout_s`, or its engine died."""
 
 
 class InstanceTooSlow(InstanceError):
-    """The instance made no token of a request for `pool.request_timeout_s`, though it makes tokens for others."""
+    """The instance generated no token of a request for `pool.request_timeout_s`, but did for other requests."""
 
 
 class InstanceRefused(InstanceError):
-    """The instance answered with an error status."""
+    """The instance responded with an error status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -75,20 +75,20 @@ class InstanceRefused(InstanceError):
 
 
 class NeedsWeights(InstanceRefused):
-    """The instance runs, but an update of its weights broke; a whole one puts it back into service."""
+    """The instance runs, but its last weight update is incomplete; a complete one puts it back into service."""
 
 
 class BrokenAnswer(InstanceError):
-    """The instance answered with what is no sample of what was asked for: too many tokens, too few, or log-probs that
-    are no numbers. It must not serve until the next publish."""
+    """The instance's response is no valid sample of the request: too many or too few tokens, or log-probs that are not
+    numbers. It must not serve until the next publish."""
 
 
 class StaleWeights(InstanceError):
-    """The instance answered with tokens sampled from another weight version than the one asked for."""
+    """The instance responded with tokens sampled from another weight version than the requested one."""
 
 
 class InstanceRestarted(StaleWeights):
-    """Another process answers under the instance's address than the one that was put in service."""
+    """The process at the instance's address is not the one that was put in service."""
 
     def __init__(self, message: str, boot_id: str) -> None:
         super().__init__(message)
@@ -96,11 +96,11 @@ class InstanceRestarted(StaleWeights):
 
 
 class PromptFailed(InstanceError):
-    """Instance after instance failed at the same prompt; they stay in service, the run ends with the prompt's name."""
+    """Several instances in turn failed at the same prompt; they stay in service, the run ends and names the prompt."""
 
 
 class NoAnswer(AsyncRLError):
-    """A server gave no whole answer to a program that asked it; the text says why."""
+    """A server gave no complete response to a program's request; the message gives the reason."""
 
 
 class UnknownInstance(AsyncRLError):
@@ -108,11 +108,11 @@ class UnknownInstance(AsyncRLError):
 
 
 class NoInstanceLeft(AsyncRLError):
-    """Every instance is out of service, and none came back within `pool.timeout_s`."""
+    """Every instance is out of service, and none returned within `pool.timeout_s`."""
 
 
 class PublishError(AsyncRLError):
-    """The weights of an iteration could not be moved to any instance."""
+    """The weights of an iteration could not be transferred to any instance."""
 
 
 class RewardError(AsyncRLError):
@@ -120,31 +120,31 @@ class RewardError(AsyncRLError):
 
 
 class RolloutLost(AsyncRLError):
-    """The rollout of a prompt ended without a group and without an error: it was cancelled from beside."""
+    """The rollout of a prompt ended without a group and without an error: other code cancelled it."""
 
 
 class EventLoopLost(AsyncRLError):
-    """The thread that makes rollouts ended, or something on it was ended by what runs beside it."""
+    """The rollout thread ended, or other code on it ended a coroutine."""
 
 
 class WriteFailed(AsyncRLError):
-    """A file of a run cannot be written; the message names it, what the system says, and the remedy."""
+    """A file of a run cannot be written; the message names it, the system's error and the remedy."""
 
 
 class WaitTimedOut(AsyncRLError, TimeoutError):
-    """Something that was told to end did not within its time; the message names it."""
+    """Something that was asked to end did not do so in time; the message names it."""
 
 
 class RunStopped(AsyncRLError):
-    """The run was told to end before it was done, by SIGTERM to any of its training ranks."""
+    """The run was asked to end early, by SIGTERM to any of its training ranks."""
 
 
 class LeaderFailed(AsyncRLError):
-    """The training rank that makes a replica's rollouts failed; raised on the replica's other ranks."""
+    """The training rank that leads a replica's rollouts failed; raised on the replica's other ranks."""
 
 
 class ProcessFailed(AsyncRLError):
-    """A process of a local deployment ended before its work was done; `cause` is its own named error, if it had one."""
+    """A process of a local deployment ended too early; `cause` is the named error it ended with, if any."""
 
     def __init__(self, message: str, cause: str | None = None) -> None:
         super().__init__(message)

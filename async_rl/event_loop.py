@@ -1,7 +1,7 @@
 """An asyncio loop in one background thread, so that the synchronous trainer can use asynchronous clients.
 
 The producer's coroutines and the publisher's control calls run on it; the main thread only waits for results, and no
-wait outlives the thread. A user's code does not run here: rewards have processes of their own.
+wait outlives the thread. User code does not run here: rewards run in processes of their own.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-"""What is cancelled at the end closes connections and waits for processes to be reaped, which takes a second or two."""
+"""Cancelled coroutines close connections and wait for processes to be reaped, which takes a second or two."""
 
 POLL_S = 1.0
-"""How often a thread that waits for the loop looks whether the loop's thread still lives."""
+"""How often a thread that waits for the loop checks that the loop's thread is alive."""
 
 
 class EventLoopThread:
-    """One running loop in a daemon thread. All methods are for other threads than the loop's own."""
+    """One running loop in a daemon thread. All methods are for threads other than the loop's own."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -35,7 +35,7 @@ class EventLoopThread:
         self._thread.start()
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Starts `coro` on the loop and returns at once; cancelling the future cancels it."""
+        """Starts `coro` on the loop and returns immediately; cancelling the future cancels it."""
         if self._closed:
             coro.close()
             raise RuntimeError("the event loop thread is closed: nothing can run on it any more")
@@ -53,8 +53,8 @@ class EventLoopThread:
 
         Raises:
             WaitTimedOut: it took longer than `timeout_s`; names the coroutine.
-            EventLoopLost: the loop's thread ended, or the coroutine ended by `SystemExit` or a cancellation, which are
-                not the caller's own.
+            EventLoopLost: the loop's thread ended, or the coroutine ended by `SystemExit` or a cancellation that the
+                caller did not request.
         """
         assert threading.current_thread() is not self._thread, "EventLoopThread.run would wait for itself"
         name = getattr(coro, "__qualname__", repr(coro))
@@ -75,14 +75,14 @@ class EventLoopThread:
             future.cancel()
 
     def end(self, coro: Coroutine[Any, Any, object], timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Runs what closes something, on the way out: what fails or hangs is logged, and hides no other error."""
+        """Runs a closing coroutine during shutdown: a failure or timeout is logged, so that it hides no other error."""
         try:
             self.run(coro, timeout_s)
         except Exception as error:
             log.error("closing: %s", error, exc_info=None if isinstance(error, WaitTimedOut) else error)
 
     def require_alive(self) -> None:
-        """Checks that what was submitted can still end.
+        """Checks that submitted coroutines can still finish.
 
         Raises:
             EventLoopLost: the loop's thread has ended.
@@ -94,9 +94,10 @@ class EventLoopThread:
             )
 
     def close(self) -> None:
-        """Cancels what still runs, waits until it has ended, and joins the thread. A second call does nothing.
+        """Cancels the running coroutines, waits until they have ended, and joins the thread.
 
-        Waits `CLOSE_TIMEOUT_S` at most, and names in the log what does not end; it ends with the process.
+        Waits `CLOSE_TIMEOUT_S` at most and logs what has not ended by then; that ends with the process. A second call
+        does nothing.
         """
         if self._closed:
             return
@@ -121,13 +122,12 @@ class EventLoopThread:
         try:
             self._loop.run_forever()
         except BaseException:
-            # asyncio lets `SystemExit` and `KeyboardInterrupt` of a task, which has them as its outcome, out of the
-            # loop too; the other tasks go on.
+            # asyncio re-raises a task's `SystemExit` or `KeyboardInterrupt` out of the loop; the other tasks continue.
             log.exception("a task tried to end the event loop, which goes on")
 
 
 def _result(future: "concurrent.futures.Future[T]", name: str) -> T:
-    """The outcome of a coroutine that has ended; what would end this thread, too, becomes an error."""
+    """The result of a finished coroutine; an exception that would also end this thread becomes an error."""
     if future.cancelled():
         raise EventLoopLost(f"{name} was cancelled by something that runs beside it on the event loop")
     error = future.exception()
@@ -142,7 +142,7 @@ async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
     if not tasks:
         return
-    # Half of the time there is, so that the loop can still be closed in order.
+    # Half of the available time, so that the loop can still be closed properly.
     _, late = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S / 2)
     for task in late:
         log.error("a task did not end when it was cancelled: %r", task)

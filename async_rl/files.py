@@ -1,7 +1,7 @@
-"""Writes the files that others read, or that a run goes on from: whole or not at all, and on the disk on return.
+"""Writes files that other programs read or that a run resumes from: atomically, and flushed to the disk on return.
 
-Called by all of async_rl and by the trainer's checkpoints. What cannot be written raises one error that names the file.
-Weight snapshots are written elsewhere (`weights/snapshot.py`): streams in shared memory, of no use after a run.
+Called by all of async_rl and by the trainer's checkpoints. A failed write raises one error that names the file.
+Weight snapshots are written elsewhere (`weights/snapshot.py`): streams in shared memory, unusable after a run.
 """
 
 import errno
@@ -17,10 +17,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Replaces a file at once: a reader sees all of it or what was there before, after a crash too.
+    """Replaces a file atomically: a reader gets the complete new or the complete old file, after a crash too.
 
     Raises:
-        WriteFailed: the old file, if there was one, is as it was.
+        WriteFailed: the old file, if there was one, is unchanged.
     """
     partial = path.with_name(f".{path.name}.partial")
     with named_write_errors(path):
@@ -31,7 +31,7 @@ def write_file(path: Path, content: str | bytes) -> None:
                 os.fsync(file.fileno())
             partial.replace(path)
         except OSError:
-            # The file may be what fills the disk.
+            # The partial file itself may fill the disk.
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
@@ -39,20 +39,20 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Adds lines, given without their ends, to a file, and makes it where there is none.
+    """Appends lines, given without line ends, to a file, which is created if it does not exist.
 
     Raises:
-        WriteFailed: the last line may be there in part.
+        WriteFailed: the last line may be incomplete.
     """
     with named_write_errors(path), path.open("a") as file:
         file.writelines(f"{line}\n" for line in lines)
 
 
 def replace_directory(partial: Path, final: Path) -> None:
-    """Gives a directory that is written to its end its name, in place of what has it.
+    """Renames a completely written directory to its final name, replacing the directory that has it.
 
     Raises:
-        WriteFailed: it has not got it.
+        WriteFailed: the rename did not happen.
     """
     with named_write_errors(final):
         sync_directory(partial)
@@ -63,7 +63,7 @@ def replace_directory(partial: Path, final: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in a directory are on the disk."""
+    """Waits until a directory's entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,7 +73,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def named_write_errors(path: Path) -> Iterator[None]:
-    """What the system says against writing `path` becomes `WriteFailed`."""
+    """Turns an OSError while writing `path` into `WriteFailed`."""
     try:
         yield
     except OSError as error:
@@ -83,7 +83,7 @@ def named_write_errors(path: Path) -> Iterator[None]:
 def write_failed(path: Path, error: BaseException) -> WriteFailed:
     """The error for a file or directory that cannot be written, with its remedy.
 
-    A library may say in its own words that the system refused; the disk being full is then only the likeliest reason.
+    A library may wrap the system's error in its own; a full disk is then only the likeliest reason.
     """
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
     if not isinstance(error, OSError):

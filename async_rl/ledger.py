@@ -1,14 +1,15 @@
-"""The on-policy proof of each iteration: no optimizer step without it.
+"""The on-policy proof of each iteration: without it, no optimizer step.
 
 Before a step, `Ledger.require_on_policy` proves from the rows of all data-parallel leaders that
 
 - I1 one version: every response token was sampled from the version this iteration trains;
 - I2 exact batch: every prompt of the batch contributed exactly its G responses, once.
 
-Both are strict. Beside them it compares the trainer's log-probs of the sampled tokens with the rollout's: every token
-must have both, and noise must explain what differs (`gap_limits.py`). That is statistics: it finds other weights that
-differ by enough, over enough tokens. Each proof, or what broke it, is one line of `ledger.jsonl`, which does not grow
-with the batch; its `samples` digest is equal in two runs that trained the same tokens. `timeline.jsonl` has the rows.
+Both are strict. It also compares the trainer's log-probs of the sampled tokens with the rollout's: every token must
+have both, and noise must explain the differences (`gap_limits.py`). That check is statistical: it finds wrong weights
+that differ by enough, over enough tokens. Each proof, or its violations, is one line of `ledger.jsonl`, whose length
+does not grow with the batch; its `samples` digest is equal in two runs that trained the same tokens. `timeline.jsonl`
+has the rows.
 """
 
 import json
@@ -28,13 +29,13 @@ from async_rl.types import Batch, GroupProof, Publication, digest_of
 log = logging.getLogger(__name__)
 
 MAX_VIOLATIONS_SHOWN = 8
-"""In the error."""
+"""In the error message."""
 
 MAX_VIOLATIONS_KEPT = 100
-"""In the file; the batch may have as many as it has groups."""
+"""In the file; a batch may have as many as it has groups."""
 
 MAX_VERSIONS_KEPT = 16
-"""A batch whose proof holds has one."""
+"""A batch that passes has one."""
 
 
 class Ledger:
@@ -43,7 +44,7 @@ class Ledger:
     Args:
         path: the ledger file, or None where another rank writes it.
         responses_per_prompt: G, the responses every prompt must contribute.
-        limits: which differences of log-probs noise explains.
+        limits: which log-prob differences noise explains.
     """
 
     def __init__(self, path: Path | None, responses_per_prompt: int, limits: NoiseLimits) -> None:
@@ -57,11 +58,11 @@ class Ledger:
 
         Args:
             batch: the whole batch, not a replica's share.
-            publication: what this iteration trains.
+            publication: the weights that this iteration trains.
             rows: the rows of all replicas, in any order.
 
         Raises:
-            OnPolicyViolation: naming offending rows (the first few in the message, more of them in the ledger file).
+            OnPolicyViolation: names the violating rows (the first few in the message, more of them in the ledger file).
         """
         by_instance = gaps_by_instance(rows)
         violations = self._violations(batch, publication, rows, by_instance)
@@ -93,7 +94,7 @@ class Ledger:
         return found + self._deviations(rows, by_instance)
 
     def _deviations(self, rows: Sequence[GroupProof], by_instance: Mapping[str, LogprobGaps]) -> list[str]:
-        """What log-probs say against the batch or an instance."""
+        """Violations that the log-probs show, for the batch or an instance."""
         found = self._limits.outliers([Unit(url, gaps) for row in rows for url, gaps in row.gaps])
         for instance, gaps in by_instance.items():
             found += self._limits.excesses(_named(instance), gaps)
@@ -167,12 +168,12 @@ class Ledger:
         append_lines(self._path, [json.dumps(record)])
 
     def _largest_rms(self, total: LogprobGaps) -> float | None:
-        """What the batch's RMS would have had to exceed; None where nothing is judged."""
+        """The limit of the batch's RMS; None where no limit applies."""
         limit = self._limits.largest_rms(total.count) if total.count >= MIN_TOKENS else math.inf
         return limit if math.isfinite(limit) else None
 
     def _power(self, total: LogprobGaps, by_instance: Mapping[str, LogprobGaps]) -> str | None:
-        """What the log-probs of this batch cannot show; said in the log the first time."""
+        """Why the log-probs of this batch cannot be judged, if so; logged the first time."""
         reason = unjudged(total, by_instance)
         if reason is not None and self._path is not None and not self._has_warned:
             self._has_warned = True
@@ -181,7 +182,7 @@ class Ledger:
 
 
 def gaps_by_instance(rows: Sequence[GroupProof]) -> dict[str, LogprobGaps]:
-    """Of a batch's rows, by the instance that sampled the tokens."""
+    """The gaps of a batch's rows, by the instance that sampled the tokens."""
     parts: dict[str, list[LogprobGaps]] = {}
     for row in rows:
         for instance, gaps in row.gaps:

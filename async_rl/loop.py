@@ -16,7 +16,7 @@ from async_rl.training_order import FinishedGroups, TrainingOrder
 from async_rl.types import Batch, Group, GroupProof, Publication, StepStats, WeightVersion
 
 Window = Sequence[Sequence[Group]]
-"""Micro-batches that are trained in one go, each made of whole groups."""
+"""Micro-batches that are trained together, each made of whole groups."""
 
 
 class Trainer(Protocol):
@@ -29,25 +29,25 @@ class Trainer(Protocol):
     def num_replicas(self) -> int: ...
 
     def publish_weights(self) -> Publication:
-        """Gives every instance exactly the current weights or puts it out of service; the same answer on all ranks."""
+        """Gives every instance exactly the current weights or puts it out of service; the same result on all ranks."""
         ...
 
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
-        """A mini-batch's groups, packed for training as they come; the same windows on all ranks of a replica."""
+        """A mini-batch's groups, packed for training as they arrive; the same windows on all ranks of a replica."""
         ...
 
     def accumulate(self, window: Window) -> list[GroupProof]:
-        """Adds the window's gradient, as a sum; answers with the ledger rows of its groups, on one rank per replica."""
+        """Adds the window's gradient, as a sum; returns the ledger rows of its groups, on one rank per replica."""
         ...
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
-        """The rows of all ranks; waits for each of them to finish its share."""
+        """The rows of all ranks; waits until each rank has finished its share."""
         ...
 
     def optimizer_step(self) -> StepStats:
-        """Divides the summed gradients by the count of all that was accumulated, once; clips; steps.
+        """Divides the summed gradients once, by the count accumulated in the batch; clips; steps.
 
-        A gradient that is not finite is no step: its stats say so, or the run ends (`train.on_nonfinite`).
+        A gradient that is not finite causes no step: the stats report it, or the run ends (`train.on_nonfinite`).
         """
         ...
 
@@ -60,7 +60,7 @@ class PromptBatches(Protocol):
 
 class Rollouts(Protocol):
     def start(self, batch: Batch, version: WeightVersion) -> AbstractContextManager[FinishedGroups]:
-        """Dispatches the whole batch and returns at once; the groups come in order of completion."""
+        """Dispatches the whole batch and returns immediately; the groups arrive in order of completion."""
         ...
 
 
@@ -74,13 +74,13 @@ def train(
     first_iteration: int = 0,
     after_iteration: Callable[[int], None] = lambda iteration: None,
 ) -> None:
-    """Runs all iterations from `first_iteration` on; an error in any part ends the run before the step it would spoil.
+    """Runs all iterations from `first_iteration` on; any error ends the run before the step that it would affect.
 
     Args:
-        after_iteration: called with each iteration that is complete and recorded; saves checkpoints.
+        after_iteration: called after each iteration that is complete and recorded; saves checkpoints.
 
     Raises:
-        AsyncRLError: whatever the parts raise: publishing, rollouts, rewards or the on-policy proof.
+        AsyncRLError: any error of the parts: publishing, rollouts, rewards or the on-policy proof.
     """
     for iteration in range(first_iteration, config.iterations):
         record = recorder.begin(iteration)

@@ -1,8 +1,8 @@
-"""Everything that a run draws follows from `run.seed`: how, for each use, and nothing else.
+"""Derives all random choices of a run from `run.seed`, one rule per use.
 
-A use is named by its purpose and by what tells two draws of that purpose apart, joined by "/" as in
-"group/SEED/ITERATION/INDEX"; its seed is the first bits of the SHA-256 of that name. Other values here would give a run
-that goes on from a checkpoint other prompts and samples than it would have had.
+A use is named by its purpose and the values that distinguish two draws of that purpose, joined by "/" as in
+"group/SEED/ITERATION/INDEX"; its seed is the first bits of the SHA-256 of that name. Changing these rules would give a
+run that resumes from a checkpoint other prompts and samples than an uninterrupted run.
 """
 
 import hashlib
@@ -21,19 +21,19 @@ def group_seed(run_seed: int, iteration: int, index: int) -> int:
 
 
 def evaluation_seed(run_seed: int, set_name: str, prompt_id: str) -> int:
-    """The sampling seed of a prompt that is evaluated: the same in every iteration, so that only the weights differ."""
+    """The sampling seed of an evaluated prompt: the same in every iteration, so that only the weights differ."""
     return _sampling_seed("evaluation", run_seed, set_name, prompt_id)
 
 
 def evaluation_rows_seed(run_seed: int) -> int:
-    """The seed of rows that are drawn from a reasoning-gym task to be evaluated, in [0, 2^31)."""
+    """The seed of the rows drawn from a reasoning-gym task for evaluation, in [0, 2^31)."""
     return derive_seed("evaluation rows", run_seed, num_bits=31)
 
 
 def prompt_order(run_seed: int, epoch: int, num_rows: int) -> list[int]:
     """The numbers 0 to `num_rows` - 1 in the order of an epoch."""
     order = list(range(num_rows))
-    # Python's own way from a text to a generator's state, which is another than `derive_seed`.
+    # Python's own seeding from a string, which differs from `derive_seed`.
     random.Random(_name("prompts", run_seed, epoch)).shuffle(order)
     return order
 
@@ -45,7 +45,7 @@ def derive_seed(*use: object, num_bits: int) -> int:
 
 
 def _sampling_seed(*use: object) -> int:
-    """In [0, 2^63); its 1024 successors belong to no other request, but by chance 2^-53."""
+    """In [0, 2^63); the range of 1024 seeds overlaps that of another request only by chance, 2^-53."""
     return derive_seed(*use, num_bits=SAMPLING_BITS - RESPONSE_BITS) << RESPONSE_BITS
 
 

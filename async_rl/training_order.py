@@ -1,7 +1,7 @@
 """Which groups may be trained next: in order of completion, or by index in the batch, mini-batch after mini-batch.
 
-`mode = "synchronous"` waits for the whole batch first, the baseline to compare with. `order = "prompt"` trains groups
-by their index in the batch, holding back what finished early, so that sums are formed in the same order in every run.
+`mode = "synchronous"` waits for the whole batch first, as a baseline. `order = "prompt"` trains groups by their index
+in the batch, holding back groups that finished early, so that sums are formed in the same order in every run.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ class FinishedGroups(Protocol):
     def ready(self, wait: bool) -> list[Group]:
         """The groups that finished since the last call, in that order.
 
-        With `wait` at least one, and none only when the batch is complete; without, whatever is there.
+        With `wait` at least one, and none only when the batch is complete; without, those available now.
         """
         ...
 
 
 class TrainingOrder:
-    """Hands out the groups of one batch, or of a replica's share of it; used by the thread that trains."""
+    """Returns the groups of one batch, or of a replica's share, in training order; used by the training thread."""
 
     def __init__(self, finished: FinishedGroups, config: TrainSection, mini_batches: Sequence[Batch]) -> None:
         self._finished = finished
@@ -32,17 +32,17 @@ class TrainingOrder:
         self._held: list[Group] = []
         self._all_arrived = False
         self.watch: Callable[[], None] = lambda: None
-        """Called whenever groups are asked for; what it raises ends the batch."""
+        """Called whenever groups are requested; an exception it raises ends the batch."""
 
     def begin_mini_batch(self) -> None:
-        """From now on `take` hands out the groups of the next mini-batch; those of later ones wait."""
+        """From now on `take` returns the groups of the next mini-batch; those of later ones wait."""
         self._due = self._indices.pop(0)
 
     def take(self, wait: bool) -> list[Group]:
         """The groups that may be trained now.
 
-        With `wait` at least one, and none only when the mini-batch is over. It is over when all its indices were handed
-        out, and the last one only when the whole batch has arrived: a group too many must not go unnoticed.
+        With `wait` at least one, and none only when the mini-batch is complete: all its indices were returned and, for
+        the last mini-batch, the whole batch has arrived, since a surplus group must be detected.
         """
         self.watch()
         if not wait:
@@ -80,12 +80,12 @@ class TrainingOrder:
             if index not in held:
                 break
             picked.append(held.pop(index))
-        # Whatever belongs to no index of the batch comes at the very end; the ledger will name it.
+        # Groups that belong to no index of the batch are returned last; the ledger will report them.
         complete = self._all_arrived and len(picked) == len(self._due)
         return [*picked, *_without(groups, picked)] if complete else picked
 
 
 def _without(groups: Sequence[Group], picked: Sequence[Group]) -> list[Group]:
-    """By identity: to compare groups is to compare their tokens, and a group that came twice must stay two."""
+    """By identity: comparing groups would compare their tokens, and a group that arrived twice must stay two."""
     taken = {id(group) for group in picked}
     return [group for group in groups if id(group) not in taken]

@@ -1,6 +1,6 @@
-"""The words everything else speaks: prompts, responses, groups, batches and what a publish produced.
+"""Types that all packages share: prompts, responses, groups, batches and the result of a publish.
 
-All are frozen dataclasses without behaviour beyond small derived properties; they cross every boundary inside the
+All are frozen dataclasses without behaviour beyond small derived properties; they are passed between all parts of the
 trainer process (producer thread -> queue -> training loop -> ledger).
 """
 
@@ -18,7 +18,7 @@ WeightVersion = str
 
 
 UNPROVEN: WeightVersion = "unproven"
-"""Stands for the version of tokens of which no instance said which weights made them."""
+"""The version of tokens for which no instance reported the weights that generated them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Response:
 
     `logprobs[i]` is the natural log-probability with which the instance sampled `token_ids[i]`, after temperature.
     A stop token is part of `token_ids`. `finish_reason` is "stop" or "length". `instance` is the URL of the instance
-    that finished it. `num_continued` counts how often another request took it on from its prefix, `num_resampled` how
-    often it was begun again under the same seed because a server that cannot stream was lost with it.
+    that finished it. `num_continued` counts how often another request continued it from its prefix, `num_resampled` how
+    often it was sampled again from the start, under the same seed, because an instance without streaming was lost.
     """
 
     token_ids: tuple[int, ...]
@@ -63,7 +63,7 @@ class Response:
 
     @property
     def weight_versions(self) -> frozenset[WeightVersion]:
-        """All versions its tokens were sampled from; `UNPROVEN` is among them where the spans leave out a token."""
+        """All versions its tokens were sampled from; includes `UNPROVEN` if the spans do not cover every token."""
         ends = [0, *(span.end for span in self.weight_spans)]
         starts = [*(span.start for span in self.weight_spans), len(self.token_ids)]
         versions = {span.version for span in self.weight_spans}
@@ -72,7 +72,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One prompt's G responses with their rewards, the unit the queue carries and the trainer consumes.
+    """One prompt's G responses with their rewards: the unit that the queue holds and the trainer consumes.
 
     `index` is the prompt's index in its batch. `started_s` and `finished_s` are `time.monotonic()` seconds of the
     dispatch and of the last score; `attempts` counts how often the group was sent to an instance (1 = no retry).
@@ -95,19 +95,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The prompts of one iteration, by their index in it; a share of a batch keeps the indices of the whole."""
+    """The prompts of one iteration, by their index; a share of a batch keeps the indices of the whole batch."""
 
     iteration: int
     prompts: Mapping[int, Prompt]
 
     def share(self, rank: int, size: int) -> "Batch":
-        """The prompts at indices congruent to `rank` modulo `size`: what one of `size` data-parallel leaders takes."""
+        """The prompts at indices congruent to `rank` modulo `size`: the share of one of `size` leaders."""
         return Batch(self.iteration, {i: p for i, p in self.prompts.items() if i % size == rank})
 
     def split(self, num_parts: int) -> "list[Batch]":
-        """Consecutive indices in `num_parts` mini-batches of nearly equal size: what each optimizer step trains.
+        """Consecutive indices in `num_parts` mini-batches of nearly equal size, one per optimizer step.
 
-        They follow from the indices, not from the order of completion, which would put short responses first.
+        They are split by index, not by order of completion, which would put short responses first.
         """
         indices = sorted(self.prompts)
         bounds = [len(indices) * part // num_parts for part in range(num_parts + 1)]
@@ -115,13 +115,13 @@ class Batch:
 
     @classmethod
     def union(cls, parts: "Sequence[Batch]") -> "Batch":
-        """The parts of one batch as one."""
+        """Joins the parts of one batch."""
         return cls(parts[0].iteration, {i: prompt for part in parts for i, prompt in part.prompts.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What one publish did: the version, the fingerprint both sides agree on, and the URLs that serve it."""
+    """The result of one publish: the version, the fingerprint both sides agree on, and the URLs that serve it."""
 
     version: WeightVersion
     fingerprint: str
@@ -132,7 +132,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class GroupProof:
-    """One ledger row: what a trained group was made of and how far the trainer's log-probs were from the rollout's.
+    """One ledger row: a trained group's content and how far the trainer's log-probs were from the rollout's.
 
     `versions` are all weight versions its tokens were sampled from; `gaps` compares the trainer's log-probs of its
     response tokens with the rollout's, by instance; `samples` digests its response tokens.
@@ -153,7 +153,7 @@ class GroupProof:
 
     @classmethod
     def of(cls, group: Group, gaps: Mapping[str, LogprobGaps]) -> "GroupProof":
-        """The row of a group that was trained with the given gaps, by instance."""
+        """The row of a trained group with the given gaps, by instance."""
         return cls(
             index=group.index,
             prompt_id=group.prompt.prompt_id,
@@ -171,7 +171,7 @@ class GroupProof:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "GroupProof":
-        """The row that `asdict` made of one, as JSON carried it."""
+        """The row from its JSON form, as written with `asdict`."""
         gaps = tuple((instance, LogprobGaps.from_json(value)) for instance, value in row["gaps"])
         lists = {"versions": tuple(row["versions"]), "rewards": tuple(row["rewards"])}
         return cls(**{**row, **lists, "gaps": gaps})
@@ -183,7 +183,7 @@ class GroupProof:
 
 
 def digest_of(parts: Sequence[Any]) -> str:
-    """A short digest of what is in the parts, and in which order."""
+    """A short digest of the parts and their order."""
     return hashlib.sha256(repr(tuple(parts)).encode()).hexdigest()[:16]
 
 
@@ -191,8 +191,8 @@ def digest_of(parts: Sequence[Any]) -> str:
 class StepStats:
     """Figures of one optimizer step, over the whole batch: `loss` is normalised, `metrics` are named means.
 
-    `num_untrained` groups had no gradient, and no backward pass was spent on them. `skipped` tells that the gradient
-    was not finite and no step was taken: weights and moments are what they were.
+    `num_untrained` groups had no gradient, and no backward pass was run for them. `skipped`: the gradient was not
+    finite and no step was taken; weights and moments are unchanged.
     """
 
     loss: float
@@ -204,7 +204,7 @@ class StepStats:
 
     @classmethod
     def mean(cls, steps: "Sequence[StepStats]") -> "StepStats":
-        """The figures of several steps as one: means over those that were taken, if any was; the number is a sum."""
+        """The figures of several steps as one: means over the steps taken, if any; `num_untrained` is summed."""
         taken = [step for step in steps if not step.skipped]
         counted = taken or steps
         return cls(

@@ -8,5 +8,5 @@ __all__ = ["Algorithm", "LossSum", "make_algorithm"]
 
 
 def make_algorithm(config: AlgorithmSection) -> Algorithm:
-    """The algorithm a config names."""
+    """The algorithm named by the config."""
     return GRPO(config)

@@ -1,4 +1,4 @@
-"""What the trainer asks of an algorithm.
+"""The trainer's interface of an algorithm.
 
 Shape legend: G responses of one group, N response tokens of one group (all its responses, concatenated).
 """
@@ -24,15 +24,15 @@ class LossSum:
 
 
 class Algorithm(Protocol):
-    """Advantages and loss; stateless, so that order of accumulation cannot matter."""
+    """Advantages and loss; stateless, so that the order of accumulation has no effect."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `loss_sum` reads `ref_logprobs_N`; the trainer keeps no reference model otherwise."""
+        """Whether `loss_sum` reads `ref_logprobs_N`; otherwise the trainer keeps no reference model."""
         ...
 
     def has_gradient(self, rewards: Sequence[float]) -> bool:
-        """Whether a group with these rewards has any gradient; where it has none, no backward pass is spent on it."""
+        """Whether a group with these rewards has any gradient; if not, no backward pass is run for it."""
         ...
 
     def advantages(self, rewards: Sequence[float]) -> torch.Tensor:
@@ -54,6 +54,6 @@ class Algorithm(Protocol):
             old_logprobs_N: log-probs under the policy that sampled, float32 [N], no gradient.
             ref_logprobs_N: log-probs under the reference, float32 [N], or None where `needs_reference` is False.
             advantages_G: [G], in the dtype of the log-probs.
-            lengths_G: response lengths, int64 [G], summing to N; tokens of response g lie together, in order.
+            lengths_G: response lengths, int64 [G], summing to N; tokens of response g are contiguous, in order.
         """
         ...

@@ -9,10 +9,10 @@ Per token t of response g, with ratio r = exp(logprob - old_logprob) and advanta
 counts response tokens (DAPO, arXiv 2503.14476, eq. 8). Departure from the paper: the denominator is that of the whole
 batch instead of one group; with `"sequence"` and equal group sizes the two are the same.
 
-Second departure: beyond a log-ratio of 20, r and k3 go on along their tangent instead of as an exponential, which
-overflows float32 at 88.7. Below it they are the formulas above, to the last bit; beyond it value and gradient stay
-finite and keep their direction. verl clamps the same log-ratios at 20, where the gradient then is 0 (`low_var_kl` and
-the policy loss in `verl/trainer/ppo/core_algos.py`); the tangent still pulls back a token that went so far.
+Second departure: beyond a log-ratio of 20, r and k3 continue along their tangent instead of as an exponential, which
+overflows float32 at 88.7. Below it they are exactly the formulas above; beyond it value and gradient stay finite and
+keep their direction. verl clamps the same log-ratios at 20, where the gradient then is 0 (`low_var_kl` and the policy
+loss in `verl/trainer/ppo/core_algos.py`); the tangent still has a gradient against a log-ratio that large.
 
 Shape legend: G responses of one group, N response tokens of the group.
 """
@@ -28,8 +28,8 @@ from async_rl.config.sections import AlgorithmSection
 STD_EPS = 1e-6
 
 MAX_LOG_RATIO = 20.0
-"""Nats. A ratio of exp(20) = 5e8 is no estimate of anything, and the square of a million tokens' sum of such gradients,
-which the gradient norm takes in float32, is 2e29: far from its end at 3e38."""
+"""Nats. A ratio of exp(20) = 5e8 is not a meaningful estimate, and the square of a million tokens' sum of such
+gradients, which the gradient norm takes in float32, is 2e29: far below its maximum of 3e38."""
 
 
 class GRPO:
@@ -41,14 +41,14 @@ class GRPO:
         return self._config.kl_coef > 0
 
     def has_gradient(self, rewards: Sequence[float]) -> bool:
-        """Only the KL to a reference moves a group whose rewards are all equal."""
+        """Only the KL to a reference gives a gradient to a group whose rewards are all equal."""
         return self.needs_reference or min(rewards) != max(rewards)
 
     def advantages(self, rewards: Sequence[float]) -> torch.Tensor:
         """(r - mean) / (std + 1e-6), with the sample standard deviation; only r - mean without `scale_by_std`.
 
-        Exactly 0 where all rewards are equal: the rounded mean of equal numbers may differ from them, and a difference
-        of one sign for the whole group, divided by the 1e-6 alone, is no small one.
+        Exactly 0 if all rewards are equal: the rounded mean of equal numbers may differ from them, and a difference of
+        one sign for the whole group, divided by only 1e-6, is not small.
         """
         rewards_G = torch.tensor(rewards, dtype=torch.float64)
         if min(rewards) == max(rewards):
@@ -84,7 +84,7 @@ class GRPO:
 def _exp(log_ratio_N: torch.Tensor) -> torch.Tensor:
     """exp, and beyond `MAX_LOG_RATIO` its tangent there."""
     beyond_N = log_ratio_N > MAX_LOG_RATIO
-    # Bounded before, not after: the branch that is not chosen has a gradient, too, and infinity times 0 is no number.
+    # Clamped before, not after: the branch that is not selected has a gradient, too, and infinity times 0 is NaN.
     exact_N = torch.exp(log_ratio_N.clamp(max=MAX_LOG_RATIO))
     tangent_N = math.exp(MAX_LOG_RATIO) * (1 + log_ratio_N - MAX_LOG_RATIO)
     return torch.where(beyond_N, tangent_N, exact_N)

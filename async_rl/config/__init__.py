@@ -1,1 +1,1 @@
-"""The settings of a run: their sections, their keys, their file."""
+"""The settings of a run: their sections, keys and file."""

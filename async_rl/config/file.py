@@ -1,4 +1,4 @@
-"""Reads a config: a TOML file with overrides, or nested dicts; what is wrong in it is said in its own keys."""
+"""Reads a config: a TOML file with overrides, or nested dicts; errors name the config's own keys."""
 
 import tomllib
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from async_rl.errors import ConfigError
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML file and applies overrides such as `--train.iterations=10`, as `programs/command_line.py`
-    gives them.
+    """Reads a TOML file and applies overrides such as `--train.iterations=10`, in the form that
+    `programs/command_line.py` produces.
 
-    A value of a key that takes text is taken as it is; others are read as TOML or JSON.
+    The value of a text key is used unchanged; others are read as TOML or JSON.
 
     Raises:
         ConfigError: the file is missing or not TOML, a key is unknown, or a value is out of range.
@@ -54,7 +54,7 @@ def parse_config(tree: dict[str, Any], source: str) -> Config:
 
 
 def _explain(item: Any) -> str:
-    """One fault of a config: the key, its value, what was expected and what the key means."""
+    """The message for one error of a config: the key, its value, the expected value and the key's meaning."""
     loc: tuple[str | int, ...] = item["loc"]
     name = ".".join(str(part) for part in loc)
     if item["type"] == "extra_forbidden":
@@ -66,6 +66,6 @@ def _explain(item: Any) -> str:
     meaning = f"; {name} is: {key.description}" if key and key.description else ""
     if item["type"] == "missing":
         return f"missing key {name!r}: it has no default; set it in the file or as --{name} VALUE{meaning}"
-    # Our own validators say all of it themselves.
+    # Our own validators have complete messages.
     message = str(item["msg"]).removeprefix("Value error, ")
     return f"{name}: {message} (got {item['input']!r}){meaning}" if key or len(loc) > 1 else message

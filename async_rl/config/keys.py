@@ -1,4 +1,4 @@
-"""The keys of a config, read from its pydantic models: dotted names, what each takes, and which one a typo meant."""
+"""The keys of a config, read from its pydantic models: dotted names, their values, and the nearest key of a typo."""
 
 import difflib
 import json
@@ -14,15 +14,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 CLOSE = 0.6
-"""Similarity from which a key counts as what a misspelt one meant; difflib's own default."""
+"""Similarity from which a key is suggested for a misspelt one; difflib's own default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: `name` is dotted, `takes` says what values look like; `default` is as in TOML, None for a required key.
+    """One key: `name` is dotted, `takes` describes its values; `default` is as in TOML, None for a required key.
 
-    `is_text` keys take a word of the command line as it is, others read it as TOML or JSON; `is_table` keys have keys
-    of the user's own below them.
+    `is_text` keys take a word of the command line unchanged, others read it as TOML or JSON; `is_table` keys contain
+    user-defined keys.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Key:
     is_table: bool
 
     def read(self, text: str) -> Any:
-        """A value written on the command line; what is neither TOML nor JSON stays text, for the model to judge."""
+        """A value from the command line; text that is neither TOML nor JSON is left to the model's validation."""
         return text if self.is_text else read_value(text)
 
 
@@ -50,7 +50,7 @@ def keys_of(model: type[BaseModel]) -> Mapping[str, Key]:
 
 
 def find_key(model: type[BaseModel], name: str) -> Key | None:
-    """The key called `name`, or the table that `name` is a key of, such as prompts.task_options.min_word_len."""
+    """The key called `name`, or the table that contains the key `name`, such as prompts.task_options.min_word_len."""
     keys = keys_of(model)
     if name in keys:
         return keys[name]
@@ -59,7 +59,7 @@ def find_key(model: type[BaseModel], name: str) -> Key | None:
 
 
 def explain_unknown(model: type[BaseModel], path: Sequence[str | int]) -> str:
-    """What the unknown key at `path` may have meant: the nearest key, and what its section has."""
+    """A suggestion for the unknown key at `path`: the nearest key, and the keys of its section."""
     name = ".".join(map(str, path))
     if any(isinstance(part, int) for part in path):
         return _explain_in_list(model, path)
@@ -68,7 +68,7 @@ def explain_unknown(model: type[BaseModel], path: Sequence[str | int]) -> str:
     in_section = [key.name for key in keys.values() if key.section == section]
     near = nearest(name, keys) or _same_last_part(name, keys)
     if "." in name and in_section:
-        # A key that another section has under this very name is meant rather than one that only looks like it.
+        # A key of exactly this name in another section is more likely meant than one that is only similar.
         near = next((key for key in keys if key.endswith("." + name.rpartition(".")[2])), near)
     meant = f"did you mean {near!r}? " if near else "correct its spelling or remove it; "
     if in_section:
@@ -89,13 +89,13 @@ def _explain_in_list(model: type[BaseModel], path: Sequence[str | int]) -> str:
 
 
 def nearest(name: str, names: Sequence[str] | Mapping[str, Any]) -> str | None:
-    """The most similar of `names`; None where none is similar."""
+    """The most similar of `names`; None if none is similar."""
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=CLOSE)
     return found[0] if found else None
 
 
 def read_value(text: str) -> Any:
-    """Text as TOML, else as JSON, else as it is."""
+    """Text as TOML, else as JSON, else unchanged."""
     try:
         read = tomllib.loads(f"value = {text}")
         if read.keys() == {"value"}:
@@ -112,7 +112,7 @@ def set_dotted(tree: dict[str, Any], name: str, value: Any) -> None:
     """Sets the key `name` of a config as nested dicts.
 
     Raises:
-        ValueError: on the way to it is a value where there should be a table.
+        ValueError: a parent of the key is a value instead of a table.
     """
     *parents, last = name.split(".")
     node = tree
@@ -124,7 +124,7 @@ def set_dotted(tree: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _same_last_part(name: str, keys: Mapping[str, Key]) -> str | None:
-    """The key of another section that is called, or nearly called, the same: learning_rate, train.learning_rate."""
+    """The key of another section with the same or a similar name: learning_rate, train.learning_rate."""
     last_parts = {key.name.rpartition(".")[2]: key.name for key in keys.values()}
     near = nearest(name.rpartition(".")[2], last_parts)
     return last_parts[near] if near else None
@@ -147,7 +147,7 @@ def _key(section: str, name: str, setting: FieldInfo) -> Key:
 
 
 def kinds_of(annotation: Any) -> set[Any]:
-    """The plain types that values of `annotation` may have, None left out."""
+    """The plain types that values of `annotation` may have, without None."""
     origin = get_origin(annotation)
     if origin is Literal:
         return {type(choice) for choice in get_args(annotation)}

@@ -1,6 +1,6 @@
-"""The configuration of a run as pydantic models; `file.py` reads one. Imports nothing heavy.
+"""The configuration of a run as pydantic models; `file.py` reads one. Its imports are light.
 
-Every entry point loads it first and hands each part only its own section. Unknown keys are errors.
+Every entry point loads it first and passes each part only its own section. Unknown keys are errors.
 """
 
 from pathlib import Path
@@ -13,14 +13,14 @@ from async_rl.errors import ConfigError
 
 
 class Section(BaseModel):
-    """Infinity and NaN are no values of any key: each compares in a way that lets a limit through."""
+    """Infinity and NaN are not valid for any key: their comparisons would pass a limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _means_what_it_says(cls, value: Any, info: ValidationInfo) -> Any:
-        # Both would be taken for something else: true for the number 1, and no path at all for the working directory.
+        # Both would be misinterpreted: true as the number 1, and an empty path as the working directory.
         kinds = kinds_of(cls.model_fields[info.field_name or ""].annotation)
         if isinstance(value, bool) and bool not in kinds and {int, float} & kinds:
             raise ValueError("Input should be a number, not a truth value")
@@ -238,10 +238,10 @@ class TrainerSection(Section):
         return self.num_processes or self.ranks_per_replica
 
     def num_replicas(self, num_ranks: int) -> int:
-        """How many replicas so many training ranks form.
+        """How many replicas this number of training ranks forms.
 
         Raises:
-            ConfigError: they cannot be laid out as this section asks.
+            ConfigError: they cannot be arranged as this section requires.
         """
         if num_ranks % self.ranks_per_replica:
             raise ConfigError(
@@ -267,7 +267,7 @@ class CheckpointSection(Section):
 
 
 class InferenceSection(Section):
-    """Instances that `deploy` starts; a run against instances started elsewhere only sets `pool.instances`."""
+    """Instances that `deploy` starts; a run with instances started elsewhere only sets `pool.instances`."""
 
     engine: Literal["transformers", "vllm"] = Field("transformers", description="the embedded engine, or vLLM's server")
     python: str | None = Field(None, description="the interpreter that has the engine; by default the launcher's own")
@@ -346,7 +346,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> "Config":
-        # An error, not a warning: such a run would spend its time and end with the weights that it began with.
+        # An error, not a warning: such a run would use its time without changing the weights.
         if self.rollout.responses_per_prompt == 1:
             raise ValueError(
                 f"rollout.responses_per_prompt is 1, but algorithm.name = {self.algorithm.name!r} compares the "
@@ -361,7 +361,7 @@ class Config(Section):
         return self
 
     def require_prompts_for(self, num_ranks: int) -> None:
-        """Checks that so many training ranks form replicas, each with a prompt of every mini-batch.
+        """Checks that this number of training ranks forms replicas, each with a prompt of every mini-batch.
 
         Raises:
             ConfigError: they do not.

@@ -1,4 +1,4 @@
-"""Tokenized prompts in flat arrays: four bytes a token, where a tuple of ints takes eight, and objects beside."""
+"""Tokenized prompts in flat arrays: four bytes per token, where a tuple of ints takes eight, plus objects."""
 
 import hashlib
 import json
@@ -9,11 +9,11 @@ from typing import Any, overload
 from async_rl.types import Prompt
 
 NUM_RANGES = 64
-"""Digests of a data set, each of a stretch of prompts: few enough to keep, enough to say where it differs."""
+"""Digests of a data set, each of a range of prompts: few enough to store, enough to locate a difference."""
 
 
 class PromptTable(Sequence[Prompt]):
-    """Prompts that are made when they are asked for; `prompt_id` is the number of their row."""
+    """Prompts that are created on access; `prompt_id` is the number of their row."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
@@ -23,7 +23,7 @@ class PromptTable(Sequence[Prompt]):
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> "PromptTable":
-        """Prompts by name alone, for a rank that samples nothing: without tokens and rows."""
+        """Prompts by name only, for a rank that samples nothing: without tokens and rows."""
         table = cls()
         nothing: Mapping[str, Any] = {}
         for number in numbers:
@@ -58,7 +58,7 @@ class PromptTable(Sequence[Prompt]):
         return Prompt(str(self._numbers[index]), tuple(token_ids), self._rows[index])
 
     def digests(self) -> dict[str, str]:
-        """A digest of the names, tokens and rows of each stretch of prompts, named after its first and last one."""
+        """A digest of the names, tokens and rows of each range of prompts, named after its first and last one."""
         found: dict[str, str] = {}
         for part in range(min(NUM_RANGES, len(self))):
             first, end = (len(self) * bound // min(NUM_RANGES, len(self)) for bound in (part, part + 1))

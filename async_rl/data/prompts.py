@@ -1,7 +1,7 @@
 """From a dataset to `batch(iteration)`: a pure function of the seed and the iteration, so a resumed run skips nothing.
 
-Rows are laid end to end, epoch after epoch, each epoch in its own order derived from (seed, epoch); iteration t takes
-the positions t*B to t*B + B - 1 of that line. A batch that crosses an epoch's end takes the rest from the next epoch.
+The epochs form one sequence of rows, each epoch in its own order derived from (seed, epoch); iteration t takes the
+indices t*B to t*B + B - 1 of that sequence. A batch that crosses an epoch's end takes the rest from the next epoch.
 """
 
 import json
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 class Message(TypedDict):
-    """What every message of a chat has; what else it may have is the chat template's business."""
+    """The required field of every chat message; the chat template handles any others."""
 
     role: str
 
@@ -41,7 +41,7 @@ MAX_NAMED_IDS = 10
 
 
 class Tokenizer(Protocol):
-    """What prompts and responses need of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that prompts and responses need."""
 
     chat_template: Any
 
@@ -65,7 +65,7 @@ class PromptSource:
             )
         self._prompts = prompts
         self._batch_size = prompts_per_batch
-        # An epoch's order is needed for many batches in a row, and two of them where a batch crosses the border.
+        # An epoch's order is needed for many consecutive batches, and two of them if a batch crosses the boundary.
         self._order = lru_cache(maxsize=2)(lambda epoch: prompt_order(seed, epoch, len(prompts)))
 
     @classmethod
@@ -79,7 +79,7 @@ class PromptSource:
 
     @classmethod
     def by_name(cls, numbers: Sequence[int], config: PromptsSection, seed: int) -> "PromptSource":
-        """The same batches, of prompts without tokens and rows: all that a rank needs that makes no rollouts."""
+        """The same batches, of prompts without tokens and rows: enough for a rank that generates no rollouts."""
         return cls(PromptTable.of_numbers(numbers), config.prompts_per_batch, seed)
 
     @property
@@ -112,13 +112,13 @@ def load_prompts(config: PromptsSection, tokenizer: Tokenizer, seed: int, max_ro
     """
     rows = _load_rows(config, seed, max_rows)
     texts = _render(rows, config, tokenizer)
-    # A chat template writes the special tokens itself.
+    # A chat template adds the special tokens itself.
     tokenized = _tokenize(texts, tokenizer, add_special_tokens=not config.chat_template)
     return _without_unusable(zip(tokenized, rows, strict=True), config)
 
 
 def first_rows(config: PromptsSection, max_rows: int) -> list[Row]:
-    """The first `max_rows` rows of the source, or all, checked as far as that needs no tokenizer.
+    """The first `max_rows` rows of the source, or all, checked as far as possible without a tokenizer.
 
     Raises:
         ConfigError: the source cannot be read, or one of these rows has no prompt that can be rendered.
@@ -178,7 +178,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path, max_rows: int | None) -> list[Row]:
-    # Only here: programs that show their help, or read JSON lines, need not wait for it.
+    # Imported here: programs that show their help, or read JSON lines, need not wait for it.
     pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     try:
         with path.open("rb") as file:
@@ -193,7 +193,7 @@ def _parquet_rows(path: Path, max_rows: int | None) -> list[Row]:
 
 
 def _reasoning_gym_rows(config: PromptsSection, seed: int, max_rows: int | None) -> list[Row]:
-    """Rows of a task: question, answer, metadata, and what the reward needs to score them (task, task_options)."""
+    """Rows of a task: question, answer, metadata, and the reward's inputs for scoring them (task, task_options)."""
     task = config.source.removeprefix(REASONING_GYM)
     options = {"seed": seed, "size": config.num_rows, **config.task_options}
     try:
@@ -210,7 +210,7 @@ def _reasoning_gym_rows(config: PromptsSection, seed: int, max_rows: int | None)
         ]
     except ImportError as error:
         raise ConfigError(f"prompts.source {config.source!r} needs reasoning-gym: install async-rl[tasks]") from error
-    # The task's own validation asserts.
+    # The task's own validation uses assertions.
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"prompts.source {config.source!r} with prompts.task_options {config.task_options} does not work: {error}"
@@ -234,10 +234,10 @@ def _column(config: PromptsSection) -> str:
 
 
 def _require_renderable(rows: list[Row], config: PromptsSection) -> None:
-    """Checks that every row's prompt is what the config says: text, or with a chat template messages, too.
+    """Checks that every row's prompt has the configured form: text or, with a chat template, also messages.
 
     Raises:
-        ConfigError: one is not; names its row.
+        ConfigError: one has not; names its row.
     """
     if config.system_prompt is not None and not config.chat_template:
         raise ConfigError("prompts.system_prompt is set, but prompts.chat_template = false leaves no place for it")

@@ -1,10 +1,10 @@
-"""`python -m async_rl.evaluation CONFIG --out DIR [--section.key VALUE ...]`: evaluates what running instances serve.
+"""`python -m async_rl.evaluation CONFIG --out DIR [--section.key VALUE ...]`: evaluates running instances.
 
-Takes the config of a run: its `[[evaluation.sets]]` are sampled at `pool.instances`, whose weights stay as they are,
+Takes the config of a run: its `[[evaluation.sets]]` are sampled at `pool.instances`, whose weights are not changed,
 and scored by its reward. Writes into DIR progress.jsonl, a line per finished prompt, results.jsonl, a line per set, and
 samples.jsonl, the responses to the first prompts of each set.
 
-Exit codes: 0 all evaluated, 1 a fault, some prompt's included, 2 bad input.
+Exit codes: 0 all evaluated, 1 an error, including that of a prompt, 2 invalid input.
 """
 
 import asyncio
@@ -114,8 +114,8 @@ def _load_tokenizer(model: str) -> Tokenizer:
 
 
 async def _put_in_service(pool: InferencePool) -> WeightVersion:
-    """Takes what the instances serve for the version to evaluate; it must be one. Those that were not healthy in time
-    are left out."""
+    """Sets the version that the instances serve, which must be one, as the version to evaluate. Instances that were not
+    healthy in time are left out."""
     members = [member for member in await pool.begin_publish() if member.client.knows_its_server]
     versions = {}
     for member in members:
@@ -133,7 +133,7 @@ async def _put_in_service(pool: InferencePool) -> WeightVersion:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    """SIGTERM ends the program as an exception, so that everything it opened is closed."""
+    """SIGTERM ends the program by an exception, so that everything it opened is closed."""
     sys.exit(128 + signum)
 
 

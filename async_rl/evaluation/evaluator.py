@@ -1,7 +1,7 @@
-"""Evaluates the weights in training while the pool is idle, and gives the pool back in time for the next publish.
+"""Evaluates the weights in training while the pool is idle, and releases the pool in time for the next publish.
 
-Built by `trainer.session`; implements `IdleWork` of `rollout/idle_work.py`. Nothing waits for it but `stop`, which ends
-within `evaluation.max_delay_s` and what it takes to close the requests under way.
+Built by `trainer.session`; implements `IdleWork` of `rollout/idle_work.py`. Only `stop` waits for it, and ends within
+`evaluation.max_delay_s` plus the time to close the running requests.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from async_rl.types import Prompt, WeightVersion
 log = logging.getLogger(__name__)
 
 RESPONSES_PER_INSTANCE = 64
-"""Under way at one instance at once: enough to keep it busy, few enough that little is lost when the time is up."""
+"""Concurrent responses per instance: enough to keep it busy, few enough that little is lost when the time is over."""
 
 IDLE_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Item:
-    """A prompt of a set; each one object, told apart by identity."""
+    """A prompt of a set; compared by identity."""
 
     loaded: LoadedSet
     prompt: Prompt
@@ -39,7 +39,7 @@ class _Item:
 
 @dataclass(slots=True)
 class _Evaluation:
-    """One evaluation under way."""
+    """One running evaluation."""
 
     iteration: int
     version: WeightVersion
@@ -53,7 +53,7 @@ class _Evaluation:
         return sum(item.loaded is loaded for item in self.scored) == len(loaded.prompts)
 
     def result(self, loaded: LoadedSet, correct_at: float | None) -> SetResult:
-        """What was found on a set; figures only on the whole of it, since short responses are done first."""
+        """The result on a set; figures only if it is complete, since short responses finish first."""
         scored = [score for item, score in self.scored.items() if item.loaded is loaded]
         return SetResult(
             iteration=self.iteration,
@@ -72,7 +72,7 @@ class _Evaluation:
 class Evaluator:
     """The evaluations of a run: one every `evaluation.every` iterations, each of one weight version.
 
-    A set that was not evaluated to its end has no figures, and is the first of the next evaluation.
+    A set that was not evaluated completely has no figures, and is the first of the next evaluation.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Evaluator:
         return max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
 
     async def run(self, iteration: int, version: WeightVersion) -> None:
-        """Evaluates `version`, if an evaluation is due, as soon as no leader has a rollout under way."""
+        """Evaluates `version`, if an evaluation is due, as soon as no leader has a rollout running."""
         if not self._order or iteration % self._every:
             return
         async with self._running:
@@ -113,12 +113,12 @@ class Evaluator:
                 await self._wait_until_idle()
                 await self._work(evaluation)
             finally:
-                self._order.sort(key=evaluation.is_whole)  # stable: those left out come first, as they were
+                self._order.sort(key=evaluation.is_whole)  # stable: incomplete sets come first, in their previous order
                 correct_at = self._sampler.correct_at
                 self._report([evaluation.result(loaded, correct_at) for loaded in self._sets])
 
     async def stop(self) -> None:
-        """Begins nothing more, waits `evaluation.max_delay_s` at most for what is under way, and cancels the rest."""
+        """Starts no more prompts, waits `evaluation.max_delay_s` at most for running ones, and cancels the rest."""
         self._stopping.set()
         if self._workers:
             _, late = await asyncio.wait(self._workers, timeout=self.max_delay_s)
@@ -133,7 +133,7 @@ class Evaluator:
                 await asyncio.wait_for(self._stopping.wait(), IDLE_POLL_S)
 
     async def _work(self, evaluation: _Evaluation) -> None:
-        """Keeps so many prompts under way until all are done, or until it is stopped."""
+        """Runs a bounded number of prompts concurrently until all have finished, or until it is stopped."""
         num_ready = sum(member.serves(evaluation.version) for member in self._pool.members)
         num_samples = max(loaded.config.num_samples for loaded in self._sets)
         num_workers = max(1, num_ready * RESPONSES_PER_INSTANCE // num_samples)
@@ -150,7 +150,7 @@ class Evaluator:
             self._workers = set()
 
     async def _score_next(self, evaluation: _Evaluation) -> None:
-        """Scores one prompt after the other; one that fails is named, and leaves its set without figures."""
+        """Scores one prompt after the other; one that fails is logged, and its set gets no figures."""
         while evaluation.waiting and not self._stopping.is_set():
             item = evaluation.waiting.popleft()
             try:

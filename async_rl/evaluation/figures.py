@@ -10,7 +10,7 @@ from async_rl.types import Response
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """What is kept of a prompt's responses: their rewards, their lengths, and how many were cut by their length."""
+    """The data kept of a prompt's responses: rewards, lengths, and how many were cut by the length limit."""
 
     rewards: tuple[float, ...]
     num_tokens: int
@@ -30,23 +30,24 @@ class ScoredPrompt:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that k of a prompt's samples, drawn without replacement, have a correct one: 1 - C(n-c, k) / C(n, k).
+    """The probability that k of a prompt's samples, drawn without replacement, include a correct one:
+    1 - C(n-c, k) / C(n, k).
 
-    The unbiased estimate of the chance that one of k new samples is correct (arXiv 2107.03374); needs 1 <= k <= n.
+    The unbiased estimate of the probability that one of k new samples is correct (arXiv 2107.03374); needs 1 <= k <= n.
     """
     assert 1 <= k <= num_samples and 0 <= num_correct <= num_samples, f"n {num_samples}, c {num_correct}, k {k}"
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def ks_of(num_samples: int) -> list[int]:
-    """The k for which pass@k is given: powers of two up to the number of samples, and that number."""
+    """The values of k for pass@k: powers of two up to the number of samples, and that number."""
     return sorted({*(2**i for i in range(num_samples.bit_length())), num_samples})
 
 
 def figures_of(scored: Sequence[ScoredPrompt], correct_at: float | None) -> dict[str, float]:
-    """Means over the prompts of a whole set, each with equally many responses.
+    """Means over the prompts of a complete set, each with the same number of responses.
 
-    pass@k only for a reward that says from where on a response is correct.
+    pass@k only for a reward that defines from which value on a response is correct.
     """
     num_samples = len(scored[0].rewards)
     num_responses = num_samples * len(scored)

@@ -1,4 +1,4 @@
-"""What `python -m async_rl.evaluation` writes into its directory, while it evaluates and at its end."""
+"""The files that `python -m async_rl.evaluation` writes, during the evaluation and at its end."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,11 +14,11 @@ from async_rl.types import Prompt, Response
 PROGRESS, RESULTS, SAMPLES = "progress.jsonl", "results.jsonl", "samples.jsonl"
 
 NUM_SHOWN = 12
-"""Prompts of each set, the first of it, whose responses are written: enough to see what the figures stand for."""
+"""The first prompts of each set, whose responses are written: enough to see what the figures mean."""
 
 
 class Output:
-    """Files of one evaluation: `PROGRESS` grows with every finished prompt, the others are there once all are done."""
+    """Files of one evaluation: `PROGRESS` grows with every finished prompt, the others are written at the end."""
 
     def __init__(self, directory: Path, sets: Sequence[LoadedSet]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ class Output:
     def finish(self, results: Iterable[SetResult]) -> None:
         """Writes the results, a line per set, and the samples, a line per prompt in the order of the sets."""
         lines = ({key: value for key, value in result.record().items() if key != "iteration"} for result in results)
-        # A row of a Parquet file may hold what JSON has no word for.
+        # A row of a Parquet file may contain values that JSON does not have.
         self._write(SAMPLES, filter(None, self._samples.values()))
         self._write(RESULTS, lines)
 

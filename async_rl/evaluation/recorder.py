@@ -19,11 +19,11 @@ FILE = "evaluations.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class SetResult:
-    """What one evaluation found on one set, all of one weight version.
+    """The result of one evaluation on one set, all of one weight version.
 
-    `num_prompts` of the set's `total_prompts` were sampled and scored in time; at `num_failed` others, an instance or
-    the reward failed. `figures` are those of all prompts, and empty where some are missing: what is done first is what
-    has short responses. `seconds` are those of the whole evaluation.
+    `num_prompts` of the set's `total_prompts` were sampled and scored in time; for `num_failed` others, an instance or
+    the reward failed. `figures` are over all prompts, and empty if some are missing, since prompts with short responses
+    finish first. `seconds` is the time of the whole evaluation.
     """
 
     iteration: int
@@ -42,14 +42,14 @@ class SetResult:
         return self.num_prompts == self.total_prompts
 
     def record(self) -> dict[str, Any]:
-        """The line of `evaluations.jsonl`: the fields, and the figures beside them."""
+        """The line of `evaluations.jsonl`: the fields and the figures, on one level."""
         fields = asdict(self)
         figures = fields.pop("figures")
         return {**fields, "complete": self.is_complete, **figures}
 
 
 class EvaluationRecorder:
-    """Writes the results of a run's evaluations; where it goes on, earlier ones stay."""
+    """Writes the results of a run's evaluations; if the run resumes, earlier ones stay."""
 
     def __init__(self, run_dir: Path, first_iteration: int = 0) -> None:
         self._path = run_dir / FILE

@@ -1,4 +1,4 @@
-"""Takes one prompt of an evaluation set to its scored responses; for `evaluator`."""
+"""Samples and scores one prompt of an evaluation set; for `evaluator`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,11 +14,11 @@ from async_rl.seeds import evaluation_seed
 from async_rl.types import Prompt, Response, WeightVersion
 
 OnScored = Callable[[LoadedSet, Prompt, Sequence[Response], Sequence[float]], None]
-"""Is told of each prompt that is done: its set, its responses and their rewards."""
+"""Called with each finished prompt: its set, its responses and their rewards."""
 
 
 class Sampler:
-    """Samples at the instances of `pool` and scores with `reward`, which is started and closed by others."""
+    """Samples at the instances of `pool` and scores with `reward`, which its owner starts and closes."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Loads the evaluation sets of a config: their prompts are rendered as those that are trained on."""
+"""Loads the evaluation sets of a config: their prompts are rendered like the training prompts."""
 
 from dataclasses import dataclass
 
@@ -24,10 +24,10 @@ class LoadedSet:
 def load_sets(
     config: EvaluationSection, prompts: PromptsSection, tokenizer: Tokenizer, seed: int
 ) -> tuple[LoadedSet, ...]:
-    """All sets, in the order of the config; `prompts` says how a prompt is rendered and how long it may be.
+    """All sets, in the order of the config; `prompts` defines how a prompt is rendered and its maximum length.
 
     Raises:
-        ConfigError: a set cannot be read or is malformed, or two have one name.
+        ConfigError: a set cannot be read or is malformed, or two sets have the same name.
     """
     names = [each.name for each in config.sets]
     if len(set(names)) < len(names):
@@ -36,7 +36,7 @@ def load_sets(
 
 
 def _load(config: EvaluationSet, prompts: PromptsSection, tokenizer: Tokenizer, seed: int) -> LoadedSet:
-    # A task's rows follow from a seed: with the run's own they would be those that are trained on.
+    # A task's rows are generated from a seed: with the run's own they would be the training rows.
     options = prompts.task_options if config.source == prompts.source else {}
     changes = {
         "source": config.source,

@@ -1,4 +1,4 @@
-"""The routes of the fleet endpoint over a pool: who is there, and changes of it; for `async_rl.fleet.server`."""
+"""The routes of the fleet endpoint over a pool: its members, and changes of them; for `async_rl.fleet.server`."""
 
 from http import HTTPStatus
 
@@ -24,20 +24,20 @@ from async_rl.protocol.fleet import (
 )
 
 OPEN_PATHS = (routes.HEALTH, routes.METRICS)
-"""What monitors ask; it needs no token and changes nothing."""
+"""For monitoring; they need no token and change nothing."""
 
 MAX_BODY_BYTES = 2**20
-"""Room for the report of a leader with thousands of instances."""
+"""Enough for the report of a leader with thousands of instances."""
 
 MAX_HEARTBEAT_S = 5.0
 HEARTBEATS_PER_TIMEOUT = 3
-"""So many in a row must be lost until an instance counts as dead."""
+"""This many consecutive heartbeats must be lost before an instance counts as dead."""
 
 
 def make_app(
     pool: InferencePool, reports: LeaderReports, metrics: FleetMetrics, heartbeat_timeout_s: float, token: str | None
 ) -> FastAPI:
-    """The application; with a `token`, all routes but health and metrics ask for it."""
+    """The application; with a `token`, all routes but health and metrics require it."""
     app = FastAPI(title="async-rl fleet", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_reading_routes(app, pool, metrics)
     _add_membership_routes(app, pool, min(MAX_HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT))
@@ -104,6 +104,6 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 
 async def _as_fastapi_says(request: Request, error: Exception) -> Response:
-    """Unknown routes, methods and bodies that are no JSON at all: FastAPI's status in the protocol's shape."""
+    """Unknown routes, methods and bodies that are not JSON: FastAPI's status in the protocol's format."""
     assert isinstance(error, HTTPException)
     return error_response(str(error.detail), HTTPStatus(error.status_code))

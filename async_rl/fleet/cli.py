@@ -1,6 +1,6 @@
-"""`async-rl fleet`: shows and changes the instances of a run that goes on, at its fleet endpoint.
+"""`async-rl fleet`: shows and changes the instances of a running run, at its fleet endpoint.
 
-Exit codes: 0 done, 1 the endpoint failed or went away, 2 bad input: no such run, no such instance, no valid token.
+Exit codes: 0 success, 1 the endpoint failed or disappeared, 2 invalid input: no such run, instance, or valid token.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from async_rl.protocol.routes import FLEET_ADD, FLEET_DRAIN, FLEET_REMOVE
 
 POLL_S = 0.5
 PIPE_WIDTH = 240
-"""Columns of the table where no terminal says how many it has."""
+"""Columns of the table if the output is not a terminal."""
 
 STYLES = {"ready": "green", "dead": "red", "draining": "yellow", "stale": "yellow", "joining": "cyan"}
 
@@ -32,7 +32,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def fleet_table(fleet: FleetInfo) -> Table:
-    """One row per instance, and below it the version and how many instances the run wants."""
+    """One row per instance, and below it the version and the desired number of instances."""
     wanted = "" if fleet.desired_instances is None else f"; {fleet.desired_instances} would balance the pools"
     caption = f"version {fleet.version or 'none: a publish is going on'}{wanted}"
     table = Table(box=None, caption=Text(caption), caption_justify="left", pad_edge=False)
@@ -57,7 +57,7 @@ def fleet_table(fleet: FleetInfo) -> Table:
 
 
 def _printable(text: str) -> str:
-    """Reasons repeat what instances answer: their control characters are not for the terminal."""
+    """Removes control characters: reasons may repeat text from instances, which must not control the terminal."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
@@ -103,7 +103,7 @@ def _body(kind: type[Body], **fields: str | None) -> Body:
 
 
 def _parsers() -> dict[str, Parser]:
-    """The parser of each command; all take where the endpoint is."""
+    """The parser of each command; all have options to locate the endpoint."""
     listing = Parser("async-rl fleet ls", "Shows the instances.", "[OPTIONS]")
     listing.add_argument("--json", action="store_true", help="as the endpoint answers")
     add = Parser("async-rl fleet add", "Adds an instance that does not register itself.", "URL [OPTIONS]")

@@ -1,4 +1,4 @@
-"""Membership by name service: every address of one host name is an instance, as in Kubernetes' headless services."""
+"""Membership by DNS: every address of one host name is an instance, as in Kubernetes' headless services."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 RESOLVE_INTERVAL_S = 5.0
 
 Resolve = Callable[[str, int], Awaitable[Collection[str]]]
-"""Host and port -> IP addresses; raises OSError where the lookup fails."""
+"""Host and port -> IP addresses; raises OSError if the lookup fails."""
 
 
 async def resolve_addresses(host: str, port: int) -> set[str]:
@@ -25,15 +25,15 @@ async def resolve_addresses(host: str, port: int) -> set[str]:
 
 
 class DnsMembership:
-    """Adds the instances behind a name to the pool as they appear, and drains those that vanish from it.
+    """Adds the instances behind a name to the pool as they appear, and drains those that disappear from it.
 
-    Instances that others added are left alone. One that was removed or drained by hand stays away for as long as the
-    name keeps its address. A lookup that fails or finds nothing changes nothing: more likely the name service is in
-    trouble than every instance gone at once, and instances that are gone are found out by their silence.
+    Instances added by other means are left alone. One that was removed or drained by hand stays out for as long as the
+    name has its address. A lookup that fails or is empty changes nothing: a fault of the name service is more likely
+    than the loss of every instance, and lost instances are detected by their health checks.
 
     Args:
         name: `pool.dns`, as HOST:PORT.
-        resolve: the lookup; a test may bring its own.
+        resolve: the lookup function; tests may replace it.
         interval_s: from one lookup to the next.
 
     Raises:
@@ -51,12 +51,12 @@ class DnsMembership:
         self._host, self._port = _split(name)
         self._resolve = resolve
         self._listed: set[str] = set()
-        """URLs that were there at the last lookup and were added then or before."""
+        """URLs present at the last lookup and added then or before."""
         self._failed = False
         self._periodic = Periodic(self.refresh, interval_s)
 
     async def start(self) -> None:
-        """Looks the name up once, so that a run starts with what is there, and again every few seconds."""
+        """Looks the name up once, so that a run starts with the present instances, and again every few seconds."""
         await self.refresh()
         await self._periodic.start()
 
@@ -64,7 +64,7 @@ class DnsMembership:
         await self._periodic.stop()
 
     async def refresh(self) -> None:
-        """One lookup, and what follows from it."""
+        """One lookup, and the resulting changes."""
         try:
             addresses = await self._resolve(self._host, self._port)
         except OSError as error:
@@ -89,7 +89,7 @@ class DnsMembership:
                 logger.warning("%s is not added: %s", url, error)
             else:
                 logger.info("%s joins the pool: %s has its address", url, self._host)
-        # One that came back while it drains still has to leave first: it is added again at a later lookup.
+        # One that returned while it drains still has to leave first: it is added again at a later lookup.
         if member is None or member.state != "draining":
             self._listed.add(url)
 

@@ -1,4 +1,4 @@
-"""How a program outside the run finds its fleet endpoint and asks it; for `async_rl.fleet.cli`."""
+"""Finds and calls a run's fleet endpoint from another program; for `async_rl.fleet.cli`."""
 
 import json
 from http import HTTPStatus
@@ -23,14 +23,14 @@ Wanted = TypeVar("Wanted", bound=BaseModel)
 
 
 class EndpointFailed(AsyncRLError):
-    """The fleet endpoint did not answer, or with an error of its own."""
+    """The fleet endpoint did not respond, or responded with a server error."""
 
 
 class FleetClient:
-    """The endpoint at `url`, as the commands speak to it.
+    """Client of the endpoint at `url`, for the commands.
 
     Raises:
-        ConfigError: the token can be in no header.
+        ConfigError: the token is not valid in a header.
     """
 
     def __init__(self, url: str, token: str | None) -> None:
@@ -38,20 +38,20 @@ class FleetClient:
         self.url = self._http.base_url
 
     def info(self) -> FleetInfo:
-        """Who is there.
+        """The fleet's instances.
 
         Raises:
             ConfigError: the endpoint refuses the token.
-            EndpointFailed: it does not answer.
+            EndpointFailed: it does not respond.
         """
         return self._ask(FleetInfo, FLEET)
 
     def post(self, path: str, body: BaseModel) -> InstanceInfo:
-        """Asks for a change; the answer is the instance it is about.
+        """Requests a change; returns the instance concerned.
 
         Raises:
-            ConfigError, UnknownInstance: the endpoint refuses, with its words.
-            EndpointFailed: it does not answer.
+            ConfigError, UnknownInstance: the endpoint refuses, with its message.
+            EndpointFailed: it does not respond.
         """
         return self._ask(InstanceInfo, path, body)
 
@@ -80,7 +80,7 @@ class FleetClient:
         except ValidationError:
             return ConfigError(f"{self.url} answered {answer.status}: is it the fleet endpoint of a run?")
         if answer.status == HTTPStatus.NOT_FOUND:
-            # Only an instance that is not there is a parameter's fault; else it is the route that is missing.
+            # Only for a missing instance a parameter is at fault; otherwise the route is missing.
             no_route = f"{self.url} has no such route: is it the fleet endpoint of a run?"
             return ConfigError(no_route) if error.param is None else UnknownInstance(error.message)
         kind = ConfigError if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR else EndpointFailed
@@ -88,10 +88,10 @@ class FleetClient:
 
 
 def find_endpoint(url: str | None, run_dir: Path | None) -> str:
-    """The endpoint's URL: as given, or as the run wrote it; by default that of the newest run under ./runs.
+    """The endpoint's URL: as given, or as written by the run; by default that of the newest run under ./runs.
 
     Raises:
-        ConfigError: no run says where its endpoint is.
+        ConfigError: no run has written its endpoint's address.
     """
     if url is not None:
         if not url.startswith(("http://", "https://")):

@@ -1,7 +1,7 @@
-"""Keeps the pool of one data-parallel leader like the main rank's, which alone has the fleet endpoint.
+"""Keeps the pool of one data-parallel leader in step with the main rank's, which alone has the fleet endpoint.
 
-Each pool finds out by itself who is healthy and holds which weights; what they share is who belongs to the fleet, which
-process the main leader has put in service with which version, and how much each leader has under way where.
+Each pool checks by itself which instances are healthy and which weights they hold; the leaders share the members of
+the fleet, which process the main leader has put in service with which version, and each leader's outstanding tokens.
 """
 
 import logging
@@ -24,11 +24,11 @@ TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 class FleetFollower:
-    """Reports to the endpoint what this leader has under way, and takes over from its answer who is a member.
+    """Reports this leader's outstanding tokens to the endpoint, and applies the membership in its response.
 
     Args:
         pool: this leader's own.
-        endpoint_url: where the main rank's endpoint is reached.
+        endpoint_url: of the main rank's endpoint.
         leader: the number of this leader's replica; the main rank's is 0.
     """
 
@@ -42,7 +42,7 @@ class FleetFollower:
         self._periodic = Periodic(self.sync, SYNC_INTERVAL_S)
 
     async def start(self) -> None:
-        """Takes over who is there now, and every half second from then on."""
+        """Applies the present membership, and every half second from then on."""
         await self.sync()
         await self._periodic.start()
 
@@ -52,7 +52,7 @@ class FleetFollower:
             await self._session.close()
 
     async def sync(self) -> None:
-        """One report and its answer. Where the endpoint does not answer, the pool goes on with those it knows."""
+        """One report and its response. If the endpoint does not respond, the pool continues with its known members."""
         report = {member.url: member.outstanding_tokens for member in self._pool.members}
         try:
             fleet = await self._post(SyncRequest(leader=self._leader, outstanding_tokens=report))
@@ -74,7 +74,7 @@ class FleetFollower:
             return FleetInfo.model_validate_json(await answer.read())
 
     def _follow(self, infos: Sequence[InstanceInfo]) -> None:
-        """Removes, drains and adds members until both pools list the same."""
+        """Removes, drains and adds members until both pools have the same."""
         listed = {(info.name, info.url) for info in infos}
         for member in self._pool.members:
             if (member.name, member.url) not in listed:
@@ -82,15 +82,15 @@ class FleetFollower:
         mine = {member.url: member for member in self._pool.members}
         for info in infos:
             if info.url not in mine:
-                # One that drains has nothing to do here any more, even if it is still busy for others.
+                # A draining one gets no requests from here, even if it is still busy for other leaders.
                 if info.state != "draining":
                     self._add(info)
             elif info.state == "draining" and mine[info.url].state != "draining":
                 self._pool.drain(info.name)
 
     def _take_word(self, infos: Sequence[InstanceInfo]) -> None:
-        """Learns which processes are in service: the main leader alone gives weights to those that come between two
-        publishes."""
+        """Learns which processes are in service: only the main leader loads weights into instances that join between
+        two publishes."""
         mine = {member.url: member for member in self._pool.members}
         for info in infos:
             if info.state == "ready" and info.version is not None and info.boot_id is not None and info.url in mine:
@@ -106,6 +106,6 @@ class FleetFollower:
         if not self._failed:
             logger.warning("the fleet endpoint does not answer, going on with the instances known: %s", why)
         self._failed = True
-        # What others have under way is not known any more, and must not keep an instance busy for ever.
+        # The other leaders' outstanding tokens are not known any more, and must not keep an instance busy forever.
         for member in self._pool.members:
             member.outstanding_elsewhere = 0

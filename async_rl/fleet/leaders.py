@@ -1,4 +1,4 @@
-"""What the run's other data-parallel leaders have under way at each instance, as they last reported it.
+"""The outstanding tokens of the run's other data-parallel leaders at each instance, as they last reported them.
 
 For `async_rl.fleet.server`, on the producer's event loop.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from async_rl.pool.member import Member
 
 REPORT_TIMEOUT_S = 5.0
-"""A leader that is silent for longer counts as idle: what it had begun must not hold a drained instance for ever."""
+"""A leader that sends no report for longer counts as idle: its requests must not hold a drained instance forever."""
 
 
 class LeaderReports:
@@ -22,7 +22,7 @@ class LeaderReports:
         self._expiries: dict[int, asyncio.TimerHandle] = {}
 
     def note(self, leader: int, outstanding_tokens: Mapping[str, int]) -> None:
-        """Replaces what this leader said before; URLs that are no member's count for nothing."""
+        """Replaces this leader's previous report; URLs of no member are ignored."""
         if leader in self._expiries:
             self._expiries[leader].cancel()
         self._reports[leader] = outstanding_tokens
@@ -30,7 +30,7 @@ class LeaderReports:
         self._add_up()
 
     def close(self) -> None:
-        """Stops waiting for further reports."""
+        """Cancels the expiry timers."""
         for expiry in self._expiries.values():
             expiry.cancel()
 

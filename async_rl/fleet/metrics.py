@@ -1,4 +1,4 @@
-"""Prometheus figures of the inference pool and of the balance of both pools; scraped at the fleet endpoint."""
+"""Prometheus metrics of the inference pool and of the balance of both pools; scraped at the fleet endpoint."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -40,7 +40,7 @@ LABELS = ("instance", "url")
 
 
 class FleetMetrics(Collector):
-    """Reads the members at every scrape; the loop's records come through `note`."""
+    """Reads the members at every scrape; the loop's records are passed to `note`."""
 
     def __init__(self, members: Callable[[], Sequence[Member]]) -> None:
         self._members = members
@@ -50,13 +50,13 @@ class FleetMetrics(Collector):
         self._registry.register(self)
 
     def note(self, record: Mapping[str, Any]) -> None:
-        """Takes the record of one more iteration, which began with a publish; from any thread."""
+        """Stores the record of one more iteration, which began with a publish; from any thread."""
         self._num_publishes += 1
         self._record = record
 
     @property
     def desired_instances(self) -> int | None:
-        """What would balance the pools; None before the first iteration is complete."""
+        """The number that would balance the pools; None before the first iteration is complete."""
         return self._record.get("desired_instances")
 
     def render(self) -> bytes:
@@ -78,7 +78,7 @@ class FleetMetrics(Collector):
 
 
 def _states(infos: Sequence[InstanceInfo]) -> Metric:
-    """One row for each state of each instance, so that a state can be counted: 1 where it holds."""
+    """One row for each state of each instance, so that states can be counted: 1 for the present state."""
     family = GaugeMetricFamily("async_rl_instance_state", "1 for the instance's state.", labels=[*LABELS, "state"])
     for info in infos:
         for state in get_args(InstanceState):

@@ -1,4 +1,4 @@
-"""A coroutine that is run again and again on the event loop, until it is stopped."""
+"""A coroutine that runs periodically on the event loop, until it is stopped."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ logger = logging.getLogger(__name__)
 
 
 class Periodic:
-    """Runs `once`, waits `interval_s`, and so on. `once` handles its own faults; one that it raises ends the task."""
+    """Runs `once`, waits `interval_s`, and repeats. `once` handles its own faults; an exception ends the task."""
 
     def __init__(self, once: Callable[[], Awaitable[None]], interval_s: float) -> None:
         self._once = once
@@ -21,7 +21,7 @@ class Periodic:
         self._task.add_done_callback(_report)
 
     async def stop(self) -> None:
-        """Cancels what is under way and waits until it has ended; does nothing where it was not started."""
+        """Cancels the running task and waits until it has ended; does nothing if it was not started."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -34,6 +34,6 @@ class Periodic:
 
 
 def _report(task: "asyncio.Task[None]") -> None:
-    """Nobody waits for the task, so nobody else would learn why it ended."""
+    """Logs the task's error, since no code awaits the task."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a background task of the inference pool ended", exc_info=error)

@@ -1,4 +1,4 @@
-"""Serves the fleet endpoint from the producer's event loop, and leaves its address in the run's directory."""
+"""Serves the fleet endpoint on the producer's event loop, and writes its address to the run's directory."""
 
 import asyncio
 import ipaddress
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 START_POLL_S = 0.01
 CLOSE_CONNECTIONS_S = 1
-"""How long a stopping server waits for answers that are under way."""
+"""How long a stopping server waits for running responses."""
 
 
 class FleetServer:
     """Start and stop of the endpoint; both run on the pool's event loop.
 
     Args:
-        run_dir: where the address is written; None writes it nowhere.
-        address: under which other hosts reach this one, where `pool.fleet_host` stands for all its interfaces; None
-            finds one.
+        run_dir: where the address is written; None writes no file.
+        address: at which other hosts reach this one, if `pool.fleet_host` means all its interfaces; None determines
+            one.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class FleetServer:
         address: str | None = None,
     ) -> None:
         self.metrics = FleetMetrics(lambda: pool.members)
-        """What /metrics shows; its `note` takes the records of the run."""
+        """The content of /metrics; its `note` takes the records of the run."""
         self.url = ""
-        """Where it is reached; known once it is started."""
+        """The endpoint's URL; known after `start`."""
         self._reports = LeaderReports(lambda: pool.members)
         self._app = make_app(pool, self._reports, self.metrics, config.heartbeat_timeout_s, token)
         self._config = config
@@ -60,10 +60,10 @@ class FleetServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listens, and returns when requests are welcome.
+        """Listens, and returns when requests are accepted.
 
         Raises:
-            ConfigError: the address or the port cannot be had.
+            ConfigError: the address or the port cannot be used.
         """
         listener = _listen(self._config.fleet_host, self._config.fleet_port)
         self.url = _url(listener, self._address)
@@ -87,7 +87,7 @@ class FleetServer:
         logger.info("the fleet endpoint listens at %s", self.url)
 
     async def stop(self) -> None:
-        """Ends the server and removes its address; does nothing where it was not started."""
+        """Ends the server and removes its address file; does nothing if it was not started."""
         self._reports.close()
         if self._server is None or self._serving is None:
             return
@@ -99,7 +99,7 @@ class FleetServer:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves the signals to the program it runs in."""
+    """A server that leaves signal handling to the program it runs in."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Bodies of an instance's routes as the trainer's side sends and reads them; for `async_rl.instance.client`."""
+"""Bodies of an instance's routes as the trainer sends and reads them; for `async_rl.instance.client`."""
 
 from typing import NotRequired
 
@@ -39,7 +39,7 @@ RPC = TypeAdapter(inference.RpcResponse)
 
 
 class CompletionRequest(SamplingParams):
-    """POST /v1/completions with token ids; the sampling fields stand beside the prompt."""
+    """POST /v1/completions with token ids; the sampling fields are on the same level as the prompt."""
 
     prompt: list[int]
     request_id: str
@@ -52,6 +52,6 @@ def generate_request(prompt: list[int], params: SamplingParams, request_id: str)
 
 
 def completion_request(prompt: list[int], params: SamplingParams, request_id: str) -> CompletionRequest:
-    # Servers without the generate route do not know the interval.
+    # Servers without the generate route do not know `stream_interval`.
     fields = params.model_dump(exclude={"stream_interval"})
     return CompletionRequest(prompt=prompt, request_id=request_id, **fields)

@@ -1,7 +1,7 @@
 """One inference instance over HTTP: the trainer's side of `async_rl.protocol.inference`.
 
-Every method runs on one event loop, and ends within its timeout in a result or an
-`InstanceError` that names the instance. No method retries: that is the pool's and the publisher's business.
+Every method runs on one event loop, and ends within its timeout with a result or an `InstanceError` that names the
+instance. No method retries: the pool and the publisher decide about that.
 """
 
 import logging
@@ -45,34 +45,34 @@ logger = logging.getLogger(__name__)
 CONTROL_TIMEOUT_S = 10.0
 
 VOUCH_TIMEOUT_S = 3.0
-"""To read version and boot id again when an answer broke off: an instance that is gone must not hold up its group."""
+"""For reading version and boot id again after an interrupted response: a lost instance must not delay its group."""
 
 START_TIME_METRIC = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Which weights an instance says it holds, and which process says so; see `routes.BOOT_ID_HEADER`."""
+    """Which weights an instance reports to hold, and which process reports it; see `routes.BOOT_ID_HEADER`."""
 
     version: WeightVersion
     boot_id: str | None
 
 
 class InstanceClient:
-    """Speaks to the instance at `url`; a generation ends when it makes no progress for `request_timeout_s`, and its
-    tokens come in chunks of `stream_interval`."""
+    """Client of the instance at `url`; a generation ends when it makes no progress for `request_timeout_s`, and its
+    tokens arrive in chunks of `stream_interval`."""
 
     def __init__(self, connections: Connections, url: str, request_timeout_s: float, stream_interval: int) -> None:
         self.url = url.rstrip("/")
         self._dialect: Dialect | None = None
         self.max_concurrency: int | None = None
-        """How many responses it generates at once, where it says so; known after `learn_dialect`."""
+        """How many responses it generates concurrently, if it reports that; known after `learn_dialect`."""
         self.server = ""
-        """Its release, as `learn_dialect` found it."""
+        """Its release, as found by `learn_dialect`."""
         self.streams = True
-        """Whether it answers generate requests token by token, as far as seen."""
+        """Whether it responds to generate requests token by token, as far as observed."""
         self.has_streamed = False
-        """Whether it has done so."""
+        """Whether it has ever done so."""
         self._connections = connections
         self._http = InstanceHttp(connections, self.url)
         self._request_timeout_s = request_timeout_s
@@ -82,14 +82,14 @@ class InstanceClient:
 
     @property
     def dialect(self) -> Dialect:
-        """What `learn_dialect` found. A guess would do harm without a word: a server that takes its noise from the seed
+        """The result of `learn_dialect`. A guess would do harm silently: a server that takes its noise from the seed
         and gets none draws other samples."""
         assert self._dialect is not None, f"instance {self.url} was not asked yet what it speaks"
         return self._dialect
 
     @property
     def knows_its_server(self) -> bool:
-        """Whether `learn_dialect` has had an answer."""
+        """Whether `learn_dialect` has succeeded."""
         return self._dialect is not None
 
     async def generate(
@@ -103,30 +103,30 @@ class InstanceClient:
         boot_id: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Brings the drafts to their ends, all of weight version `version`; what arrives stays, also if it fails.
+        """Completes the partial rollouts, all of weight version `version`; received tokens stay, also if it fails.
 
-        Uses the generate route, whose answer proves the version of each token. Where the server lacks it, completions
-        with token ids, and the version is read before and after.
+        Uses the generate route, whose response proves the version of each token. If the server lacks it, uses
+        completions with token ids, and reads the version before and after.
 
         Args:
             drafts: of one prompt; see `request_of`.
-            boot_id: of the process that was put in service with this version; another one's tokens are refused.
-            on_progress: called with the tokens and the ended responses that each event brought.
+            boot_id: of the process that was put in service with this version; tokens of another process are refused.
+            on_progress: called with the tokens and the finished responses that each event brought.
 
         Raises:
             InstanceUnreachable, InstanceRefused: see errors.py.
-            InstanceStalled: no token of any request came for `request_timeout_s`.
-            InstanceTooSlow: the same of this request, while others went on.
-            StaleWeights: some token was sampled from other weights, or by another process; it is not in the drafts.
-            BrokenAnswer: it is no sample of what was asked for; nothing of it is in the drafts.
-            InstanceError: the answer is incomplete or malformed, or the request was aborted.
+            InstanceStalled: no token of any request arrived for `request_timeout_s`.
+            InstanceTooSlow: no token of this request arrived for that time, while other requests progressed.
+            StaleWeights: a token was sampled from other weights, or by another process; it is not kept.
+            BrokenAnswer: it is no valid sample of the request; no part of it is kept.
+            InstanceError: the response is incomplete or malformed, or the request was aborted.
         """
         began_s = time.monotonic()
         says_versions = self.dialect.has_generate
         answer = Answer(self.url, drafts, version, says_versions, sampling.max_tokens, boot_id, on_progress)
 
         def last_progress_s() -> float:
-            # As long as none of its own came, it may wait in the instance's queue, behind others that go on.
+            # Before its first token, it may wait in the instance's queue, behind requests that progress.
             return max(began_s, answer.heard_s or self._heard_s)
 
         try:
@@ -164,7 +164,7 @@ class InstanceClient:
         answer.require_complete()
 
     async def _read(self, path: str, body: BaseModel, answer: Answer) -> None:
-        """POSTs a request and feeds `answer` with what comes, in events or at once."""
+        """POSTs a request and feeds `answer` with the response, in events or as a whole."""
         try:
             session = self._connections.generating
             data = body.model_dump_json(exclude_none=True).encode()
@@ -191,12 +191,12 @@ class InstanceClient:
             self._heard_s = time.monotonic()
 
     async def _prove_rest(self, answer: Answer) -> None:
-        """Keeps the tokens of an answer that broke off if version and process show what made them; cuts them otherwise.
+        """Keeps an interrupted response's tokens if version and process prove their weights; removes them otherwise.
 
-        A server that reports versions with its last chunk only cannot say so any more. The head of the answer may name
-        the process that made it, which was put in service with this version. Version and boot id are read again: the
-        same process may hold other weights by now, given by somebody else; where another process answers, or none,
-        only that head is proof.
+        A server that reports versions only with its last chunk has not reported them. The response headers may name the
+        process that generated it, which was put in service with this version. Version and boot id are read again: the
+        process may now hold other weights, sent by another program; if another process responds, or none, only those
+        headers are proof.
         """
         if not answer.has_unproven:
             return
@@ -204,7 +204,7 @@ class InstanceClient:
         try:
             is_proven = await self._is_proven(answer)
         finally:
-            # Also where the wait was called off: a draft must not keep tokens of which nobody knows the version.
+            # Also after a cancellation: a partial rollout must not keep tokens of unknown weights.
             if is_proven:
                 answer.vouch()
             else:
@@ -222,7 +222,7 @@ class InstanceClient:
         return answer.is_of_process_in_service
 
     async def learn_dialect(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Asks the server what it is; again after it may have been replaced by another one."""
+        """Queries what the server is; called again after it may have been replaced by another one."""
         answer, headers = await self._http.exchange("GET", routes.VERSION, None, within(timeout_s))
         version = self._http.parse(VERSION, answer, routes.VERSION)["version"]
         self._dialect = dialect_of(version, (await self._model(timeout_s)).get("owned_by"))
@@ -231,14 +231,14 @@ class InstanceClient:
         self.server = version
 
     async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> str | None:
-        """The boot id that the answer of a healthy instance names, if any; InstanceRefused with status 503 if it runs
-        but cannot serve."""
+        """The boot id in a healthy instance's response, if any; InstanceRefused with status 503 if it runs but cannot
+        serve."""
         _, headers = await self._http.exchange("GET", routes.HEALTH, None, within(timeout_s))
         return headers.get(routes.BOOT_ID_HEADER)
 
     async def holding(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Holding:
-        """Which weights it holds and which process it is: from one answer, or else the process is asked last, so that
-        a restart in between cannot pass for the process that held them."""
+        """Which weights it holds and which process it is: from one response, or else the process is queried last, so
+        that a restart in between cannot be mistaken for the process that held them."""
         path, version = routes.WEIGHT_INFO, ""
         if self.dialect.keeps_version:
             answer, headers = await self._http.exchange("GET", path, None, within(timeout_s))
@@ -250,7 +250,7 @@ class InstanceClient:
         return Holding(version, boot_id if boot_id is not None else await self._start_time(timeout_s))
 
     async def _start_time(self, timeout_s: float) -> str | None:
-        """When the server's process was started, as its figures say; None where they do not."""
+        """When the server's process was started, from its metrics; None if they do not report it."""
         try:
             found = START_TIME_METRIC.search(await self._http.get(routes.METRICS, timeout_s))
         except InstanceRefused:
@@ -258,7 +258,7 @@ class InstanceClient:
         return f"started-{found[1].decode(errors='replace')}" if found else None
 
     async def max_model_len(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
-        """Prompt plus response tokens that the served model takes at most."""
+        """The maximum of prompt plus response tokens of the served model."""
         return (await self._model(timeout_s))["max_model_len"]
 
     async def _model(self, timeout_s: float) -> Model:
@@ -268,7 +268,7 @@ class InstanceClient:
         return models[0]
 
     async def weight_version(self, timeout_s: float = CONTROL_TIMEOUT_S) -> WeightVersion:
-        """What it was last given, as it says itself; after a start that is no version of ours."""
+        """The version it last received, as it reports; after a start, one that is not of this run."""
         if not self.dialect.keeps_version:
             answer, _ = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
             return self._versions_of(answer)
@@ -276,7 +276,7 @@ class InstanceClient:
         return self._http.parse(WEIGHT_INFO, answer, routes.WEIGHT_INFO)["weight_version"]
 
     def _versions_of(self, answer: bytes) -> WeightVersion:
-        """The version that the workers noted; several, if they do not agree."""
+        """The version that the workers noted; all of them if the workers differ."""
         return ", ".join(sorted(set(self._results_of(answer))))
 
     async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
@@ -292,14 +292,14 @@ class InstanceClient:
         await self._http.post(routes.RESUME, None, within(timeout_s))
 
     async def init_weight_transfer(self, info: inference.InitInfo, timeout_s: float) -> None:
-        """Answers when every member of the weight group has joined."""
+        """Returns when every member of the weight group has joined."""
         await self._http.post(routes.INIT_WEIGHT_TRANSFER, inference.InitRequest(init_info=info), within(timeout_s))
 
     async def start_weight_update(self, timeout_s: float) -> None:
         await self._http.post(routes.START_WEIGHT_UPDATE, inference.StartUpdateRequest(), within(timeout_s))
 
     async def update_weights(self, info: inference.UpdateInfo) -> None:
-        """Answers when all tensors have been received over the weight group; the caller, who sends them, bounds it."""
+        """Returns when all tensors have been received over the weight group; the sender bounds the time."""
         await self._http.post(routes.UPDATE_WEIGHTS, inference.UpdateRequest(update_info=info), UNBOUNDED)
 
     async def finish_weight_update(self, version: WeightVersion, timeout_s: float) -> None:
@@ -311,11 +311,11 @@ class InstanceClient:
         await self._http.post(routes.FINISH_WEIGHT_UPDATE, body, within(timeout_s))
 
     async def weight_fingerprints(self, timeout_s: float) -> list[str]:
-        """What each worker of the instance received last; see `async_rl.weights.stream.Fingerprint`."""
+        """The fingerprint of what each worker last received; see `async_rl.weights.stream.Fingerprint`."""
         return await self._call_workers(routes.FINGERPRINT_METHOD, [], timeout_s)
 
     async def engine_options(self, timeout_s: float) -> str:
-        """What of an engine's start decides how it loads weights, where its workers say so, and how many they are."""
+        """The engine's start options that decide how it loads weights, if its workers report them, and their number."""
         if self.dialect.holds_what_it_received:
             return "1 worker"
         try:
@@ -325,7 +325,7 @@ class InstanceClient:
         return f"{len(options)} workers of {', '.join(sorted(set(options)))}"
 
     async def _call_workers(self, method: str, args: list[str], timeout_s: float) -> list[str]:
-        """One answer per worker of the instance."""
+        """One result per worker of the instance."""
         answer, _ = await self._ask_workers(method, args, timeout_s)
         return self._results_of(answer)
 
@@ -337,7 +337,7 @@ class InstanceClient:
         return [str(result) for result in self._http.parse(RPC, answer, routes.COLLECTIVE_RPC).results]
 
     async def _require_holding(self, answer: Answer) -> None:
-        """Raises StaleWeights unless the process in service holds the version asked for."""
+        """Raises StaleWeights unless the process in service holds the requested version."""
         held = await self.holding()
         answer.came_from(held.boot_id)
         if held.version != answer.version:

@@ -8,21 +8,21 @@ import aiohttp
 from async_rl.net.http_client import authorization
 
 KEEPALIVE_S = 2.0
-"""Idle connections are dropped before the server drops them (uvicorn: 5 s): a POST must not meet a closing socket."""
+"""Idle connections are closed before the server does (uvicorn: 5 s): a POST must not use a connection being closed."""
 
 OTHER_FILES = 256
-"""Open files left to the rest of the process; each connection takes one. Requests beyond wait for a free connection."""
+"""Open files left to the rest of the process; each connection uses one. Further requests wait for a free connection."""
 
 FILES_WITHOUT_LIMIT = 10_240
-"""Asked for where the hard limit is infinite: the most that macOS gives a process (OPEN_MAX), whatever it says."""
+"""Used where the hard limit is infinite: the most that macOS gives a process (OPEN_MAX), whatever it reports."""
 
 CONTROL_SHARE = 4
-"""One connection in so many is for health checks and control calls: busy generations must not keep them waiting."""
+"""One in this many connections is for health checks and control calls, so that they do not wait for generations."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """`soft`: the limit of open files to ask for, None to leave it; connections of either kind, 0 for any number."""
+    """`soft`: the open-files limit to set, None to keep it; number of connections of each kind, 0 for no limit."""
 
     soft: int | None
     num_generating: int
@@ -30,7 +30,7 @@ class FilePlan:
 
 
 def plan_files(soft: int, hard: int, infinity: int) -> FilePlan:
-    """What to do with a process's limits of open files; `infinity` is how the system writes that there is none."""
+    """Plans from a process's limits of open files; `infinity` is the system's value for no limit."""
     if soft == infinity:
         return FilePlan(None, 0, 0)
     limit = max(soft, FILES_WITHOUT_LIMIT if hard == infinity else hard)
@@ -45,10 +45,10 @@ def _shares(limit: int) -> tuple[int, int]:
 
 class Connections:
     """Two `aiohttp.ClientSession`s, opened by the first call on the event loop: one for generate requests, which may
-    take all of its connections for long, and one for everything else."""
+    use all of its connections for long, and one for everything else."""
 
     def __init__(self, token: str | None = None) -> None:
-        # Packed, a few bytes may stand for gigabytes.
+        # No compression: a few compressed bytes may expand to gigabytes.
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | authorization(token)
         self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
 
@@ -76,13 +76,13 @@ class Connections:
 
 
 def _raise_limit() -> tuple[int, int]:
-    """Lets the process open as many files as the system allows; how many connections of either kind that makes."""
+    """Raises the process's limit of open files to its maximum; returns the number of connections of each kind."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     plan = plan_files(soft, hard, resource.RLIM_INFINITY)
     if plan.soft is not None:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (plan.soft, hard))
         except (ValueError, OSError):
-            # The system allows less than it says; what it gave at the start will do.
+            # The system allows less than it reports; the initial limit is enough.
             return _shares(soft)
     return plan.num_generating, plan.num_control

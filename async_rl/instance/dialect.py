@@ -1,7 +1,7 @@
-"""What differs between the servers that speak the protocol, chosen by what they say of themselves.
+"""Differences between the servers that implement the protocol, selected by what they report about themselves.
 
-`GET /version` tells vLLM's releases apart; the embedded engine answers with the release whose dialect it speaks, and is
-known by the owner of its model card.
+`GET /version` distinguishes vLLM's releases; the embedded engine reports the release whose dialect it implements, and
+is recognised by the owner of its model card.
 """
 
 import re
@@ -12,16 +12,16 @@ from async_rl.protocol import routes
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How to speak to one server.
+    """How to call one server.
 
     `has_generate`: serves /inference/v1/generate with all n choices and their weight versions; otherwise completions.
-    `keeps_version`: has the /weight_info route; otherwise its workers note the version for us.
-    `noise_by_position`: the noise of a token is a function of (seed, place in prompt plus response), so a response
-    continued under the same seed gets the very tokens it would have got. Other servers are sent no seeds: vLLM samples
-    row by row under them, its results depend on the batch all the same, and 0.32 on CPU dies of them where a prompt is
-    computed in several parts.
-    `holds_what_it_received`: its fingerprint is taken over the memory it computes with. Elsewhere a loader stands
-    between, and only log-probs show what it made of the tensors.
+    `keeps_version`: has the /weight_info route; otherwise its workers store the version for us.
+    `noise_by_position`: the noise of a token is a function of (seed, index in prompt plus response), so a response
+    continued under the same seed gets exactly the tokens it would have got. Other servers are sent no seeds: vLLM
+    samples row by row with seeds, its results depend on the batch all the same, and 0.32 on CPU crashes with them when
+    a prompt is computed in several parts.
+    `holds_what_it_received`: its fingerprint is computed from the memory it computes with. In other servers a loader is
+    in between, and only log-probs show how it loaded the tensors.
     """
 
     name: str
@@ -33,15 +33,15 @@ class Dialect:
 
 EMBEDDED = Dialect("embedded", True, True, True, True)
 VLLM = Dialect("vllm", True, True, False, False)
-"""vLLM from the release on that keeps weight versions."""
+"""vLLM since the release that keeps weight versions."""
 VLLM_WITHOUT_VERSIONS = Dialect("vllm without weight versions", False, False, False, False)
-"""vLLM 0.23, the one vllm-ascend 0.23 builds on."""
+"""vLLM 0.23, which vllm-ascend 0.23 builds on."""
 
 DEAD_ENGINE = "EngineCore encountered an issue"
-"""How vLLM's message begins once the process that computes is gone, which its server outlives for a while."""
+"""The start of vLLM's message after its engine process died, which its server outlives for a while."""
 
 FIRST_WITH_VERSIONS = (0, 32)
-"""The oldest release in which weight versions were seen; releases between 0.23 and it were not looked at."""
+"""The oldest release in which weight versions were found; releases between 0.23 and it were not examined."""
 
 
 def dialect_of(version: str, owned_by: str | None) -> Dialect:

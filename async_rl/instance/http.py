@@ -1,4 +1,4 @@
-"""Calls to one inference instance over HTTP, each with an answer or an `InstanceError` that names the instance; for
+"""Calls to one inference instance over HTTP, each with a response or an `InstanceError` that names the instance; for
 `async_rl.instance.client`."""
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_ERROR_CHARS = 500
 
 MAX_BODY_BYTES = 2**24
-"""Of the answer to a control call: the figures of a large server take a tenth of it."""
+"""Of the response to a control call: the metrics of a large server take a tenth of it."""
 
 UNBOUNDED = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
 
@@ -32,16 +32,16 @@ Body = TypeVar("Body")
 
 
 class RouteMissing(InstanceRefused):
-    """The server does not serve this path at all."""
+    """The server does not have this route."""
 
 
 def within(timeout_s: float) -> aiohttp.ClientTimeout:
-    """The whole call, its connection included."""
+    """A timeout of the whole call, including its connection."""
     return aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
 
 
 class InstanceHttp:
-    """Control calls to the instance at `url`, and what a failed call of any kind means."""
+    """Control calls to the instance at `url`, and the errors of failed calls of any kind."""
 
     def __init__(self, connections: Connections, url: str) -> None:
         self._connections = connections
@@ -58,7 +58,7 @@ class InstanceHttp:
     async def exchange(
         self, method: str, path: str, body: BaseModel | None, timeout: aiohttp.ClientTimeout
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Body and headers of the answer.
+        """Body and headers of the response.
 
         Raises:
             InstanceUnreachable, InstanceRefused: see errors.py.
@@ -70,7 +70,7 @@ class InstanceHttp:
             async with session.request(method, url, data=data, timeout=timeout, allow_redirects=False) as response:
                 answer = await whole_body(response.content, MAX_BODY_BYTES, self._url)
                 if response.status >= 500:
-                    # vLLM ends the connection after such an answer without saying so: it must not be used again.
+                    # vLLM closes the connection after such a response without announcing it: it must not be reused.
                     response.close()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self.unreachable(method, path, error) from error
@@ -79,19 +79,19 @@ class InstanceHttp:
         return answer, response.headers
 
     def unreachable(self, method: str, path: str, error: Exception) -> InstanceUnreachable:
-        """The error for a call without an answer."""
+        """The error for a call without a response."""
         why = str(error) or type(error).__name__
         kind = InstanceUnreachable if isinstance(error, TimeoutError) else ConnectionLost
         return kind(f"instance {self._url} did not answer {method} {path}: {why}")
 
     def refuse(self, method: str, path: str, status: int, answer: bytes) -> NoReturn:
-        """Raises InstanceRefused, RouteMissing, NeedsWeights or InstanceStalled for an answer that is not 200."""
+        """Raises InstanceRefused, RouteMissing, NeedsWeights or InstanceStalled for a response that is not 200."""
         info = _error_info(answer)
         reason = info.message if info is not None else None
         if reason is not None and DEAD_ENGINE in reason:
             raise InstanceStalled(f"the engine of instance {self._url} has died: {reason}")
         kind: type[InstanceRefused] = InstanceRefused
-        # 403: the route is switched off. 404 without an error body: there is no such route (an unknown model has one).
+        # 403: the route is disabled. 404 without an error body: there is no such route (an unknown model has one).
         if status == 403 or (status == 404 and info is None):
             kind = RouteMissing
         elif status == 503 and info is not None and info.param == routes.NEEDS_WEIGHTS:
@@ -103,10 +103,10 @@ class InstanceHttp:
         )
 
     def parse(self, adapter: TypeAdapter[Body], answer: bytes, path: str) -> Body:
-        """The body of an answer.
+        """The body of a response.
 
         Raises:
-            InstanceError: it is not what the protocol says.
+            InstanceError: it does not conform to the protocol.
         """
         try:
             return adapter.validate_json(answer)
@@ -117,7 +117,7 @@ class InstanceHttp:
 
 
 def _error_info(answer: bytes) -> body.ErrorInfo | None:
-    """What an error body says, or None where the body is not the protocol's."""
+    """The content of an error body, or None if the body is not the protocol's."""
     try:
         return body.ErrorResponse.model_validate_json(answer).error
     except ValidationError:

@@ -1,4 +1,4 @@
-"""A response as it arrives: what an instance has sampled of it stays, whatever becomes of the instance."""
+"""A response while it is generated: the tokens sampled so far are kept even if the instance is lost."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from async_rl.types import Response, WeightSpan
 
 @dataclass(slots=True)
 class Draft:
-    """One response in the making; `seed` is its own, the group's seed plus its index in the group."""
+    """One unfinished response; `seed` is its own: the group's seed plus its index in the group."""
 
     seed: int
-    # Plain numbers in a row: as lists of objects, the tokens under way would take five times the memory.
+    # Compact arrays: as lists of objects, the unfinished tokens would take five times the memory.
     token_ids: "array[int]" = field(default_factory=lambda: array("q"))
     logprobs: "array[float]" = field(default_factory=lambda: array("d"))
     spans: list[WeightSpan] = field(default_factory=list)
@@ -23,14 +23,14 @@ class Draft:
     num_resampled: int = 0
 
     def cut(self, length: int) -> None:
-        """Forgets all tokens from `length` on."""
+        """Drops all tokens from `length` on."""
         if length < len(self.token_ids):
             del self.token_ids[length:], self.logprobs[length:]
             self.spans = [span for span in self.spans if span.end <= length]
             self.finish_reason = None
 
     def response(self) -> Response:
-        """The finished response, its text left empty."""
+        """The finished response, with an empty text."""
         assert self.finish_reason is not None, "an unfinished draft is no response"
         return Response(
             token_ids=tuple(self.token_ids),
@@ -47,13 +47,13 @@ class Draft:
 def request_of(
     prompt_token_ids: Sequence[int], sampling: SamplingParams, drafts: Sequence[Draft], *, noise_by_position: bool
 ) -> tuple[list[int], SamplingParams]:
-    """Prompt and sampling of the request that brings these drafts further.
+    """Prompt and sampling parameters of the request that continues these partial rollouts.
 
-    Either none of them has a token yet, and their seeds follow one another, as those of the children of one request
-    do; or it is a single one, whose tokens so far become part of the prompt. Seeds are sent where the server's noise is
-    a function of seed and position, so that a continuation gets the very noise that would have come. Elsewhere they
-    would buy nothing: results depend on the batch too, and the noise of a continuation under the same seed would repeat
-    that which has shaped the prefix.
+    Either none of them has a token yet, and their seeds are consecutive, as those of the children of one request are;
+    or there is a single one, whose tokens so far become part of the prompt. Seeds are sent if the server's noise is a
+    function of seed and position, so that a continuation gets exactly the noise it would have got. For other servers
+    they would have no benefit: results depend on the batch too, and a continuation under the same seed would repeat the
+    noise that generated the prefix.
     """
     first, length = drafts[0], len(drafts[0].token_ids)
     seed = first.seed if noise_by_position else None

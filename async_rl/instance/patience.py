@@ -1,4 +1,4 @@
-"""Bounds the time without progress, instead of the whole time that something takes."""
+"""Limits the time without progress instead of the total time of an operation."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 @asynccontextmanager
 async def while_it_progresses(last_progress_s: Callable[[], float], timeout_s: float) -> AsyncIterator[None]:
-    """Ends what runs inside with TimeoutError once `last_progress_s()`, a `time.monotonic()`, is `timeout_s` ago."""
+    """Raises TimeoutError in its body once `last_progress_s()`, a `time.monotonic()`, is `timeout_s` ago."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
     async with asyncio.timeout(None) as limit:

@@ -1,6 +1,6 @@
-"""The answer to one generate request as it comes in: events to tokens, each checked before it counts.
+"""The response to one generate request as it arrives: events to tokens, each checked before it counts.
 
-Nothing is added to a draft that is not of the version asked for, comes twice, or follows on a gap.
+Tokens of another version, repeated ones and tokens after a gap are not added to a partial rollout.
 """
 
 import math
@@ -19,24 +19,24 @@ from async_rl.types import WeightSpan, WeightVersion
 
 END_OF_EVENT = b"\n\n"
 COMMENT = b":"
-"""How an event begins that only keeps the connection alive."""
+"""The start of a keep-alive event."""
 DONE = b"[DONE]"
 MAX_SHOWN_BYTES = 300
 
 BYTES_PER_TOKEN = 1024
-"""Of JSON, with the token's text, bytes and log-prob."""
+"""JSON size of a token with its text, bytes and log-prob."""
 BYTES_BESIDE_TOKENS = 2**20
 
 LEAST_LOGPROB = -1e4
-"""vLLM writes -9999 for minus infinity; no sampler draws a token of so little."""
+"""vLLM writes -9999 for minus infinity; no sampler draws a token this improbable."""
 ROUNDING = 0.25
-"""How far above 0 a log-prob may come out where logits and their sum are rounded to bfloat16."""
+"""How far above 0 a log-prob may be where logits and their sum are rounded to bfloat16."""
 
 OnProgress = Callable[[int, int], None]
-"""Called after each event with the tokens and the ended responses of the whole answer so far."""
+"""Called after each event with the tokens and the finished responses of the whole response so far."""
 
 
-# The fields that this side reads of the large answers, as plain dicts: a third of the time that models take.
+# The fields used of large responses, as plain dicts: a third of the time that pydantic models take.
 class _Token(TypedDict):
     logprob: float
 
@@ -70,13 +70,13 @@ _EVENT = TypeAdapter(_Event)
 
 
 class ByteStream(Protocol):
-    """What is read of aiohttp's `StreamReader`."""
+    """The part of aiohttp's `StreamReader` that is used."""
 
     def iter_any(self) -> AsyncIterator[bytes]: ...
 
 
 async def whole_body(content: ByteStream, max_bytes: int, url: str) -> bytes:
-    """All of a body that the instance at `url` sends.
+    """The complete body that the instance at `url` sends.
 
     Raises:
         BrokenAnswer: it is longer than `max_bytes`.
@@ -111,10 +111,10 @@ async def event_payloads(content: ByteStream, max_bytes: int, url: str) -> Async
 
 
 class Answer:
-    """Fills the drafts of one request; choice i of the answer belongs to `drafts[i]`.
+    """Fills the partial rollouts of one request; choice i of the response belongs to `drafts[i]`.
 
-    `says_versions`: the answer itself says which weights made each token; otherwise its reader finds out. `max_tokens`:
-    of a whole response, what its draft held before included.
+    `says_versions`: the response itself reports which weights generated each token; otherwise its reader finds out.
+    `max_tokens`: of a whole response, including the tokens received before this request.
     """
 
     def __init__(
@@ -138,35 +138,35 @@ class Answer:
         self._expected_boot_id = expected_boot_id
         self._made_by: str | None = None
         self.num_tokens = 0
-        """Tokens that have come in."""
+        """Tokens received."""
         self.heard_s = 0.0
-        """`time.monotonic()` of the last of them; 0 before."""
+        """`time.monotonic()` of the last of them; 0 before the first."""
 
     @property
     def max_bytes(self) -> int:
-        """More than any server takes for so many tokens."""
+        """More than any server needs for this many tokens."""
         return BYTES_BESIDE_TOKENS + BYTES_PER_TOKEN * self._max_tokens * len(self.drafts)
 
     @property
     def boot_id(self) -> str | None:
-        """Of the process that was put in service, where it is known."""
+        """Of the process that was put in service, if known."""
         return self._expected_boot_id
 
     @property
     def is_of_process_in_service(self) -> bool:
-        """Whether the answer itself names the process that made it, and it is the one that was put in service."""
+        """Whether the response itself names its process, and that is the one that was put in service."""
         return self._made_by is not None and self._made_by == self._expected_boot_id
 
     @property
     def has_unproven(self) -> bool:
-        """Whether tokens came of which nothing said yet which weights made them."""
+        """Whether tokens were received for which no weight version is proven yet."""
         return any(len(draft.token_ids) > proven for draft, proven in zip(self.drafts, self._proven, strict=True))
 
     def came_from(self, boot_id: str | None) -> None:
-        """Notes which process answers, if it says so.
+        """Notes which process responds, if the response names it.
 
         Raises:
-            InstanceRestarted: it is another one than was put in service.
+            InstanceRestarted: it is not the process that was put in service.
         """
         self._made_by = boot_id
         if boot_id is not None and self._expected_boot_id not in (None, boot_id):
@@ -177,12 +177,12 @@ class Answer:
             )
 
     def feed(self, payload: bytes) -> None:
-        """Takes one event, or a whole answer that came at once.
+        """Takes one event, or a whole response that arrived at once.
 
         Raises:
-            StaleWeights: it says that it sampled from other weights.
-            BrokenAnswer: a response is longer or shorter than it can be, or a log-prob is no number.
-            InstanceError: it is not of this protocol, leaves something out, or says that the request was aborted.
+            StaleWeights: it reports tokens sampled from other weights.
+            BrokenAnswer: a response is longer or shorter than it can be, or a log-prob is not a number.
+            InstanceError: it does not conform to the protocol, is incomplete, or reports that the request was aborted.
         """
         try:
             event = _EVENT.validate_json(payload)
@@ -197,7 +197,7 @@ class Answer:
         self._tell()
 
     def _fault(self, payload: bytes) -> InstanceError:
-        """What an event without tokens says: a server that fails after its answer began can only tell it so."""
+        """The error that an event without tokens reports: the only way for a server to fail during its response."""
         try:
             info = ErrorResponse.model_validate_json(payload).error
         except ValidationError:
@@ -208,18 +208,18 @@ class Answer:
         return InstanceError(f"instance {self._url} broke its answer off: {info.message} ({info.type}, {info.code})")
 
     def vouch(self) -> None:
-        """Counts what has no version yet as made by the one asked for: its reader found out outside the answer."""
+        """Counts tokens without a version as sampled from the requested one: the reader has verified that elsewhere."""
         for i, draft in enumerate(self.drafts):
             if len(draft.token_ids) > self._proven[i]:
                 self._prove(i, [])
 
     def take_back_unproven(self) -> None:
-        """Removes the tokens of which nothing said which weights made them."""
+        """Removes the tokens whose weight version is not proven."""
         for draft, proven in zip(self.drafts, self._proven, strict=True):
             draft.cut(proven)
 
     def require_complete(self) -> None:
-        """Raises InstanceError unless every draft has come to its end."""
+        """Raises InstanceError unless every partial rollout is finished."""
         for i, draft in enumerate(self.drafts):
             if draft.finish_reason is None:
                 raise InstanceError(
@@ -239,7 +239,7 @@ class Answer:
             self._require_version(i, spans)
             length = len(draft.token_ids) - self._starts[i]
             if spans[-1]["end"] <= length and token_ids:
-                return  # it came before
+                return  # a repetition
             if spans[-1]["end"] != length + len(token_ids):
                 draft.cut(self._proven[i])
                 raise InstanceError(
@@ -281,8 +281,8 @@ class Answer:
         draft.finish_reason, draft.instance = reason, self._url
 
     def _broken(self, i: int, what: str) -> BrokenAnswer:
-        """The error for an answer that is no sample of the request. Nothing of it stays: to keep the responses that had
-        come to their ends, and sample the others afresh, would favour short ones."""
+        """The error for a response that is no valid sample of the request. None of it is kept: keeping the finished
+        responses and sampling the others again would favour short ones."""
         self._proven = list(self._starts)
         self.take_back_unproven()
         return BrokenAnswer(f"{self._name(i)}: it came with {what}: the server does not do what it is asked to")
@@ -297,7 +297,7 @@ class Answer:
             )
 
     def _prove(self, i: int, spans: Sequence[_Span]) -> None:
-        """Notes the version of the tokens that came in this answer, in the draft's own counting."""
+        """Notes the version of the tokens received in this response, by their indices in the whole partial rollout."""
         draft, start = self.drafts[i], self._starts[i]
         draft.spans = [span for span in draft.spans if span.end <= start]
         if spans:
@@ -307,7 +307,7 @@ class Answer:
         self._proven[i] = len(draft.token_ids)
 
     def _tell(self) -> None:
-        """Says how much has come in all."""
+        """Reports the total received so far."""
         if self._on_progress is not None:
             self._on_progress(self.num_tokens, sum(draft.finish_reason is not None for draft in self.drafts))
 
@@ -318,7 +318,7 @@ class Answer:
 def _are_logprobs(values: Sequence[float]) -> bool:
     if not values:
         return True
-    # NaN is found by the sum only: it compares in a way that `min` and `max` may pass over.
+    # NaN is found by the sum only: `min` and `max` may miss it.
     return min(values) >= LEAST_LOGPROB and max(values) <= ROUNDING and not math.isnan(sum(values))
 
 

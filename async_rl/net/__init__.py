@@ -1,1 +1,1 @@
-"""HTTP and addresses, for servers and clients alike."""
+"""HTTP and addresses, for servers and clients."""

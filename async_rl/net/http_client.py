@@ -1,7 +1,7 @@
-"""One request after the other to another process of the run, for threads that may wait: the fleet's commands, an
-instance that registers, and whoever waits until a server is healthy.
+"""Blocking requests to another process of the run, one at a time: for the fleet's commands, an instance that registers,
+and programs that wait until a server is healthy.
 
-What runs on an event loop uses aiohttp (`async_rl.instance.connections`); the header with the token is the same.
+Code on an event loop uses aiohttp (`async_rl.instance.connections`); the header with the token is the same.
 """
 
 import ssl
@@ -20,7 +20,7 @@ MAX_ANSWER_BYTES: Final = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of any status, its body as it was sent."""
+    """A response of any status, its body as it was sent."""
 
     status: int
     reason: str
@@ -32,28 +32,28 @@ class Answer:
 
 
 class HttpClient:
-    """Speaks to the server at `base_url`, from any thread, a new connection each time.
+    """Client of the server at `base_url`, usable from any thread, with a new connection for each request.
 
     The proxies and credentials of the environment are not used: the server is in the run's own network, often this
-    host. A redirect is an answer like others, so that the token goes to no other server. `timeout_s` limits each
-    wait for the server, and the time from the request to the end of the body.
+    host. A redirect is returned like other responses, so that the token is sent to no other server. `timeout_s` limits
+    each wait for the server, and the time from the request to the end of the body.
 
     Raises:
-        ConfigError: the token can be in no header.
+        ConfigError: the token is not valid in a header.
     """
 
     def __init__(self, base_url: str, timeout_s: float, token: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self._timeout_s = timeout_s
-        # Packed, a few bytes may stand for gigabytes. As bytes, which need not be latin-1: see `authorization`.
+        # No compression: a few bytes may expand to gigabytes. As bytes, not as latin-1: see `authorization`.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | authorization(token)
         self._client = httpx.Client(
             headers=[(name.encode(), value.encode(errors="surrogateescape")) for name, value in headers.items()],
-            # The authorities that the system trusts, as a company's own; httpx would ask certifi's list.
+            # The system's certificate authorities, such as a company's own; httpx would use certifi's list.
             verify=ssl.create_default_context(),
             timeout=timeout_s,
             trust_env=False,
-            # A kept connection may be closed by the server just when the next request goes out.
+            # The server may close a kept connection just when the next request is sent.
             limits=httpx.Limits(max_keepalive_connections=0),
         )
 
@@ -88,7 +88,7 @@ class HttpClient:
 
 
 def answers_200(client: HttpClient, path: str) -> bool:
-    """Whether the server is there and well."""
+    """Whether the server responds and is healthy."""
     try:
         return client.get(path).status == 200
     except NoAnswer:
@@ -96,12 +96,12 @@ def answers_200(client: HttpClient, path: str) -> bool:
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """The header that `async_rl.net.http_guard.BearerToken` asks for; none without a token.
+    """The header required by `async_rl.net.http_guard.BearerToken`; none without a token.
 
-    A token from an environment variable that is no UTF-8 has surrogates in place of its odd bytes.
+    A token from an environment variable that is not UTF-8 has surrogates in place of its invalid bytes.
 
     Raises:
-        ConfigError: it has a character that no header can have.
+        ConfigError: it has a character that is not valid in a header.
     """
     if not token:
         return {}
@@ -113,12 +113,12 @@ def authorization(token: str | None) -> dict[str, str]:
 
 
 def http_url(host: str, port: int) -> str:
-    """`http://host:port`, with the brackets that an IPv6 address takes there."""
+    """`http://host:port`, with brackets around an IPv6 address."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _cause(error: BaseException) -> str:
-    """What the system said, without its number, where it did; httpcore hides it as a context."""
+    """The system's message without its number, if any; httpcore hides it as a context."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

@@ -1,6 +1,6 @@
-"""What stands before the routes of an HTTP server of ours: the bearer token, the size limit, errors in one shape.
+"""Wrappers around the routes of our HTTP servers: the bearer token, the size limit, errors in one format.
 
-The inference service and the trainer's fleet endpoint put it around their applications.
+The inference service and the trainer's fleet endpoint wrap their applications in them.
 """
 
 import hmac
@@ -38,12 +38,12 @@ def error_body(message: str, status: HTTPStatus, param: str | None = None) -> st
 
 
 def error_response(message: str, status: HTTPStatus, param: str | None = None) -> Response:
-    """An answer with the protocol's error body."""
+    """A response with the protocol's error body."""
     return Response(error_body(message, status, param), status.value, media_type="application/json")
 
 
 async def invalid_request(request: Request, error: Exception) -> Response:
-    """400 that names the first field at fault; install it as an application's handler of RequestValidationError."""
+    """400 that names the first invalid field; install it as an application's handler of RequestValidationError."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     param = ".".join(str(part) for part in first["loc"] if part != "body")
@@ -51,11 +51,11 @@ async def invalid_request(request: Request, error: Exception) -> Response:
 
 
 class BearerToken:
-    """Answers 401 unless the request carries `Authorization: Bearer TOKEN`, or asks for one of `open_paths`."""
+    """Responds 401 unless the request has `Authorization: Bearer TOKEN`, or requests one of `open_paths`."""
 
     def __init__(self, app: ASGIApp, token: str, open_paths: Collection[str] = ()) -> None:
         self._app = app
-        # An environment variable that is no UTF-8 arrives with surrogates in place of its odd bytes.
+        # An environment variable that is not UTF-8 has surrogates in place of its invalid bytes.
         self._expected = token.encode(errors="surrogateescape")
         self._open_paths = frozenset(open_paths)
 
@@ -69,12 +69,12 @@ class BearerToken:
     def _allows(self, scope: Scope) -> bool:
         header: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, token = header.partition(b" ")
-        # Constant time: the answer's delay must not tell how much of a guess was right.
+        # Constant time: the response time must not show how much of a guess was right.
         return scheme.lower() == b"bearer" and hmac.compare_digest(token, self._expected)
 
 
 class BodyLimit:
-    """Answers 413 to a body that says it is, or turns out to be, longer than `max_bytes`."""
+    """Responds 413 to a body that is longer than `max_bytes`, by its header or as received."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -94,7 +94,7 @@ class BodyLimit:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            # To the app the client is gone; what it answers to that goes nowhere.
+            # For the app the client has disconnected; its response to that is dropped.
             return message if num_bytes <= self._max_bytes else {"type": "http.disconnect"}
 
         async def unless_too_long(message: Message) -> None:
@@ -115,5 +115,5 @@ class BodyLimit:
 
 
 def _printable(text: str) -> str:
-    """What UTF-8 can carry of it: JSON escapes bring lone surrogates in, and names from a request repeat them."""
+    """The text as valid UTF-8: JSON escapes may contain lone surrogates, and messages repeat names from a request."""
     return text[:MAX_MESSAGE_CHARS].encode(errors="backslashreplace").decode()

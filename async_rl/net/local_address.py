@@ -1,6 +1,6 @@
-"""Which address of this host leads to another one, as the kernel's routes say; both pools ask it.
+"""This host's address on the route to another host, according to the kernel; both pools use it.
 
-The name of a host does not tell: Debian resolves it to 127.0.1.1, others to whichever network was configured first.
+The host's own name is not reliable: Debian resolves it to 127.0.1.1, others to the network that was configured first.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ from collections.abc import Iterator, MutableMapping
 LOOPBACK = "127.0.0.1"
 
 ANY_REMOTE_ADDRESS = "203.0.113.1"
-"""Of a network that is reserved for documentation, so it is routed as any other address of the internet is."""
+"""In a network reserved for documentation, so it is routed like any other address of the internet."""
 
 DISCARD_PORT = 9
 SIOCGIFADDR = 0x8915
@@ -22,10 +22,10 @@ NAME_BYTES = 15
 
 
 def address_towards(host: str, port: int = DISCARD_PORT) -> str:
-    """The local address from which this host speaks to `host`; nothing is sent.
+    """The local address from which this host connects to `host`; nothing is sent.
 
     Raises:
-        OSError: the name is not known, or no route leads there.
+        OSError: the name is unknown, or there is no route.
     """
     problem: OSError | None = None
     for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
@@ -42,7 +42,7 @@ def leads_to_this_host(host: str) -> bool:
     """Whether an address of `host` is one of our own.
 
     Raises:
-        OSError: the name is not known, or no route leads there.
+        OSError: the name is unknown, or there is no route.
     """
     own = address_towards(host)
     known = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)
@@ -50,9 +50,9 @@ def leads_to_this_host(host: str) -> bool:
 
 
 def address_for_others() -> str:
-    """An address under which other hosts may reach this one, where nobody of them is known yet.
+    """An address at which other hosts may reach this one, if none of them is known yet.
 
-    That of the default route, else the first one that is not loopback; loopback where there is no other.
+    That of the default route, else the first one that is not loopback; loopback if there is no other.
     """
     try:
         return address_towards(ANY_REMOTE_ADDRESS)
@@ -62,23 +62,23 @@ def address_for_others() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only programs of this host reach the address."""
+    """Whether only programs on this host can reach the address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface with this IPv4 address; None where none is found."""
+    """The name of the network interface with this IPv4 address; None if there is none."""
     return next((name for name, own in _interfaces() if own == address), None)
 
 
 def choose_interface(backend: str, address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Lets nccl or hccl use the network of `address`, unless the environment says which one; gloo is told otherwise.
+    """Lets nccl or hccl use the network of `address`, unless the environment names one; gloo is configured elsewhere.
 
-    They read their variables when the process makes its first communicator, so what an earlier one chose stays.
+    They read their variables when the process creates its first communicator, so an earlier choice stays.
     """
     interface = interface_of(address)
     if backend == "nccl" and interface is not None:
-        # "=": the very name; otherwise it stands for all names that begin so.
+        # "=": exactly this name; otherwise it is a prefix of names.
         environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     if backend == "hccl" and "HCCL_SOCKET_IFNAME" not in environment:
         environment.setdefault("HCCL_IF_IP", address)

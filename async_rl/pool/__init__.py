@@ -1,1 +1,1 @@
-"""Who is in service, and who gets which group."""
+"""Which instances are in service, and which instance gets which group."""

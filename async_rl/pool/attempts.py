@@ -1,20 +1,20 @@
-"""How often one group was begun in vain, and when that is the prompt's fault rather than the instances'. Pure."""
+"""How often one group's requests failed, and when the prompt is to blame rather than the instances. Pure."""
 
 from collections import Counter
 
 from async_rl.errors import InstanceError, InstanceRefused
 
 MAX_REFUSING_INSTANCES = 3
-"""A server error (5xx) of so many instances blames the prompt: each got it after the others had failed."""
+"""A server error (5xx) from this many instances blames the prompt: each tried it after the others had failed."""
 
 MAX_REFUSALS = 6
-"""The same of one instance, where there are no others: with the pauses of its circuit that takes 15 s."""
+"""The same from one instance, if there are no others: with the pauses of its circuit that takes 15 s."""
 
 MAX_FAILURES = 12
 """Failures of any kind at one instance, lost connections and 429 among them; with the pauses over a minute."""
 
 BUSY = 503
-"""Says that the server cannot serve at the moment, and nothing about the request."""
+"""Means that the server cannot serve at the moment, and nothing about the request."""
 
 
 class Attempts:
@@ -22,22 +22,22 @@ class Attempts:
 
     def __init__(self) -> None:
         self.num_failures = 0
-        """In all, whatever came of them."""
+        """All failed or interrupted requests of the group."""
         self._failures: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
 
     @property
     def refused_by(self) -> frozenset[str]:
-        """Instances that answered with a server error; others should try first."""
+        """Instances that responded with a server error; others should try first."""
         return frozenset(self._refusals)
 
     def interrupted(self) -> None:
-        """A request was ended by an order to the pool: nobody failed."""
+        """A request was ended by a command to the pool: not a failure."""
         self.num_failures += 1
 
     def failed(self, url: str, error: InstanceError, num_tokens: int) -> None:
-        """A request at `url` failed after so many tokens that stay."""
+        """A request at `url` failed after `num_tokens` tokens that are kept."""
         self.num_failures += 1
         if num_tokens:
             self._failures.clear()
@@ -51,7 +51,7 @@ class Attempts:
 
     @property
     def verdict(self) -> str | None:
-        """Why it is of no use to go on; None while it is."""
+        """Why further attempts are useless; None while they are not."""
         is_refused = (
             len(self._refusals) >= MAX_REFUSING_INSTANCES or max(self._refusals.values(), default=0) >= MAX_REFUSALS
         )

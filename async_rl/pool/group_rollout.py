@@ -1,7 +1,7 @@
-"""One group's way through the pool: from instance to instance, until each of its responses has come to its end.
+"""Processing of one group by the pool: on one instance or several in turn, until each of its responses is finished.
 
-Whatever an instance has sampled stays. An unfinished response goes on at another instance from where it was: to sample
-afresh whatever was in flight would favour short responses, since those had come in before.
+Sampled tokens are kept. An unfinished response is continued by another instance from its last token: sampling all
+unfinished responses again from the start would favour short responses, since those had finished before.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightVersion
 
 BAD_REQUEST = (400, 413, 422)
-"""Statuses that blame the request: every other instance would answer the same."""
+"""Statuses that blame the request: every other instance would respond the same."""
 
 
 class GroupRollout:
-    """The responses of one prompt in the making."""
+    """The responses of one prompt, while they are generated."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class GroupRollout:
         version: WeightVersion,
         expected_tokens: float,
     ) -> None:
-        """`sampling.seed` is that of the first response, and each further one has the next."""
+        """`sampling.seed` is the seed of the first response; each further one has the next seed."""
         assert sampling.seed is not None, "without a seed an interrupted response could not be drawn again"
         self._roster = roster
         self._prompt = prompt_token_ids
@@ -57,7 +57,7 @@ class GroupRollout:
         return [draft.response() for draft in self._drafts], 1 + self._attempts.num_failures
 
     async def _finish(self, drafts: Sequence[Draft], last: Member | None = None, num_moves: int = 0) -> None:
-        """Takes these drafts to their ends, at one instance or shared among several; `last` had them before."""
+        """Finishes these partial rollouts, on one instance or divided among several; `last` had them before."""
         cost = self._cost(drafts)
         avoid = self._attempts.refused_by | ({last.url} if last is not None else set())
         members = await self._roster.router.acquire(
@@ -73,7 +73,7 @@ class GroupRollout:
         )
 
     async def _finish_at(self, member: Member, request: Request) -> None:
-        """Sends one request, and what it leaves unfinished elsewhere."""
+        """Sends one request, and lets other instances finish its unfinished responses."""
         try:
             await self._ask(member, request)
         except InstanceError as error:
@@ -83,7 +83,7 @@ class GroupRollout:
         finally:
             self._roster.router.release(member, request.cost)
         for draft in request.drafts:
-            # All its tokens came, only the word that it ended did not: there is nothing left to ask for.
+            # All tokens were received, only the finish reason was not: there is nothing left to generate.
             if draft.finish_reason is None and len(draft.token_ids) >= self._sampling.max_tokens:
                 draft.finish_reason, draft.instance = "length", member.url
         rest = [draft for draft in request.drafts if draft.finish_reason is None]
@@ -97,7 +97,7 @@ class GroupRollout:
         await _all(self._finish(piece, last=member, num_moves=num_moves) for piece in _requests(rest))
 
     async def _ask(self, member: Member, request: Request) -> None:
-        """One request; it ends with an error, too, when the pool gives the instance up and cancels it."""
+        """Runs one request; it also ends with an error when the pool gives up the instance and cancels it."""
         self._num_requests += 1
         request_id = f"{self._request_id}-{self._num_requests}"
         request.task = asyncio.create_task(
@@ -136,18 +136,18 @@ class GroupRollout:
         member.progress(request, num_tokens, num_ended, member.heard_s)
 
     def _note_failure(self, member: Member, request: Request, error: InstanceError) -> None:
-        """What a failed request means for its instance, and for this group.
+        """Applies the consequences of a failed request to its instance and this group.
 
         Raises:
-            PromptFailed: the group has failed often enough.
+            PromptFailed: the group has failed too often.
         """
         member.num_failures += 1
         self._roster.request_failed(member, request.sent_s, error)
         if member.state == "gone":
-            # It was taken out of the pool: that says nothing about the prompt, however often it happens.
+            # It was removed from the pool: that does not count against the prompt, however often it happens.
             self._attempts.interrupted()
             return
-        # What came and was taken back is no progress: the next attempt may end the same way.
+        # Tokens received and removed again are no progress: the next attempt may end the same way.
         num_kept = sum(len(draft.token_ids) for draft in request.drafts) - request.num_before
         self._attempts.failed(member.url, error, max(0, num_kept))
         if (verdict := self._attempts.verdict) is not None:
@@ -162,7 +162,7 @@ class GroupRollout:
 
 
 def _requests(drafts: Iterable[Draft]) -> list[list[Draft]]:
-    """Into requests of their own: each draft that has tokens, and runs of seeds that follow one another."""
+    """Divides into requests: one for each partial rollout with tokens, and one for each run of consecutive seeds."""
     pieces: list[list[Draft]] = []
     for draft in drafts:
         last = pieces[-1][-1] if pieces else None
@@ -174,7 +174,7 @@ def _requests(drafts: Iterable[Draft]) -> list[list[Draft]]:
 
 
 async def _all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Runs them at once; the first failure cancels the others and is raised as it is."""
+    """Runs the parts concurrently; the first failure cancels the others and is raised unwrapped."""
     coros = list(parts)
     if len(coros) == 1:
         await coros[0]

@@ -1,7 +1,7 @@
-"""Watches the instances of a pool: brings them back, lets them join, and gives up those that are silent.
+"""Watches the instances of a pool: returns them to service, lets them join, and gives up unresponsive ones.
 
-One task per instance asks for its health; one for all notices what does not hang on a single one: speeds, drained
-instances, and requests for which no instance is left.
+One task per instance requests its health; one task for the pool handles everything that concerns several: speeds,
+drained instances, and requests for which no instance is left.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ SPEED_MEMORY_S = 10.0
 REMEDY = "start or repair an instance, then start the run again: it can go on from its last checkpoint"
 
 RECHECK_S = 0.2
-"""After a broken connection and a health check that found none either, before the instance counts as gone."""
+"""Pause between two failed health checks after a lost connection, before the instance counts as lost."""
 
 
 class HealthWatch:
@@ -42,7 +42,7 @@ class HealthWatch:
         self._probe_timeout_s = min(PROBE_TIMEOUT_S, config.heartbeat_timeout_s / 2)
         self._tasks: dict[Member | None, asyncio.Task[None]] = {}
         self._well_s: dict[Member, float] = {}
-        """When each was last healthy, by `time.monotonic()`."""
+        """When each instance was last healthy, by `time.monotonic()`."""
         self._without_since_s: float | None = None
         self._next_log_s = 0.0
         self._num_tokens: dict[Member, int] = {}
@@ -61,7 +61,7 @@ class HealthWatch:
     def _spawn(self, member: Member | None, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=f"watch of {member.name if member else 'the pool'}")
         self._tasks[member] = task
-        # An error here is a mistake of ours: nobody would be watching from then on.
+        # An error here is an internal mistake: the instance would not be watched from then on.
         task.add_done_callback(_report)
 
     async def _watch(self, member: Member) -> None:
@@ -82,7 +82,7 @@ class HealthWatch:
         self._tasks.pop(member, None)
 
     async def _check(self, member: Member) -> InstanceError | None:
-        """Asks for its health, and draws the consequences; what went wrong, if anything."""
+        """Requests its health, and applies the consequences; returns the error, if any."""
         try:
             boot_id = await member.client.health(self._probe_timeout_s)
         except InstanceRefused as error:
@@ -103,8 +103,8 @@ class HealthWatch:
         return None
 
     def _note_refusal(self, member: Member, error: InstanceRefused) -> None:
-        """It runs. With a server error it cannot serve at the moment, which may pass, and which a whole publish may
-        mend; anything else, such as a refused token, will not pass."""
+        """Handles a refused health check. With a server error it cannot serve at the moment, which may be temporary,
+        and a complete publish may repair it; any other refusal, such as of the token, is not temporary."""
         member.last_seen_s = time.monotonic()
         unwell_s = time.monotonic() - self._well_s[member]
         if error.status < 500:
@@ -114,7 +114,7 @@ class HealthWatch:
             self._roster.note_unwell(member, str(error))
 
     async def _welcome(self, member: Member) -> None:
-        """An instance that answers and is not in service: it comes back, is admitted, or waits for the next publish."""
+        """Handles a healthy instance out of service: it returns, is admitted, or waits for the next publish."""
         version = self._roster.version
         if version is None:
             if member.state == "dead":
@@ -134,7 +134,7 @@ class HealthWatch:
                 if member not in self._tasks:
                     self._spawn(member, self._watch(member))
             self._measure()
-            # Pauses end, queues grow long and instances fall idle without any event.
+            # Pauses end, queues grow long and instances become idle without any event.
             self._roster.router.wake()
             for member in self._roster.members:
                 if member.state == "draining" and not member.outstanding_tokens and not member.outstanding_elsewhere:
@@ -144,7 +144,7 @@ class HealthWatch:
             await asyncio.sleep(INTERVAL_WITHOUT_S)
 
     def _measure(self) -> None:
-        """Keeps a mean of each instance's speed over the last seconds."""
+        """Keeps a running mean of each instance's speed over the last seconds."""
         share = INTERVAL_WITHOUT_S / SPEED_MEMORY_S
         members = self._roster.members
         for member in members:
@@ -155,7 +155,7 @@ class HealthWatch:
         self._num_tokens = {member: member.num_tokens for member in members}
 
     def _require_somebody(self) -> None:
-        """Fails the requests that wait where no instance is in service for too long, or none can be any more."""
+        """Fails the waiting requests if no instance is in service for too long, or none can be any more."""
         version = self._roster.version
         if version is None or not self._roster.router.is_waited_for or self._serve(version):
             self._without_since_s = None
@@ -180,7 +180,7 @@ class HealthWatch:
         return any(member.serves(version) and member.circuit.is_closed for member in self._roster.members)
 
     def _is_hopeless(self) -> bool:
-        """Nobody can come back before the next publish, and nobody new can be let in."""
+        """Whether no instance can return before the next publish, and no new one can be admitted."""
         if self._roster.can_be_joined:
             return False
         version = self._roster.version

@@ -1,8 +1,9 @@
-"""The pool of inference instances: in service with one weight version, and asked for whole groups.
+"""The pool of inference instances: in service with one weight version, generating whole groups.
 
 An instance is ready while it holds the weights of the last publish. One that fails a request is tried again after a
-pause; one whose answer shows that it must not serve leaves until the next publish; one that was only unreachable comes
-back before, if it is the same process with the same weights. New instances join at the next publish, or at once.
+pause; one whose response shows that it must not serve is out of service until the next publish; one that was only
+unreachable may return earlier, if it is the same process with the same weights. New instances join at the next
+publish, or at once.
 
 Everything runs on the producer's event loop; `members` may be read from any thread.
 """
@@ -27,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class InferencePool(Roster):
-    """The instances of a run, as one leader uses them."""
+    """The instances of a run, as used by one leader."""
 
     def __init__(self, config: PoolSection, token: str | None = None) -> None:
         """`token` is the bearer token of the instances.
 
         Raises:
-            ConfigError: an address that cannot work, or no way for any instance to be found.
+            ConfigError: an invalid address, or no way to find any instance.
         """
         if not (config.instances or config.dns or config.fleet_port):
             raise ConfigError(
@@ -44,13 +45,13 @@ class InferencePool(Roster):
         self.late_joiners = LateJoiners(self)
         self._health = HealthWatch(self, self.late_joiners, config)
         self.max_model_len: int | None = None
-        """Prompt plus response tokens that every instance takes; known after `wait_until_ready`."""
+        """Prompt plus response tokens that every instance accepts; known after `wait_until_ready`."""
         for url in config.instances:
             self.add(url)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way, those of other leaders included."""
+        """Whether no request is running, those of other leaders included."""
         return not self.router.is_waited_for and not any(
             member.outstanding_tokens or member.outstanding_elsewhere for member in self.members
         )
@@ -58,19 +59,19 @@ class InferencePool(Roster):
     # Publishing
 
     async def begin_publish(self) -> list[Member]:
-        """Ends the service of the present version; the instances that may receive the next one.
+        """Ends the service of the present version; returns the instances that may receive the next one.
 
-        Waits for an instance that is just being admitted: two updates must not meet.
+        Waits for an instance that is being admitted: two updates must not overlap.
         """
         self._membership.begin_publish()
         await self.late_joiners.wait()
-        # What failed while it waited, failed under the version before.
+        # Failures during the wait belong to the previous version.
         self._membership.begin_publish()
         return [member for member in self.members if self._membership.may_receive(member.standing)]
 
     async def end_publish(self, version: WeightVersion, urls: Collection[str]) -> None:
-        """Puts the instances at `urls` in service with `version`, exactly those; the others keep or get a reason to be
-        out. Each is asked once more what it holds, and which process it is: one that was started anew is left out."""
+        """Puts exactly the instances at `urls` in service with `version`; the others keep or get a reason to be out.
+        Each is queried once more for the version and the process: a restarted one is left out."""
         receivers = [member for member in self.members if member.url in urls]
         holders = dict(await asyncio.gather(*(self._ask_holding(member, version) for member in receivers)))
         present = self.members
@@ -86,7 +87,7 @@ class InferencePool(Roster):
         """URL and boot id of an instance that holds `version`; an empty URL for one that does not."""
         try:
             if member.state != "ready":
-                # It may have come to this leader's pool during the publish.
+                # It may have joined this leader's pool during the publish.
                 await self.get_to_know(member, HOLDING_TIMEOUT_S)
             held = await member.client.holding(HOLDING_TIMEOUT_S)
         except InstanceError as error:
@@ -107,18 +108,18 @@ class InferencePool(Roster):
         version: WeightVersion,
         expected_tokens: float | None = None,
     ) -> tuple[list[Response], int]:
-        """Samples a whole group; what an instance leaves unfinished is continued at another one.
+        """Samples a whole group; responses that an instance leaves unfinished are continued by another one.
 
         Args:
-            expected_tokens: of one response; by default the most it may have.
+            expected_tokens: of one response; by default the maximum.
 
         Returns:
             `sampling.n` responses with empty texts, and the number of attempts (1 = nothing failed).
 
         Raises:
-            NoInstanceLeft: no instance is in service, and none came back or joined within `pool.timeout_s`.
-            InstanceRefused: the request itself is bad; no other instance is tried.
-            PromptFailed: instance after instance failed at it.
+            NoInstanceLeft: no instance is in service, and none returned or joined within `pool.timeout_s`.
+            InstanceRefused: the request itself is invalid; no other instance is tried.
+            PromptFailed: several instances in turn failed at it.
         """
         expected = sampling.max_tokens if expected_tokens is None else expected_tokens
         return await GroupRollout(self, prompt_token_ids, sampling, request_id, version, expected).run()
@@ -126,9 +127,9 @@ class InferencePool(Roster):
     # Life
 
     async def wait_until_ready(self, *, publishes: bool = True) -> None:
-        """Waits until every instance answers healthy, or until `pool.timeout_s` if one does; then watches them.
+        """Waits until every instance is healthy, or until `pool.timeout_s` if at least one is; then watches them.
 
-        `publishes`: whether whole weights come next, which also mend an instance that holds half an update.
+        `publishes`: whether complete weights follow, which also repair an instance with an incomplete update.
 
         Raises:
             NoInstanceLeft: none was healthy in time.

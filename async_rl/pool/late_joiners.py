@@ -1,4 +1,4 @@
-"""Puts instances in service that come between two publishes, by loading the weights in training into them."""
+"""Puts instances that join between two publishes in service, by loading the weights in training into them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,15 +17,15 @@ class LateJoiners:
         self._roster = roster
         self._admissions: set[asyncio.Task[None]] = set()
         self.admit: Callable[[Member], Awaitable[None]] | None = None
-        """Loads the weights in training into an instance; raises InstanceError. Where it is None, nobody joins between
-        two publishes."""
+        """Loads the weights in training into an instance; raises InstanceError. If it is None, no instance joins
+        between two publishes."""
 
     def may_admit(self, member: Member) -> bool:
-        """Whether it may be given the weights in training now."""
+        """Whether it may receive the weights in training now."""
         return self.admit is not None and self._roster.may_be_admitted(member)
 
     async def admit_now(self, member: Member) -> None:
-        """Loads the weights in training into an instance and puts it in service; one that fails is not asked again
+        """Loads the weights in training into an instance and puts it in service; one that fails is not tried again
         before the next publish."""
         assert self.admit is not None, "asked to admit without a way to"
         this_task = asyncio.current_task()
@@ -46,6 +46,6 @@ class LateJoiners:
         self._roster.note_admitted(member, version, held.boot_id)
 
     async def wait(self) -> None:
-        """Waits until no admission is under way: it and a publish must not meet."""
+        """Waits until no admission is running: it and a publish must not overlap."""
         while self._admissions:
             await asyncio.sleep(ADMISSION_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""One instance of the pool: its entry in the membership, its connection, and what is under way there."""
+"""One instance of the pool: its entry in the membership, its connection, and its running requests."""
 
 import asyncio
 import time
@@ -21,33 +21,33 @@ class Member:
     client: InstanceClient
     standing: Standing
     last_seen_s: float = 0.0
-    """`time.monotonic()` of its last answer; a heartbeat is none, as one comes from an instance that hangs, too."""
+    """`time.monotonic()` of its last response; heartbeats do not count, since an instance that hangs may send them."""
     circuit: Circuit = field(default_factory=Circuit)
     outstanding_tokens: int = 0
-    """Expected tokens of the requests under way, prompts included."""
+    """Expected tokens of the running requests, prompts included."""
     outstanding_elsewhere: int = 0
     """The same for requests of other leaders of the run."""
     num_tokens: int = 0
     """Response tokens received from it."""
     tokens_per_s: float = 0.0
-    """Recently, pauses included."""
+    """A recent mean, pauses included."""
     speed: float | None = None
-    """Tokens per second while it had work; None before that was seen."""
+    """Tokens per second while it had work; None before it was measured."""
     response_speed: float | None = None
-    """Tokens per second of one response, of the last request that it finished."""
+    """Tokens per second of one response, in the last request that it finished."""
     heard_s: float = 0.0
     """`time.monotonic()` of the last tokens of any request."""
     credit: Credit = field(default_factory=Credit)
     num_failures: int = 0
     """Requests that it failed or did not finish."""
     requests: set[Request] = field(default_factory=set)
-    """Requests under way; `begin`, `progress` and `end` keep these figures of them, which each placement reads."""
+    """Running requests; `begin`, `progress` and `end` update the figures that each assignment reads."""
     waiting: set[Request] = field(default_factory=set)
     """Those of them without a token, which may be in the instance's own queue."""
     suspicion: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a connection to it broke: its health is asked for at once."""
+    """Set when a connection to it was lost: its health is checked at once."""
     num_open: int = 0
-    """Responses under way that have not come to their end."""
+    """Responses that are not finished yet."""
 
     @property
     def url(self) -> str:
@@ -70,13 +70,13 @@ class Member:
         return self.standing.boot_id
 
     def begin(self, request: Request) -> None:
-        """A request goes out to it."""
+        """A request is sent to it."""
         self.requests.add(request)
         self.waiting.add(request)
         self.num_open += request.num_open
 
     def progress(self, request: Request, num_tokens: int, num_ended: int, now_s: float) -> None:
-        """An answer has brought so many tokens in all, and so many responses to their ends."""
+        """A request has received `num_tokens` tokens and `num_ended` finished responses in total."""
         self.num_tokens += num_tokens - request.num_tokens
         if num_tokens and request.waits:
             request.first_token_s = now_s
@@ -86,7 +86,7 @@ class Member:
         request.num_tokens, request.num_ended = num_tokens, num_ended
 
     def end(self, request: Request) -> None:
-        """A request is through, or was given up."""
+        """A request has finished, or was given up."""
         self.requests.discard(request)
         self.waiting.discard(request)
         self.num_open -= request.num_open
@@ -95,14 +95,14 @@ class Member:
         return self.state == "ready" and self.version == version
 
     def takes(self, version: WeightVersion) -> bool:
-        """Whether a request may go to it now."""
+        """Whether a request may be sent to it now."""
         return self.serves(version) and self.circuit.allows(time.monotonic())
 
     def info(self) -> InstanceInfo:
         return InstanceInfo(
             name=self.name,
             url=self.url,
-            # To those who removed it, it is as good as dead.
+            # For the clients that removed it, it is the same as dead.
             state="dead" if self.state == "gone" else self.state,
             reason=self.reason or self._pause(),
             version=self.version,
@@ -115,7 +115,7 @@ class Member:
         )
 
     def _pause(self) -> str | None:
-        """Why one that is ready gets nothing new at the moment."""
+        """Why a ready instance gets no new requests at the moment."""
         if self.circuit.is_closed:
             return None
         left_s = self.circuit.retry_in_s(time.monotonic())

@@ -1,11 +1,11 @@
-"""Who is in service, and why: the one state machine of the pool's instances. Pure: facts in, transitions out.
+"""Which instances are in service, and why: the one state machine of the pool. Pure: facts in, transitions out.
 
 An instance is ready on evidence only: it passed the publish of the version in training with all its checks, or was
-admitted with that version, or came back as the very process that did so, or the run's main leader says so of that
-process. The evidence is kept by (URL, boot id) for one version, apart from the instance's own entry: to remove an
-instance and add it again neither proves nor clears anything.
+admitted with that version, or returned as the same process that did so, or the run's main leader reports it for that
+process. The evidence is kept by (URL, boot id) for one version, separate from the instance's own entry: removing an
+instance and adding it again neither proves nor clears anything.
 
-`roster.py` reports what happened and acts on the transitions (cancels requests, looks for work, logs); nobody else
+`roster.py` reports the facts and acts on the transitions (cancels requests, wakes the router, logs); no other code
 changes a standing. docs/elastic_pool.md shows `TRANSITIONS`, and a test compares the two.
 """
 
@@ -19,21 +19,21 @@ from async_rl.protocol.fleet import InstanceState
 from async_rl.types import WeightVersion
 
 State = InstanceState | Literal["gone"]
-"""What the wire knows, and `gone` for one that is no member any more."""
+"""The states of the protocol, and `gone` for an instance that was removed."""
 
 BootId = str | None
-"""Names the process behind a URL, new with each start; None where a server tells nothing of the kind."""
+"""Names the process behind a URL, new with each start; None if the server does not report one."""
 
 MAX_RETURNS = 3
-"""Returns of one process after faults, between two publishes: one that hangs again and again while its health is fine
+"""Returns of one process after faults, between two publishes: one that hangs repeatedly while its health is good
 costs `pool.request_timeout_s` each time."""
 
 MAX_FAILED_PUBLISHES = 3
-"""An instance that failed so many publishes in a row is not asked again: it would slow down every further one."""
+"""An instance that failed this many publishes in a row is left out: it would slow down every further one."""
 
 
 class Event(StrEnum):
-    """What happens to an instance."""
+    """The events of an instance."""
 
     RECEIVED = "received"
     MISSED = "missed"
@@ -69,7 +69,7 @@ TRANSITIONS: Mapping[tuple[State, Event], State] = {
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What a fact came to; `before` and `after` may be equal."""
+    """The result of a fact; `before` and `after` may be equal."""
 
     event: Event
     before: State
@@ -77,20 +77,20 @@ class Transition:
 
     @property
     def leaves_service(self) -> bool:
-        """Whether it served, or finished what it had, and does not any more."""
+        """Whether it was serving, or draining, and is not any more."""
         return self.before in ("ready", "draining") and self.after != self.before
 
     @property
     def ends_requests(self) -> bool:
-        """Whether what it had begun is given up, to go on elsewhere."""
+        """Whether its running requests are given up, to be continued by other instances."""
         return self.event in (Event.LOST, Event.RESTARTED, Event.REMOVED)
 
 
 class Standing:
-    """One instance's entry. Everybody reads it; `Membership` alone changes it.
+    """One instance's entry. All may read it; only `Membership` changes it.
 
-    `version` is what it was last put in service with, `boot_id` the process that last answered, `reason` why it is not
-    ready. `registered_as` is the boot id of its heartbeats.
+    `version` is the one it was last put in service with, `boot_id` the process that last responded, `reason` why it is
+    not ready. `registered_as` is the boot id of its heartbeats.
     """
 
     __slots__ = ("_boot_id", "_failed_publishes", "_reason", "_registered_as", "_state", "_version", "url")
@@ -131,37 +131,37 @@ class Standing:
 
     @property
     def is_in_service(self) -> bool:
-        """Whether it serves, or finishes what it has; it is no use to ask it back."""
+        """Whether it serves, drains or was removed, so that it need not be returned to service."""
         return self._state in ("ready", "draining", "gone")
 
 
 class Membership:
-    """The version in training, the evidence for it, and what follows from each fact for a standing."""
+    """The version in training, the evidence for it, and the consequences of each fact for a standing."""
 
     def __init__(self) -> None:
         self.version: WeightVersion | None = None
-        """What is in training; None before the first publish and while one goes on."""
+        """The version in training; None before the first publish and during one."""
         self._proofs: set[tuple[str, str]] = set()
         self._bars: set[tuple[str, BootId]] = set()
         self._num_returns: Counter[tuple[str, BootId]] = Counter()
         self._failed_now: set[Standing] = set()
-        """Those that failed the publish under way, in any of its attempts."""
+        """Instances that failed the current publish, in any of its attempts."""
 
     # A publish
 
     def begin_publish(self) -> None:
-        """Ends the service of the present version: evidence for it and bars from it end with it."""
+        """Ends the service of the present version: its evidence and bars are cleared."""
         self.version = None
         self._proofs.clear()
         self._bars.clear()
         self._num_returns.clear()
 
     def may_receive(self, standing: Standing) -> bool:
-        """Whether a publish asks it at all."""
+        """Whether a publish includes it at all."""
         return standing.state not in ("draining", "gone") and standing.failed_publishes < MAX_FAILED_PUBLISHES
 
     def publish_failed(self, standing: Standing, reason: str) -> Transition:
-        """It failed a step or a check of the publish under way, which may make another attempt with it."""
+        """It failed a step or a check of the current publish, which may attempt it again."""
         self._failed_now.add(standing)
         return self.failed(standing, reason)
 
@@ -185,7 +185,7 @@ class Membership:
     # Between two publishes
 
     def answered(self, standing: Standing, version: WeightVersion, boot_id: BootId) -> Transition:
-        """It says which weights it holds and which process it is."""
+        """It reports the weights it holds and its process."""
         if (restart := self.seen(standing, boot_id)) is not None:
             return restart
         if version == self.version and self._may_return(standing.url, boot_id):
@@ -195,8 +195,8 @@ class Membership:
         return _apply(standing, Event.ANSWERED, self._why_not(standing, version, boot_id))
 
     def seen(self, standing: Standing, boot_id: BootId) -> Transition | None:
-        """It answered anything as this process; a transition if that is another one than before: its weights are gone,
-        and so is all that it had begun."""
+        """It responded as this process; returns a transition if it is another one than before: its weights and running
+        requests are lost."""
         if boot_id is None or boot_id == standing.boot_id:
             return None
         is_new = standing.boot_id is None and standing.version is None
@@ -208,47 +208,47 @@ class Membership:
         return _apply(standing, Event.RESTARTED, "it was started anew, without weights of this run")
 
     def vouched(self, standing: Standing, version: WeightVersion, boot_id: str) -> None:
-        """The main leader has put this process in service with `version`: evidence, where it is the one in training."""
+        """The main leader has put this process in service with `version`: evidence, if that is the one in training."""
         if version == self.version:
             self._proofs.add((standing.url, boot_id))
 
     def registered(self, standing: Standing, boot_id: str) -> None:
-        """A heartbeat of it; it may have been known by its address only."""
+        """It sent a heartbeat; it may have been known by its address only."""
         standing._registered_as = boot_id
 
     def may_be_admitted(self, standing: Standing) -> bool:
-        """Whether it may be given the version in training between two publishes."""
+        """Whether it may receive the version in training between two publishes."""
         return self.version is not None and not standing.is_in_service and not self.is_barred(standing)
 
     def admitted(self, standing: Standing, version: WeightVersion, boot_id: BootId) -> Transition | None:
-        """It was given `version`, with the checks of a publish; None where that has ended meanwhile."""
+        """It received `version`, with the checks of a publish; None if that version is not in training any more."""
         if version != self.version or standing.is_in_service:
             return None
         return self._receive(standing, version, boot_id)
 
     def useless(self, standing: Standing, reason: str) -> Transition:
-        """It answers, but cannot serve this run."""
+        """It responds, but cannot serve this run."""
         return _apply(standing, Event.ANSWERED, standing.reason if standing.is_in_service else reason)
 
     def is_barred(self, standing: Standing) -> bool:
-        """Whether it is out until the next publish whatever it says; one whose boot id is unknown, under any."""
+        """Whether it is out until the next publish whatever it reports; if its boot id is unknown, with any boot id."""
         return bool({(standing.url, standing.boot_id), (standing.url, None)} & self._bars)
 
-    # Faults and orders
+    # Faults and commands
 
     def failed(self, standing: Standing, reason: str) -> Transition:
-        """It gave an answer that shows that it must not serve this version: it is barred until the next publish."""
+        """Its response shows that it must not serve this version: it is barred until the next publish."""
         self._bars.add((standing.url, standing.boot_id))
         if standing.boot_id is not None:
             self._proofs.discard((standing.url, standing.boot_id))
         return _apply(standing, Event.FAILED, reason)
 
     def unwell(self, standing: Standing, reason: str) -> Transition:
-        """It has answered its health check with an error for too long."""
+        """Its health check has failed for too long."""
         return _apply(standing, Event.UNWELL, reason)
 
     def lost(self, standing: Standing, reason: str) -> Transition:
-        """It does not answer, or makes no tokens."""
+        """It does not respond, or generates no tokens."""
         return _apply(standing, Event.LOST, reason)
 
     def drained(self, standing: Standing) -> Transition:
@@ -258,7 +258,7 @@ class Membership:
         return _apply(standing, Event.REMOVED, reason)
 
     def can_return(self, standings: Iterable[Standing]) -> bool:
-        """Whether any process may come back before the next publish, as far as is known without it: at one of these
+        """Whether any process may return before the next publish, as far as known without one: at one of these
         instances, or at one that was removed and may be added again."""
         present = {standing.url: standing for standing in standings}
         return any(
@@ -267,7 +267,7 @@ class Membership:
         )
 
     def _may_return(self, url: str, boot_id: BootId) -> bool:
-        """Whether this process may come back, if it says that it holds the version in training."""
+        """Whether this process may return, if it reports to hold the version in training."""
         if boot_id is None or (url, boot_id) not in self._proofs:
             return False
         return not {(url, boot_id), (url, None)} & self._bars and self._num_returns[url, boot_id] < MAX_RETURNS
@@ -303,7 +303,7 @@ def _may_be(standing: Standing, boot_id: BootId) -> bool:
 
 
 def _apply(standing: Standing, event: Event, reason: str | None) -> Transition:
-    """Moves a standing; one that drains keeps its reason, and one that is gone everything."""
+    """Changes a standing's state; a draining one keeps its reason, a removed one keeps everything."""
     before = standing.state
     after = TRANSITIONS[before, event]
     standing._state = after

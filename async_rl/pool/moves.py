@@ -1,8 +1,8 @@
-"""Which requests under way should rather be at an instance that has nothing to do. Pure; for the router.
+"""Selects running requests to move to an instance that is idle. Pure; for the router.
 
-A request that waits in an instance's queue has no tokens, so that nothing is lost when it is sent to another one. One
-that was begun stays, because its prompt and tokens would have to be computed again; unless its instance is so slow that
-this pays many times over.
+A request that waits in an instance's queue has no tokens, so nothing is lost when it is sent to another one. A started
+request stays, because its prompt and tokens would have to be computed again, unless its instance is so slow that this
+pays off many times over.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,27 +12,27 @@ from async_rl.pool.member import Member
 from async_rl.pool.request import Request
 
 MAX_MOVES = 1
-"""Of one group's responses: what takes long to begin because of its size takes as long at the next instance."""
+"""Per response: one that is slow to start because of its size is as slow at the next instance."""
 
 STRAGGLING = 8.0
-"""How many times faster an idle instance must have been for a response that was begun to be moved there: below that
-the prompt may take as long to compute again as the rest."""
+"""How many times faster an idle instance must have been for a started response to be moved there: below that,
+computing the prompt again may take as long as the rest."""
 
 STRAGGLING_S = 10.0
-"""Time in which a request shows its pace."""
+"""Time after which a request's speed is known."""
 
 
 def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], now_s: float) -> list[Request]:
-    """Requests to call off now, at most one for each instance that could take it instead; nobody else waits."""
+    """Requests to cancel now, at most one for each instance that could take it instead; no other request waits."""
     ready = [member for member in members if member.state == "ready"]
     free = [m for m in ready if m.circuit.is_closed and has_credit(m) and not m.waiting]
-    # Those that were called off, and have not come to where they go: a broken answer may take seconds to be checked.
+    # Cancelled, but not yet arrived at the new instance: checking an interrupted response may take seconds.
     num_moving = sum(request.is_moved for member in ready for request in member.requests)
     num_free = len(free) - num_moving
     if num_free <= 0:
         return []
     queued = [r for member in ready if member not in free for r in _queued(member, now_s)]
-    # Of the longest queue the one that was sent last: the others are nearer to their turn.
+    # The latest one of the longest queue: the earlier ones will start sooner.
     queued.sort(key=lambda request: -request.sent_s)
     moves = queued[:num_free]
     idle = [member for member in free if not member.requests]
@@ -45,16 +45,16 @@ def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], 
 
 
 def _queued(member: Member, now_s: float) -> list[Request]:
-    """Requests that its engine passes over. Where answers come whole, nothing tells these from those at work."""
+    """Requests that its engine has not started. Without streaming these cannot be distinguished from started ones."""
     if not member.client.has_streamed:
         return []
     waiting = [r for r in member.waiting if r.num_moves < MAX_MOVES and not r.is_moved]
-    # It makes tokens for others: so this is no matter of the time to the first token.
+    # It generates tokens for others, so the time to the first token does not explain the wait.
     return [r for r in waiting if now_s - r.sent_s > QUEUE_S and member.heard_s > r.sent_s]
 
 
 def _straggles(request: Request, pace: float, now_s: float) -> bool:
-    """Whether an instance of `pace`, tokens of one response per second, would be done far earlier."""
+    """Whether an instance of speed `pace`, tokens of one response per second, would finish it far earlier."""
     began_s = request.first_token_s
     if began_s is None or now_s - began_s < STRAGGLING_S or request.num_moves >= MAX_MOVES or request.is_moved:
         return False

@@ -1,4 +1,4 @@
-"""Waits at the start of a run until the instances of a pool answer; for `async_rl.pool.inference_pool`."""
+"""Waits at the start of a run until the instances of a pool respond; for `async_rl.pool.inference_pool`."""
 
 import asyncio
 import logging
@@ -15,14 +15,14 @@ READY_INTERVAL_S = 0.5
 
 
 async def wait_until_healthy(roster: Roster, timeout_s: float, *, publishes: bool) -> int:
-    """Waits until every instance answers healthy, or until `timeout_s` if one does.
+    """Waits until every instance is healthy, or until `timeout_s` if at least one is.
 
     Args:
-        publishes: whether whole weights come next, which mend an instance that an earlier trainer left with half an
-            update: such a one need not be waited for.
+        publishes: whether complete weights follow, which repair an instance that an earlier trainer left with an
+            incomplete update: such an instance need not be waited for.
 
     Returns:
-        Prompt plus response tokens that each healthy instance takes.
+        Prompt plus response tokens that each healthy instance accepts.
 
     Raises:
         NoInstanceLeft: none was healthy in time.
@@ -51,7 +51,7 @@ async def wait_until_healthy(roster: Roster, timeout_s: float, *, publishes: boo
 
 
 async def _max_model_len(roster: Roster, member: Member, publishes: bool) -> int | None:
-    """What a healthy instance says, with its dialect learned; None for one that cannot serve yet."""
+    """The length that a healthy instance reports, after learning its dialect; None if it cannot serve yet."""
     try:
         try:
             roster.note_process(member, await member.client.health(PROBE_TIMEOUT_S))

@@ -1,4 +1,4 @@
-"""One request under way at one instance: what of it is still open, and how it may be called off."""
+"""One running request at one instance: its unfinished responses, and its cancellation."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from async_rl.instance.partial_rollout import Draft
 class Request:
     """A group's request, or a part of it.
 
-    `cost` is what the router counts for it, `num_moves` how often its drafts were moved to another instance so far.
+    `cost` is the router's count for it, `num_moves` how often its partial rollouts were moved to another instance.
     """
 
     def __init__(self, drafts: Sequence[Draft], cost: int, num_moves: int = 0) -> None:
@@ -18,15 +18,15 @@ class Request:
         self.cost = cost
         self.num_moves = num_moves
         self.num_before = sum(len(draft.token_ids) for draft in drafts)
-        """Tokens that the drafts had when it was sent."""
+        """Tokens of the partial rollouts when it was sent."""
         self.sent_s = time.monotonic()
         self.first_token_s: float | None = None
         self.num_tokens = 0
-        """Response tokens that came in answer to it."""
+        """Response tokens received for it."""
         self.num_ended = 0
-        """Responses that have come to their end."""
+        """Responses that are finished."""
         self.is_moved = False
-        """Whether it was called off to go on at another instance, which is nobody's fault."""
+        """Whether it was cancelled to be continued by another instance, which is not a fault."""
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -35,11 +35,11 @@ class Request:
 
     @property
     def waits(self) -> bool:
-        """Whether it may still be in the instance's own queue: nothing was sampled for it yet."""
+        """Whether it may still be in the instance's own queue: it has no token yet."""
         return self.first_token_s is None
 
     def speed(self, now_s: float) -> float:
-        """Tokens per second of each of its responses, since the first one."""
+        """Tokens per second of each of its responses, since the first token."""
         if self.first_token_s is None:
             return 0.0
         return self.num_tokens / len(self.drafts) / max(now_s - self.first_token_s, 1e-3)
@@ -50,6 +50,6 @@ class Request:
             self.task.cancel()
 
     def move(self) -> None:
-        """Calls it off, so that it goes on at another instance."""
+        """Cancels it, so that another instance continues it."""
         self.is_moved = True
         self.cancel()

@@ -1,8 +1,8 @@
-"""The instances of a pool, and what is known of each: who belongs to it, and what every fact about it leads to.
+"""The instances of a pool and their known state: which belong to it, and the consequences of each fact about them.
 
-`membership.py` decides from a fact who is in service; this module acts on the decision: it gives up requests, lets the
-router look for work, logs. Health checks, groups under way and publishes report their facts here, and nothing in here
-waits for them. Everything runs on the producer's event loop; `members` may be read from any thread.
+`membership.py` decides from a fact which instances are in service; this module acts on the decision: it gives up
+requests, wakes the router, logs. Health checks, running groups and publishes report their facts here, and nothing in
+here waits for them. Everything runs on the producer's event loop; `members` may be read from any thread.
 """
 
 import logging
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 _BASE_URL = TypeAdapter(BaseUrl)
 
 ALIVE_S = 3.0
-"""An instance that answered so recently has not been replaced by another one."""
+"""An instance that responded this recently has not been replaced by another one."""
 
 HOLDING_TIMEOUT_S = 5.0
-"""For an instance to say, at the end of a publish, what it holds and which process it is."""
+"""For an instance to report, at the end of a publish, the version it holds and its process."""
 
 
 class Roster:
-    """The instances of a run, as one leader knows them."""
+    """The instances of a run, as known to one leader."""
 
     def __init__(self, config: PoolSection, token: str | None) -> None:
         """`token` is the bearer token of the instances."""
@@ -45,22 +45,22 @@ class Roster:
         self._membership = Membership()
         self.members: tuple[Member, ...] = ()
         self.min_model_len = 0
-        """What an instance must take to be of use; others that come later stay out of service."""
+        """The length that an instance must accept; smaller ones that join later stay out of service."""
         self.router = Router(lambda: self.members, config.max_outstanding_tokens, config.split_tail)
 
     @property
     def version(self) -> WeightVersion | None:
-        """What is in training; None before the first publish and while one goes on."""
+        """The version in training; None before the first publish and during one."""
         return self._membership.version
 
     @property
     def can_be_joined(self) -> bool:
-        """Whether instances that come between two publishes may be put in service, by this leader or the main one."""
+        """Whether instances that join between two publishes may be put in service, by this leader or the main one."""
         return self._config.join == "now"
 
     @property
     def can_return(self) -> bool:
-        """Whether any instance may come back before the next publish."""
+        """Whether any instance may return before the next publish."""
         return self._membership.can_return(member.standing for member in self.members)
 
     def infos(self) -> list[InstanceInfo]:
@@ -79,17 +79,17 @@ class Roster:
         raise UnknownInstance(f"the fleet has no instance {name!r}: it has {known}")
 
     def describe(self, what: str) -> str:
-        """`what`, and why no instance helps."""
+        """`what`, and why each instance is out of service."""
         reasons = "".join(f"\n  {member.url}: {member.reason}" for member in self.members)
         return f"{what}:{reasons or ' the pool is empty'}"
 
     # Membership
 
     def add(self, url: str, name: str | None = None, boot_id: str | None = None) -> Member:
-        """Takes in an instance; it gets weights with the next publish, or at once.
+        """Adds an instance; it gets weights with the next publish, or at once.
 
         Raises:
-            ConfigError: the URL is none, or it or the name is taken.
+            ConfigError: the URL is invalid, or it or the name is already in use.
         """
         url = url.rstrip("/")
         try:
@@ -111,14 +111,14 @@ class Roster:
         return member
 
     def register(self, url: str, name: str, boot_id: str) -> Member | None:
-        """An instance says that it is there; None if it was drained or removed since it started, and may end.
+        """Handles an instance's heartbeat; None if it was drained or removed since it started, and may end.
 
         Raises:
             ConfigError: its URL or name belongs to another instance.
         """
         url = url.rstrip("/")
         if name in self._left and self._left[name] in (None, boot_id):
-            # From now on the bar is this process's alone.
+            # From now on the bar applies to this process only.
             self._left[name] = boot_id
             return None
         self._require_free(name, url)
@@ -127,7 +127,7 @@ class Roster:
             logger.info("%s joins the fleet, at %s", name, url)
             return self.add(url, name, boot_id)
         if known.standing.registered_as not in (None, boot_id):
-            # A new process: its weights are gone, and so is all that it had begun.
+            # A new process: its weights and running requests are lost.
             self._drop(known, f"it was started anew, at {url}")
             return self.add(url, name, boot_id)
         # It may have been known by its address only.
@@ -136,10 +136,10 @@ class Roster:
         return known
 
     def _require_free(self, name: str, url: str) -> None:
-        """Takes the name away from an instance at another address that does not answer any more.
+        """Takes the name from an instance at another address that does not respond any more.
 
         Raises:
-            ConfigError: it does answer: there would be two of that name.
+            ConfigError: it does respond: there would be two of that name.
         """
         owner = next((member for member in self.members if member.name == name and member.url != url), None)
         if owner is None:
@@ -151,7 +151,7 @@ class Roster:
         self._drop(owner, f"another instance, at {url}, has taken its name")
 
     def drain(self, name: str) -> Member:
-        """Gives an instance nothing new; it leaves the pool when it has finished what it has.
+        """Gives an instance no new requests; it leaves the pool when its running ones have finished.
 
         Raises:
             UnknownInstance: there is none of that name or URL.
@@ -161,7 +161,7 @@ class Roster:
         return member
 
     def remove(self, name: str) -> Member:
-        """Drops an instance at once; what it has begun goes on at others.
+        """Drops an instance at once; its running requests are continued by other instances.
 
         Raises:
             UnknownInstance: there is none of that name or URL.
@@ -176,7 +176,7 @@ class Roster:
         self._act(member, self._membership.removed(member.standing, reason))
 
     def _act(self, member: Member, transition: Transition) -> None:
-        """What follows from a transition."""
+        """Applies the consequences of a transition."""
         if transition.ends_requests:
             for request in list(member.requests):
                 request.cancel()
@@ -187,38 +187,38 @@ class Roster:
             logger.warning("%s leaves service, %d of %d left: %s", member.url, left, len(self.members), member.reason)
         self.router.wake()
 
-    # What is found out about an instance
+    # Facts about an instance
 
     def note_answer(self, member: Member, version: WeightVersion, boot_id: str | None) -> None:
-        """It says which weights it holds and which process it is; it may come back by that."""
+        """It reports the weights it holds and its process; it may return to service by that."""
         transition = self._membership.answered(member.standing, version, boot_id)
         if transition.after == "ready" and transition.before != "ready":
             logger.info("%s is back in service: it holds weight version %s", member.url, version)
         self._act(member, transition)
 
     def note_process(self, member: Member, boot_id: str | None) -> None:
-        """It answered as this process, which may be another one than before."""
+        """It responded as this process, which may be another one than before."""
         if (transition := self._membership.seen(member.standing, boot_id)) is not None:
             self._act(member, transition)
 
     def vouch_for(self, member: Member, version: WeightVersion, boot_id: str) -> None:
-        """The main leader has put this process in service with `version`: it may join here, too."""
+        """The main leader has put this process in service with `version`: it may join here too."""
         self._membership.vouched(member.standing, version, boot_id)
 
     def note_unwell(self, member: Member, reason: str) -> None:
-        """Its health check has failed for too long, though it answers."""
+        """Its health check has failed for too long, but it responds."""
         self._act(member, self._membership.unwell(member.standing, reason))
 
     def note_lost(self, member: Member, reason: str) -> None:
-        """It does not answer: what it had begun goes on elsewhere, until it answers again."""
+        """It does not respond: other instances continue its requests, until it responds again."""
         self._act(member, self._membership.lost(member.standing, reason))
 
     def note_useless(self, member: Member, reason: str) -> None:
-        """It answers, but cannot serve this run as it is."""
+        """It responds, but cannot serve this run in its present state."""
         self._act(member, self._membership.useless(member.standing, reason))
 
     def note_failure(self, member: Member, reason: str) -> None:
-        """Something shows that it must not serve the version in training: it is out until the next publish."""
+        """It must not serve the version in training: it is out until the next publish."""
         self._act(member, self._membership.failed(member.standing, reason))
 
     def may_be_admitted(self, member: Member) -> bool:
@@ -226,7 +226,7 @@ class Roster:
         return self.can_be_joined and self._membership.may_be_admitted(member.standing)
 
     def note_admitted(self, member: Member, version: WeightVersion, boot_id: str | None) -> None:
-        """This process was given the weights in training; it serves, unless a publish has begun meanwhile."""
+        """This process received the weights in training; it serves, unless a publish has begun meanwhile."""
         transition = self._membership.admitted(member.standing, version, boot_id)
         if transition is not None:
             logger.info("%s joins in the middle of a period with weight version %s", member.url, version)
@@ -234,11 +234,11 @@ class Roster:
             self._act(member, transition)
 
     def publish_failed(self, member: Member, reason: str) -> None:
-        """It failed a step or a check of the publish under way; it may have been given up in that before."""
+        """It failed a step or a check of the current publish; it may have been given up in it before."""
         self._act(member, self._membership.publish_failed(member.standing, reason))
 
     def request_failed(self, member: Member, sent_s: float, error: InstanceError) -> None:
-        """Takes the consequences of a failed request: most faults pass, and cost the instance a pause only."""
+        """Applies the consequences of a failed request: most faults are temporary and cause only a pause."""
         blame = blame_of(error)
         if isinstance(error, InstanceRestarted):
             self.note_process(member, error.boot_id)
@@ -254,11 +254,10 @@ class Roster:
                 member.suspicion.set()
 
     async def get_to_know(self, member: Member, timeout_s: float) -> None:
-        """Asks an instance what it speaks, before anything else is asked of it: it came later, or another server may
-        have taken its place.
+        """Learns an instance's dialect before any other call: it joined later, or another server may have replaced it.
 
         Raises:
-            InstanceError: it does not answer, or is too small for this run.
+            InstanceError: it does not respond, or its model length is too small for this run.
         """
         await member.client.learn_dialect(timeout_s)
         max_model_len = await member.client.max_model_len(timeout_s)

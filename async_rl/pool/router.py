@@ -1,8 +1,9 @@
-"""Which instance takes the next request: longest expected first, to whoever is likely to be done with it first.
+"""Assigns requests to instances: longest expected first, to the instance that is likely to finish it first.
 
-An instance gets what keeps its engine full and no more; the rest of a batch waits here, so that one that joins or is
-faster finds work (`credit.py`). Coroutines wait in `acquire`; they are woken when an instance gets room, joins or comes
-back. What an instance has taken, but not begun, may be moved to an idle one (`moves.py`). All on one event loop.
+An instance gets enough to keep its engine full and no more; the rest of a batch waits here, so that one that joins or
+is faster finds work (`credit.py`). Coroutines wait in `acquire`; they are woken when an instance has room, joins or
+returns. Requests that an instance has accepted but not started may be moved to an idle one (`moves.py`). All on one
+event loop.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from async_rl.pool.moves import next_moves
 from async_rl.types import WeightVersion
 
 MAX_PASSED_OVER = 16
-"""Waiting requests looked at that no instance with room should take, because each has failed it before."""
+"""Maximum of waiting requests skipped because each instance with room has failed them before."""
 
 
 @dataclass(slots=True, order=True)
@@ -35,9 +36,9 @@ class Router:
     """Assigns requests to the ready ones of `members`.
 
     Args:
-        max_outstanding_tokens: expected tokens under way at one instance at most; an instance without any takes a
-            request of whatever size.
-        split_tail: whether a request may be shared among instances that are idle because hardly any other waits.
+        max_outstanding_tokens: maximum of expected tokens at one instance; an idle instance takes a request of any
+            size.
+        split_tail: whether a request may be divided among instances that are idle because hardly any other waits.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class Router:
         """Waits for room for a request of `cost` tokens at an instance that serves `version`.
 
         Args:
-            expected_tokens: of its longest response; more go first.
-            num_responses: into as many requests it could be divided.
+            expected_tokens: of its longest response; requests with more go first.
+            num_responses: the number of requests it can be divided into.
             avoid: URLs of instances that get it only if no other one serves.
 
         Returns:
-            One instance, or several that each take a part of the request. Their outstanding tokens count it already;
-            the caller gives it back with `release`.
+            One instance, or several that each take a part of the request. Their outstanding tokens already include it;
+            the caller ends it with `release`.
         """
         assigned: asyncio.Future[list[Member]] = asyncio.get_running_loop().create_future()
         order = (-expected_tokens, next(self._counter))
@@ -95,21 +96,21 @@ class Router:
         return any(not waiting.assigned.done() for waiting in self._waiting)
 
     def fail(self, error: Exception) -> None:
-        """Raises `error` in everybody who waits."""
+        """Raises `error` in every waiting coroutine."""
         for waiting in self._waiting:
             if not waiting.assigned.done():
                 waiting.assigned.set_exception(error)
         self._waiting.clear()
 
     def wake(self) -> None:
-        """Looks for room soon, when everybody who starts to wait at this moment does wait: order is among them."""
+        """Schedules an assignment, after all coroutines that start to wait now are in the queue and ordered."""
         if not self._is_due and (self._waiting or any(member.requests for member in self._members())):
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._assign)
 
     @staticmethod
     def part_of(cost: int, num_parts: int) -> int:
-        """What each part of a divided request counts."""
+        """The cost of each part of a divided request."""
         return -(-cost // num_parts)
 
     def _assign(self) -> None:
@@ -149,7 +150,7 @@ class Router:
         num_parts = 1
         if self._split_tail:
             num_idle = sum(member.outstanding_tokens == 0 for member in candidates)
-            # Those that still wait get an idle instance each before this one gets a second.
+            # Each waiting request gets one idle instance before this one gets a second.
             num_parts = max(1, min(waiting.num_parts, num_idle // (1 + len(self._waiting))))
         return candidates[:num_parts]
 
@@ -160,16 +161,16 @@ class Router:
         return self._has_credit(member) and (limit is None or member.outstanding_tokens + cost <= limit)
 
     def _has_credit(self, member: Member) -> bool:
-        """Whether its engine has a place free, or will have one as soon as any response ends."""
+        """Whether its engine has a free slot, or will have one as soon as any response ends."""
         if member.num_open + self._promised.get(member, 0) >= member.credit.responses(member.client.max_concurrency):
             return False
-        # One whose newest tokens are older than a request does not show that it passes that over.
+        # If its newest tokens are older than a request, that does not show that the request is queued.
         heard_s = member.heard_s
         num_queued = sum(heard_s - request.sent_s > QUEUE_S for request in member.waiting)
         return num_queued < MAX_QUEUED
 
     def _keep_promise(self, members: Sequence[Member], num_responses: int) -> None:
-        """What was assigned is about to be sent, and counts among the member's requests from then on."""
+        """Assigned requests are about to be sent, and from then on count among the member's requests."""
         for member in members:
             left = self._promised.get(member, 0) - -(-num_responses // len(members))
             if left > 0:

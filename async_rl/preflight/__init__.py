@@ -1,7 +1,7 @@
-"""What a config, its model, data and reward can tell before any process of a run starts: everything wrong, at once.
+"""Checks a config, its model, data and reward before any process of a run starts; reports all errors together.
 
-Cheap on purpose: it imports neither torch nor transformers, reads the first rows only, and executes nothing of a
-reward. What takes longer, such as the length of every prompt, the trainer finds before it trains.
+It is fast by design: it imports neither torch nor transformers, reads the first rows only, and executes nothing of a
+reward. The trainer performs the slower checks, such as the length of every prompt, before it trains.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ __all__ = ["require_sound"]
 
 
 def require_sound(config: Config, *, trains: bool, serves: bool) -> None:
-    """Checks all that can be told beforehand.
+    """Runs all checks that are possible before a start.
 
     Args:
         trains: whether a trainer is started, and not only an evaluation.
-        serves: whether instances are started, which are told the longest prompt and response that they must take;
-            where they run already, the trainer compares the longest prompt that there is with what they take.
+        serves: whether instances are started, which get the longest prompt and response that they must accept; if they
+            are running already, the trainer compares the longest actual prompt with their limits.
 
     Raises:
-        ConfigError: with one line for each thing that cannot work.
+        ConfigError: with one line for each error.
     """
     faults: list[ConfigError] = []
     _note(faults, lambda: _require_model(config, trains, serves))

@@ -1,18 +1,18 @@
-"""Whether prompts and evaluation sets can be read, as far as their first rows tell."""
+"""Checks that prompts and evaluation sets can be read, as far as their first rows show."""
 
 from async_rl.config.sections import Config, PromptsSection
 from async_rl.data.prompts import REASONING_GYM, first_rows
 from async_rl.errors import ConfigError
 
 NUM_ROWS = 1000
-"""How many rows are looked at: enough to find a wrong column or a broken file, few enough to be read at once."""
+"""How many rows are checked: enough to find a wrong column or a broken file, few enough to be read quickly."""
 
 
 def require_prompts(config: PromptsSection) -> None:
     """Checks the first rows of `prompts.source`, and that there are enough for one batch.
 
     Raises:
-        ConfigError: it cannot be read, a row does not have what the config says, or there are too few rows.
+        ConfigError: it cannot be read, a row does not match the config, or there are too few rows.
     """
     num_rows = _look_at(config, max(NUM_ROWS, config.prompts_per_batch))
     if num_rows < config.prompts_per_batch:
@@ -26,7 +26,7 @@ def require_evaluation_sets(config: Config) -> None:
     """Checks the first rows of every evaluation set.
 
     Raises:
-        ConfigError: one cannot be read, or two have one name.
+        ConfigError: one cannot be read, or two have the same name.
     """
     names = [each.name for each in config.evaluation.sets]
     if len(set(names)) < len(names):
@@ -40,9 +40,9 @@ def require_evaluation_sets(config: Config) -> None:
 
 
 def _look_at(config: PromptsSection, max_rows: int) -> int:
-    """How many rows there are, `max_rows` at most, all of them sound."""
+    """The number of rows, `max_rows` at most; checks each of them."""
     if config.source.startswith(REASONING_GYM):
-        # One row shows whether task and options go together; the others come out of the same code.
+        # One row shows whether task and options are compatible; the same code generates the others.
         first_rows(config, 1)
         return config.num_rows
     return len(first_rows(config, max_rows))

@@ -1,11 +1,11 @@
-"""Which layouts of the training ranks are accepted: one pure rule, free of torch, for whoever wants to know beforehand.
+"""Which layouts of the training ranks are accepted: one pure rule, without torch, for all programs that check early.
 
-What passes here is what `tests/support/trainer/layout_matrix.py` compares with one rank; all else is refused by name
-before training.
+Accepted layouts are compared with one rank by `tests/support/trainer/layout_matrix.py`; all others are refused with
+the key's name before training.
 
 A placement is (tensor_parallel, pipeline_parallel, expert_parallel, sequence_parallel) over a number of ranks, which
-also says how many replicas there are. Recomputation, the distributed optimizer, tied embeddings, long groups that are
-split, and where frozen weights wait go with every placement.
+also determines the number of replicas. Recomputation, the distributed optimizer, tied embeddings, splitting of long
+groups, and the location of frozen weights work with every placement.
 """
 
 from typing import Protocol
@@ -20,7 +20,7 @@ class ExpertCount(Protocol):
 
 
 class DividedModel(Protocol):
-    """The sizes of a model that ranks divide among them."""
+    """The sizes of a model that are divided among ranks."""
 
     @property
     def num_layers(self) -> int: ...
@@ -37,10 +37,10 @@ class DividedModel(Protocol):
 
 
 def require_layout(trainer: TrainerSection, model: DividedModel, num_ranks: int) -> None:
-    """Checks that `num_ranks` training ranks can train this model as `trainer` lays them out.
+    """Checks that `num_ranks` training ranks can train this model in the layout of `trainer`.
 
     Raises:
-        ConfigError: they cannot; names the keys, the value that was expected, and the remedy.
+        ConfigError: they cannot; names the keys, the expected value, and the remedy.
     """
     trainer.num_replicas(num_ranks)
     _require_row_sharing(trainer, has_experts=model.experts is not None)
@@ -70,7 +70,7 @@ def _require_row_sharing(trainer: TrainerSection, has_experts: bool) -> None:
 
 
 def _divisions(trainer: TrainerSection, model: DividedModel) -> list[tuple[str, int, str, int]]:
-    """(key, ways, what is divided so many ways, its size)."""
+    """(key, number of ways, what is divided, its size)."""
     tensor = trainer.tensor_parallel
     divisions = [
         ("tensor_parallel", tensor, "attention heads", model.num_heads),
@@ -79,6 +79,6 @@ def _divisions(trainer: TrainerSection, model: DividedModel) -> list[tuple[str, 
         ("pipeline_parallel", trainer.pipeline_parallel, "layers", model.num_layers),
     ]
     if model.experts is None:
-        # Experts are whole on their ranks.
+        # Experts are not divided: each is whole on its rank.
         return [*divisions, ("tensor_parallel", tensor, "feed-forward size", model.ffn_size)]
     return [*divisions, ("expert_parallel", trainer.expert_parallel, "experts", model.experts.num_experts)]

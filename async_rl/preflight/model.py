@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about its model, read as JSON."""
+"""A checkpoint's model, as described by its files, read as JSON."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from async_rl.errors import ConfigError
 from async_rl.preflight.layout import require_layout
 
 FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
-"""`model_type` of the models that the trainer trains."""
+"""`model_type` of the models that the trainer supports."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -19,7 +19,7 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A checkpoint: its directory, None for one of the hub, of which only `config` and `tokenizer_config` are read."""
+    """A checkpoint: its directory, or None on the hub, where only `config` and `tokenizer_config` are read."""
 
     name: str
     directory: Path | None
@@ -55,7 +55,7 @@ class ModelFiles:
     def _of_hub(cls, name: str) -> "ModelFiles":
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise ConfigError(f"model.path {name!r} does not exist: give a Hugging Face checkpoint directory")
-        # Only here: it takes a quarter of a second to import.
+        # Imported here: the import takes a quarter of a second.
         hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
         try:
             config = Path(hub.hf_hub_download(name, "config.json"))
@@ -73,17 +73,17 @@ class ModelFiles:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether its tokenizer has one; of a checkpoint of the hub only the trainer knows for sure."""
+        """Whether its tokenizer has one; for a checkpoint on the hub only the trainer can check it."""
         if self.directory is None or "chat_template" in self.tokenizer_config:
             return True
         return any((self.directory / file).is_file() for file in TEMPLATE_FILES)
 
 
 def require_trainable(config: Config, files: ModelFiles) -> None:
-    """Checks that the trainer knows the model's architecture and that its weights are there.
+    """Checks that the trainer supports the model's architecture and that its weights are present.
 
     Raises:
-        ConfigError: not so.
+        ConfigError: one is not the case.
     """
     family = files.config.get("model_type")
     if family not in FAMILIES:
@@ -130,7 +130,7 @@ class _Experts:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What ranks divide among them; `async_rl.preflight.layout.DividedModel`."""
+    """The sizes that are divided among ranks; `async_rl.preflight.layout.DividedModel`."""
 
     num_layers: int
     num_heads: int
@@ -141,14 +141,14 @@ class _Sizes:
 
 
 def require_divisible(config: Config, files: ModelFiles) -> None:
-    """Checks that the training ranks of `async-rl run` can divide the model, where its config has all sizes.
+    """Checks that the training ranks of `async-rl run` can divide the model, if its config has all sizes.
 
     Raises:
         ConfigError: they cannot.
     """
     names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
     sizes = [files.config.get(name) for name in names]
-    # Saved anew by transformers 5, a checkpoint has the second name.
+    # A checkpoint saved again by transformers 5 has the second name.
     experts = files.config.get("num_experts", files.config.get("num_local_experts"))
     layers, heads, kv_heads, vocabulary, ffn = (size if isinstance(size, int) else 0 for size in sizes)
     if all(isinstance(size, int) for size in sizes) and isinstance(experts, int | None):

@@ -1,4 +1,4 @@
-"""Whether a run may write where it is told to."""
+"""Checks that a run may write to its configured directories."""
 
 import os
 from pathlib import Path
@@ -10,10 +10,10 @@ from async_rl.tracking.run_lock import require_unlocked
 
 
 def require_places(config: Config) -> None:
-    """Checks `run.dir` and `publish.snapshot_dir`; makes neither.
+    """Checks `run.dir` and `publish.snapshot_dir`; creates neither.
 
     Raises:
-        ConfigError: one cannot be made or written, or `run.dir` holds another run, or is in use by one.
+        ConfigError: one cannot be created or written, or `run.dir` has records of another run, or is in use by one.
     """
     _require_directory("run.dir", config.run.dir)
     require_no_records(config.run)
@@ -23,7 +23,7 @@ def require_places(config: Config) -> None:
 
 
 def _require_directory(key: str, path: Path) -> None:
-    """That `path` is a directory that can be written to, or can be made."""
+    """Checks that `path` is a directory that can be written to, or can be created."""
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not existing.is_dir():
         raise ConfigError(f"{key} is {str(path)!r}, but {str(existing)!r} is a file: name a directory")

@@ -1,6 +1,6 @@
-"""Whether a reward is there, told from the text of its file: nothing of it is executed.
+"""Checks from the text of its file that a reward exists; nothing of it is executed.
 
-What goes wrong while the file is loaded its worker process says (`async_rl.rewards`).
+Errors during the loading of the file are reported by its worker process (`async_rl.rewards`).
 """
 
 import ast
@@ -19,14 +19,14 @@ BUILT_IN = {
 """Name -> the module that it needs, and what to install for it."""
 
 OPEN_ENDED = {"exec", "globals", "setattr", "vars", "__getattr__"}
-"""Whoever uses one of these may give a module names that its text does not show."""
+"""Code that uses one of these may give a module names that its text does not show."""
 
 
 def require_reward(config: RewardSection) -> None:
     """Checks that `reward.name` is a reward that exists.
 
     Raises:
-        ConfigError: it does not; of a `python:` reward it names the file and, where it can, the line.
+        ConfigError: it does not; for a `python:` reward it names the file and, if possible, the line.
     """
     name = config.name
     if name.startswith(PREFIX):
@@ -75,7 +75,7 @@ def _parse(name: str, path: Path) -> ast.Module:
 
 
 def _packages(statement: ast.stmt) -> list[str]:
-    """The packages that a statement of the module surely imports; what stands in a try or an if may be left out."""
+    """The packages that a statement of the module certainly imports; imports in a try or an if are optional."""
     if isinstance(statement, ast.Import):
         return [alias.name.partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
@@ -84,7 +84,7 @@ def _packages(statement: ast.stmt) -> list[str]:
 
 
 def _is_there(package: str, folder: Path) -> bool:
-    """Whether a package, or a neighbour of the reward's file, can be imported; without importing it."""
+    """Whether a package, or a file beside the reward's, can be imported; without importing it."""
     if (folder / f"{package}.py").is_file() or (folder / package).is_dir():
         return True
     try:

@@ -1,1 +1,1 @@
-"""What all command-line programs of the house share."""
+"""Parts that all command-line programs of this repository share."""

@@ -1,9 +1,9 @@
-"""The one parser of every command: options in any place, no abbreviations, and any key of the config as an option.
+"""The one parser of every command: options in any position, no abbreviations, and any key of the config as an option.
 
-`--name value` and `--name=value` mean the same. An option that takes a value takes the next word, whatever it looks
-like, unless that is itself an option of the command (then `--name=value` says what is meant). Words after `--` are
-positional. Keys of the config are kept apart as words `--section.key=value`, which `async_rl.config.file.load_config`
-reads and which can be handed on to other programs.
+`--name value` and `--name=value` mean the same. An option with a value takes the next word, whatever it is, unless
+that is itself an option of the command (then write `--name=value`). Words after `--` are positional. Keys of the
+config are collected separately as words `--section.key=value`, which `async_rl.config.file.load_config` reads and
+which can be passed on to other programs.
 """
 
 import argparse
@@ -38,9 +38,9 @@ class Parser(argparse.ArgumentParser):
         self._config = config
         self._separate_rest = False
         self.overrides: tuple[str, ...] = ()
-        """The keys of the config in what was parsed last, as words `--section.key=value`."""
+        """The keys of the config in the last parsed words, as words `--section.key=value`."""
         self.rest: tuple[str, ...] = ()
-        """What came after `--`, for a command that keeps it apart."""
+        """The words after `--`, for a command that keeps them separate."""
 
     def keep_rest(self) -> None:
         """Words after `--` are not for this command, but for a program that it starts: they become `rest`."""
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
     # The argument's type is argparse's.
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parses the words after the program's name; on a bad one, says so and exits with code 2."""
+        """Parses the words after the program's name; on an invalid one, prints an error and exits with code 2."""
         words = sys.argv[1:] if args is None else list(args)
         options, positional, overrides, rest = self._sort(words)
         self.overrides = tuple(overrides)
@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
         return key.takes if key else "VALUE"
 
     def _require_positional(self, word: str) -> None:
-        """Ends the program where a word looks like an option, but is none of this command's."""
+        """Ends the program if a word looks like an option, but is none of this command's."""
         name = word.partition("=")[0]
         if not name.startswith("--"):
             if name.startswith("-") and not _is_number(name) and name != "-":
@@ -126,7 +126,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Commands:
-    """A command with commands of its own, such as `async-rl fleet`; options may come before the command's name, too."""
+    """A command with subcommands, such as `async-rl fleet`; options may also come before the subcommand's name."""
 
     def __init__(self, prog: str, description: str, parsers: Mapping[str, Parser]) -> None:
         self._prog = prog
@@ -134,7 +134,7 @@ class Commands:
         self._parsers = parsers
 
     def parse(self, words: Sequence[str]) -> tuple[str, argparse.Namespace]:
-        """The command's name and its arguments; exits with code 2 on a bad one, and with 0 after showing help."""
+        """The subcommand's name and its arguments; exits with 2 on an invalid one, and with 0 after showing help."""
         command, others = self._split(words)
         if command is None:
             asked = any(word in ("-h", "--help") for word in words)
@@ -170,7 +170,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def _keys_help(config: type[BaseModel]) -> str:
-    """Every key of the config by section: what it takes, its default, what it means."""
+    """Every key of the config by section: its values, its default, its meaning."""
     keys = keys_of(config)
     lines = ["", f"{KEYS_TITLE}:"]
     for section in dict.fromkeys(key.section for key in keys.values()):

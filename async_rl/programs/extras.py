@@ -1,7 +1,7 @@
-"""Whether this interpreter has what a program needs; asked by each program before it imports what an extra brings.
+"""Checks that this interpreter has a program's requirements; called before a program imports an extra's modules.
 
-The package itself brings what its command line, its rewards and a client of the pool need. All else comes with extras,
-the `[project.optional-dependencies]` of pyproject.toml.
+The package itself installs the requirements of its command line, its rewards and a client of the pool. All others come
+with extras, the `[project.optional-dependencies]` of pyproject.toml.
 """
 
 import sys
@@ -37,7 +37,7 @@ MODULES = {
     "vllm": ("xxhash",),
     "tasks": ("math_verify", "reasoning_gym"),
 }
-"""Extra -> the modules that its packages are imported as."""
+"""Extra -> the import names of its packages."""
 
 
 def require_extras(program: str, *extras: str) -> None:

@@ -1,7 +1,7 @@
-"""How a process tells the program that started it which named error it ended with, apart from its log.
+"""Reports the named error that a process ended with to the program that started it, separately from its log.
 
-The starter sets `VARIABLE` to a path; each process below writes a file of its own beside it. torchrun has a variable
-of its own, and shows what is written there last.
+The starter sets `VARIABLE` to a path; each process it starts writes a file of its own beside it. torchrun has a
+variable of its own, and prints the last report written there.
 """
 
 import json
@@ -27,7 +27,7 @@ class Failure:
 
 
 def report_failure(error: AsyncRLError, environment: Mapping[str, str]) -> None:
-    """Writes `error` where the program that started this one looks for it, if it does; the first report stays."""
+    """Writes `error` to the files that the program that started this one reads, if set; the first report stays."""
     kind, now = type(error).__name__, time.time()
     if VARIABLE in environment:
         content = {"kind": kind, "message": str(error), "time": now}
@@ -39,7 +39,7 @@ def report_failure(error: AsyncRLError, environment: Mapping[str, str]) -> None:
 
 
 def read_failure(path: Path) -> Failure | None:
-    """What processes reported to `path`, the value of their `VARIABLE`: the first error that is not a consequence."""
+    """The processes' reports to `path`, the value of their `VARIABLE`: the first error that is not a consequence."""
     reports = [json.loads(file.read_text()) for file in path.parent.glob(f"{path.name}.*[0-9]")]
     reports.sort(key=lambda report: (report["kind"] == LeaderFailed.__name__, report["time"]))
     return Failure(reports[0]["kind"], reports[0]["message"]) if reports else None

@@ -1,1 +1,1 @@
-"""Trainer against rollout log-probs: their statistics, and which of them noise explains."""
+"""Statistics of trainer against rollout log-probs, and which differences noise explains."""

@@ -1,8 +1,8 @@
 """What log-prob gaps prove: limits for batches and instances, from the dtype and the number of tokens.
 
-An engine and the trainer that hold the same weights still compute each log-prob along another path of roundings. The
-size of that noise follows from the dtype (`noise_scale`); how exactly n tokens show it, from n. `docs/proof.md` has the
-derivation, what was measured, and which difference of weights is found with how many tokens.
+An engine and the trainer with the same weights still compute each log-prob with different roundings. The size of that
+noise follows from the dtype (`noise_scale`); its accuracy over n tokens follows from n. `docs/proof.md` has the
+derivation, the measurements, and which difference of weights is found with how many tokens.
 """
 
 import math
@@ -17,45 +17,45 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9}
 """Largest relative error of rounding to nearest."""
 
 LOGIT_SCALE = 32.0
-"""Logits of language models lie within about +- 32, and a logit is rounded relative to its own size."""
+"""Logits of language models are within about +- 32, and a logit is rounded relative to its own size."""
 
 SUMMATION = {"float32": 64.0, "bfloat16": 1.0}
 """Growth of the error in a dot product of n terms, sqrt(n) for n = 4096. Kernels for bfloat16 sum in float32."""
 
 HEADROOM = 2.0
-"""A sound engine may have so many times the noise scale. Mixtures of experts were reported at 0.9 of it (docs)."""
+"""A correct engine may have this many times the noise scale. Mixtures of experts were reported at 0.9 of it (docs)."""
 
 SIGMAS = 6.0
-"""How many standard errors lie between what is expected and a violation: a batch in 10^9 if they were normal."""
+"""Standard errors between the expected value and a violation: a batch in 10^9 if they were normal."""
 
 SPREAD = 100.0
 """Variance of d^2 over the squared mean of d^2, in units of one over the tokens: 3 for independent normal d times the
 weight of tails (a kurtosis of about 30), and about 4 neighbouring tokens that share their error."""
 
 SHARED_ERROR = 4.0
-"""So many neighbouring tokens count as one where means are concerned: they share a prefix, and its rounding."""
+"""This many neighbouring tokens count as one for means: they share a prefix, and its rounding."""
 
 CLIP = 8.0
-"""|d| counts up to so many times the asymptotic limit: one token that routing sent to another expert is no proof."""
+"""|d| is cut at this many times the asymptotic limit: one token routed to another expert is no proof."""
 
 MIN_TOKENS = 256
-"""Fewer prove nothing: one token at the clip would be the whole sum."""
+"""Fewer prove nothing: one token at the clip would dominate the sum."""
 
 MIN_UNIT_TOKENS = 16
-"""What a group has at an instance counts in the comparison of instances from so many tokens on."""
+"""Minimum of a group's tokens at an instance for the comparison of instances."""
 
 PEER_FACTOR = 2.0
-"""An instance with less than so many times its peers' RMS may be another kind of engine or device."""
+"""An instance with less than this many times its peers' RMS may be another kind of engine or device."""
 
 KIND_FACTOR = 1.5
-"""Another kind of engine or device may be so many times as noisy: its groups' RMS are divided by it before they are
-ranked, or among many batches one would accuse it for what is expected of it."""
+"""Another kind of engine or device may have this many times the noise: its groups' RMS are divided by it before
+ranking, or among many batches one would report it for noise that is expected of it."""
 
 PEER_FLOOR = 0.25
-"""Below this part of the noise scale instances are not compared: kinds of engines differ there for good reasons."""
+"""Below this part of the noise scale instances are not compared: different kinds of engines may differ there."""
 
 PEER_SIGMAS = 4.0
-"""Of the rank test between an instance's groups and its peers', one-sided: 3e-5 if groups were shared out at random."""
+"""Of the rank test between an instance's groups and its peers', one-sided: 3e-5 if groups were assigned at random."""
 
 
 def noise_scale(dtype: str) -> float:
@@ -65,7 +65,7 @@ def noise_scale(dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What one group has at one instance: the unit of the comparison of instances."""
+    """One group's gaps at one instance: the unit of the comparison of instances."""
 
     instance: str
     gaps: LogprobGaps
@@ -82,16 +82,16 @@ class NoiseLimits:
         return CLIP * HEADROOM * self.noise
 
     def largest_rms(self, num_tokens: int) -> float:
-        """Of n tokens: an honest RMS, and how much n tokens may scatter around it."""
+        """Of n tokens: a correct engine's RMS, and how much n tokens may scatter around it."""
         return HEADROOM * self.noise * math.sqrt(1 + SIGMAS * math.sqrt(SPREAD / num_tokens))
 
     def largest_mean(self, num_tokens: int) -> float:
-        """Of n tokens: honest noise lowers log-probs by half its variance; the rest is the mean's standard error."""
+        """Of n tokens: rounding noise lowers log-probs by half its variance; the rest is the mean's standard error."""
         rms = HEADROOM * self.noise
         return rms * rms / 2 + SIGMAS * rms * math.sqrt(SHARED_ERROR / num_tokens)
 
     def excesses(self, whose: str, gaps: LogprobGaps) -> list[str]:
-        """What is too large to be noise, in words; nothing where there are too few tokens to tell."""
+        """Messages for figures too large to be noise; none if there are too few tokens."""
         if gaps.count < MIN_TOKENS or not math.isfinite(self.noise):
             return []
         figures = (
@@ -110,7 +110,7 @@ class NoiseLimits:
         ]
 
     def outliers(self, units: Sequence[Unit]) -> list[str]:
-        """The instances that deviate from their peers, in words: see `docs/proof.md` for what it takes."""
+        """Messages for instances that deviate from their peers; see `docs/proof.md` for the criteria."""
         by_instance: dict[str, list[LogprobGaps]] = {}
         for unit in units:
             if unit.instance != MIXED and unit.gaps.count >= MIN_UNIT_TOKENS:
@@ -133,12 +133,12 @@ class NoiseLimits:
 
 
 def noise_limits(section: TrainSection, dtype: str) -> NoiseLimits:
-    """Those of a run that trains in `dtype`."""
+    """The limits of a run that trains in `dtype`."""
     return NoiseLimits(noise_scale(dtype) if section.logprob_noise is None else section.logprob_noise)
 
 
 def rank_sigmas(own: Sequence[float], others: Sequence[float]) -> float:
-    """How far `own` lie above `others`, by Wilcoxon's rank sum, in standard errors of the sum under no difference."""
+    """How far `own` are above `others`, by Wilcoxon's rank sum, in standard errors of the sum under no difference."""
     values = sorted([*own, *others])
     ranks: dict[float, float] = {}
     for place, value in enumerate(values):
@@ -160,7 +160,7 @@ def _counts(values: Sequence[float]) -> list[int]:
 
 
 def unjudged(total: LogprobGaps, by_instance: Mapping[str, LogprobGaps]) -> str | None:
-    """What the numbers of a batch cannot show, in words, or None."""
+    """Why the tokens of a batch are too few for a judgement, or None."""
     if total.count < MIN_TOKENS:
         return f"{total.count} response tokens are too few to judge log-probs by, {MIN_TOKENS} are needed"
     few = sorted(url for url, gaps in by_instance.items() if gaps.count < MIN_TOKENS)

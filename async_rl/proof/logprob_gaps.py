@@ -1,7 +1,7 @@
 """How far the trainer's log-probs of sampled tokens are from the rollout's, as sums that add up.
 
 d = trainer - rollout, of one token, in nats. `trainer/logprob_gaps.py` sums over a rank's micro-batches; the rows of a
-batch add up to each instance's figures and to the batch's; nothing is kept per token. `gap_limits.py` judges them.
+batch sum to each instance's figures and to the batch's; nothing is kept per token. `gap_limits.py` judges them.
 """
 
 import math
@@ -11,21 +11,21 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 BINS_PER_OCTAVE = 8
-"""|d| is counted in bins whose bounds are 9% apart: so exact is a quantile."""
+"""|d| is counted in bins whose bounds are 9% apart, which is the accuracy of a quantile."""
 
 SMALLEST = 2.0**-40
 """Up to it, |d| is in bin 0; bin i ends at SMALLEST x 2^(i / BINS_PER_OCTAVE)."""
 
 MIXED = "several instances"
-"""Stands for the instance of a response that more than one request made: its record names only the last one's."""
+"""The instance of a response that several requests generated: its record names only the last one's."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobGaps:
-    """Sums over `count` tokens with a finite d; `num_bad` more have none, because one of the log-probs is no number.
+    """Sums over `count` tokens with a finite d; `num_bad` more have none, because one of the log-probs is not finite.
 
     `clipped_sum` and `clipped_squares` are of d cut at +- the clip of the run (see `gap_limits.NoiseLimits`), which
-    bounds what one token can do to them. `bins` holds pairs (bin of |d|, tokens in it).
+    bounds the influence of one token. `bins` has pairs (bin of |d|, tokens in it).
     """
 
     count: int = 0
@@ -76,16 +76,16 @@ class LogprobGaps:
 
     @property
     def k1(self) -> float:
-        """KL(rollout || trainer) by the mean of -d: without bias, noisy."""
+        """KL(rollout || trainer) as the mean of -d: unbiased, noisy."""
         return -self.mean
 
     @property
     def k3(self) -> float:
-        """The same by the mean of exp(d) - 1 - d, which is never negative and has less noise."""
+        """The same as the mean of exp(d) - 1 - d, which is never negative and less noisy."""
         return self.k3_sum / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """The |d| below or at which `share` of the tokens are: the upper bound of its bin, at most the largest."""
+        """The |d| at or below which `share` of the tokens are: the upper bound of its bin, at most the largest."""
         seen = 0
         for number, count in self.bins:
             seen += count
@@ -94,7 +94,7 @@ class LogprobGaps:
         return 0.0
 
     def figures(self) -> dict[str, float]:
-        """What the records show of them."""
+        """The figures in the records."""
         return {
             "tokens": self.count,
             "mean": self.mean,

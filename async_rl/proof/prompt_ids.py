@@ -1,7 +1,7 @@
-"""The prompt ids of a batch in a row of `ledger.jsonl`: short where that is possible, and always as a digest.
+"""The prompt ids of a batch in a row of `ledger.jsonl`: as a short list if possible, and always as a digest.
 
-`as_runs` turns ids, in the order of their places, into a list that has one entry for each run of consecutive row
-numbers: `["0-63", "70"]`. Rows that were written before there were runs list every id; `from_runs` reads both.
+`as_runs` turns ids, ordered by index, into a list that has one entry for each run of consecutive row numbers:
+`["0-63", "70"]`. Older rows, written before there were runs, list every id; `from_runs` reads both.
 """
 
 import hashlib
@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterable, Sequence
 
 MAX_CHARACTERS = 2048
-"""Of all entries: some 200 numbers in a shuffled order. A longer list would make the ledger grow with the batch."""
+"""Of all entries: about 200 numbers in a shuffled order. A longer list would make the ledger grow with the batch."""
 
 _RUN = re.compile(r"(0|[1-9][0-9]*)-(0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 
 
 def as_runs(prompt_ids: Sequence[str]) -> list[str] | None:
-    """The ids, runs of consecutive numbers as `first-last`; None if they are too many, or one would read as a run."""
+    """The ids, runs of consecutive numbers as `first-last`; None if they are too long, or one looks like a run."""
     runs: list[str] = []
     first = last = -1
     for prompt_id in prompt_ids:
@@ -33,7 +33,7 @@ def as_runs(prompt_ids: Sequence[str]) -> list[str] | None:
 
 
 def from_runs(runs: Iterable[str]) -> list[str]:
-    """The ids that `as_runs` was given."""
+    """The ids from which `as_runs` made these runs."""
     prompt_ids: list[str] = []
     for entry in runs:
         if match := _RUN.fullmatch(entry):
@@ -44,5 +44,5 @@ def from_runs(runs: Iterable[str]) -> list[str]:
 
 
 def digest_of_ids(prompt_ids: Iterable[str]) -> str:
-    """SHA-256, in hexadecimal, of the ids in the order of their places, each with a line feed after it."""
+    """SHA-256, in hexadecimal, of the ids ordered by index, each followed by a line feed."""
     return hashlib.sha256("".join(f"{prompt_id}\n" for prompt_id in prompt_ids).encode()).hexdigest()

@@ -1,1 +1,1 @@
-"""The bodies and paths of the wire: vLLM's RL protocol, and the fleet endpoint's own routes."""
+"""Bodies and paths of the HTTP protocols: vLLM's RL protocol, and the fleet endpoint's own routes."""

@@ -7,13 +7,13 @@ from pydantic import ConfigDict, Field
 from async_rl.protocol.body import BaseUrl, Body
 
 InstanceState = Literal["joining", "ready", "draining", "stale", "dead"]
-"""joining: known, without weights of this run yet; ready: serves the version in training; draining: finishes what it
-has, takes nothing new; stale: answers, but holds other weights until the next publish; dead: does not answer."""
+"""joining: known, without weights of this run yet; ready: serves the version in training; draining: finishes its
+requests, takes no new ones; stale: responds, but has other weights until the next publish; dead: does not respond."""
 
 
 class InstanceInfo(Body):
-    """What the fleet knows of one instance. `reason` says why it is not ready; while it is, `boot_id` names the process
-    that was put in service with `version`."""
+    """The fleet's information about one instance. `reason`: why it is not ready; while it is, `boot_id` names the
+    process that was put in service with `version`."""
 
     name: str
     url: str
@@ -37,13 +37,13 @@ class FleetInfo(Body):
 
 
 class FleetBody(Body):
-    """Bodies that change the fleet: a misspelt key must not pass for a default."""
+    """Bodies that change the fleet: a misspelt key must not be taken for a default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RegisterRequest(FleetBody):
-    """POST /fleet/register, again and again: the instance at `url` is there. `boot_id` is new with each start of it."""
+    """POST /fleet/register, periodically: the instance at `url` is running. `boot_id` is new with each start of it."""
 
     url: BaseUrl
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
@@ -72,7 +72,7 @@ class NameRequest(FleetBody):
 
 
 class SyncRequest(FleetBody):
-    """POST /fleet/sync: what another leader of the same run has under way at each instance, by URL, in tokens."""
+    """POST /fleet/sync: another leader's outstanding tokens at each instance of the same run, by URL."""
 
     leader: int = Field(ge=1)
     outstanding_tokens: dict[str, Annotated[int, Field(ge=0, le=2**53)]]

@@ -1,8 +1,8 @@
 """Request and response bodies of an inference instance: the part of vLLM's RL HTTP protocol (0.32) a trainer needs.
 
-Both ends import this module: `async_rl.instance.client` sends these, `inference_service` answers them, and a stock
-`vllm serve` with its RL routes on understands them too. Unknown fields in answers are ignored, so a newer server can
-say more.
+Both ends import this module: `async_rl.instance.client` sends these, `inference_service` responds to them, and a stock
+`vllm serve` with its RL routes enabled understands them too. Unknown fields in responses are ignored, so a newer
+server can add some.
 """
 
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ class SamplingParams(Body):
     """How to sample; the fields, names and defaults of vLLM. Child j of `n` uses `seed + j`.
 
     `logprobs`: None for none, 0 for the sampled token's own, k for the top k as well. `top_k` 0 or -1 means off.
-    `stream_interval`: a streaming answer has a chunk for every so many tokens of a response.
+    `stream_interval`: the number of tokens of a response in each chunk of a streaming response.
     """
 
     n: int = Field(1, ge=1, le=1024)
@@ -78,11 +78,11 @@ class GenerateChoice(Body):
 
 
 class GenerateChunk(Body):
-    """One `data:` event of a streaming answer, which ends with `data: [DONE]`.
+    """One `data:` event of a streaming response, which ends with `data: [DONE]`.
 
-    `token_ids` and `logprobs` of a choice are what is new; `finish_reason` is null until its last chunk.
+    `token_ids` and `logprobs` of a choice are the new ones; `finish_reason` is null until its last chunk.
     `weight_versions` covers the whole output of the choice so far. vLLM sends it with the last chunk only, the embedded
-    engine with every chunk, so that a client notices a chunk that was lost or came twice.
+    engine with every chunk, so that a client detects lost and repeated chunks.
     """
 
     request_id: str
@@ -107,7 +107,7 @@ class GenerateResponse(Body):
 class InitInfo(Body):
     """How a worker joins the trainer's weight group: worker rank = rank_offset + its rank in the instance.
 
-    `secret` is of this group alone; only who knows it can enter the store at the master address.
+    `secret` is of this group only; a client must know it to connect to the store at the master address.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

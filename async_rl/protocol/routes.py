@@ -1,4 +1,4 @@
-"""Paths, worker methods and headers of the wire: vLLM's RL HTTP protocol (0.32), and the fleet endpoint's."""
+"""Paths, worker methods and headers: vLLM's RL HTTP protocol (0.32), and the fleet endpoint's."""
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
@@ -19,16 +19,16 @@ ABORT_REQUESTS = "/abort_requests"
 COLLECTIVE_RPC = "/collective_rpc"
 
 FINGERPRINT_METHOD = "weight_fingerprint"
-"""Worker method behind `/collective_rpc` that answers with the fingerprint of the last received weight stream."""
+"""Worker method behind `/collective_rpc` that returns the fingerprint of the last received weight stream."""
 
 OPTIONS_METHOD = "engine_options"
-"""Worker method of vLLM's servers that says what of their start decides how weights are loaded, in words."""
+"""Worker method of vLLM's servers that describes their start options that decide how weights are loaded."""
 
 NOTE_VERSION_METHOD = "note_weight_version"
-"""Worker method of servers that keep no weight version themselves (vLLM 0.23): keeps the one given as only argument."""
+"""Worker method of servers without weight versions (vLLM 0.23): stores the one given as its only argument."""
 
 NOTED_VERSION_METHOD = "noted_weight_version"
-"""Worker method that answers with the version noted last; "default" in a fresh worker."""
+"""Worker method that returns the version noted last; "default" in a new worker."""
 
 FLEET = "/fleet"
 FLEET_REGISTER = "/fleet/register"
@@ -39,17 +39,17 @@ FLEET_SYNC = "/fleet/sync"
 """The trainer's own routes, see `async_rl.fleet`: GET /fleet lists the instances, the others change the fleet."""
 
 BOOT_ID_HEADER = "X-Async-RL-Boot-Id"
-"""Of every answer of the embedded engine's server and of a vLLM that our launcher started: names the process, new with
-each start. Of another vLLM, `process_start_time_seconds` of its /metrics does."""
+"""In every response of the embedded engine's server and of a vLLM that our launcher started: names the process, new
+with each start. For other vLLM servers, `process_start_time_seconds` of their /metrics is used."""
 
 MAX_CONCURRENCY_HEADER = "X-Async-RL-Max-Concurrency"
-"""Beside it: how many responses the engine generates at once."""
+"""In the same responses: how many responses the engine generates concurrently."""
 
 OWNED_BY_EMBEDDED = "async-rl"
 """`owned_by` of the embedded engine's model card; vLLM's is "vllm"."""
 
 PROTOCOL_VERSION = "0.32.0"
-"""The dialect the embedded engine speaks; its `/version` answers so, and a client chooses its dialect by it."""
+"""The release whose dialect the embedded engine implements; its `/version` reports it, and clients select by it."""
 
 NEEDS_WEIGHTS = "weights"
-"""`param` of a 503 of /health: the instance holds half an update, and serves again after a whole one."""
+"""`param` of a 503 of /health: the instance has an incomplete weight update, and serves again after a complete one."""

@@ -1,1 +1,1 @@
-"""The trainer's end of a publish: one weight version to all instances."""
+"""The trainer's side of a publish: one weight version to all instances."""

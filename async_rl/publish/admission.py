@@ -1,4 +1,4 @@
-"""Admits instances that come after a publish: they load the current weights from its snapshot."""
+"""Admits instances that join after a publish: they load the current weights from its snapshot."""
 
 import asyncio
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from async_rl.types import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a late joiner gets: the version in training, where to read it (`info.snapshot`), and what it then has."""
+    """Given to a late joiner: the version in training, where to read it (`info.snapshot`), and its fingerprint."""
 
     version: WeightVersion
     info: UpdateInfo
@@ -29,13 +29,13 @@ class Admission:
         self._probes = config.probe_tokens > 0
         self.offer: Offer | None = None
         self.canary: Canary | None = None
-        """Kinds of engines that it has not seen wait for it."""
+        """A late joiner of a kind of engine that it has not checked waits for the next publish."""
 
     async def admit(self, member: Member) -> None:
-        """Puts the current weights on `member` within `publish.timeout_s`: the next publish waits for it.
+        """Loads the current weights into `member` within `publish.timeout_s`; the next publish waits for it.
 
-        An engine that is compared with the trainer by log-probs has to wait for the next publish: the trainer scores
-        with all its ranks, in between two batches only.
+        An engine that is compared with the trainer by log-probs has to wait for the next publish: the trainer computes
+        log-probs with all its ranks, which is possible only between two batches.
 
         Raises:
             InstanceError: it cannot join before the next publish, or it failed a step.

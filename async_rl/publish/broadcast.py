@@ -1,6 +1,6 @@
-"""Moves a weight stream to many instances at once, through a weight group that is kept from publish to publish.
+"""Sends a weight stream to many instances at once, through a weight group that is kept from publish to publish.
 
-    join the weight group, unless it is still the right one -> everybody receives, the main thread broadcasts
+    form the weight group, unless the present one is still right -> all instances receive, the main thread broadcasts
 
 An instance that breaks the group is named and left out; the caller then tries again with the rest, in a new group.
 """
@@ -21,15 +21,15 @@ from async_rl.publish.rendezvous import Rendezvous, WeightRoom, sender_address
 from async_rl.weights.stream import MakeStream
 
 Drop = Callable[[Mapping[Member, InstanceError]], None]
-"""Takes instances out of the publish, each with what it did."""
+"""Takes instances out of the publish, each with its error."""
 
 POLL_S = 0.002
 EARLY = 0.8
-"""Who refuses to join within this part of the timeout does so for a reason of its own."""
+"""An instance that refuses to join within this part of the timeout has a reason of its own."""
 
 
 class Broadcast:
-    """The sender; one call at a time, from the main thread."""
+    """The sending side; one call at a time, from the main thread."""
 
     def __init__(self, loop: EventLoopThread, config: PublishSection, backend: str, drop: Drop) -> None:
         self._loop = loop
@@ -39,9 +39,9 @@ class Broadcast:
         self._room: WeightRoom | None = None
 
     def move(self, members: Sequence[Member], info: UpdateInfo, make_stream: MakeStream) -> str | None:
-        """One try to send the stream to all of `members`: its fingerprint, or None if the group did not hold.
+        """One attempt to send the stream to all of `members`; returns its fingerprint, or None if the group broke.
 
-        Drops those that prevented it, at least one, or that failed without harm to the others.
+        Drops the instances that prevented it, at least one, and those that failed without affecting the others.
 
         Raises:
             PublishError: the group broke, though no instance failed.
@@ -60,12 +60,12 @@ class Broadcast:
                 self._drop(calls.settle(timeout_s + ANSWER_MARGIN_S))
             else:
                 failures = self._break_off(calls)
-                # Who fails first breaks the others' connections; they are not to blame.
+                # The first failure breaks the connections of the other instances, which are not to blame.
                 self._drop_guilty(failures, list(failures)[:1], problem)
             return fingerprint
         finally:
             if calls.cancel():
-                # The stream itself failed or the user gave up, with receivers waiting for the rest.
+                # The stream itself failed or the user interrupted it, with receivers waiting for the rest.
                 self.close()
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Broadcast:
             self._room = None
 
     def _is_room_of(self, members: Sequence[Member]) -> bool:
-        """Whether the group is of exactly these instances, and none of them can have been started again since."""
+        """Whether the group has exactly these instances, and none of them may have been restarted since."""
         is_same = self._room is not None and self._room.members == set(members)
         return is_same and all(member.state == "ready" for member in members)
 
@@ -102,7 +102,7 @@ class Broadcast:
         try:
             while not meeting.wait(POLL_S) and not calls.failures():
                 pass
-            # Late refusals only say that somebody else did not come.
+            # Late refusals only mean that another instance did not join.
             refused = calls.failures() if time.monotonic() < deadline else {}
             if refused:
                 meeting.call_off(len(refused))
@@ -117,7 +117,7 @@ class Broadcast:
         return self._room is not None and not failures
 
     def _routes(self, members: Sequence[Member]) -> dict[Member, str]:
-        """The address of this host from which the way to each instance begins; drops those without one."""
+        """The source address of this host's route to each instance; drops those without a route."""
         routes, failures = {}, {}
         for member in members:
             try:
@@ -128,7 +128,7 @@ class Broadcast:
         return routes
 
     def _all_accept(self, calls: InstanceCalls[None]) -> bool:
-        """Waits until every worker is about to receive; otherwise breaks the group off and drops who refuses."""
+        """Waits until every worker is ready to receive; otherwise ends the group and drops instances that refuse."""
         assert self._room is not None
         deadline = time.monotonic() + self._config.timeout_s
         while missing := self._room.missing():
@@ -147,12 +147,12 @@ class Broadcast:
         return True
 
     def _break_off(self, calls: InstanceCalls[None]) -> dict[Member, InstanceError]:
-        """Ends an update for everybody; how each one's call failed. Those that live notice the closed group at once."""
+        """Ends an update for all instances and returns their errors. Live ones notice the closed group at once."""
         self.close()
         return calls.settle(ANSWER_MARGIN_S)
 
     def _send(self, make_stream: MakeStream) -> tuple[str, None] | tuple[None, str]:
-        """Broadcasts the stream: its fingerprint, or what broke the group.
+        """Broadcasts the stream; returns its fingerprint, or the error that broke the group.
 
         The error is returned as text, because its traceback would keep the broken group's connections open.
         """
@@ -163,7 +163,7 @@ class Broadcast:
             return None, str(error)
 
     def _drop_guilty(self, failures: Mapping[Member, InstanceError], suspects: Iterable[Member], problem: str) -> None:
-        """Drops who broke a group: those that are unreachable, else the suspects."""
+        """Drops the instances that broke a group: those that are unreachable, else the suspects."""
         if not failures:
             raise PublishError(f"the weight group broke, though no instance failed: {problem}")
         unreachable = {m: error for m, error in failures.items() if isinstance(error, InstanceUnreachable)}

@@ -1,9 +1,9 @@
-"""A loading canary: shows, once for each kind of engine, that every class of tensors reaches what it computes with.
+"""A loading canary: checks, once per kind of engine, that every class of tensors reaches the engine's computation.
 
-Before the first batch the publisher brings a copy of the weights in which every class (embedding, head, each norm, q,
-k, v, ...) is changed, and asks the instances for tokens. The trainer scores these tokens under the same weights, and
-under those in which one class is left as it was: what an engine with a stale copy of that class would answer. An engine
-passes if it is nearer to the first than to any of the others, and otherwise is named with the nearest class.
+Before the first batch the publisher sends a copy of the weights in which every class (embedding, head, each norm, q,
+k, v, ...) is changed, and samples tokens from the instances. The trainer computes these tokens' log-probs under the
+same weights, and under those in which one class is unchanged: the result of an engine with a stale copy of that class.
+An engine passes if it is nearer to the first than to any of the others, and otherwise is named with the nearest class.
 """
 
 import asyncio
@@ -24,28 +24,28 @@ from async_rl.types import WeightVersion
 log = logging.getLogger(__name__)
 
 Kind = str
-"""What tells engines apart that load weights in different ways: server, version, workers and their options, dtype."""
+"""Distinguishes engines that load weights in different ways: server, version, workers and their options, dtype."""
 
 Samples = Sequence[tuple[tuple[int, ...], tuple[float, ...]]]
 """(tokens, log-probs) of each response."""
 
 ALL_STRENGTHS = 3
-"""How much a class may be changed: 1 is the least."""
+"""The largest strength of a class's change; 1 is the smallest."""
 
 NUM_TOKENS = 64
-"""Sampled from each instance: enough that a few tokens which a router sent elsewhere do not decide."""
+"""Sampled from each instance: enough that a few tokens with a different MoE routing are not decisive."""
 
 MAX_PROMPT_TOKENS = 128
-"""Attention needs some context to show its weights in; a long one only costs time."""
+"""Attention needs some context for its weights to matter; a long one only costs time."""
 
 VISIBLE = 6.0
-"""A class is visible where leaving it out moves log-probs by so many times the noise scale, on average per token."""
+"""A class is visible if leaving it out changes log-probs by this many times the noise scale, on average per token."""
 
 MARGIN = 1.5
-"""So much more visible a class is made on the prompt's tokens, as it may be less so on those that are sampled."""
+"""Factor by which a class must be more visible on the prompt's tokens, as it may be less so on sampled ones."""
 
 CLEARLY = 2.0
-"""What an engine answers is clearly nearer to one thing than to another if its distance is so many times smaller."""
+"""An engine's log-probs are clearly nearer to one set than to another if the distance is this many times smaller."""
 
 EVERYTHING = "every tensor"
 SEED = 0
@@ -60,7 +60,7 @@ class CanaryTrainer(Protocol):
     def one_tensor(self) -> Sequence[str]: ...
 
     def change(self, strengths: Mapping[str, int]) -> None:
-        """Changes classes of the weights, each by its strength; those left out are as they should be."""
+        """Changes classes of the weights, each by its strength; the classes left out have their true values."""
         ...
 
     def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -78,7 +78,7 @@ class Canary:
         self, config: PublishSection, rollout: RolloutSection, prompt_token_ids: Sequence[int], noise: float, dtype: str
     ) -> None:
         """Args:
-        noise: RMS of log-prob differences that sound engines have, see `gap_limits.NoiseLimits`.
+        noise: RMS of log-prob differences of correct engines, see `gap_limits.NoiseLimits`.
         dtype: of the published weights.
         """
         self._is_always = config.canary == "always"
@@ -88,7 +88,7 @@ class Canary:
         self._dtype = dtype
         self._passed: set[Kind] = set()
         self.kinds: dict[Member, Kind] = {}
-        """What each instance said that it is."""
+        """The kind that each instance reported."""
         self._strengths: dict[str, int] = {}
         length = min(NUM_TOKENS, rollout.max_response_tokens)
         self._num_responses = math.ceil(NUM_TOKENS / length)
@@ -97,10 +97,10 @@ class Canary:
         )
 
     async def due(self, member: Member) -> bool:
-        """Whether `member` has to pass before it serves. Asks it what it is, unless it has been in service since.
+        """Whether `member` has to pass before it serves. Queries its kind, unless it has been in service since.
 
         Raises:
-            InstanceError: it does not say.
+            InstanceError: it does not report its kind.
         """
         if member.state != "ready" or member not in self.kinds:
             self.kinds[member] = await self._kind_of(member.client)
@@ -110,7 +110,7 @@ class Canary:
         """Some responses of the instance, within `publish.timeout_s`.
 
         Raises:
-            InstanceError: it did not answer with whole responses of `version`.
+            InstanceError: it did not return complete responses of `version`.
         """
         drafts = [Draft(SEED + i) for i in range(self._num_responses)]
         try:
@@ -125,16 +125,16 @@ class Canary:
 
     @contextmanager
     def changed(self, trainer: CanaryTrainer) -> Iterator[None]:
-        """The trainer's weights are changed for the time inside, every class by enough to be seen.
+        """Changes the trainer's weights while the context is open, every class by enough to be visible.
 
-        After an error they stay as they are: the ranks may no longer be in step, and each puts its own back.
+        After an error they stay changed: the ranks may no longer be synchronised, and each restores its own.
         """
         self._calibrate(trainer)
         yield
         trainer.change({})
 
     def judge(self, answers: Mapping[Member, Samples], trainer: CanaryTrainer) -> dict[Member, InstanceError]:
-        """Why instances may not serve: those that do not follow the weights. Notes the kinds of those that do."""
+        """Errors of the instances that do not compute with the weights sent. Notes the kinds of those that do."""
         responses = list(dict.fromkeys(tokens for samples in answers.values() for tokens, _ in samples))
         if not responses:
             return {}
@@ -158,7 +158,7 @@ class Canary:
         return f"{client.dialect.name} {client.server}, {await client.engine_options(self._timeout_s)}, {self._dtype}"
 
     def _signatures(self, trainer: CanaryTrainer) -> dict[str, tuple[str, ...]]:
-        """What may be stale -> the classes that are then as they were."""
+        """Possible stale copies, by name -> the classes that are then unchanged."""
         found: dict[str, tuple[str, ...]] = {name: (name,) for name in trainer.classes}
         if trainer.one_tensor:
             found[" and ".join(trainer.one_tensor)] = tuple(trainer.one_tensor)
@@ -167,12 +167,12 @@ class Canary:
     def _score(
         self, trainer: CanaryTrainer, left_out: Sequence[str], responses: Sequence[tuple[int, ...]]
     ) -> list[list[float]]:
-        """Log-probs with every class changed but those."""
+        """Log-probs with every class changed but those in `left_out`."""
         trainer.change({name: strength for name, strength in self._strengths.items() if name not in left_out})
         return trainer.score(self._prompt, responses)
 
     def _calibrate(self, trainer: CanaryTrainer) -> None:
-        """Finds strengths at which each class left out is seen in the scores of some tokens; leaves them set."""
+        """Finds strengths at which each class left out is visible in the log-probs of some tokens; leaves them set."""
         tokens = tuple(self._prompt[i % len(self._prompt)] for i in range(self._sampling.max_tokens))
         self._strengths = dict.fromkeys(trainer.classes, 1)
         for _ in range(ALL_STRENGTHS):
@@ -192,7 +192,7 @@ class Canary:
         trainer.change(self._strengths)
 
     def _problem(self, samples: Samples, scores: Mapping[str, Mapping[tuple[int, ...], list[float]]]) -> str | None:
-        """What an instance's answer says against it."""
+        """Why an instance's log-probs fail the check, or None."""
         answered = [logprob for _, logprobs in samples for logprob in logprobs]
         expected, *others = ([lp for tokens, _ in samples for lp in scores[name][tokens]] for name in scores)
         own = _distance(answered, expected)
@@ -218,7 +218,7 @@ class Canary:
         )
 
     def _warn_of_hidden(self, scores: Mapping[str, Mapping[tuple[int, ...], list[float]]]) -> None:
-        """Says what the answers, all together, cannot show."""
+        """Logs the classes that the sampled tokens, all together, cannot check."""
         flat = {name: [lp for logprobs in scored.values() for lp in logprobs] for name, scored in scores.items()}
         hidden = [name for name, other in flat.items() if name and not self._is_visible(other, flat[""])]
         if hidden:
@@ -229,5 +229,5 @@ class Canary:
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """Mean |difference| in nats per token: one wild token counts for what it is, not for its square."""
+    """Mean |difference| in nats per token: an outlier token counts linearly, not by its square."""
     return math.fsum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)

@@ -1,4 +1,4 @@
-"""One HTTP call to each of several instances at once, made from the main thread and watched by it."""
+"""One HTTP call to each of several instances concurrently, started and awaited by the main thread."""
 
 import concurrent.futures
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class InstanceCalls(Generic[T]):
-    """Calls in flight on the event loop. Errors other than `InstanceError` are our own mistakes and are raised."""
+    """Running calls on the event loop. Errors other than `InstanceError` are internal mistakes and are raised."""
 
     def __init__(
         self, loop: EventLoopThread, members: Sequence[Member], call: Callable[[Member], Coroutine[Any, Any, T]]
@@ -27,7 +27,7 @@ class InstanceCalls(Generic[T]):
         self._ended.append(member)
 
     def failures(self) -> dict[Member, InstanceError]:
-        """The calls that have failed until now, the earliest first; does not wait."""
+        """The calls that have failed so far, the earliest first; does not wait."""
         failed: dict[Member, InstanceError] = {}
         for member in list(self._ended):
             future = self._futures[member]
@@ -47,11 +47,11 @@ class InstanceCalls(Generic[T]):
         return self.failures()
 
     def results(self) -> dict[Member, T]:
-        """Answers of the calls that have succeeded."""
+        """Results of the calls that have succeeded."""
         return {m: f.result() for m, f in self._futures.items() if f.done() and not f.cancelled() and not f.exception()}
 
     def cancel(self, members: Iterable[Member] | None = None) -> bool:
-        """Gives up what is still in flight, of all or of some; whether anything was. It counts as unreachable then."""
+        """Cancels running calls, all or those of `members`; returns whether any ran. They count as unreachable."""
         cancelled = [self._futures[member].cancel() for member in members or self._futures]
         return any(cancelled)
 

@@ -1,9 +1,9 @@
-"""The control calls that bring one instance to new weights; a publish and a late joiner make the same ones.
+"""The control calls that put new weights on one instance; the same for a publish and a late joiner.
 
     pause -> start -> update                                (`receive`)
     -> compare fingerprints -> finish with the version -> resume -> read the version back     (`put_in_service`)
 
-Both run on the event loop and raise the `InstanceError` that says which call failed.
+Both run on the event loop and raise the `InstanceError` of the call that failed.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from async_rl.types import WeightVersion
 from async_rl.weights.stream import TensorSpec
 
 ANSWER_MARGIN_S = 5.0
-"""How much longer than its own timeout an instance may take to answer: its error tells more than our giving up."""
+"""How much longer than its own timeout an instance may take to respond: its error is more specific than ours."""
 
 
 def announcement(specs: Sequence[TensorSpec]) -> UpdateInfo:
-    """The tensors of a stream, in its order, as the instances are told of them."""
+    """The tensors of a stream, in its order, as announced to the instances."""
     return UpdateInfo(
         names=[spec.name for spec in specs],
         dtype_names=[spec.dtype_name for spec in specs],
@@ -29,13 +29,13 @@ def announcement(specs: Sequence[TensorSpec]) -> UpdateInfo:
 
 
 async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float) -> None:
-    """Lets the instance take one stream. From a snapshot it has `timeout_s`; a broadcast is bounded by its sender."""
+    """Lets the instance receive one stream. For a snapshot it has `timeout_s`; the sender bounds a broadcast."""
     await client.pause(timeout_s + ANSWER_MARGIN_S)
     refused = None
     try:
         await client.start_weight_update(timeout_s + ANSWER_MARGIN_S)
     except InstanceRefused as error:
-        # An update that an earlier try or trainer left open may go on: this stream carries every tensor.
+        # An update left open by an earlier attempt or trainer may continue: this stream carries every tensor.
         refused = error
     try:
         async with asyncio.timeout(None if info.snapshot is None else timeout_s):

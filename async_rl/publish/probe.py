@@ -1,9 +1,9 @@
-"""Compares engines with the trainer after a publish: the log-probs of a few tokens that each of them samples.
+"""Compares engines with the trainer after a publish, by the log-probs of a few tokens that each of them samples.
 
-A fingerprint proves what an instance received. Where a loader stands between that and the memory it computes with, only
-its answers show what became of the tensors. The request is a rollout's, under the run's temperature: a greedy one has
-no temperature, so its log-probs could not be compared with those that rollouts report and the trainer computes.
-Instances draw different tokens; each one's own are scored.
+A fingerprint proves what an instance received. If a loader is between that and the memory it computes with, only its
+log-probs show how the tensors were loaded. The request is like a rollout's, with the run's temperature: a greedy one
+has no temperature, so its log-probs could not be compared with those of rollouts and of the trainer.
+Instances sample different tokens; each instance's own tokens are compared.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """The token of a response about which an instance and the trainer differ most, by `gap` nats."""
+    """The token of a response at which an instance and the trainer differ most, by `gap` nats."""
 
     place: int
     rollout: float
@@ -38,14 +38,14 @@ class Deviation:
 
 
 class Probe:
-    """Asks instances and judges their answers; `prompt_token_ids` is any prompt of the run."""
+    """Samples from instances and judges the log-probs; `prompt_token_ids` is any prompt of the run."""
 
     def __init__(self, config: PublishSection, rollout: RolloutSection, prompt_token_ids: Sequence[int]) -> None:
         self._prompt = list(prompt_token_ids)
         self._max_gap = config.max_probe_gap
         self._timeout_s = config.timeout_s
         self._sampling = SamplingParams(
-            # More than a rollout's need not fit into the instances' model.
+            # More tokens than a rollout's may exceed the instances' model length.
             max_tokens=min(config.probe_tokens, rollout.max_response_tokens),
             temperature=rollout.temperature,
             seed=SEED,
@@ -57,7 +57,7 @@ class Probe:
         """One response of the instance, within `publish.timeout_s`.
 
         Raises:
-            InstanceError: it did not answer with a whole response of `version`.
+            InstanceError: it did not return a complete response of `version`.
         """
         draft = Draft(SEED)
         try:
@@ -71,13 +71,13 @@ class Probe:
         return draft.response()
 
     def judge(self, answers: Mapping[Member, Response], score: Score) -> dict[Member, InstanceError]:
-        """Why instances may not serve: those whose log-probs are not the trainer's."""
+        """Errors of the instances whose log-probs differ too much from the trainer's."""
         distinct = list(dict.fromkeys(answer.token_ids for answer in answers.values()))
         scored = dict(zip(distinct, score(self._prompt, distinct), strict=True)) if distinct else {}
         worst = {
             member: largest_deviation(answer.logprobs, scored[answer.token_ids]) for member, answer in answers.items()
         }
-        # Not `>`: a gap that is no number is too large as well.
+        # Not `>`: a NaN gap is also too large.
         return {member: self._failure(member, d) for member, d in worst.items() if not d.gap <= self._max_gap}
 
     def _failure(self, member: Member, worst: Deviation) -> InstanceError:
@@ -89,6 +89,6 @@ class Probe:
 
 
 def largest_deviation(rollout: Sequence[float], trainer: Sequence[float]) -> Deviation:
-    """The token with the largest gap; one that is no number counts as the largest."""
+    """The token with the largest gap; a NaN gap counts as the largest."""
     deviations = [Deviation(i, *pair) for i, pair in enumerate(zip(rollout, trainer, strict=True))]
     return max(deviations, key=lambda d: d.gap if d.gap == d.gap else float("inf"))

@@ -1,13 +1,13 @@
 """Puts one version of the weights on every instance of the pool, once per period.
 
-The main thread calls it; the HTTP calls run on the producer's event loop, to all instances at once:
+The main thread calls it; the HTTP calls run on the producer's event loop, to all instances concurrently:
 
-    end admissions -> leave out who does not answer -> canary, where it is due (`canary.py`)
-    -> move the stream, by broadcast or snapshot -> compare fingerprints
+    end admissions -> leave out instances that do not respond -> canary, where it is due (`canary.py`)
+    -> send the stream, by broadcast or snapshot -> compare fingerprints
     -> finish with the version -> resume -> read the version back -> compare log-probs -> in service
 
-An instance that fails a step leaves service with the reason, until the next publish; none serves anything but the whole
-stream.
+An instance that fails a step is out of service, with the reason, until the next publish; no instance serves with an
+incomplete stream.
 """
 
 import logging
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 3.0
-"""What an instance that has stopped costs a publish."""
+"""The time that a stopped instance costs a publish."""
 
 RETRY_S = 0.5
 LOG_INTERVAL_S = 10.0
@@ -57,14 +57,14 @@ class Publisher:
         probe: Probe | None = None,
         canary: Canary | None = None,
     ) -> None:
-        """What is None is not done.
+        """Parts that are None are skipped.
 
         Args:
-            wait_s: how long a publish waits for an instance where none answers, or all were lost on its way.
-            snapshots: where every version is written to; needed by the transport "snapshot". Its owner closes it.
-            admission: told of every snapshot.
-            probe: compares the engines that may hold something else than what they received.
-            canary: tries each kind of engine with changed weights before the true ones.
+            wait_s: how long a publish waits for an instance if none responds, or all were lost during it.
+            snapshots: where every version is written; required by the transport "snapshot". Its owner closes it.
+            admission: gets every snapshot.
+            probe: compares the engines that may hold something else than they received.
+            canary: checks each kind of engine with changed weights before the true ones.
         """
         assert config.transport == "broadcast" or snapshots is not None, "the snapshot transport needs a store"
         self._pool = pool
@@ -86,11 +86,11 @@ class Publisher:
         score: Score | None = None,
         canary_trainer: CanaryTrainer | None = None,
     ) -> Publication:
-        """Puts `version` on every instance that is reachable, and exactly those in service.
+        """Puts `version` on every reachable instance, and exactly those in service.
 
         Args:
             specs: the tensors of the stream, in its order.
-            make_stream: starts the stream; called again where a broken group makes the rest receive it again.
+            make_stream: starts the stream; called again if a broken group makes the rest receive it again.
             score: the trainer's own log-probs, for the probe.
             canary_trainer: the trainer, for the canary.
 
@@ -126,12 +126,12 @@ class Publisher:
         self._broadcast.close()
 
     def _is_worth_another_try(self, deadline: float) -> bool:
-        """Whether instances were lost, which others may replace; what all of them refuse, others would refuse too."""
+        """Whether instances were lost, which others may replace; an error of all of them would recur with others."""
         is_lost = any(isinstance(error, InstanceUnreachable) for error in self._dropped.values())
         return is_lost and time.monotonic() < deadline
 
     def _reachable(self, deadline: float) -> list[Member]:
-        """The instances that answer, of those that may receive weights; waits for one where there is none."""
+        """The instances that respond, of those that may receive weights; waits for one if there is none."""
         next_log = 0.0
         while True:
             self._dropped = {}
@@ -153,7 +153,7 @@ class Publisher:
         try:
             self._pool.note_process(member, await client.health(HEALTH_TIMEOUT_S))
         except InstanceRefused as error:
-            # 503: it runs, and a broken update may be why it cannot serve; a whole one mends that.
+            # 503: it runs, and may be unable to serve because of an incomplete update; a complete one repairs that.
             if error.status != 503:
                 raise
         if member.state != "ready":
@@ -168,7 +168,7 @@ class Publisher:
         specs: Sequence[TensorSpec],
         make_stream: MakeStream,
     ) -> list[Member]:
-        """Those of `members` that may serve; the others have shown that they do not follow changed weights."""
+        """Those of `members` that may serve; the others did not compute with the changed weights."""
         due = [member for member, is_due in self._ask(members, canary.due).items() if is_due]
         if due:
             trial, timeout_s = f"{version}-canary", self._config.timeout_s
@@ -184,7 +184,7 @@ class Publisher:
     def _move(
         self, members: Sequence[Member], version: WeightVersion, specs: Sequence[TensorSpec], make_stream: MakeStream
     ) -> tuple[Offer | None, list[Member]]:
-        """Brings the stream to `members`: what it was, None if nobody took it, and who has it."""
+        """Sends the stream to `members`; returns its offer, or None if no instance received it, and the receivers."""
         if not members:
             return None, []
         if self._config.transport == "snapshot":
@@ -210,14 +210,14 @@ class Publisher:
         return Offer(version, info, fingerprint), self._remaining(members)
 
     def _written_too(self, version: WeightVersion, specs: Sequence[TensorSpec], make_stream: MakeStream) -> MakeStream:
-        """The stream, written to a snapshot while it passes, where there is a store."""
+        """The stream, also written to a snapshot as it passes if there is a store."""
         snapshots = self._snapshots
         if snapshots is None:
             return make_stream
         return lambda: snapshots.begin(version, specs).tee(make_stream())
 
     def _put_in_service(self, members: Sequence[Member], offer: Offer, score: Score | None) -> list[Member]:
-        """Those of `members` that hold what was sent and, as far as they are probed, compute with it."""
+        """Those of `members` that hold the sent weights and, as far as they are probed, compute with them."""
         timeout_s = self._config.timeout_s
         self._ask(members, lambda member: put_in_service(member.client, offer.fingerprint, offer.version, timeout_s))
         left = self._remaining(members)
@@ -229,7 +229,7 @@ class Publisher:
         return self._remaining(left)
 
     def _ask(self, members: Sequence[Member], call: Callable[[Member], Coroutine[Any, Any, T]]) -> dict[Member, T]:
-        """Answers of those that answered; the others are dropped. The calls bound themselves."""
+        """Results of the successful calls; the other instances are dropped. The calls have their own timeouts."""
         calls = InstanceCalls(self._loop, members, call)
         self._drop(calls.settle(timeout_s=None))
         return calls.results()
@@ -237,11 +237,11 @@ class Publisher:
     def _drop(self, failures: Mapping[Member, InstanceError]) -> None:
         """Takes instances out of this publish, and out of service."""
         self._dropped |= failures
-        # Not lost, which may come back by itself: it may hold the version, but failed to prove it.
+        # Not `note_lost`, which allows a return: it may hold the version, but failed to prove it.
         self._note(self._pool.publish_failed, failures)
 
     def _note(self, note: Callable[[Member, str], None], failures: Mapping[Member, InstanceError]) -> None:
-        """Tells the pool of each failure, on its loop."""
+        """Reports each failure to the pool, on its loop."""
 
         async def tell() -> None:
             for member, error in failures.items():

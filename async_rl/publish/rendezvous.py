@@ -1,7 +1,7 @@
-"""The weight group of one trainer and a given set of instances, with the store that it meets at.
+"""The weight group of one trainer and a given set of instances, with the store of its rendezvous.
 
-The store's server lives apart from the group's own end of it, so that closing it ends every member's wait at once, on
-the instances as well as here. Each group has a secret of its own, which the invitations carry.
+The store's server is separate from the group's own store client, so that closing it ends every member's wait at once,
+on the instances as well as here. Each group has a secret of its own, which the invitations carry.
 """
 
 import secrets
@@ -27,17 +27,17 @@ LEAVE_IT_OUT = "leave it out, which takes the address that routes to the instanc
 
 
 def sender_address(master_address: str | None, routes: Sequence[str]) -> str:
-    """The address of this host at which all instances meet it, and each other.
+    """The address of this host at which all instances can reach it, and each other.
 
-    All members of a group connect to all others, so it is one address for all, and none of loopback where an instance
-    is on another host: those on this one reach that as well.
+    All members of a group connect to all others, so they use one address, which is not loopback if an instance is on
+    another host: instances on this host can reach it as well.
 
     Args:
-        master_address: the user's own choice, an address or a name of this host.
-        routes: for each instance, the address of this host from which the way to it begins.
+        master_address: the configured address, an address or a name of this host.
+        routes: for each instance, the source address of this host's route to it.
 
     Raises:
-        PublishError: the chosen address is none that all instances can reach.
+        PublishError: the configured address is not reachable for all instances.
     """
     remote = [address for address in routes if not is_loopback(address)]
     if master_address is None:
@@ -56,7 +56,7 @@ def sender_address(master_address: str | None, routes: Sequence[str]) -> str:
 
 @dataclass(slots=True)
 class WeightRoom:
-    """A formed group. `owners` says whose worker each rank from 1 on is."""
+    """A formed group. `owners`: the instance that each rank from 1 on belongs to."""
 
     server: StoreServer
     group: WeightGroup
@@ -77,7 +77,7 @@ class WeightRoom:
 
 
 class Rendezvous:
-    """The sender's side of forming a group, in a thread, because the meeting blocks and may have to be called off."""
+    """The sender's side of forming a group, in a thread, because the rendezvous blocks and may have to be cancelled."""
 
     def __init__(self, sizes: Mapping[Member, int], address: str, config: PublishSection, backend: str) -> None:
         """`address` is this host's own, see `sender_address`; `sizes` are numbers of workers."""
@@ -93,12 +93,12 @@ class Rendezvous:
         self._is_called_off = False
         self._group: WeightGroup | None = None
         self.problem = "called off"
-        """Why the group could not be formed, once `wait` has returned True without a room."""
+        """Why the group could not be formed, once `wait` has returned True without a formed group."""
         self._ended = threading.Event()
         threading.Thread(target=self._meet, name="async-rl-rendezvous", daemon=True).start()
 
     def invitation(self, member: Member) -> InitInfo:
-        """What `member` needs to join."""
+        """The parameters with which `member` joins."""
         return InitInfo.model_validate(
             {
                 "master_address": self._address,
@@ -113,14 +113,14 @@ class Rendezvous:
         )
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the meeting has ended, one way or the other, within `timeout_s`."""
+        """Whether the rendezvous has ended, with or without a group, within `timeout_s`."""
         return self._ended.wait(timeout_s)
 
     def call_off(self, num_absent: int) -> None:
-        """Ends the wait of everybody, because `num_absent` instances will not come.
+        """Ends the wait of all members, because `num_absent` instances will not join.
 
-        Lets the others come first, for a short while: whoever finds no store to connect to tries until its own timeout,
-        while one that waits in it notices its end at once.
+        First lets the others connect, for a short while: an instance that finds no store retries until its own timeout,
+        while one that waits in the store notices its end at once.
         """
         deadline = time.monotonic() + COMING_TIMEOUT_S
         num_expected = self._world_size - 1 - num_absent

@@ -1,4 +1,4 @@
-"""The weight snapshots of one run in a directory: the current one, the previous one, and nothing that is left behind.
+"""The weight snapshots of one run in a directory: the current and the previous one; abandoned ones are removed.
 
 The previous one stays because an instance may still be reading it when the next publish begins.
 """
@@ -20,15 +20,15 @@ LOCK_SUFFIX = ".lock"
 class SnapshotStore:
     """The snapshots of one run in `directory`, which other runs may share.
 
-    While a store is open it holds the lock of a file there, which the system lets go with the process. So a later store
-    knows what a killed run left behind: shared memory is not to fill up.
+    While a store is open it holds the lock of a file there, which the system releases when the process ends. So a later
+    store recognises the snapshots of a killed run and removes them: they must not fill up shared memory.
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
-        """Makes the directory and removes the snapshots of runs that have ended.
+        """Creates the directory and removes the snapshots of runs that have ended.
 
         Raises:
-            ConfigError: it cannot be made or written to.
+            ConfigError: it cannot be created or written to.
         """
         self._directory = directory.absolute()
         self._run_id = run_id
@@ -46,7 +46,7 @@ class SnapshotStore:
         _try_lock(self._lock)
 
     def begin(self, version: str, specs: Sequence[TensorSpec]) -> SnapshotWriter:
-        """Starts the snapshot of `version`, in place of an unfinished one; frees the room of the one before last."""
+        """Starts the snapshot of `version`, replacing an unfinished one; removes the one before the previous."""
         self._discard()
         while len(self._kept) > 1:
             self._kept.pop(0).unlink(missing_ok=True)
@@ -54,16 +54,16 @@ class SnapshotStore:
         return self._writer
 
     def commit(self) -> Path:
-        """Ends the snapshot that was begun last: it is the current one."""
+        """Finishes the snapshot that was begun last: it becomes the current one."""
         assert self._writer is not None, "no snapshot was begun"
         path = self._writer.commit()
         self._writer = None
-        if path not in self._kept:  # a publish that lost every instance begins its version anew
+        if path not in self._kept:  # a publish that lost every instance begins its version again
             self._kept.append(path)
         return path
 
     def close(self) -> None:
-        """Removes every snapshot of the run; what an instance has open stays readable to it. May be called again."""
+        """Removes every snapshot of the run; instances can still read those they have open. May be called again."""
         self._discard()
         self._remove_run(self._run_id)
         self._kept.clear()
@@ -76,7 +76,7 @@ class SnapshotStore:
 
     def _remove_abandoned(self) -> None:
         for path in self._directory.glob(f".*{LOCK_SUFFIX}"):
-            # Another user's, or removed by another store at this moment.
+            # Another user's, or being removed by another store.
             with suppress(OSError), path.open("r+b") as lock:
                 if _try_lock(lock):
                     self._remove_run(path.name.removeprefix(".").removesuffix(LOCK_SUFFIX))
@@ -89,7 +89,7 @@ class SnapshotStore:
 
 
 def _try_lock(file: BinaryIO) -> bool:
-    """False where another process has it, or the file system knows no locks: then nothing counts as left behind."""
+    """False if another process holds it, or the file system has no locks: then no run counts as ended."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,7 +1,7 @@
 """One file per reward: a function (prompt, responses, row) -> one float per response.
 
-All of them run in worker processes, so that none can hold up or take down the trainer: synchronous ones one call at a
-time, asynchronous ones many at once on a loop of their own; each call within `reward.timeout_s`.
+All of them run in worker processes, so that none can block or crash the trainer: synchronous ones one call at a time,
+asynchronous ones many concurrently on a loop of their own; each call within `reward.timeout_s`.
 """
 
 from async_rl.config.sections import RewardSection
@@ -16,7 +16,7 @@ BUILT_IN = ("reasoning_gym", "math")
 
 
 def make_reward(config: RewardSection) -> Reward:
-    """The reward a config names; its own code is loaded by `start`, in the processes that run it.
+    """The reward named by the config; its own code is loaded by `start`, in the processes that run it.
 
     Raises:
         ConfigError: no such reward, or the file of a `python:` reward does not exist.

@@ -1,4 +1,4 @@
-"""What the producer asks of a reward, and what every reward owes: one finite float per response."""
+"""The producer's interface of a reward, and the result that every reward must return: one finite float per response."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,10 +10,10 @@ from async_rl.types import Prompt, Response
 F = TypeVar("F", bound=Callable[..., Any])
 
 LARGEST_REWARD = 1e30
-"""Its squares, summed over a group, are far from the end of float64 (2e308); it is far from that of float32 (3e38)."""
+"""The sum of its squares over a group is far below float64's maximum (2e308), and it is far below float32's (3e38)."""
 
 CORRECT_AT = "correct_at"
-"""The attribute of a reward function that says from which reward on a response counts as correct."""
+"""The attribute of a reward function with the smallest reward of a correct response."""
 
 
 class Reward(Protocol):
@@ -21,7 +21,7 @@ class Reward(Protocol):
 
     @property
     def correct_at(self) -> float | None:
-        """From which reward on a response counts as correct; None where the reward does not say. Known after `start`.
+        """The smallest reward of a correct response; None if the reward does not define it. Known after `start`.
 
         Without it there is no accuracy and no pass@k: a reward that counts characters has no correct responses.
         """
@@ -31,7 +31,7 @@ class Reward(Protocol):
         """Prepares scoring, so that the first batch is not slow; a second call does nothing.
 
         Raises:
-            ConfigError: what the reward needs is not installed or cannot be loaded.
+            ConfigError: a requirement of the reward is not installed, or it cannot be loaded.
         """
         ...
 
@@ -45,14 +45,14 @@ class Reward(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends what `start` began, within a few seconds whatever the reward does."""
+        """Ends what `start` started, within a few seconds whatever the reward does."""
         ...
 
 
 def correct_at(threshold: float) -> Callable[[F], F]:
     """Declares that responses with a reward of `threshold` or more are correct: `@correct_at(1.0)`.
 
-    To set `function.correct_at = 1.0` is the same.
+    Setting `function.correct_at = 1.0` is the same.
     """
 
     def declare(function: F) -> F:
@@ -63,7 +63,7 @@ def correct_at(threshold: float) -> Callable[[F], F]:
 
 
 def as_rewards(returned: object, num_responses: int) -> list[float]:
-    """What a reward function returned, as floats.
+    """A reward function's return value, as floats.
 
     Raises:
         ValueError: it is not one finite float per response.
@@ -71,7 +71,7 @@ def as_rewards(returned: object, num_responses: int) -> list[float]:
     expected = f"expected {num_responses} finite floats of at most {LARGEST_REWARD:g}, one per response"
     if isinstance(returned, (str, bytes)) or not hasattr(returned, "__iter__"):
         raise ValueError(f"it returned {returned!r:.200}, {expected}")
-    # One more than expected is enough to know of: an iterator may never end.
+    # One more than expected is enough to detect too many: an iterator may never end.
     values = list(islice(iter(returned), num_responses + 1))
     if len(values) != num_responses:
         many = "more" if len(values) > num_responses else f"{len(values)} values"
@@ -83,5 +83,5 @@ def as_rewards(returned: object, num_responses: int) -> list[float]:
 
 
 def is_reward(value: float) -> bool:
-    """Whether it is finite and not absurdly large; a reward of more than that is a mistake of the reward's."""
+    """Whether it is finite and not absurdly large; a larger value is an error of the reward."""
     return math.isfinite(value) and abs(value) <= LARGEST_REWARD

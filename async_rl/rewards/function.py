@@ -1,6 +1,6 @@
-"""From a reward's name to its function, and what the function says of itself.
+"""Loads a reward's function by the reward's name, and reads the function's traits.
 
-Functions are loaded in the workers only: what a user's file does when it is loaded is not the trainer's to suffer.
+Functions are loaded in the workers only: side effects of loading a user's file must not affect the trainer.
 """
 
 import importlib
@@ -25,7 +25,7 @@ RewardFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a reward function says of itself: whether it is asynchronous, and from where on responses are correct."""
+    """A reward function's properties: whether it is asynchronous, and from which reward on responses are correct."""
 
     is_async: bool
     correct_at: float | None
@@ -35,7 +35,7 @@ class Traits:
         """The traits of a loaded function.
 
         Raises:
-            ConfigError: its `correct_at` is no finite number.
+            ConfigError: its `correct_at` is not a finite number.
         """
         threshold = getattr(function, CORRECT_AT, None)
         if threshold is not None and not (isinstance(threshold, int | float) and math.isfinite(threshold)):
@@ -84,18 +84,18 @@ def _load_file(path: Path, name: str) -> Any:
     if spec is None or spec.loader is None:
         raise ConfigError(f"reward.name {name!r}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickles of the file look their module up by name, and the file may import its neighbours.
+    # Dataclasses and pickles of the file look their module up by name, and the file may import files beside it.
     sys.modules[module_name] = module
     sys.path.append(str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:  # sys.exit() at the top of a file is a fault like any other
+    except BaseException as error:  # sys.exit() at module level is an error like any other
         raise ConfigError(f"reward.name {name!r}: loading {path} failed:\n{_from(path, error)}") from error
     return module
 
 
 def _from(path: Path, error: BaseException) -> str:
-    """The traceback of what a file's own code met: the way to it is ours and the importer's."""
+    """The traceback from the file's own code on: the frames before it are ours and the importer's."""
     trace = error.__traceback__
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != path.resolve():
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""What a reward is made of, so that a run that goes on can tell whether it still is the same one."""
+"""Identifies a reward's implementation, so that a resumed run can check that it is unchanged."""
 
 import hashlib
 from importlib.metadata import PackageNotFoundError, version
@@ -9,9 +9,9 @@ PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym"}
 
 
 def reward_identity(name: str) -> str:
-    """A text that changes with what the reward computes: the source of its file, or the version of its package.
+    """A text that changes when the reward's computation changes: the hash of its file, or the version of its package.
 
-    What the file imports, and services that it asks, it cannot tell.
+    It does not cover modules that the file imports, and services that it calls.
 
     Raises:
         ConfigError: the file of a `python:` reward does not exist.

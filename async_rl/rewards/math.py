@@ -15,7 +15,7 @@ def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any])
     if row.get("answer") is None:
         raise ValueError(f"the row has no 'answer' (it has {sorted(row)}): the math reward compares with it")
     gold = str(row["answer"]).rpartition("####")[2].strip()
-    # The parser looks for expressions in mathematical surroundings only.
+    # The parser finds expressions only in mathematical delimiters.
     parsed = parse(gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}")
     if not parsed:
         raise ValueError(f"the row's answer {row['answer']!r:.200} is no mathematical expression")

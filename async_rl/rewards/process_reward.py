@@ -1,4 +1,4 @@
-"""Scores groups in worker processes, so that no reward can hold up or take down the trainer."""
+"""Scores groups in worker processes, so that no reward can block or crash the trainer."""
 
 import asyncio
 import logging
@@ -24,11 +24,11 @@ START_TIMEOUT_S = 120.0
 """A worker imports the reward's packages; on a cold disk that takes long."""
 
 RETRY_PAUSE_S = 0.5
-"""Before the second attempt, and twice as long before each further one: what a call asks over a network may recover."""
+"""Before the second attempt, and twice as long before each further one: a service that the reward calls may recover."""
 
 
 class _Worker:
-    """A worker process, how many calls it has, and when it was last used."""
+    """A worker process, its number of running calls, and when it was last used."""
 
     def __init__(self, name: str) -> None:
         self.process = WorkerProcess(name)
@@ -40,8 +40,8 @@ class _Worker:
 class ProcessReward:
     """Implements `Reward` with `reward.num_workers` processes.
 
-    A synchronous function has one call per process, an asynchronous one `reward.max_concurrency` calls in all. A
-    process that does not let go of a call is killed and started anew; other calls it had are made again.
+    A synchronous function has one call per process, an asynchronous one `reward.max_concurrency` calls in total. A
+    process that does not end a call is killed and restarted; its other calls are repeated.
     """
 
     def __init__(self, config: RewardSection) -> None:
@@ -93,7 +93,7 @@ class ProcessReward:
         await asyncio.gather(*(worker.process.close() for worker in self._workers))
 
     async def _attempt(self, prompt: Prompt, responses: tuple[Response, ...]) -> list[float]:
-        """One call, however often a process that others took down has to be replaced for it."""
+        """One call; repeated whenever its process was killed because of another call."""
         timeout_s = self._config.timeout_s
         try:
             while True:
@@ -113,7 +113,7 @@ class ProcessReward:
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[WorkerProcess]:
-        """The least busy process, running; of several, the one used last: it is awake and its caches are warm."""
+        """The least busy process, running; of several, the most recently used one: its caches are warm."""
         async with self._slots:
             worker = min(self._workers, key=lambda worker: (worker.num_calls, -worker.last_used))
             self._num_uses += 1
@@ -125,7 +125,7 @@ class ProcessReward:
                 yield worker.process
             except asyncio.CancelledError:
                 if self._traits is not None and not self._traits.is_async:
-                    # It cannot be called off, and the next call has to find its process free.
+                    # It cannot be cancelled, and the next call needs a free process.
                     worker.process.kill()
                 raise
             finally:
@@ -133,4 +133,4 @@ class ProcessReward:
 
 
 class _AttemptFailed(Exception):
-    """One call failed; the text goes on after the names of reward and prompt."""
+    """One call failed; the message continues after the names of reward and prompt."""

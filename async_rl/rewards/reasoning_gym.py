@@ -1,6 +1,6 @@
 """The score that a reasoning-gym task gives an answer, by the task's own `score_answer`.
 
-The answer is what stands in the last `<answer>` tags of the response, else the whole response without outer blanks.
+The answer is the text in the last `<answer>` tags of the response, else the whole response, stripped.
 """
 
 import json
@@ -19,7 +19,7 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @correct_at(1.0)
 def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
-    """`row`: an entry of the task (question, answer, metadata), with its `task` and `task_options` where known."""
+    """`row`: an entry of the task (question, answer, metadata), with its `task` and `task_options` if known."""
     task = row.get("task") or row.get("metadata", {}).get("source_dataset")
     if task is None:
         raise ValueError(f"the row names no task in 'task' or metadata.source_dataset (it has {sorted(row)})")

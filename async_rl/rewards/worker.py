@@ -1,10 +1,10 @@
 """The worker process of a reward: `python -m async_rl.rewards.worker REWARD_NAME`.
 
-Reads calls from its standard input and answers on its standard output until the input ends; what the reward prints
-goes to standard error. It imports the reward and the words it speaks, and nothing of the trainer.
+Reads calls from its standard input and writes results to its standard output until the input ends; what the reward
+prints goes to standard error. It imports the reward and the shared types, and nothing of the trainer.
 
-A synchronous reward has the main thread, one call after the other; an asynchronous one has an event loop there, with
-all its calls under way at once. Whatever a call raises, `SystemExit` and a cancellation too, is its answer.
+For a synchronous reward the main thread runs one call after the other; for an asynchronous one it has an event loop,
+with all calls running concurrently. Any exception of a call, `SystemExit` and a cancellation too, is its result.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from async_rl.rewards.worker_process import LENGTH, LOADED, Outcome
 from async_rl.types import Prompt, Response
 
 STUCK_AFTER_S = 0.3
-"""A call that was asked to end and has not after so long is reported with where it is; the parent then ends us."""
+"""A cancelled call that has not ended after this time is reported with its traceback; the parent then kills us."""
 
 Call = tuple[Prompt, tuple[Response, ...]] | None
-"""What the parent wants of a call number: to score this, or (None) to end."""
+"""The parent's request for a call number: to score this, or (None) to end."""
 
 
 class Answers:
-    """The way back to the parent; used by all threads. It knows which calls are under way."""
+    """Sends results to the parent; used by all threads. It knows which calls are running."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -44,7 +44,7 @@ class Answers:
             self._open.add(number)
 
     def end(self, number: int, outcome: Outcome, answer: Any) -> None:
-        """Answers a call, unless that was done before."""
+        """Sends a call's result, unless one was sent before."""
         message = pickle.dumps((number, outcome, answer), protocol=pickle.HIGHEST_PROTOCOL)
         with self._lock:
             if number not in self._open:
@@ -55,10 +55,10 @@ class Answers:
 
 
 def main(reward_name: str) -> None:
-    # Ctrl-C goes to the whole group of processes; the trainer ends this one.
+    # Ctrl-C is sent to the whole process group; the trainer ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Out of reach of the reward, and of the programs that it starts: one that reads its standard input, as generated
-    # code may, finds it empty.
+    # The reward, and programs that it starts, cannot access this pipe: if one reads its standard input, as generated
+    # code may, it is empty.
     requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())
@@ -78,7 +78,7 @@ def main(reward_name: str) -> None:
 
 
 def _serve(function: Any, requests: BinaryIO, answers: Answers, ready: Callable[[], None]) -> None:
-    """Calls one after the other, in the main thread: some rewards limit themselves with signals."""
+    """Runs calls one after the other, in the main thread: some rewards limit themselves with signals."""
     calls: queue.SimpleQueue[tuple[int, Prompt, tuple[Response, ...]]] = queue.SimpleQueue()
 
     def receive(number: int, call: Call) -> None:
@@ -98,7 +98,7 @@ def _serve(function: Any, requests: BinaryIO, answers: Answers, ready: Callable[
 
 
 def _serve_async(function: Any, requests: BinaryIO, answers: Answers, ready: Callable[[], None]) -> None:
-    """All calls at once, on an event loop in the main thread."""
+    """Runs all calls concurrently, on an event loop in the main thread."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     tasks: dict[int, asyncio.Task[None]] = {}
@@ -113,7 +113,7 @@ def _serve_async(function: Any, requests: BinaryIO, answers: Answers, ready: Cal
 
     def forget(number: int) -> None:
         del tasks[number]
-        # One that was cancelled before its first step has not answered.
+        # A task that was cancelled before its first step has not sent a result.
         answers.end(number, "failed", "it was cancelled before it began")
 
     def begin_or_end(number: int, call: Call) -> None:
@@ -129,12 +129,12 @@ def _serve_async(function: Any, requests: BinaryIO, answers: Answers, ready: Cal
         loop.run_forever()
     except BaseException:
         traceback.print_exc()
-    # The reward stopped the loop, or a task of its own raised `SystemExit`; threads must not keep us alive.
+    # The reward stopped the loop, or a task of its own raised `SystemExit`; threads must not keep the process alive.
     os._exit(1)
 
 
 def _start_reader(requests: BinaryIO, answers: Answers, receive: Callable[[int, Call], object]) -> None:
-    """Reads in a thread of its own, so that the parent's end is noticed while a reward computes."""
+    """Reads in a thread of its own, so that the parent's end is detected while a reward computes."""
 
     def report(number: int) -> None:
         answers.end(number, "stuck", _where(main_thread))
@@ -157,7 +157,7 @@ def _start_reader(requests: BinaryIO, answers: Answers, receive: Callable[[int, 
 
 
 def _where(thread: int) -> str:
-    """What a thread is doing, as a traceback."""
+    """The current traceback of a thread."""
     return "".join(traceback.format_stack(sys._current_frames()[thread]))
 
 

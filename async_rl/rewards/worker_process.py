@@ -1,11 +1,11 @@
-"""The trainer's end of one worker process: starts it, sends it calls, gets floats back, kills it.
+"""The trainer's side of one worker process: starts it, sends calls, receives floats, kills it.
 
-A fresh interpreter runs `async_rl.rewards.worker`, not a fork: the trainer's threads, its torch and its network
-connections stay out of it. Messages are pickles on the two pipes between parent and child, each after its length; calls
-have numbers, so that many of them may be under way.
+A new interpreter runs `async_rl.rewards.worker`, not a fork: it has none of the trainer's threads, torch state and
+network connections. Messages are pickles on the two pipes between parent and child, each after its length; calls are
+numbered, so that many of them may run concurrently.
 
-Every wait for a worker has an end: its answer, the end of the process, or a time; a process that does not let go of a
-call is killed with all that it started.
+Every wait for a worker is bounded: by its result, the end of the process, or a timeout; a process that does not end a
+call is killed with all processes that it started.
 """
 
 import asyncio
@@ -25,37 +25,37 @@ from async_rl.types import Prompt, Response
 LENGTH = struct.Struct(">Q")
 
 LOADED = 0
-"""The number under which a worker says that it has loaded its reward; those of calls follow."""
+"""The number under which a worker reports that it has loaded its reward; calls have the following numbers."""
 
 END_GRACE_S = 1.0
 EXIT_POLL_S = 0.1
-"""How long a call that was asked to end may take for it before its process is killed."""
+"""How long a call may take to end after it was asked to, before its process is killed."""
 
 REAP_TIMEOUT_S = 5.0
-"""How long a killed process may take to disappear; it is not waited for any longer."""
+"""How long a killed process may take to disappear; after that it is not awaited."""
 
 Outcome = Literal["scored", "failed", "stuck"]
-"""Of a call: its floats; its traceback; or, once it was asked to end and does not, where it is."""
+"""Of a call: its floats; its traceback; or, if it did not end when asked to, its current traceback."""
 
 
 class WorkerFailed(Exception):
-    """The reward raised in the worker; the text is its traceback."""
+    """The reward raised in the worker; the message is its traceback."""
 
 
 class WorkerDied(Exception):
-    """The process ended without an answer."""
+    """The process ended without a result."""
 
 
 class WorkerTimeout(Exception):
-    """A call did not end in time; the text says where it was, and what became of its process."""
+    """A call did not end in time; the message has its traceback, and what happened to its process."""
 
 
 class WorkerStopped(Exception):
-    """We killed the process because of another call; this one has to be made again."""
+    """The process was killed because of another call; this one has to be repeated."""
 
 
 class WorkerProcess:
-    """One worker with any number of calls; those that must not run side by side are the caller's to order."""
+    """One worker with any number of calls; the caller must serialise calls that must not run concurrently."""
 
     def __init__(self, reward_name: str) -> None:
         self._reward_name = reward_name
@@ -83,7 +83,7 @@ class WorkerProcess:
             *(sys.executable, "-m", "async_rl.rewards.worker", self._reward_name),
             stdin=PIPE,
             stdout=PIPE,
-            # Its own group of processes, which ends as a whole.
+            # Its own process group, which is killed as a whole.
             start_new_session=True,
         )
         loaded = self._calls[LOADED] = asyncio.get_running_loop().create_future()
@@ -100,9 +100,9 @@ class WorkerProcess:
         return traits
 
     async def score(self, prompt: Prompt, responses: tuple[Response, ...], timeout_s: float) -> list[float]:
-        """What the reward function returns for the group; the time counts from now.
+        """The reward function's result for the group; the timeout starts now.
 
-        To cancel it ends the call: nothing of it holds up the next one.
+        Cancelling it ends the call, so that it does not delay the next one.
 
         Raises:
             WorkerFailed, WorkerDied, WorkerTimeout, WorkerStopped: see there.
@@ -125,7 +125,7 @@ class WorkerProcess:
         return scores
 
     def kill(self) -> None:
-        """Ends the process and what it started, without waiting for it; other calls of it have to be made again."""
+        """Kills the process and those it started, without waiting; its other calls have to be repeated."""
         process, self._process = self._process, None
         if process is not None:
             _kill_group(process)
@@ -142,7 +142,7 @@ class WorkerProcess:
             task.cancel()
 
     async def _end(self, process: Process, number: int, future: "asyncio.Future[tuple[Outcome, Any]]") -> str:
-        """Ends a call that is not wanted any more, or its process; says where the call was."""
+        """Ends a call that is not needed any more, or its process; returns where the call was."""
         if process is self._process:
             self._send(number, None)
         await asyncio.wait({future}, timeout=END_GRACE_S)
@@ -159,14 +159,14 @@ class WorkerProcess:
         return f"its process was killed; {where}"
 
     def _send(self, number: int, call: tuple[Prompt, tuple[Response, ...]] | None) -> None:
-        """To a process that is gone, or going, nothing is sent: its reader says so to all calls."""
+        """Sends nothing to a process that has ended or is ending: its reader fails all calls."""
         if self._process is None or self._process.stdin is None or self._process.stdin.is_closing():
             return
         message = pickle.dumps((number, call), protocol=pickle.HIGHEST_PROTOCOL)
         self._process.stdin.write(LENGTH.pack(len(message)) + message)
 
     async def _read(self, process: Process) -> None:
-        """Takes the answers of one process to the calls that wait for them, until it ends."""
+        """Passes the results of one process to the waiting calls, until it ends."""
         assert process.stdout is not None
         try:
             while True:
@@ -187,7 +187,7 @@ class WorkerProcess:
         for future in calls.values():
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # whoever waits gets it; a call that was given up has nobody who does
+                future.exception()  # the waiting call gets it; for an abandoned call this avoids asyncio's warning
 
     def _spawn(self, coro: Any) -> None:
         task = asyncio.create_task(coro)
@@ -196,7 +196,7 @@ class WorkerProcess:
 
 
 async def _end_group_after(process: Process) -> None:
-    """Ends what a process that ends by itself leaves behind: that may hold its output, and hide its end."""
+    """Kills the processes left behind by one that ended: they may keep its output open, which hides its end."""
     while process.returncode is None:
         await asyncio.sleep(EXIT_POLL_S)
     _kill_group(process)
@@ -208,7 +208,7 @@ def _kill_group(process: Process) -> None:
 
 
 async def _exit_code(process: Process) -> int | str:
-    """The exit code of a process whose output has ended; it may have closed that and live on, which it shall not."""
+    """The exit code of a process whose output has ended; if it closed that and still runs, it is killed."""
     try:
         return await asyncio.wait_for(process.wait(), END_GRACE_S)
     except TimeoutError:

@@ -1,1 +1,1 @@
-"""Batch in, finished groups out, while the trainer trains."""
+"""Generates the groups of a batch while the trainer trains."""

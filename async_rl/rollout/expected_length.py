@@ -1,17 +1,17 @@
-"""How long the responses to a prompt are likely to be: from its own history, else from all responses so far."""
+"""Expected response lengths: from the prompt's own history, else from all responses so far."""
 
 from collections.abc import Sequence
 
 from async_rl.types import Response
 
 MEMORY = 0.5
-"""Weight of the newest group in a prompt's mean: the policy moves on, and old lengths fade."""
+"""Weight of the newest group in a prompt's mean: the policy changes, so older lengths count less."""
 
 MEMORY_OF_ALL = 0.05
 
 
 class ExpectedLength:
-    """Mean response lengths in tokens; `longest` is assumed until anything is known."""
+    """Mean response lengths in tokens; `longest` is assumed before the first measurement."""
 
     def __init__(self, longest: int) -> None:
         self._of_all = float(longest)
@@ -22,7 +22,7 @@ class ExpectedLength:
         return self._of_prompt.get(prompt_id, self._of_all)
 
     def note(self, prompt_id: str, responses: Sequence[Response]) -> None:
-        """Takes in the lengths of a finished group."""
+        """Adds the lengths of a finished group."""
         mean = sum(len(response.token_ids) for response in responses) / len(responses)
         self._of_all += (MEMORY_OF_ALL if self._any else 1.0) * (mean - self._of_all)
         self._any = True

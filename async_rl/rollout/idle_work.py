@@ -1,4 +1,4 @@
-"""What the inference pool does while the trainer finishes a batch whose rollouts are done; called by `producer`."""
+"""Work for the inference pool while the trainer finishes a batch whose rollouts have finished; called by `producer`."""
 
 from typing import Protocol
 
@@ -10,19 +10,18 @@ class IdleWork(Protocol):
 
     @property
     def max_delay_s(self) -> float:
-        """How long `stop` may wait for what is under way before it cancels it."""
+        """How long `stop` may wait for running work before it cancels it."""
         ...
 
     async def run(self, iteration: int, version: WeightVersion) -> None:
-        """Works with the weights in training, until it is done or told to stop.
+        """Works with the weights in training, until it has finished or `stop` is called.
 
-        Called once per batch, when the last of its groups is finished. What fails is its own affair: it does not end
-        the run.
+        Called once per batch, when the last of its groups is finished. Its failures do not end the run.
         """
         ...
 
     async def stop(self) -> None:
-        """Ends the work within a bounded time; when this returns, nothing of it is under way at any instance.
+        """Ends the work within a bounded time; when this returns, none of its requests is running at any instance.
 
         Called before the next publish, also if `run` was never called.
         """

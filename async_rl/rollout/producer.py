@@ -1,7 +1,7 @@
-"""Rollouts: one coroutine per prompt takes it to a scored group and into the queue, beside the training loop.
+"""Rollouts: one coroutine per prompt generates a scored group and puts it into the queue, beside the training loop.
 
-The coroutines run on the event loop's thread; the training loop takes the groups in the order in which they finish. The
-first failure of any of them cancels the others and is raised in the training loop at once.
+The coroutines run on the event loop's thread; the training loop takes the groups in order of completion. The first
+failure of any of them cancels the others and is raised in the training loop at once.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from async_rl.types import Batch, Group, Prompt, Response, WeightVersion
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-"""For a reward's processes, which have limits of their own: whatever hangs beyond these."""
+"""For starting a reward's processes, which have limits of their own: the limit of anything beyond these."""
 
 LEAVE_TIMEOUT_S = 30.0
-"""For what is cancelled at the end of a batch: it closes connections, and asks no instance or reward for anything."""
+"""For cancellation at the end of a batch: it closes connections, and calls no instance or reward."""
 
 
 class Producer:
-    """Makes the rollouts of one data-parallel leader."""
+    """Generates the rollouts of one data-parallel leader."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Producer:
         """Starts the reward, and waits for it.
 
         Args:
-            idle_work: gets the pool when the rollouts of a batch are done.
-            skip_special_tokens: of the responses' texts.
-            watch: is called by the training loop while it waits for a group; what it raises ends the batch.
+            idle_work: gets the pool when the rollouts of a batch have finished.
+            skip_special_tokens: for decoding the responses.
+            watch: called by the training loop while it waits for a group; an exception it raises ends the batch.
 
         Raises:
             ConfigError: the reward cannot be loaded.
@@ -72,15 +72,15 @@ class Producer:
         loop.run(reward.start(), START_TIMEOUT_S)
 
     def start(self, batch: Batch, version: WeightVersion) -> "RolloutRun":
-        """Dispatches the whole batch to the instances that serve `version`, and returns at once."""
+        """Dispatches the whole batch to the instances that serve `version`, and returns immediately."""
         return RolloutRun(self, self._loop, batch, version)
 
     def close(self) -> None:
-        """Ends the reward's processes; whatever it does, within `LEAVE_TIMEOUT_S`."""
+        """Ends the reward's processes within `LEAVE_TIMEOUT_S`, whatever the reward does."""
         self._loop.end(self._reward.close(), LEAVE_TIMEOUT_S)
 
     async def roll_out(self, iteration: int, index: int, prompt: Prompt, version: WeightVersion) -> Group:
-        """Takes one prompt to its scored group."""
+        """Generates the scored group of one prompt."""
         started_s = time.monotonic()
         sampling = SamplingParams(
             n=self._rollout.responses_per_prompt,
@@ -122,9 +122,9 @@ class Producer:
 
 
 class RolloutRun:
-    """The rollouts of one batch, under way: a context manager that gives the groups in order of completion.
+    """The running rollouts of one batch: a context manager that returns the groups in order of completion.
 
-    Leaving it, however that happens, ends what still runs: requests in flight are closed, and the instances abort them.
+    Leaving it, normally or by an error, ends the rest: running requests are closed, and the instances abort them.
     """
 
     def __init__(self, producer: Producer, loop: EventLoopThread, batch: Batch, version: WeightVersion) -> None:
@@ -145,10 +145,10 @@ class RolloutRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Waits for the end of what still runs.
+        """Waits for the end of the running rollouts.
 
         Raises:
-            WaitTimedOut: it does not end, and nothing else is being raised.
+            WaitTimedOut: they do not end, and nothing else is being raised.
         """
         self._queue.close()
         idle_work = self._producer.idle_work
@@ -161,13 +161,13 @@ class RolloutRun:
             logger.error("leaving the batch of iteration %d: %s", self._batch.iteration, late)
 
     def _watch(self) -> None:
-        """What the training loop looks at while it waits: whether the thread of the rollouts lives, and its own."""
+        """Called while the training loop waits: checks the rollout thread, and calls the producer's own `watch`."""
         self._loop.require_alive()
         self._producer.watch()
 
     async def _start(self) -> "asyncio.Task[None]":
         task = asyncio.create_task(self._run(), name=f"rollouts of iteration {self._batch.iteration}")
-        # However it ended: cancelled by us, after `close`, it tells nobody anything.
+        # In all cases; after our own cancellation, which follows `close`, it has no effect.
         task.add_done_callback(lambda _: self._queue.end())
         return task
 
@@ -185,7 +185,7 @@ class RolloutRun:
             try:
                 await self._producer.idle_work.run(self._batch.iteration, self._version)
             except Exception:
-                # Training does not depend on it; the boundary of a task nobody waits for.
+                # Training does not depend on it; no other code awaits this task.
                 logger.exception("the work of the idle pool failed in iteration %d", self._batch.iteration)
 
     async def _produce(self, index: int, prompt: Prompt) -> None:
@@ -193,15 +193,15 @@ class RolloutRun:
             group = await self._producer.roll_out(self._batch.iteration, index, prompt, self._version)
             self._queue.put(group)
         except Exception as error:
-            # The end of this thread's part: the queue carries the error to the training loop, the task group cancels
-            # the siblings.
+            # The boundary of this thread: the queue passes the error to the training loop, the task group cancels the
+            # siblings.
             self._queue.fail(error)
             raise
         except BaseException as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            # Not ours: the task group would take such a cancellation for success, and the loop would end by the rest.
+            # Cancelled from outside: the task group would treat it as success, and the rest would end the loop.
             lost = RolloutLost(
                 f"the rollout of prompt {prompt.prompt_id}, index {index} of iteration {self._batch.iteration}, was "
                 f"ended by {error!r} from beside"

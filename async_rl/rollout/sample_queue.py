@@ -1,8 +1,8 @@
 """The bounded queue between the producer's coroutines and the training loop: exactly one batch of groups.
 
-The producer puts groups as they finish, from the event loop's thread; the training loop takes what is ready in the main
-thread, and may wait there. It is woken by the next group, by the producer's failure or end, or by `close`; and it looks
-itself, every `POLL_S`, whether whoever should wake it still can.
+The producer puts groups as they finish, from the event loop's thread; the training loop takes available groups in the
+main thread, and may wait there. It is woken by the next group, by the producer's failure or end, or by `close`; and it
+checks, every `POLL_S`, that the thread that should wake it is still alive.
 """
 
 import threading
@@ -17,11 +17,11 @@ POLL_S = 0.5
 class SampleQueue:
     """Carries exactly `num_groups` groups, all of `version`, from producer to consumer.
 
-    It never makes a producer wait: it has room for the whole batch and refuses anything beyond it.
+    A producer never waits: the queue has room for the whole batch and refuses anything beyond it.
     """
 
     def __init__(self, num_groups: int, version: WeightVersion, watch: Callable[[], None] = lambda: None) -> None:
-        """`watch` is called by a consumer that waits, and raises when there is nothing to wait for any more."""
+        """`watch` is called by a waiting consumer, and raises when waiting has become useless."""
         self._num_groups = num_groups
         self._version = version
         self._watch = watch
@@ -33,10 +33,10 @@ class SampleQueue:
         self._changed = threading.Condition()
 
     def put(self, group: Group) -> None:
-        """Adds a group and wakes the consumer; after `close` the group is not wanted any more and is let go.
+        """Adds a group and wakes the consumer; after `close` the group is dropped.
 
         Raises:
-            OnPolicyViolation: the group is of another weight version, its index came before, or the batch is full.
+            OnPolicyViolation: the group is of another weight version, its index is a duplicate, or the batch is full.
         """
         with self._changed:
             if self._closed:
@@ -47,14 +47,14 @@ class SampleQueue:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the batch: the consumer raises `error` at once, before any group still queued; the first wins."""
+        """Ends the batch: the consumer raises `error` at once, before any group still queued; the first error wins."""
         with self._changed:
             if self._failure is None:
                 self._failure = error
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Nothing more will come: a consumer of an incomplete batch gets a `RolloutLost`."""
+        """No more groups will be added: a consumer of an incomplete batch gets a `RolloutLost`."""
         with self._changed:
             num_missing = self._num_groups - len(self._seen)
         if num_missing:
@@ -75,12 +75,12 @@ class SampleQueue:
     def ready(self, wait: bool) -> list[Group]:
         """The groups that finished since the last call, in order of completion.
 
-        With `wait` at least one, and none only after exactly `num_groups` of them; without, whatever is there.
+        With `wait` at least one, and none only after exactly `num_groups` of them; without, those available now.
 
         Raises:
-            BaseException: whatever the producer failed with, with its own traceback.
+            BaseException: the producer's failure, with its own traceback.
             RuntimeError: the queue was closed before the batch was complete.
-            AsyncRLError: whatever `watch` raises.
+            AsyncRLError: raised by `watch`.
         """
         with self._changed:
             while wait and not self._groups and self._num_taken < self._num_groups and not self._ended:

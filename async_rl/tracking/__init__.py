@@ -1,1 +1,1 @@
-"""What a run writes about itself, and where."""
+"""The records that a run writes, and their files."""

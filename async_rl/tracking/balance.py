@@ -1,9 +1,9 @@
 """How well the two pools are balanced, and how many instances would balance them: pure functions on measured times.
 
-Rollouts of an iteration can run while the trainer makes its forward and backward passes, and at no other time: during a
-publish and an optimizer step no weights are there to sample from. So the shortest iteration has rollouts that take just
-as long as training; fewer instances leave the trainer waiting, more of them idle. The work of a batch is taken to be
-shared evenly, `num_instances * rollout_s`; the longest response of a batch does not get shorter with more instances.
+Rollouts of an iteration can run only during the trainer's forward and backward passes: during a publish and an
+optimizer step there are no weights to sample from. So an iteration is shortest when the rollouts take exactly as long
+as training; with fewer instances the trainer waits, with more they are idle. The work of a batch is assumed to be
+divided evenly, `num_instances * rollout_s`; more instances do not shorten the longest response of a batch.
 """
 
 import math
@@ -13,18 +13,18 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 NUM_RECENT = 10
-"""How many iterations the callers look back on."""
+"""How many iterations the callers take into account."""
 
 TOLERANCE = 0.1
-"""Share of an instance that is not worth starting another one for: times vary more than that."""
+"""Share of an instance for which starting another one is not worthwhile: times vary more than that."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationTimes:
-    """Where the time of one iteration of `seconds` went.
+    """How the time of one iteration of `seconds` was spent.
 
-    `wait_s` is what the trainer waited for rollouts, `train_s` its forward and backward passes, `rollout_s` the time
-    from the dispatch to the last finished group, `num_instances` how many instances sampled its `num_groups` groups.
+    `wait_s` is how long the trainer waited for rollouts, `train_s` its forward and backward passes, `rollout_s` the
+    time from the dispatch to the last finished group, `num_instances` the instances that sampled the `num_groups`.
     """
 
     seconds: float
@@ -36,7 +36,7 @@ class IterationTimes:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "IterationTimes":
-        """Those of a record of `metrics.jsonl`, which has them under the same names."""
+        """From a record of `metrics.jsonl`, which has the same names."""
         return cls(**{field.name: record[field.name] for field in fields(cls)})
 
     @property
@@ -46,14 +46,14 @@ class IterationTimes:
 
     @property
     def idle_inference(self) -> float:
-        """Share of the iteration in which no rollouts were under way."""
+        """Share of the iteration in which no rollouts were running."""
         return 1.0 - _share(self.rollout_s, self.seconds)
 
     @property
     def balancing_instances(self) -> float:
-        """How many instances would take as long for the rollouts as the trainer for its passes; at most one per group.
+        """Number of instances whose rollouts would take as long as the trainer's passes; at most one per group.
 
-        More instances than groups cannot help: a group is sampled at one instance.
+        More instances than groups have no effect: a group is sampled at one instance.
         """
         work_s = self.num_instances * self.rollout_s
         return work_s / self.train_s if work_s < self.num_groups * self.train_s else self.num_groups
@@ -66,7 +66,7 @@ def desired_instances(recent: Sequence[IterationTimes]) -> int:
 
 
 def advise(recent: Sequence[IterationTimes]) -> str:
-    """What the last iterations, at least one, say about the balance of the pools; one sentence."""
+    """The balance of the pools in the last iterations, at least one; one sentence."""
     training = statistics.median(times.idle_training for times in recent)
     inference = statistics.median(times.idle_inference for times in recent)
     now, desired = recent[-1].num_instances, desired_instances(recent)

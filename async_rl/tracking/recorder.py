@@ -1,10 +1,10 @@
-"""One record per iteration -> `metrics.jsonl`, TensorBoard events and the log; it does not grow with the batch.
+"""One record per iteration -> `metrics.jsonl`, TensorBoard events and the log; its size does not grow with the batch.
 
-All times are seconds. `wait_s` is what the trainer waited for rollouts, `train_s` what it spent on forward and
+All times are seconds. `wait_s` is how long the trainer waited for rollouts, `train_s` the time of its forward and
 backward passes; the rollouts' times are those of the replica that writes the record, the rest is over the batch.
 Figures that are not finite are null. Each group has a row in `timeline.jsonl`; `samples.jsonl` has the text of a few.
 
-`untrained_groups` is the share of groups whose rewards give no gradient, on which no backward pass was spent;
+`untrained_groups` is the share of groups whose rewards give no gradient, for which no backward pass was run;
 `skipped_steps` counts the steps that were not taken because the gradient was not finite.
 """
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class IterationRecord:
-    """Times, groups and steps of one iteration as it runs, on one replica."""
+    """Times, groups and steps of the current iteration, on one replica."""
 
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
@@ -44,7 +44,7 @@ class IterationRecord:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to `seconds[name]`."""
+        """Adds the time of its body to `seconds[name]`."""
         started = time.monotonic()
         yield
         self.seconds[name] += time.monotonic() - started
@@ -62,20 +62,20 @@ class IterationRecord:
         self.sampled.offer(groups)
 
     def add_step(self, rows: Sequence[GroupProof], stats: StepStats) -> None:
-        """Notes a step that was taken, or skipped, and the proof of the groups it was for."""
+        """Notes a step, taken or skipped, and the proof of its groups."""
         self.rows += rows
         self.steps.append(stats)
 
 
 class Recorder:
-    """Writes the records of a run; on ranks without a `run_dir` it only keeps time.
+    """Writes the records of a run; on ranks without a `run_dir` it only measures times.
 
     Args:
         run_dir: directory for the files and `tensorboard/`, or None where another rank writes them.
         iterations: how many iterations the run has, for progress.
-        first_iteration: where it goes on; earlier records stay.
-        on_record: is called with every record that is written.
-        correct_at: from which reward on a response is correct; None, and no accuracy, where the reward does not say.
+        first_iteration: where it resumes; earlier records stay.
+        on_record: called with every record that is written.
+        correct_at: the smallest reward of a correct response; None, and no accuracy, if the reward does not define it.
         decode: makes text of a prompt's tokens, for the samples.
     """
 
@@ -100,12 +100,12 @@ class Recorder:
         return IterationRecord(iteration)
 
     def write_groups(self, record: IterationRecord, rows: Sequence[GroupProof]) -> None:
-        """Writes what was trained in a mini-batch; before its proof, so that it can be looked at if that fails."""
+        """Writes the trained groups of a mini-batch; before its proof, so that they can be inspected if that fails."""
         if self._run_dir is not None:
             TIMELINE.append(self._run_dir, timeline_rows(record.iteration, rows, record.times))
 
     def end(self, record: IterationRecord, publication: Publication) -> None:
-        """Completes the record of an iteration whose proof holds and whose steps are over, and writes it."""
+        """Completes and writes the record of an iteration that passed its proof and whose steps have finished."""
         if self._run_dir is None or self._scalars is None:
             return
         line = {key: _as_json(value) for key, value in self._summarize(record, publication).items()}
@@ -128,7 +128,7 @@ class Recorder:
         )
 
     def close(self) -> None:
-        """Says how well the pools were balanced, and ends the files."""
+        """Logs how well the pools were balanced, and closes the files."""
         if self._recent:
             log.info(advise(self._recent))
         if self._scalars:
@@ -196,7 +196,7 @@ def _gap_figures(rows: Sequence[GroupProof]) -> dict[str, float]:
 
 
 def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a record that can be drawn over the iterations."""
+    """The figures of a record that can be plotted over the iterations."""
     return {
         key: value
         for key, value in line.items()

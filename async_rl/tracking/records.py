@@ -1,4 +1,4 @@
-"""The records of a run that goes on from a checkpoint: lines of JSON, each of one iteration; for `trainer.session`."""
+"""The records of a run that resumes from a checkpoint: lines of JSON, each of one iteration; for `trainer.session`."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,11 @@ RECORDS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl")
 """Files of a run directory, with a few lines of bounded size per iteration."""
 
 ROTATED = (TIMELINE, SAMPLES)
-"""Files beside them, of bounded total size."""
+"""Further files, of bounded total size."""
 
 
 def require_no_records(run: RunSection) -> None:
-    """Refuses a directory with records of another run, unless the run goes on with them.
+    """Refuses a directory with records of another run, unless the run resumes with them.
 
     Raises:
         ConfigError: it has some.
@@ -36,13 +36,13 @@ def holds_another_run(run: RunSection) -> ConfigError:
 
 
 def cut_run_records(run_dir: Path, first_iteration: int) -> int:
-    """Cuts all records of a run (see `cut_records`), to train on from `first_iteration`; returns how many lines."""
+    """Cuts all records of a run (see `cut_records`) to resume at `first_iteration`; returns how many lines."""
     num_cut = sum(cut_records(run_dir / name, first_iteration) for name in RECORDS)
     return num_cut + sum(_cut_rotated(kind, run_dir, first_iteration) for kind in ROTATED)
 
 
 def _cut_rotated(kind: Rotation, run_dir: Path, first_iteration: int) -> int:
-    """Cuts the newest files, and removes those of which nothing is left; a file that needs no cut ends the search."""
+    """Cuts the newest files, and removes those that become empty; stops at the first file that needs no cut."""
     num_cut = 0
     for part in reversed(kind.parts(run_dir)):
         num_lines = cut_records(part, first_iteration)
@@ -55,10 +55,10 @@ def _cut_rotated(kind: Rotation, run_dir: Path, first_iteration: int) -> int:
 
 
 def cut_records(path: Path, first_iteration: int) -> int:
-    """Removes the lines of `first_iteration` and later ones, which will be trained again; returns how many.
+    """Removes the lines of `first_iteration` and later ones, which will be trained again; returns their number.
 
-    A last line that was half written when the run ended goes with them. The file changes at once or not at all; where
-    there is none, nothing happens.
+    An incomplete last line of an interrupted run is removed as well. The file is replaced atomically; if there is none,
+    nothing happens.
 
     Raises:
         ConfigError: a line other than the last is not a record.
@@ -74,7 +74,7 @@ def cut_records(path: Path, first_iteration: int) -> int:
 
 
 def _iteration(path: Path, lines: list[bytes], number: int) -> float:
-    """The iteration of a line; infinity for a half-written last one."""
+    """The iteration of a line; infinity for an incomplete last one."""
     line = lines[number]
     is_last = number == len(lines) - 1
     if is_last and not line.endswith(b"\n"):

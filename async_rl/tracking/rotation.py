@@ -1,8 +1,8 @@
 """Lines of JSON in files of a bounded total size; `recorder` writes them, `records` cuts them when a run resumes.
 
-New lines go to `NAME.jsonl`. Before it gets larger than its limit it becomes `NAME.1.jsonl`, the next time
-`NAME.2.jsonl`, and so on; of these only the newest stay. A writer that is killed leaves at most one torn line, the last
-of `NAME.jsonl`: a file is renamed only when it is complete, in one step.
+New lines are added to `NAME.jsonl`. Before it exceeds its limit it is renamed to `NAME.1.jsonl`, the next time to
+`NAME.2.jsonl`, and so on; only the newest of these are kept. A killed writer leaves at most one incomplete line, the
+last of `NAME.jsonl`: a file is renamed only when it is complete, in one step.
 """
 
 import json
@@ -17,7 +17,7 @@ from async_rl.files import named_write_errors
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """A kind of rotated file in a run directory: `num_kept` files of `max_bytes` stay beside the one in use.
+    """A kind of rotated file in a run directory: `num_kept` files of `max_bytes` are kept beside the one in use.
 
     A single line that is longer than `max_bytes` has a file of its own.
     """
@@ -27,7 +27,7 @@ class Rotation:
     num_kept: int
 
     def parts(self, run_dir: Path) -> list[Path]:
-        """The files that are there, oldest first."""
+        """The existing files, oldest first."""
         in_use = run_dir / self.name
         return [*self._full(run_dir).values(), *([in_use] if in_use.exists() else [])]
 
@@ -35,7 +35,7 @@ class Rotation:
         """Adds one line per row.
 
         Raises:
-            WriteFailed: the last line may be there in part.
+            WriteFailed: the last line may be incomplete.
         """
         path = run_dir / self.name
         with named_write_errors(path):
@@ -57,7 +57,7 @@ class Rotation:
             file.close()
 
     def read(self, run_dir: Path) -> Iterator[dict[str, Any]]:
-        """The rows of all files, oldest first; a torn last line is left out."""
+        """The rows of all files, oldest first; an incomplete last line is left out."""
         for part in self.parts(run_dir):
             with part.open("rb") as file:
                 yield from (json.loads(line) for line in file if line.endswith(b"\n"))
@@ -89,7 +89,7 @@ class Rotation:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    # Text stays readable. Half of a surrogate pair, which UTF-8 does not have, becomes the escape that JSON has for it.
+    # Text stays readable. Half of a surrogate pair, which UTF-8 does not have, is written as its JSON escape.
     return _ENCODER.encode(row).encode("utf-8", "backslashreplace") + b"\n"
 
 

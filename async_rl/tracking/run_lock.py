@@ -1,4 +1,4 @@
-"""One run at a time in a run directory: two would write into each other's records and checkpoints."""
+"""Only one run at a time in a run directory: two would mix their records and checkpoints."""
 
 import errno
 import fcntl
@@ -11,9 +11,9 @@ LOCK_FILE = ".lock"
 
 
 def lock_run(run_dir: Path) -> BinaryIO:
-    """Holds `run_dir`, which exists, until the returned file is closed or this process has ended, however it ends.
+    """Locks `run_dir`, which exists, until the returned file is closed or this process ends in any way.
 
-    Where the file system knows no locks nothing is held.
+    If the file system has no locks, nothing is locked.
 
     Raises:
         ConfigError: another run holds it.
@@ -32,6 +32,6 @@ def lock_run(run_dir: Path) -> BinaryIO:
 
 
 def require_unlocked(run_dir: Path) -> None:
-    """Raises ConfigError if another run holds `run_dir` at the moment."""
+    """Raises ConfigError if another run currently holds `run_dir`."""
     if (run_dir / LOCK_FILE).exists():
         lock_run(run_dir).close()

@@ -1,7 +1,7 @@
-"""`samples.jsonl`: what the policy says, of a few groups of each iteration, to be looked at; `recorder` writes it.
+"""`samples.jsonl`: the text of a few groups of each iteration, for inspection; `recorder` writes it.
 
-The groups are the first by their place in the batch, among those that the writing replica trains: chosen by completion,
-they would have the short responses.
+The groups are the first by their index in the batch, among those that the writing replica trains: selected by
+completion, they would be those with short responses.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,16 +14,16 @@ SAMPLES = Rotation("samples.jsonl", max_bytes=16 * 2**20, num_kept=4)
 
 NUM_GROUPS = 3
 NUM_RESPONSES = 2
-"""Of each group: the first."""
+"""Of each group: the first ones."""
 
 MAX_CHARACTERS = 2000
-"""Of a prompt or a response; what is longer loses its middle."""
+"""Of a prompt or a response; longer ones lose their middle."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class Sampled:
-    """The groups of one iteration that will be recorded, as they come."""
+    """The groups of one iteration that will be recorded, collected as they finish."""
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
@@ -32,7 +32,7 @@ class Sampled:
         self._groups = sorted([*self._groups, *groups], key=lambda group: group.index)[:NUM_GROUPS]
 
     def rows(self, decode: Decode | None) -> Iterator[dict[str, Any]]:
-        """One per group; without the prompt's text where nothing decodes its tokens."""
+        """One per group; without the prompt's text if `decode` is None."""
         for group in self._groups:
             yield {
                 "iteration": group.iteration,

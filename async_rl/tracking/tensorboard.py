@@ -7,11 +7,11 @@ from pathlib import Path
 class ScalarFile:
     """Figures by step in a new event file of `directory`.
 
-    Beside the files of a run that was interrupted it makes TensorBoard forget what they have of `first_step` and later.
+    With `first_step`, TensorBoard ignores steps from `first_step` on in the files of an interrupted run.
     """
 
     def __init__(self, directory: Path, first_step: int) -> None:
-        # Not above: the package can be imported without torch, and only who trains writes such a file.
+        # Imported here: the package can be imported without torch, and only training programs write such a file.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory), purge_step=first_step)

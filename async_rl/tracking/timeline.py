@@ -1,9 +1,8 @@
-"""`timeline.jsonl`: one row for each group that was trained; `recorder` writes it, the quickstart's report reads it.
+"""`timeline.jsonl`: one row for each trained group; `recorder` writes it, the quickstart's report reads it.
 
-A row has what the ledger proved of the group, so that sums and digests of `ledger.jsonl` can be computed again from it
-(`docs/proof.md`), and, where the group was rolled out by the replica that writes, when that happened and when it was
-trained, in seconds from the start of the iteration. Figures have 6 digits. Rows of a mini-batch are in the order of
-places.
+A row has what the ledger checked of the group, so that sums and digests of `ledger.jsonl` can be computed again from
+it (`docs/proof.md`), and, if the group was rolled out by the writing replica, when that happened and when it was
+trained, in seconds from the start of the iteration. Figures have 6 digits. Rows of a mini-batch are ordered by index.
 """
 
 import math
@@ -23,7 +22,7 @@ TIMELINE = Rotation("timeline.jsonl", max_bytes=64 * 2**20, num_kept=4)
 
 @dataclass(frozen=True, slots=True)
 class GroupTimes:
-    """When the group at place `index` was rolled out and trained, in seconds from the start of its iteration."""
+    """When the group at `index` was rolled out and trained, in seconds from the start of its iteration."""
 
     index: int
     started_s: float
@@ -32,14 +31,14 @@ class GroupTimes:
     train_finished_s: float
 
     def fields(self) -> dict[str, float]:
-        """What `asdict` says, in a tenth of its time: a batch may have ten thousand."""
+        """The result of `asdict`, in a tenth of its time: a batch may have ten thousand."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def timeline_rows(
     iteration: int, rows: Sequence[GroupProof], times: Mapping[int, GroupTimes]
 ) -> Iterator[dict[str, Any]]:
-    """The rows of the groups of a mini-batch; `times`, by place, may have only some of them."""
+    """The rows of the groups of a mini-batch; `times`, by index, may have only some of them."""
     for row in sorted(rows, key=lambda row: row.index):
         yield {
             "iteration": iteration,
@@ -62,7 +61,7 @@ def timeline_rows(
 def group_times(run_dir: Path, record: Mapping[str, Any]) -> list[GroupTimes]:
     """Those of the iteration of a record of `metrics.jsonl`, as far as they are kept.
 
-    Records of before there was a `timeline.jsonl` have them inside.
+    Records written before `timeline.jsonl` existed contain them.
     """
     if "timeline" in record:
         return [GroupTimes(*entry) for entry in record["timeline"]]
@@ -71,7 +70,7 @@ def group_times(run_dir: Path, record: Mapping[str, Any]) -> list[GroupTimes]:
 
 
 def _figures(gaps: LogprobGaps) -> dict[str, float | None]:
-    """What the sums and limits of the ledger are made from; see `LogprobGaps`."""
+    """The figures behind the ledger's sums and limits; see `LogprobGaps`."""
     figures = {
         "mean": gaps.mean,
         "mean_abs": gaps.mean_abs,

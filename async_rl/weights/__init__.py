@@ -1,1 +1,1 @@
-"""What both ends of a weight transfer share."""
+"""The parts that both sides of a weight transfer share."""

@@ -1,8 +1,8 @@
-"""Collectives of a weight group that end in time, on every backend; `weight_stream.WeightGroup` alone uses them.
+"""Collectives of a weight group with enforced timeouts on every backend; only `weight_stream.WeightGroup` uses them.
 
 Work of gloo raises once its timeout has passed. That of nccl and hccl does not: `wait` only orders streams, and returns
-at once whether the other end lives or not; the next copy to the host then hangs, and a watchdog ends the whole process
-some time later. So theirs is polled, and the group aborted where the timeout passes first.
+at once whether the peer is alive or not; the next copy to the host then hangs, and a watchdog ends the whole process
+some time later. So their work is polled, and the group is aborted if the timeout passes first.
 """
 
 import hmac
@@ -22,29 +22,29 @@ from async_rl.weights.store import MeetingStore
 from async_rl.weights.store_wire import PROOF_BYTES, NotInvited
 
 NUM_IN_FLIGHT = 2
-"""Collectives that run at once; gloo works on as many, so a peer that is silent costs one timeout, not one for each."""
+"""Concurrent collectives; gloo has as many threads, so an unresponsive peer costs one timeout, not one for each."""
 
 POLL_S = 0.0002
 """A bucket takes milliseconds."""
 
 ABORT_TIMEOUT_S = 10.0
-"""An abort that itself hangs is left behind."""
+"""An abort that itself hangs is abandoned."""
 
 NATIVE_TIMEOUTS = 3
-"""How much later than ours the timeouts of nccl and hccl are, whose watchdogs end the process."""
+"""The timeouts of nccl and hccl, whose watchdogs end the process, are this many times ours."""
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda", "hccl": "npu"}
 
 
 class TimedOut(RuntimeError):
-    """A collective did not end in time, so that the group was aborted."""
+    """A collective did not finish in time, so the group was aborted."""
 
 
 class Collectives:
-    """A process group with timeouts that hold.
+    """A process group with enforced timeouts.
 
     Args:
-        group: of torch.distributed, or one that behaves like its.
+        group: of torch.distributed, or one with the same interface.
         device: where its tensors are.
         raises_in_time: whether the `wait` of its work blocks, and raises when its timeout has passed.
     """
@@ -56,7 +56,7 @@ class Collectives:
         self._raises_in_time = raises_in_time
 
     def broadcast(self, data: torch.Tensor) -> Any:
-        """Starts a broadcast from rank 0; its work is for `wait`. `data` is on the group's device.
+        """Starts a broadcast from rank 0; pass its work to `wait`. `data` is on the group's device.
 
         Raises:
             RuntimeError: the group is broken or closed.
@@ -67,7 +67,7 @@ class Collectives:
         return self._open_group().broadcast([data], options)
 
     def wait(self, work: Any) -> None:
-        """Returns when the work is done, and what follows on the device may use its tensors.
+        """Returns when the work has finished, and later operations on the device may use its tensors.
 
         Raises:
             RuntimeError: it failed.
@@ -78,7 +78,7 @@ class Collectives:
         work.wait()
 
     def meet(self) -> None:
-        """Makes the connections: nccl and hccl do so with the first collective, and block meanwhile.
+        """Makes the connections: nccl and hccl do so in the first collective, and block until then.
 
         Raises:
             RuntimeError: it failed.
@@ -92,13 +92,13 @@ class Collectives:
         self.wait(started[0])
 
     def prove(self, rank: int, world_size: int, secret: str) -> None:
-        """Exchanges proofs with each other member over the very connections that weights will take.
+        """Exchanges proofs with each other member over the same connections that will transfer the weights.
 
-        gloo lets in whoever connects to its ports first. Over nccl and hccl the members know each other by an id that
-        they get from the store.
+        gloo accepts the first peer that connects to its ports. With nccl and hccl the members identify each other by an
+        id that they get from the store.
 
         Raises:
-            NotInvited: whoever is at the other end of a connection does not know the secret.
+            NotInvited: the peer of a connection does not know the secret.
         """
         ours = b"".join(_proof(secret, rank, other) for other in range(world_size))
         sent = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
@@ -111,7 +111,7 @@ class Collectives:
                 raise NotInvited(f"whoever is connected as rank {other} does not know the secret of the invitation")
 
     def let_end(self, works: Iterable[Any]) -> None:
-        """Ends what an error left under way: until then it holds connections, and writes where it was told to."""
+        """Ends work left running by an error: until then it holds connections, and writes to its buffers."""
         left = list(works)
         if left and not self._raises_in_time:
             self.abort()
@@ -121,7 +121,7 @@ class Collectives:
                 work.wait()
 
     def abort(self) -> None:
-        """Ends what is under way, here and by that at the other members; the group is of no use any more."""
+        """Ends running work, here and thereby at the other members; the group is unusable afterwards."""
         group, self._group = self._group, None
         if group is not None:
             _ends_within(ABORT_TIMEOUT_S, lambda: _abort(group))
@@ -130,7 +130,7 @@ class Collectives:
         """Drops the connections; a second call does nothing."""
         group, self._group = self._group, None
         if group is not None:
-            # gloo closes its sockets only with the object itself, which goes with this call.
+            # gloo closes its sockets only with the object itself, which is freed by this call.
             group.shutdown()
 
     def _poll(self, work: Any) -> None:
@@ -151,11 +151,11 @@ class Collectives:
 
 
 def open_collectives(store: MeetingStore, rank: int, world_size: int, backend: str, timeout_s: float) -> Collectives:
-    """Returns when all members are there, and have shown that they were invited.
+    """Returns when all members have connected and proven that they were invited.
 
     Raises:
-        NotInvited: a stranger took the place of a member.
-        RuntimeError, PublishError: they did not all meet within the timeout.
+        NotInvited: an uninvited process took the place of a member.
+        RuntimeError, PublishError: they did not all connect within the timeout.
     """
     if backend == "gloo":
         group = _gloo_group(store, rank, world_size, timedelta(seconds=timeout_s))
@@ -173,7 +173,7 @@ def open_collectives(store: MeetingStore, rank: int, world_size: int, backend: s
 
 def make_group(store: MeetingStore, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:
     """A process group of nccl or hccl."""
-    # torch_npu is there only where there is an NPU; it has no type of its own in torch.distributed.
+    # torch_npu is present only with an NPU; torch.distributed has no type for it.
     module = dist if backend == "nccl" else import_module("torch_npu._C._distributed_c10d")
     group_type = getattr(module, f"ProcessGroup{backend.upper()}")
     options = group_type.Options()
@@ -184,7 +184,7 @@ def make_group(store: MeetingStore, rank: int, world_size: int, backend: str, ti
 def _gloo_group(store: MeetingStore, rank: int, world_size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    # Left to itself gloo takes the address that this host's own name has, which others need not reach.
+    # By default gloo uses the address of this host's own name, which other hosts may not reach.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=store.address)]
     options._threads = NUM_IN_FLIGHT
     return dist.ProcessGroupGloo(store, rank, world_size, options)
@@ -195,7 +195,7 @@ def _proof(secret: str, of: int, to: int) -> bytes:
 
 
 def _abort(group: Any) -> None:
-    """torch_npu has a method of its own; the one that it inherits from torch does not reach hccl's communicators."""
+    """torch_npu has its own method; the one inherited from torch does not abort hccl's communicators."""
     if hasattr(group, "abort_hccl_comm"):
         group.abort_hccl_comm("a collective of the weight group did not end in time")
     else:
@@ -203,10 +203,10 @@ def _abort(group: Any) -> None:
 
 
 def _ends_within(timeout_s: float, call: Callable[[], object]) -> bool:
-    """Whether a call that may block for ever has ended in time; it is left behind in its thread otherwise.
+    """Whether a call that may block forever has ended in time; otherwise it is abandoned in its thread.
 
     Raises:
-        Exception: whatever the call raised.
+        Exception: the call's own exception.
     """
     errors: list[Exception] = []
 

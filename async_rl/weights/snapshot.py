@@ -1,7 +1,7 @@
-"""One version of the weights as a safetensors file that instances read: written as a stream, never whole in memory.
+"""One version of the weights as a safetensors file for instances: written as a stream, never whole in memory.
 
-A publish feeds a `SnapshotWriter` while the tensors pass; nobody sees the file before it is whole. Instances open it
-with `read_snapshot`.
+A publish feeds a `SnapshotWriter` as the tensors pass; the file is not visible before it is complete. Instances open
+it with `read_snapshot`.
 """
 
 import json
@@ -33,13 +33,13 @@ DTYPE_CODES = {
 """safetensors' names of torch's dtypes."""
 
 ALIGNMENT = 8
-"""The data begins at a multiple of it, so that a mapped tensor of any dtype is aligned."""
+"""The data starts at a multiple of it, so that a mapped tensor of any dtype is aligned."""
 
 
 class SnapshotWriter:
-    """Writes the tensors of `specs`, in any order, under a hidden name; `commit` gives the file its own.
+    """Writes the tensors of `specs`, in any order, under a hidden name; `commit` renames the file.
 
-    Tensors lie in the file by falling size of their dtype, which keeps each of them aligned, else in stream order.
+    Tensors are ordered by decreasing dtype size, which keeps each of them aligned, then in stream order.
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
@@ -55,10 +55,10 @@ class SnapshotWriter:
             raise self._cannot_write(error) from error
 
     def tee(self, stream: Stream) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
-        """Yields the stream as it is, each tensor after it was written; closing it closes the stream.
+        """Yields the stream unchanged, each tensor after it was written; closing it closes the stream.
 
         Raises:
-            ConfigError: the directory cannot take the file.
+            ConfigError: the file cannot be written.
         """
         items = iter(stream)
         try:
@@ -78,7 +78,7 @@ class SnapshotWriter:
         return fingerprint.hexdigest()
 
     def commit(self) -> Path:
-        """Ends the file and gives it its name."""
+        """Closes the file and gives it its final name."""
         assert self._file is not None, "a snapshot is committed once"
         assert not self._missing, f"snapshot {self.path} lacks {len(self._missing)} tensors: {min(self._missing)!r} ..."
         self._file.close()
@@ -90,7 +90,7 @@ class SnapshotWriter:
         return self.path
 
     def discard(self) -> None:
-        """Removes an unfinished file; after `commit`, or a second time, it does nothing."""
+        """Removes an unfinished file; does nothing after `commit` or when called again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -107,7 +107,7 @@ class SnapshotWriter:
             raise self._cannot_write(error) from error
 
     def _write(self, data: bytes | memoryview) -> None:
-        """Writes all of it: one call of the system takes 2 GiB at most."""
+        """Writes all of it: one system call writes 2 GiB at most."""
         assert self._file is not None
         rest = memoryview(data)
         while rest:
@@ -126,10 +126,10 @@ def read_snapshot(path: Path, specs: Sequence[TensorSpec]) -> Iterator[tuple[Ten
     Tensors are views of the mapped file, on the host. The mapping outlives the file's name.
 
     Raises:
-        PublishError: there is no such file, or it is not whole, or it does not hold exactly these tensors.
+        PublishError: there is no such file, or it is incomplete, or it does not contain exactly these tensors.
     """
     try:
-        with path.open("rb"):  # safetensors' own error for a file that may not be read does not say which it is.
+        with path.open("rb"):  # safetensors' own error for an unreadable file does not name it.
             pass
         snapshot: Any = safe_open(path, framework="pt")
         slices = {name: snapshot.get_slice(name) for name in snapshot.keys()}  # noqa: SIM118  # it is no dict
@@ -152,7 +152,7 @@ def read_snapshot(path: Path, specs: Sequence[TensorSpec]) -> Iterator[tuple[Ten
 
 
 def _layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:
-    """The file's first bytes (length of the header, and the header), and where in the file each tensor starts."""
+    """The file's first bytes (length of the header, and the header), and the offset of each tensor in the file."""
     entries: dict[str, object] = {}
     starts: dict[str, int] = {}
     end = 0

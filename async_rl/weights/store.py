@@ -1,9 +1,9 @@
-"""The store at which the members of a weight group meet: only who was invited can enter, read or write.
+"""The store for the rendezvous of a weight group: only invited members can connect, read or write.
 
-torch's own `TCPStore` asks nobody who he is, listens on every interface, and lists its keys to whoever connects. This
-one listens where it is told to, and each connection begins with a proof, by both ends, that they know the secret of the
-invitation (`store_wire.py`), which travels over the instances' own routes. Process groups call `MeetingStore` from any
-of their threads.
+torch's own `TCPStore` has no authentication, listens on every interface, and lists its keys to any client. This one
+listens on one given address, and on each connection both ends first prove that they know the secret of the invitation
+(`store_wire.py`), which is sent over the instances' own routes. Process groups call `MeetingStore` from any of their
+threads.
 """
 
 import socket
@@ -20,22 +20,22 @@ from async_rl.errors import PublishError
 from async_rl.weights.store_wire import admit, enter, listen, receive_frame, send_frame, shut
 
 Request = Mapping[str, Any]
-"""`op`, and what it needs: `key` or `keys`, `value` as hex digits, `timeout_s`."""
+"""`op`, and its arguments: `key` or `keys`, `value` as hex digits, `timeout_s`."""
 
 WRITING = frozenset({"set", "add", "compare_set"})
 
 PROOF_TIMEOUT_S = 5.0
-"""A stranger may hold a connection for so long."""
+"""How long an unauthenticated connection may stay open."""
 
 MAX_STRANGERS = 64
-"""Connections without a proof at once; a further one is closed, and a member then tries again."""
+"""Concurrent connections without a proof; a further one is closed, and a member then retries."""
 
 RETRY_S = 0.05
 ANSWER_MARGIN_S = 5.0
 
 
 class _Values:
-    """What the members told one another; ends every wait when it is closed."""
+    """The values set by the members; closing it ends every wait."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -43,10 +43,10 @@ class _Values:
         self._is_closed = False
 
     def answer(self, request: Request) -> Any:
-        """Carries a request out: bytes as hex digits, a number, a truth, or None.
+        """Executes a request: returns bytes as hex digits, a number, a bool, or None.
 
         Raises:
-            PublishError: what it waits for did not come in time, or the meeting has ended.
+            PublishError: the awaited keys were not set in time, or the rendezvous has ended.
         """
         with self._changed:
             answer = self._carry_out(request)
@@ -98,9 +98,9 @@ class _Values:
 
 
 class MeetingStore(Store):
-    """A member's end of the store, as torch's process groups call it.
+    """A member's client of the store, as torch's process groups call it.
 
-    `address` is that of this host on the way to the others, `secret` that of the invitation.
+    `address` is this host's on the route to the other members, `secret` that of the invitation.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class MeetingStore(Store):
     ) -> None:
         super().__init__()
         self.close = close
-        """Leaves the meeting; does nothing at the host's own end."""
+        """Disconnects from the rendezvous; does nothing for the host's own client."""
         self.address = address
         self.secret = secret
         self._ask = ask
@@ -151,14 +151,14 @@ class MeetingStore(Store):
 
 
 class StoreServer:
-    """Keeps what the members tell one another, from its making until `close`, which ends the wait of them all.
+    """Holds the members' values, from its creation until `close`, which ends all waits.
 
     Args:
-        address: of this host; it is listened on this one alone.
-        secret: whoever proves to know it is a member.
+        address: of this host; the only one it listens on.
+        secret: a client that proves to know it is a member.
 
     Raises:
-        PublishError: it is no address of this host.
+        PublishError: it is not an address of this host.
     """
 
     def __init__(self, address: str, secret: str) -> None:
@@ -180,11 +180,11 @@ class StoreServer:
 
     @property
     def num_members(self) -> int:
-        """How many are connected, besides the host."""
+        """Number of connected members, without the host."""
         return len(self._members)
 
     def store(self, timeout_s: float) -> MeetingStore:
-        """The host's own end."""
+        """The host's own client."""
         return MeetingStore(self._values.answer, self._address, self._secret, timeout_s)
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class StoreServer:
             threading.Thread(target=self._serve, args=(connection,), name="async-rl-meeting", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        # Whatever goes wrong is the end of this one connection: its other end went, or talks nonsense.
+        # Any error ends only this one connection: its peer disconnected or sent invalid data.
         with connection, suppress(OSError, ValueError, LookupError, TypeError):
             try:
                 is_member = admit(connection, self._secret, time.monotonic() + PROOF_TIMEOUT_S)
@@ -241,11 +241,11 @@ class StoreServer:
 
 
 def join_meeting(address: str, port: int, secret: str, timeout_s: float) -> MeetingStore:
-    """A member's end of the store that a host keeps there.
+    """Connects a member to the store that a host serves at this address.
 
     Raises:
-        NotInvited: the two do not know the same secret.
-        PublishError: nothing answers at that address within the timeout.
+        NotInvited: the two do not have the same secret.
+        PublishError: no server responds at that address within the timeout.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -275,7 +275,7 @@ class _Line:
     def ask(self, request: Request) -> Any:
         """
         Raises:
-            PublishError: the host did not answer, or that what is waited for did not come.
+            PublishError: the host did not respond, or an awaited key was not set in time.
         """
         deadline = time.monotonic() + request.get("timeout_s", self._timeout_s) + ANSWER_MARGIN_S
         with self._lock:

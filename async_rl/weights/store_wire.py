@@ -1,8 +1,8 @@
 """Connections of a weight store: how both ends prove that they know the secret, and the frames after that.
 
-    host: nonce -> member: nonce, proof over both -> host: proof over both -> requests and answers
+    host: nonce -> member: nonce, proof over both -> host: proof over both -> requests and responses
 
-Proofs are HMACs under the secret, frames a length and JSON; nothing is encrypted.
+Proofs are HMACs under the secret, frames are a length and JSON; nothing is encrypted.
 """
 
 import hmac
@@ -19,7 +19,7 @@ from async_rl.errors import PublishError
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 REFUSED: Final = bytes(PROOF_BYTES)
-"""Instead of a proof: the other end's was wrong."""
+"""Sent instead of a proof if the other end's was wrong."""
 
 MAX_FRAME_BYTES: Final = 16 * 2**20
 MIN_WAIT_S: Final = 0.05
@@ -31,7 +31,7 @@ class NotInvited(PublishError):
 
 
 def listen(address: str, backlog: int) -> socket.socket:
-    """A socket that listens at this address alone, on a free port; OSError where it is none of this host."""
+    """A socket that listens on this address only, on a free port; OSError if it is not an address of this host."""
     family, kind, proto, _, bound = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, proto)
     try:
@@ -44,10 +44,10 @@ def listen(address: str, backlog: int) -> socket.socket:
 
 
 def admit(connection: socket.socket, secret: str, deadline: float) -> bool:
-    """The host's part: whether the other end knows the secret; one that does not is told so.
+    """The host's part: whether the other end knows the secret; one that does not is sent `REFUSED`.
 
     Raises:
-        OSError: the connection broke, or the proof did not come by the deadline.
+        OSError: the connection was lost, or the proof did not arrive by the deadline.
     """
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.settimeout(max(MIN_WAIT_S, deadline - time.monotonic()))
@@ -64,8 +64,8 @@ def enter(address: str, port: int, secret: str, deadline: float) -> socket.socke
     """The member's part: a connection on which both ends have proven themselves.
 
     Raises:
-        NotInvited: the two do not know the same secret.
-        OSError: nothing answers there, or the connection broke.
+        NotInvited: the two do not have the same secret.
+        OSError: no server responds there, or the connection was lost.
     """
     connection = socket.create_connection((address, port), max(MIN_WAIT_S, deadline - time.monotonic()))
     try:
@@ -91,7 +91,7 @@ def send_frame(connection: socket.socket, body: Any) -> None:
 def receive_frame(connection: socket.socket, deadline: float | None) -> Any:
     """
     Raises:
-        OSError: the connection broke, or the frame did not come by the deadline.
+        OSError: the connection was lost, or the frame did not arrive by the deadline.
         ValueError: it is too long, or not JSON.
     """
     (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, deadline))
@@ -101,18 +101,18 @@ def receive_frame(connection: socket.socket, deadline: float | None) -> Any:
 
 
 def shut(connection: socket.socket) -> None:
-    """Wakes whoever waits for it, here and at the other end."""
+    """Wakes all threads that wait for it, here and at the other end."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _proof(secret: str, role: str, of_host: bytes, of_member: bytes) -> bytes:
-    """That `role` knows the secret, for this connection alone."""
+    """Proves that `role` knows the secret, for this connection only."""
     return hmac.digest(secret.encode(), role.encode() + of_host + of_member, "sha256")
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
-    """Exactly so many bytes, by the deadline however slowly they come."""
+    """Receives exactly `num_bytes` bytes; the deadline holds however slowly they arrive."""
     data = b""
     while len(data) < num_bytes:
         if deadline is not None:

@@ -1,10 +1,10 @@
-"""The one weight transport, both ends of it: a group of one sender and all receivers, buckets, and the fingerprint.
+"""The weight transport, both ends of it: a group of one sender and all receivers, buckets, and the fingerprint.
 
 The trainer's first rank is rank 0 and the only source; every worker of every inference instance is one more rank.
-Tensors travel in a given order by `torch.distributed` broadcast (gloo, nccl or hccl): large ones alone, out of and into
-their own memory, small ones packed into buckets. One message is hashed while another travels. Before each update every
-receiver announces through the group's store that it accepted the list of tensors; the sender broadcasts only then, so a
-refused list never leaves it stuck in a collective.
+Tensors are sent in a given order by `torch.distributed` broadcast (gloo, nccl or hccl): large ones alone, directly
+between their own memory, small ones packed into buckets. One message is hashed while another is sent. Before each
+update every receiver announces through the group's store that it accepted the list of tensors; the sender broadcasts
+only then, so a refused list never blocks it in a collective.
 """
 
 import time
@@ -25,7 +25,7 @@ from async_rl.weights.store_wire import NotInvited
 T = TypeVar("T")
 
 ALONE_BYTES = 2**20
-"""A tensor of this size is worth a message of its own: copying it into a bucket costs more than the message."""
+"""A tensor of this size is sent alone: copying it into a bucket costs more than a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[list[Ten
 
 
 def _messages(items: Iterable[T], spec_of: Callable[[T], TensorSpec], bucket_bytes: int) -> Iterator[list[T]]:
-    """What travels in one broadcast each; both ends derive the same cuts from the same specs and size."""
+    """The tensors of each broadcast; both ends derive the same division from the same specs and size."""
     return _cut(items, lambda item: spec_of(item).num_bytes, bucket_bytes, ALONE_BYTES)
 
 
@@ -103,7 +103,7 @@ def _cut(
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A broadcast under way: the bytes that travel, uint8 [num_bytes], and the tensors in them."""
+    """A running broadcast: its bytes, uint8 [num_bytes], and the tensors in them."""
 
     work: Any
     data: torch.Tensor
@@ -113,16 +113,16 @@ class _Message:
 class WeightGroup:
     """The process group of one trainer rank (0) and all receiving workers (1 .. world_size - 1).
 
-    It stands beside the default group of either process. Every wait ends within `timeout_s` in a PublishError.
+    It is separate from the default group of either process. Every wait ends within `timeout_s` in a PublishError.
     After any error the group is unusable on all ends: close it and open a new one.
     """
 
     def __init__(self, store: MeetingStore, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
-        """Returns when all members are there, and have proven to each other that they were invited.
+        """Returns when all members have connected and proven to each other that they were invited.
 
         Raises:
-            PublishError: they did not all meet within the timeout.
-            NotInvited: a stranger took the place of a member.
+            PublishError: they did not all connect within the timeout.
+            NotInvited: an uninvited process took the place of a member.
         """
         self._store = store
         self._world_size = world_size
@@ -139,7 +139,7 @@ class WeightGroup:
             ) from error
 
     def announce(self, rank: int) -> None:
-        """Receiver: tells the sender that this rank accepted the next update and is about to receive."""
+        """Receiver: announces that this rank accepted the next update and is about to receive."""
         self._num_updates += 1
         self._store.set(f"update/{self._num_updates}/{rank}", "ready")
 
@@ -154,10 +154,10 @@ class WeightGroup:
         ]
 
     def send(self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], bucket_bytes: int) -> str:
-        """Broadcasts all tensors of the stream, in order, and returns the fingerprint of what was sent.
+        """Broadcasts all tensors of the stream, in order, and returns their fingerprint.
 
-        A tensor must keep its values until the end of the call. The stream is closed if it could not be sent to its
-        end, since others may take part in it.
+        A tensor must keep its values until the end of the call. The stream is closed if it could not be sent
+        completely, since other ranks may take part in it.
         """
         fingerprint = Fingerprint()
         in_flight: deque[_Message] = deque()
@@ -184,9 +184,9 @@ class WeightGroup:
     ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
         """Yields (spec, tensor) in stream order.
 
-        A tensor that `into` has a contiguous place for (of the spec's dtype and shape, on the group's device) has been
-        put there, and is that place; any other is a view of its message, which it keeps in memory. Places are
-        written before their tensors are yielded, from the first step on.
+        A tensor that `into` has a contiguous destination for (of the spec's dtype and shape, on the group's device) has
+        been written there, and is that destination; any other is a view of its message, which it keeps in memory.
+        Destinations are written before their tensors are yielded, from the first step on.
         """
         places = into or {}
         in_flight: deque[_Message] = deque()
@@ -213,7 +213,7 @@ class WeightGroup:
         return torch.empty(sum(spec.num_bytes for spec in message), dtype=torch.uint8, device=self._collectives.device)
 
     def close(self) -> None:
-        """Drops the connections, which ends the wait of any other member; a second call does nothing."""
+        """Closes the connections, which ends the wait of any other member; a second call does nothing."""
         self._collectives.close()
         self._store.close()
 
@@ -235,7 +235,7 @@ class WeightGroup:
 
 
 def _put_in_place(message: _Message, places: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """The tensors of a message that has arrived, each in its place if it has one."""
+    """The tensors of a received message, each in its destination if it has one."""
     start = 0
     for spec in message.specs:
         raw = message.data[start : start + spec.num_bytes]
