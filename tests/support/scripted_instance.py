@@ -6,7 +6,7 @@ engine's.
 
 Script: version; max_model_len; delay_s before answering; slow_token: prompts with it get no answer; die_at, hang_at,
 refuse_at, abort_at: the generate request (counted from 0) that meets that fate; serve_generate = false: only
-completions; stale: the version it answers with; token; health: status of /health; short: answers one log-prob too few;
+completions; stale: the version it answers with; token; health: status of /health;
 server, owner: of /version and the model card; boot_id: of the process, null for none;
 start_time: of its figures; concurrency: told with it;
 port: to listen at; slots: requests that it works at side by side, others wait; busy_at: requests that get busy_status
@@ -14,11 +14,9 @@ port: to listen at; slots: requests that it works at side by side, others wait; 
 
 Streaming, with stream = true: token_s after each token; stop_after: tokens of every response (or of those of
 the request fate_of) after which the process
-ends (fate "die"), or says no more ("hang"), or only that its engine died ("engine death"), or is out of step ("skip",
-"repeat": a chunk is left out, or sent twice), or breaks the connection ("tear"); versions_at_end: weight versions with
+ends (fate "die"), or says no more ("hang"), or breaks the connection ("tear"); versions_at_end: weight versions with
 the last chunk only, as vLLM; endless: no chunk says that it is the last; flood: tokens without end; pulse: events
-without tokens, and comments, without end; surplus: tokens beyond those asked for; early: "length" at the first token;
-bad_logprob: the first log-prob.
+without tokens, and comments, without end; surplus: tokens beyond those asked for; bad_logprob: the first log-prob.
 
 endless_body: the route whose answer's body has no end, with endless_status (200);
 elsewhere: every route leads there, by a redirect.
@@ -50,9 +48,6 @@ DEFAULTS = {
     "token_s": 0.0,
 }
 
-
-ENGINE_DEATH = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-"""What vLLM 0.32 says in an answer that has begun."""
 
 END = 2
 """The token that ends a response."""
@@ -177,8 +172,6 @@ class Instance:
                     "weight_versions": [*spans, {"version": version, "start": half, "end": len(token_ids)}],
                 }
             )
-        if self.script.get("short"):
-            choices[-1]["logprobs"]["content"].pop()
         return web.json_response({"request_id": body["request_id"], "choices": choices})
 
     async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -215,28 +208,21 @@ class Instance:
                 os._exit(1)
             if fate == "hang":
                 await asyncio.sleep(3600)
-            if fate == "engine death":
-                error = {"message": ENGINE_DEATH, "type": "InternalServerError", "param": None, "code": 500}
-                await response.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
-                break
             if fate == "tear":
                 assert request.transport is not None
                 request.transport.abort()
                 return
-            if fate == "skip":
-                continue
             for j, (token_ids, logprobs) in enumerate(samples):
                 if k < len(token_ids):
                     event = self.event(body, j, k, token_ids, logprobs)
-                    for _ in range(2 if fate == "repeat" else 1):
-                        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             await asyncio.sleep(self.script["token_s"])
         await response.write(b"data: [DONE]\n\n")
 
     def event(
         self, body: dict[str, Any], j: int, k: int, token_ids: list[int], logprobs: list[float]
     ) -> dict[str, Any]:
-        is_last = (k == len(token_ids) - 1 or "early" in self.script) and not self.script.get("endless")
+        is_last = k == len(token_ids) - 1 and not self.script.get("endless")
         version = self.script.get("stale", self.script["version"])
         spans = [{"version": version, "start": 0, "end": k + 1}]
         choice = {
