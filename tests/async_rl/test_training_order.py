@@ -1,4 +1,4 @@
-"""Which groups are handed out when: against every order of arrival, every batch size and every number of mini-batches."""
+"""Which groups are handed out when: every order of arrival, size of a batch and number of mini-batches."""
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations
