@@ -252,7 +252,7 @@ class Instance:
             os._exit(1)
         if number == self.script.get("hang_at"):
             await asyncio.sleep(3600)
-        if number == self.script.get("refuse_at") or self.script.get("poison") in body.get("token_ids", ()):
+        if number == self.script.get("refuse_at"):
             raise web.HTTPInternalServerError(text="engine is broken")
         if number in self.script.get("busy_at", ()):
             raise Busy(self.script["busy_status"])
