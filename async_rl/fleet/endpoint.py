@@ -56,21 +56,22 @@ class FleetClient:
         return self._ask(InstanceInfo, path, body.model_dump_json().encode())
 
     def _ask(self, kind: type[Answer], path: str, body: bytes | None = None) -> Answer:
-        request = urllib.request.Request(self.url + path, body, self._headers)
         try:
+            request = urllib.request.Request(self.url + path, body, self._headers)
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
                 return kind.model_validate_json(answer.read())
         except urllib.error.HTTPError as error:
             raise self._error(error.code, error.read()) from error
-        except (OSError, HTTPException) as error:
+        except ValidationError as error:
+            raise EndpointFailed(
+                f"{self.url}{path} answers something else: is it the fleet endpoint of a run?"
+            ) from error
+        except (OSError, HTTPException, ValueError) as error:
+            # ValueError: what urllib says of brackets without an IPv6 address in them.
             cause = getattr(error, "reason", error)
             raise EndpointFailed(
                 f"no fleet endpoint answers at {self.url}: {getattr(cause, 'strerror', None) or cause}; "
                 "has the run ended? A running one writes its address to RUN_DIR/fleet.json"
-            ) from error
-        except ValidationError as error:
-            raise EndpointFailed(
-                f"{self.url}{path} answers something else: is it the fleet endpoint of a run?"
             ) from error
 
     def _error(self, status: int, body: bytes) -> AsyncRLError:
@@ -99,7 +100,7 @@ def find_endpoint(url: str | None, run_dir: Path | None) -> str:
             raise ConfigError(f"--url {url!r} is not a URL: write http://host:port")
         return url
     if run_dir is None:
-        files = sorted(Path().glob(ADDRESS_FILES), key=lambda file: file.stat().st_mtime)
+        files = sorted(Path().glob(ADDRESS_FILES), key=_written_s)
         if not files:
             raise ConfigError(
                 f"no run goes on under {str(Path().resolve())!r}: none of {ADDRESS_FILES} exists; "
@@ -113,3 +114,11 @@ def find_endpoint(url: str | None, run_dir: Path | None) -> str:
         raise ConfigError(f"{str(file)!r} does not exist: the run has ended, or this is not its directory") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{str(file)!r} does not hold the address of an endpoint: {error}; use --url URL") from error
+
+
+def _written_s(file: Path) -> float:
+    """When it was written; before all others, if it went a moment ago with its run."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return float("-inf")

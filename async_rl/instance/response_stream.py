@@ -206,9 +206,10 @@ class Answer:
         except ValidationError:
             shown = payload[:MAX_SHOWN_BYTES].decode(errors="replace")
             return InstanceError(f"instance {self._url} answered something else than tokens: {shown}")
-        if DEAD_ENGINE in info.message:
-            return InstanceStalled(f"the engine of instance {self._url} has died: {info.message}")
-        return InstanceError(f"instance {self._url} broke its answer off: {info.message} ({info.type}, {info.code})")
+        said = info.message[:MAX_SHOWN_BYTES]
+        if DEAD_ENGINE in said:
+            return InstanceStalled(f"the engine of instance {self._url} has died: {said}")
+        return InstanceError(f"instance {self._url} broke its answer off: {said} ({info.type[:40]}, {info.code})")
 
     def vouch(self) -> None:
         """Counts what has no version yet as made by the one asked for: its reader found out outside the answer."""

@@ -10,7 +10,7 @@ completions; stale: the version it answers with; token; health: status of /healt
 server, owner: of /version and the model card; boot_id: of the process, null for none;
 start_time: of its figures; concurrency: told with it;
 port: to listen at; slots: requests that it works at side by side, others wait; busy_at: requests that get busy_status
-(503); poison: prompts with this token get a 500; mute: /health does not answer.
+(503); mute: /health does not answer.
 
 Streaming, with stream = true: token_s after each token; stop_after: tokens of every response (or of those of
 the request fate_of) after which the process
