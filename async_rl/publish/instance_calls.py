@@ -51,7 +51,10 @@ class InstanceCalls(Generic[T]):
         return {m: f.result() for m, f in self._futures.items() if f.done() and not f.cancelled() and not f.exception()}
 
     def cancel(self, members: Iterable[Member] | None = None) -> bool:
-        """Gives up what is still in flight, of all or of some; whether anything was. It counts as unreachable then."""
+        """Gives up what is still in flight, of all or of some; whether anything was, now or before.
+
+        It counts as unreachable then.
+        """
         cancelled = [self._futures[member].cancel() for member in members or self._futures]
         return any(cancelled)
 

@@ -1,8 +1,6 @@
 """A config from a file and overrides: what is wrong in it is said in its own keys, for every key."""
 
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,18 +8,14 @@ from async_rl.config.file import load_config, parse_config
 from async_rl.config.keys import Key, keys_of
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from tests.support.minimal_config import MINIMAL
+from tests.support.minimal_config import MINIMAL, minimal_tree
 
 KEYS = keys_of(Config)
 
 
-def tree() -> dict[str, Any]:
-    return tomllib.loads(MINIMAL)
-
-
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
 def test_a_value_of_no_kind_is_named_by_its_key_with_its_meaning(key: Key) -> None:
-    bad = tree()
+    bad = minimal_tree()
     bad.setdefault(key.section, {})[key.name.partition(".")[2]] = {"no": ["such", "value"]}
     if key.is_table:
         return
@@ -33,7 +27,7 @@ def test_a_value_of_no_kind_is_named_by_its_key_with_its_meaning(key: Key) -> No
 
 @pytest.mark.parametrize("key", [key for key in KEYS.values() if key.default is None], ids=lambda key: key.name)
 def test_a_required_key_that_is_missing_is_named_and_so_is_its_section(key: Key) -> None:
-    without = tree()
+    without = minimal_tree()
     del without[key.section][key.name.partition(".")[2]]
     with pytest.raises(ConfigError, match=rf"missing key '{key.name}': .* set it in the file or as --{key.name} VALUE"):
         parse_config(without, "here.toml")
@@ -43,7 +37,7 @@ def test_a_required_key_that_is_missing_is_named_and_so_is_its_section(key: Key)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
-    bad = tree() | {"nothing": {"x": 1}}
+    bad = minimal_tree() | {"nothing": {"x": 1}}
     bad["train"] = {"iterations": 0, "itertions": 3}
     with pytest.raises(ConfigError) as caught:
         parse_config(bad, "here.toml")
