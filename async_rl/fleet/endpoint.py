@@ -98,7 +98,7 @@ def find_endpoint(url: str | None, run_dir: Path | None) -> str:
             raise ConfigError(f"--url {url!r} is not a URL: write http://host:port")
         return url
     if run_dir is None:
-        files = sorted(Path().glob(ADDRESS_FILES), key=lambda file: file.stat().st_mtime)
+        files = sorted(Path().glob(ADDRESS_FILES), key=_written_s)
         if not files:
             raise ConfigError(
                 f"no run goes on under {str(Path().resolve())!r}: none of {ADDRESS_FILES} exists; "
@@ -112,3 +112,11 @@ def find_endpoint(url: str | None, run_dir: Path | None) -> str:
         raise ConfigError(f"{str(file)!r} does not exist: the run has ended, or this is not its directory") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{str(file)!r} does not hold the address of an endpoint: {error}; use --url URL") from error
+
+
+def _written_s(file: Path) -> float:
+    """When it was written; before all others, if it went a moment ago with its run."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return float("-inf")

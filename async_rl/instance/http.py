@@ -87,7 +87,7 @@ class InstanceHttp:
     def refuse(self, method: str, path: str, status: int, answer: bytes) -> NoReturn:
         """Raises InstanceRefused, RouteMissing, NeedsWeights or InstanceStalled for a response that is not 200."""
         info = _error_info(answer)
-        reason = info.message if info is not None else None
+        reason = info.message[:MAX_ERROR_CHARS] if info is not None else None
         if reason is not None and DEAD_ENGINE in reason:
             raise InstanceStalled(f"the engine of instance {self._url} has died: {reason}")
         kind: type[InstanceRefused] = InstanceRefused

@@ -6,9 +6,9 @@ Tokens of another version, repeated ones and tokens after a gap are not added to
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NotRequired, Protocol
+from typing import Annotated, NotRequired, Protocol
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from async_rl.errors import BrokenAnswer, InstanceError, InstanceRestarted, InstanceStalled, StaleWeights
@@ -36,6 +36,9 @@ OnProgress = Callable[[int, int], None]
 """Called after each event with the tokens and the finished responses of the whole response so far."""
 
 
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 # The fields used of large responses, as plain dicts: a third of the time that pydantic models take.
 class _Token(TypedDict):
     logprob: float
@@ -57,7 +60,7 @@ class _Span(TypedDict):
 class _Choice(TypedDict):
     index: int
     finish_reason: NotRequired[str | None]
-    token_ids: NotRequired[list[int] | None]
+    token_ids: NotRequired[list[_TokenId] | None]
     logprobs: NotRequired[_Logprobs | None]
     weight_versions: NotRequired[list[_Span] | None]
 
@@ -203,9 +206,10 @@ class Answer:
         except ValidationError:
             shown = payload[:MAX_SHOWN_BYTES].decode(errors="replace")
             return InstanceError(f"instance {self._url} answered something else than tokens: {shown}")
-        if DEAD_ENGINE in info.message:
-            return InstanceStalled(f"the engine of instance {self._url} has died: {info.message}")
-        return InstanceError(f"instance {self._url} broke its answer off: {info.message} ({info.type}, {info.code})")
+        said = info.message[:MAX_SHOWN_BYTES]
+        if DEAD_ENGINE in said:
+            return InstanceStalled(f"the engine of instance {self._url} has died: {said}")
+        return InstanceError(f"instance {self._url} broke its answer off: {said} ({info.type[:40]}, {info.code})")
 
     def vouch(self) -> None:
         """Counts tokens without a version as sampled from the requested one: the reader has verified that elsewhere."""
@@ -240,12 +244,7 @@ class Answer:
             length = len(draft.token_ids) - self._starts[i]
             if spans[-1]["end"] <= length and token_ids:
                 return  # a repetition
-            if spans[-1]["end"] != length + len(token_ids):
-                draft.cut(self._proven[i])
-                raise InstanceError(
-                    f"{self._name(i)}: its weight_versions cover {spans[-1]['end']} tokens, but "
-                    f"{length + len(token_ids)} came"
-                )
+            self._require_cover(i, spans, length + len(token_ids))
         if draft.finish_reason is not None:
             raise InstanceError(f"{self._name(i)}: more tokens after its end ({draft.finish_reason!r})")
         if len(draft.token_ids) + len(token_ids) > self._max_tokens:
@@ -267,7 +266,7 @@ class Answer:
         draft = self.drafts[i]
         if reason not in ("stop", "length"):
             raise InstanceError(f"{self._name(i)}: finish_reason is {reason!r}, expected 'stop' or 'length'")
-        if not draft.token_ids:
+        if len(draft.token_ids) == self._starts[i]:
             raise InstanceError(f"{self._name(i)}: it ended without a token")
         if self.says_versions and self._proven[i] < len(draft.token_ids):
             self.take_back_unproven()
@@ -295,6 +294,14 @@ class Answer:
                 f"{self._name(i)} was sampled from weight version {', '.join(sorted(others))!r}, asked for "
                 f"{self.version!r}: the instance needs the weights of the next publish"
             )
+
+    def _require_cover(self, i: int, spans: Sequence[_Span], num_tokens: int) -> None:
+        """Raises InstanceError unless the spans follow one another from the answer's first token to its last."""
+        bounds = [0, *(bound for span in spans for bound in (span["start"], span["end"])), num_tokens]
+        if bounds[::2] != bounds[1::2] or bounds != sorted(bounds):
+            self.drafts[i].cut(self._proven[i])
+            told = ", ".join(f"{span['start']}-{span['end']}" for span in spans)
+            raise InstanceError(f"{self._name(i)}: its weight_versions cover {told}, but {num_tokens} tokens came")
 
     def _prove(self, i: int, spans: Sequence[_Span]) -> None:
         """Notes the version of the tokens received in this response, by their indices in the whole partial rollout."""

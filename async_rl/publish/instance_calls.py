@@ -51,7 +51,10 @@ class InstanceCalls(Generic[T]):
         return {m: f.result() for m, f in self._futures.items() if f.done() and not f.cancelled() and not f.exception()}
 
     def cancel(self, members: Iterable[Member] | None = None) -> bool:
-        """Cancels running calls, all or those of `members`; returns whether any ran. They count as unreachable."""
+        """Cancels running calls, all or those of `members`; returns whether any ran, now or before.
+
+        They count as unreachable.
+        """
         cancelled = [self._futures[member].cancel() for member in members or self._futures]
         return any(cancelled)
 

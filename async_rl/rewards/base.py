@@ -76,12 +76,24 @@ def as_rewards(returned: object, num_responses: int) -> list[float]:
     if len(values) != num_responses:
         many = "more" if len(values) > num_responses else f"{len(values)} values"
         raise ValueError(f"it returned {many}, {expected}")
-    for value in values:
-        if isinstance(value, str) or not hasattr(value, "__float__") or not is_reward(float(value)):
+    floats = [_as_float(value) for value in values]
+    for value, number in zip(values, floats, strict=True):
+        if not is_reward(number):
             raise ValueError(f"it returned {value!r:.200} among its values, {expected}")
-    return [float(value) for value in values]
+    return floats
+
+
+def _as_float(value: Any) -> float:
+    """NaN for what is no number, and for an integer that no float can hold."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
 
 
 def is_reward(value: float) -> bool:
     """Whether it is finite and not absurdly large; a larger value is an error of the reward."""
-    return math.isfinite(value) and abs(value) <= LARGEST_REWARD
+    # NaN compares with nothing; an integer of any size compares, where `isfinite` would overflow.
+    return abs(value) <= LARGEST_REWARD

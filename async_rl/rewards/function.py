@@ -6,7 +6,6 @@ Functions are loaded in the workers only: side effects of loading a user's file 
 import importlib
 import importlib.util
 import inspect
-import math
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
-from async_rl.rewards.base import CORRECT_AT
+from async_rl.rewards.base import CORRECT_AT, is_reward
 
 PREFIX = "python:"
 
@@ -38,7 +37,7 @@ class Traits:
             ConfigError: its `correct_at` is not a finite number.
         """
         threshold = getattr(function, CORRECT_AT, None)
-        if threshold is not None and not (isinstance(threshold, int | float) and math.isfinite(threshold)):
+        if threshold is not None and not (isinstance(threshold, int | float) and is_reward(threshold)):
             raise ConfigError(f"its {CORRECT_AT} is {threshold!r}: expected a number, the least reward that is correct")
         return cls(is_async(function), None if threshold is None else float(threshold))
 

@@ -97,7 +97,10 @@ def receive_frame(connection: socket.socket, deadline: float | None) -> Any:
     (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, deadline))
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {length} bytes, expected {MAX_FRAME_BYTES} at most")
-    return json.loads(_receive(connection, length, deadline))
+    try:
+        return json.loads(_receive(connection, length, deadline))
+    except RecursionError as error:
+        raise ValueError(f"a frame of {length} bytes is nested too deeply") from error
 
 
 def shut(connection: socket.socket) -> None:

@@ -1,5 +1,8 @@
 """A config with the keys that have no default, and no other keys."""
 
+import tomllib
+from typing import Any
+
 MINIMAL = """
 [run]
 dir = "runs/x"
@@ -13,3 +16,8 @@ name = "math"
 [train]
 iterations = 3
 """
+
+
+def minimal_tree() -> dict[str, Any]:
+    """The same as nested dicts, to be changed."""
+    return tomllib.loads(MINIMAL)

@@ -6,17 +6,16 @@ with a real engine.
 
 Script keys: version; max_model_len; delay_s before responding; slow_token: prompts with it get no response; die_at,
 hang_at, refuse_at, abort_at: the generate request (counted from 0) that fails in this way; serve_generate = false: only
-completions; stale: the version it reports; token; health: status of /health; short: returns one log-prob too few;
-server, owner: of /version and the model card; boot_id: of the process, null for none; start_time: of its metrics;
-concurrency: sent in its headers; port: to listen on; slots: requests that it serves at the same time, others wait;
-busy_at: requests that get busy_status (503); poison: prompts with this token get a 500; mute: /health does not respond.
+completions; stale: the version it reports; token; health: status of /health; server, owner: of /version and the model
+card; boot_id: of the process, null for none; start_time: of its metrics; concurrency: sent in its headers; port: to
+listen on; slots: requests that it serves at the same time, others wait; busy_at: requests that get busy_status (503);
+mute: /health does not respond.
 
 Streaming, with stream = true: token_s after each token; stop_after: tokens of every response (or of those of the
-request fate_of) after which the process ends (fate "die"), or sends no more ("hang"), or only that its engine died
-("engine death"), or loses its position ("skip", "repeat": a chunk is left out, or sent twice), or breaks the connection
+request fate_of) after which the process ends (fate "die"), or sends no more ("hang"), or breaks the connection
 ("tear"); versions_at_end: weight versions with the last chunk only, like vLLM; endless: no chunk is marked as the last;
 flood: tokens without end; pulse: events without tokens, and comments, without end; surplus: tokens beyond those
-requested; early: "length" at the first token; bad_logprob: the first log-prob.
+requested; bad_logprob: the first log-prob.
 
 endless_body: the route whose response body has no end, with endless_status (200); elsewhere: every route redirects
 there.
@@ -49,9 +48,6 @@ DEFAULTS: dict[str, Any] = {
     "token_s": 0.0,
 }
 
-
-ENGINE_DEATH = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-"""The message of vLLM 0.32 in a response that has begun."""
 
 END = 2
 """The token that ends a response."""
@@ -176,8 +172,6 @@ class Instance:
                     "weight_versions": [*spans, {"version": version, "start": half, "end": len(token_ids)}],
                 }
             )
-        if self.script.get("short"):
-            choices[-1]["logprobs"]["content"].pop()
         return web.json_response({"request_id": body["request_id"], "choices": choices})
 
     async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -214,28 +208,21 @@ class Instance:
                 os._exit(1)
             if fate == "hang":
                 await asyncio.sleep(3600)
-            if fate == "engine death":
-                error = {"message": ENGINE_DEATH, "type": "InternalServerError", "param": None, "code": 500}
-                await response.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
-                break
             if fate == "tear":
                 assert request.transport is not None
                 request.transport.abort()
                 return
-            if fate == "skip":
-                continue
             for j, (token_ids, logprobs) in enumerate(samples):
                 if k < len(token_ids):
                     event = self.event(body, j, k, token_ids, logprobs)
-                    for _ in range(2 if fate == "repeat" else 1):
-                        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             await asyncio.sleep(self.script["token_s"])
         await response.write(b"data: [DONE]\n\n")
 
     def event(
         self, body: dict[str, Any], j: int, k: int, token_ids: list[int], logprobs: list[float]
     ) -> dict[str, Any]:
-        is_last = (k == len(token_ids) - 1 or "early" in self.script) and not self.script.get("endless")
+        is_last = k == len(token_ids) - 1 and not self.script.get("endless")
         version = self.script.get("stale", self.script["version"])
         spans = [{"version": version, "start": 0, "end": k + 1}]
         choice = {
@@ -265,7 +252,7 @@ class Instance:
             os._exit(1)
         if number == self.script.get("hang_at"):
             await asyncio.sleep(3600)
-        if number == self.script.get("refuse_at") or self.script.get("poison") in body.get("token_ids", ()):
+        if number == self.script.get("refuse_at"):
             raise web.HTTPInternalServerError(text="engine is broken")
         if number in self.script.get("busy_at", ()):
             raise Busy(self.script["busy_status"])

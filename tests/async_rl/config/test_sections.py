@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from pydantic.fields import FieldInfo
 
-from async_rl.config.file import load_config, parse_config
+from async_rl.config.file import load_config
 from async_rl.config.sections import Config, EvaluationSet
 from async_rl.errors import ConfigError
 from tests.support import ROOT
@@ -23,51 +23,6 @@ def test_a_minimal_config_loads_with_defaults(config_file: Path) -> None:
     assert config.train.mode == "periodic"
     assert config.algorithm.name == "grpo"
     assert config.prompts.prompts_per_batch == 4
-
-
-def test_overrides_are_read_as_toml_and_fall_back_to_text(config_file: Path) -> None:
-    config = load_config(
-        config_file,
-        ["--train.iterations=7", "--pool.instances=['http://a:1', 'http://b:2']", "--model.path=/data/m"],
-    )
-    assert config.train.iterations == 7
-    assert config.pool.instances == ("http://a:1", "http://b:2")
-    assert config.model.path == "/data/m"
-
-
-def test_an_unknown_key_is_named_with_its_value(config_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'train.iteratoins' \(value 5\)"):
-        load_config(config_file, ["--train.iteratoins=5"])
-
-
-def test_a_bad_value_is_named_with_what_was_expected(config_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train.iterations: .*greater than or equal to 1 \(got 0\)"):
-        load_config(config_file, ["--train.iterations=0"])
-
-
-def test_a_missing_key_is_named(config_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing key 'model\.path'"):
-        parse_config({"model": {}}, "here")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["--model.path.x=1"], "'path' is a value, not a section"),
-    ],
-)
-def test_malformed_overrides_are_explained(config_file: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(config_file, overrides)
-
-
-def test_a_missing_or_broken_file_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the config"):
-        load_config(tmp_path / "none.toml")
-    broken = tmp_path / "broken.toml"
-    broken.write_text("[run\n")
-    with pytest.raises(ConfigError, match="not valid TOML"):
-        load_config(broken)
 
 
 def test_a_batch_smaller_than_the_replicas_is_refused(config_file: Path) -> None:

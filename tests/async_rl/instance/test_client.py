@@ -22,7 +22,7 @@ from async_rl.instance.client import Connections, Holding, InstanceClient
 from async_rl.instance.dialect import EMBEDDED, VLLM, VLLM_WITHOUT_VERSIONS
 from async_rl.instance.partial_rollout import Draft
 from async_rl.protocol.inference import SamplingParams
-from async_rl.types import Response, WeightSpan
+from async_rl.types import Response
 
 pytestmark = pytest.mark.distributed
 
@@ -86,27 +86,6 @@ def test_completions_serve_where_generate_is_missing(instances, connect: Connect
     without.rescript(version="v0")
     with pytest.raises(StaleWeights, match="'v0', asked for 'v1'"):
         loop.run(generate(client))
-
-
-def test_tokens_of_another_version_are_stale(instances, connect: Connect, loop: EventLoopThread) -> None:
-    (instance,) = instances({"stale": "v0"})
-    with pytest.raises(StaleWeights, match=f"{instance.url}.* sampled from weight version 'v0.*asked for 'v1'"):
-        loop.run(generate(connect(instance.url)))
-
-
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ({"short": True}, "tokens with .* log-probs, expected one for each"),
-        ({"abort_at": 0}, "finish_reason is 'abort', expected 'stop' or 'length'"),
-    ],
-)
-def test_answer_that_is_no_whole_sample_is_an_error(
-    instances, connect: Connect, loop: EventLoopThread, script: dict, message: str
-) -> None:
-    (instance,) = instances(script)
-    with pytest.raises(InstanceError, match=message):
-        loop.run(generate(connect(instance.url)))
 
 
 def test_refusal_carries_status_and_the_servers_words(instances, connect: Connect, loop: EventLoopThread) -> None:
@@ -199,43 +178,6 @@ def test_vllm_is_sent_no_seeds(instances, connect: Connect, loop: EventLoopThrea
         assert "seed" not in request and "seed" not in request.get("sampling_params", {})
 
 
-def test_an_engine_that_died_is_named_and_what_came_before_stays(
-    instances, connect: Connect, loop: EventLoopThread
-) -> None:
-    (instance,) = instances({"stream": True, "stop_after": 2, "fate": "engine death", "endless": True})
-    drafts = new_drafts()
-    with pytest.raises(InstanceUnreachable, match=r"the engine of instance http.* has died: EngineCore encountered"):
-        loop.run(connect(instance.url).generate((3, 4, 5), SAMPLING, "v1-0", "v1", drafts))
-    assert all(1 <= len(draft.token_ids) <= 2 for draft in drafts)
-
-
-def test_a_chunk_that_comes_twice_counts_once(instances, connect: Connect, loop: EventLoopThread) -> None:
-    repeating, whole = instances({"stream": True, "stop_after": 1, "fate": "repeat"}, {"stream": True})
-    twice, once = (loop.run(generate(connect(instance.url))) for instance in (repeating, whole))
-    assert [r.token_ids for r in twice] == [r.token_ids for r in once]
-
-
-@pytest.mark.parametrize("versions_at_end", [False, True])
-def test_a_chunk_that_is_missing_is_an_error_and_nothing_after_it_counts(
-    instances, connect: Connect, loop: EventLoopThread, versions_at_end: bool
-) -> None:
-    (instance,) = instances({"stream": True, "stop_after": 1, "fate": "skip", "versions_at_end": versions_at_end})
-    drafts = new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
-    with pytest.raises(InstanceError, match="weight_versions cover"):
-        loop.run(connect(instance.url).generate((3, 4, 5), SAMPLING, "v1-0", "v1", drafts))
-    assert len(drafts[0].token_ids) == (0 if versions_at_end else 1)
-
-
-def test_stale_tokens_are_not_kept(instances, connect: Connect, loop: EventLoopThread) -> None:
-    for versions_at_end in (False, True):
-        (instance,) = instances({"stream": True, "stale": "v0", "versions_at_end": versions_at_end})
-        drafts = new_drafts()
-        with pytest.raises(StaleWeights):
-            loop.run(connect(instance.url).generate((3, 4, 5), SAMPLING, "v1-0", "v1", drafts))
-        assert all("v0" not in span.version for draft in drafts for span in draft.spans)
-        assert not any(draft.token_ids for draft in drafts)
-
-
 OTHER_BOOT = "the-process-before"
 
 
@@ -274,49 +216,6 @@ def test_tokens_of_a_broken_answer_stay_only_if_process_and_version_show_what_ma
         loop.run(connect(instance.url).generate((3,), SAMPLING, "v1-0", "v1", drafts, boot_id=boot_id))
     assert len(drafts[0].token_ids) == (2 if is_kept else 0)
     assert len(drafts[0].spans) == is_kept
-
-
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ({"flood": True}, "more than the 8 tokens asked for"),
-        ({"surplus": 1}, "more than the 8 tokens asked for"),
-        ({"early": True}, r"finish_reason 'length' after 1 of the 8 tokens asked for"),
-        ({"bad_logprob": float("nan")}, "log-probs that no token has"),
-        ({"bad_logprob": float("-inf")}, "log-probs that no token has, -inf to"),
-        ({"bad_logprob": -1e300}, r"log-probs that no token has, -1e\+300 to"),
-        ({"bad_logprob": 5.0}, "log-probs that no token has, 5 to 5"),
-    ],
-)
-def test_what_is_no_sample_of_the_request_is_refused_and_leaves_nothing_behind(
-    instances, connect: Connect, loop: EventLoopThread, script: dict, message: str
-) -> None:
-    (instance,) = instances({"stream": True, **script})
-    drafts = new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": LONG}))
-    with pytest.raises(BrokenAnswer, match=message):
-        loop.run(connect(instance.url).generate((3,), SAMPLING, "v1-0", "v1", drafts))
-    assert len(drafts[0].token_ids) == len(drafts[0].logprobs) == len(drafts[0].spans) == 0
-    assert drafts[0].finish_reason is None
-
-
-def test_a_continuation_may_bring_what_is_left_of_a_response_and_no_more(
-    instances, connect: Connect, loop: EventLoopThread
-) -> None:
-    """What the draft held before stays; the limit is that of the whole response."""
-    sound, broken = instances({"stream": True}, {"stream": True, "surplus": 1})
-    for instance, is_sound in ((sound, True), (broken, False)):
-        (draft,) = new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": LONG}))
-        draft.token_ids.extend((5, 6, 7))
-        draft.logprobs.extend((-1.0, -1.0, -1.0))
-        draft.spans.append(WeightSpan("v1", 0, 3))
-        asked = connect(instance.url).generate((3,), SAMPLING, "v1-0", "v1", [draft])
-        if is_sound:
-            loop.run(asked)
-            assert len(draft.token_ids) == SAMPLING.max_tokens and draft.finish_reason == "length"
-        else:
-            with pytest.raises(BrokenAnswer):
-                loop.run(asked)
-            assert tuple(draft.token_ids) == (5, 6, 7) and draft.spans == [WeightSpan("v1", 0, 3)]
 
 
 @pytest.mark.parametrize("status", [200, 500])

@@ -1,15 +1,13 @@
-"""What a fault costs: pure parts first, then pools of scripted instances."""
+"""What a fault costs a pool of scripted instances."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError, ConnectionLost, InstanceRefused, NoInstanceLeft, PromptFailed
-from async_rl.pool.attempts import MAX_FAILURES, MAX_REFUSALS, Attempts
-from async_rl.pool.circuit import FIRST_PAUSE_S, MAX_PAUSE_S, Circuit
+from async_rl.errors import NoInstanceLeft
+from async_rl.pool.attempts import MAX_FAILURES
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
@@ -17,65 +15,6 @@ from tests.support.pools import DEADLINE_S, Pools
 from tests.support.scripted_instance import sample
 
 SAMPLING = SamplingParams(n=2, max_tokens=8, seed=0, logprobs=0)
-POISON = 59
-
-
-def test_a_circuit_opens_with_a_failure_and_tries_with_one_request_after_a_pause() -> None:
-    circuit = Circuit()
-    circuit.failed(10.0, 9.0, "503")
-    assert not circuit.allows(10.0) and circuit.allows(10.0 + FIRST_PAUSE_S)
-    circuit.sent()
-    assert not circuit.allows(10.0 + FIRST_PAUSE_S), "one trial at a time"
-    circuit.succeeded(10.0 + FIRST_PAUSE_S)
-    assert circuit.is_closed and circuit.allows(11.0)
-
-
-def test_what_was_sent_before_a_circuit_opened_neither_counts_again_nor_closes_it() -> None:
-    circuit = Circuit()
-    for _ in range(20):
-        circuit.failed(10.0, 9.0, "reset")
-    assert circuit.retry_in_s(10.0) == FIRST_PAUSE_S
-    circuit.succeeded(9.5)
-    assert not circuit.is_closed
-
-
-def test_pauses_double_up_to_a_limit() -> None:
-    circuit, now_s, pauses = Circuit(), 0.0, []
-    for _ in range(8):
-        circuit.failed(now_s, now_s, "503")
-        pauses.append(circuit.retry_in_s(now_s))
-        now_s += pauses[-1]
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0] and pauses[-1] == MAX_PAUSE_S
-
-
-def test_a_group_gives_up_after_server_errors_of_three_instances_or_six_of_one() -> None:
-    error = InstanceRefused("broken", 500)
-    attempts = Attempts()
-    for url in "ab":
-        attempts.failed(url, error, 0)
-        assert attempts.verdict is None and attempts.refused_by == frozenset("ab"[: "ab".index(url) + 1])
-    attempts.failed("c", error, 0)
-    assert "on 3 instances" in (attempts.verdict or "")
-    alone = Attempts()
-    for number in range(MAX_REFUSALS):
-        assert alone.verdict is None, number
-        alone.failed("a", error, 0)
-    assert alone.verdict is not None
-
-
-@pytest.mark.parametrize("error", [InstanceRefused("busy", 503), InstanceRefused("busy", 429), ConnectionLost("reset")])
-def test_other_failures_have_far_more_patience_and_tokens_clear_the_count(error: Exception) -> None:
-    attempts = Attempts()
-    for number in range(MAX_FAILURES - 1):
-        attempts.failed("a", error, 0)  # type: ignore[arg-type]
-        attempts.failed(f"another-{number}", error, 0)  # type: ignore[arg-type]
-    assert attempts.verdict is None
-    attempts.failed("a", error, 3)  # type: ignore[arg-type]
-    for _ in range(MAX_FAILURES - 1):
-        attempts.failed("a", error, 0)  # type: ignore[arg-type]
-    assert attempts.verdict is None
-    attempts.failed("a", error, 0)  # type: ignore[arg-type]
-    assert attempts.verdict is not None
 
 
 @pytest.fixture
@@ -157,19 +96,6 @@ def test_a_flood_of_tokens_from_the_only_instance_ends_in_its_name(instances, st
 
 
 @pytest.mark.distributed
-def test_tokens_that_are_taken_back_each_time_are_no_progress(
-    instances, stage: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each answer brings tokens and ends without a word of the weights that made them, again and again."""
-    monkeypatch.setattr("async_rl.pool.circuit.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("async_rl.pool.circuit.MAX_PAUSE_S", 0.02)
-    (broken,) = instances({"stream": True, "versions_at_end": True, "endless": True, "boot_id": None})
-    pool = stage.make(broken)
-    with pytest.raises(PromptFailed, match="failed 12 times in a row, on 1 instances, without a token"):
-        stage.loop.run(groups(pool, 1))
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize("status", [503, 500, 502, 429])
 def test_server_errors_that_pass_cost_no_instance_its_service(instances, stage: Pools, status: int) -> None:
     busy = {"stream": True, "busy_at": [1], "busy_status": status}
@@ -193,17 +119,6 @@ def test_one_broken_connection_ends_no_other_request(instances, stage: Pools) ->
     assert states(pool) == ["ready", "ready"]
     assert sum(attempts - 1 for _, attempts in answers) <= 1
     assert torn.seen()["num_cancelled"] + other.seen()["num_cancelled"] <= 1
-
-
-@pytest.mark.distributed
-def test_a_prompt_that_breaks_every_server_ends_with_its_name_and_the_servers_stay(instances, stage: Pools) -> None:
-    pool = stage.make(*(six := instances(*[{"stream": True, "poison": POISON}] * 6)))
-    with pytest.raises(PromptFailed, match=r"'v1-0' of 2 prompt tokens failed 3 times in a row, on 3 instances"):
-        stage.loop.run(groups(pool, 1, prompt=(3, POISON)))
-    assert states(pool) == ["ready"] * 6
-    asked = [len(instance.seen()["requests"]) for instance in six]
-    assert sorted(asked) == [0, 0, 0, 1, 1, 1]
-    require_exact(stage.loop.run(groups(pool, 12)))
 
 
 @pytest.mark.distributed
@@ -250,16 +165,6 @@ def test_an_instance_list_that_flaps_ends_no_run_and_blames_no_prompt(instances,
         assert not running.done()
         stage.call(pool.add, instance.url)
     require_exact(running.result(DEADLINE_S))
-
-
-@pytest.mark.distributed
-def test_a_name_that_another_instance_has_is_refused(instances, stage: Pools) -> None:
-    first, second = instances({}, {})
-    pool = stage.make(first, second)
-    stage.call(pool.register, first.url, "a", "boot-1").last_seen_s = time.monotonic() + 60
-    with pytest.raises(ConfigError, match=f"called 'a' already, which answers at {first.url}"):
-        stage.call(pool.register, second.url, "a", "boot-2")
-    assert [member.url for member in pool.members if member.name == "a"] == [first.url]
 
 
 @pytest.mark.distributed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.sections import PoolSection
-from async_rl.errors import ConfigError, InstanceError, InstanceRefused, NoInstanceLeft, UnknownInstance
+from async_rl.errors import ConfigError, InstanceError, NoInstanceLeft, UnknownInstance
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
@@ -47,42 +47,6 @@ def states(pool: InferencePool) -> list[str]:
     return [member.state for member in pool.members]
 
 
-# Routing
-
-
-def test_groups_go_to_the_instance_with_the_fewest_outstanding_tokens(instances, pools: Pools) -> None:
-    pool = pools.make(*(two := instances({"delay_s": 0.2}, {"delay_s": 0.2})))
-    pools.loop.run(groups(pool, 6))
-    assert [len(instance.seen()["requests"]) for instance in two] == [3, 3]
-    assert pool.is_idle
-
-
-def test_the_longest_expected_group_goes_first_and_an_instance_takes_no_more_than_its_share(
-    instances, pools: Pools
-) -> None:
-    (instance,) = instances({"delay_s": 0.05})
-    pool = pools.make(instance, max_outstanding_tokens=30)
-
-    async def of_lengths(*lengths: float) -> None:
-        await asyncio.gather(
-            *(
-                pool.generate_group((3, i), SAMPLING.model_copy(update={"n": 1}), f"v1-{i}", "v1", length)
-                for i, length in enumerate(lengths)
-            )
-        )
-
-    pools.loop.run(of_lengths(5, 28, 9, 28))
-    assert [request["token_ids"][1] for request in instance.seen()["requests"]] == [1, 3, 2, 0]
-
-
-def test_the_tail_of_a_batch_is_shared_among_idle_instances_and_draws_the_same_samples(instances, pools: Pools) -> None:
-    two = instances({}, {})
-    whole = pools.loop.run(groups(pools.make(two[0]), 1, sampling=LONG))
-    shared = pools.loop.run(groups(pools.make(*two, split_tail=True), 1, sampling=LONG))
-    assert tokens(shared) == tokens(whole)
-    assert [request["sampling_params"]["n"] for instance in two for request in instance.seen()["requests"]] == [4, 2, 2]
-
-
 # What becomes of a group when its instance fails
 
 
@@ -118,15 +82,6 @@ def test_what_was_finished_before_the_instance_died_is_not_asked_for_again(insta
     assert [r.num_continued for r in continued] == [1] * len(continued)
     asked = whole.seen()["requests"]
     assert [len(request["token_ids"]) for request in asked] == [2 + 5] * len(continued)
-
-
-def test_a_response_with_all_its_tokens_is_not_continued_because_its_end_was_not_told(instances, pools: Pools) -> None:
-    silent, whole = instances({"stream": True, "endless": True}, {"stream": True})
-    sampling = SamplingParams(n=1, max_tokens=3, seed=1039, logprobs=0)
-    expected, _ = pools.loop.run(pools.make(whole).generate_group((3, 4, 5), sampling, "v1-0", "v1"))
-    responses, _ = pools.loop.run(pools.make(silent).generate_group((3, 4, 5), sampling, "v1-0", "v1"))
-    assert responses[0].token_ids == expected[0].token_ids and len(expected[0].token_ids) == 3
-    assert (responses[0].finish_reason, responses[0].num_continued) == ("length", 0)
 
 
 @pytest.mark.parametrize("script", [{"stale": "v0"}, {"refuse_at": 0}, {"abort_at": 0}, {"hang_at": 0}])
@@ -173,15 +128,6 @@ def test_an_instance_that_stands_still_is_given_up_long_before_its_requests_time
     finally:
         os.kill(stopped.process.pid, signal.SIGCONT)
     pools.wait_for(lambda: states(pool) == ["ready", "ready"])
-
-
-def test_request_that_no_instance_can_serve_is_raised_at_once(instances, pools: Pools) -> None:
-    pool = pools.make(*(two := instances({}, {})))
-    sampling = SAMPLING.model_copy(update={"max_tokens": 1000})
-    with pytest.raises(InstanceRefused, match="longer than the model"):
-        pools.loop.run(pool.generate_group((3,), sampling, "v1-0", "v1"))
-    assert states(pool) == ["ready", "ready"]
-    assert sum("/inference/v1/generate" in instance.seen()["calls"] for instance in two) == 1
 
 
 # Nobody left
@@ -301,24 +247,6 @@ def test_a_registered_instance_joins_with_the_next_publish_and_is_told_to_leave_
     pools.wait_for(lambda: len(pool.members) == 1)
     assert pools.call(pool.register, late.url, "late", "boot-1") is None
     assert pools.call(pool.register, late.url, "late", "boot-2").state == "joining", "a new process may come"
-
-
-def test_a_listed_instance_may_register_too_and_gets_its_own_name(instances, pools: Pools) -> None:
-    (instance,) = instances({})
-    pool = pools.make(instance)
-    member = pools.call(pool.register, instance.url, "mine", "boot-1")
-    assert [member] == list(pool.members) and (member.name, member.state) == ("mine", "ready")
-    pools.call(pool.remove, "mine")
-    assert pools.call(pool.register, instance.url, "mine", "boot-1") is None
-
-
-def test_a_listed_instance_that_was_removed_is_told_to_leave_when_it_registers(instances, pools: Pools) -> None:
-    first, second = instances({}, {})
-    pool = pools.make(first, second)
-    name = pool.members[0].name
-    pools.call(pool.remove, first.url)
-    assert pools.call(pool.register, first.url, name, "boot-1") is None
-    assert pools.call(pool.register, first.url, name, "boot-2") is not None, "one that was started since may come"
 
 
 def test_an_instance_that_was_started_anew_has_no_weights(instances, pools: Pools) -> None:

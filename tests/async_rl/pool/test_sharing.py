@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from async_rl.event_loop import EventLoopThread
-from async_rl.pool.credit import UNTOLD_AT_FIRST, UNTOLD_AT_MOST, Credit
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
@@ -16,21 +15,6 @@ from tests.support.pools import Pools
 
 NUM_GROUPS = 60
 SAMPLING = SamplingParams(n=2, max_tokens=8, seed=0, logprobs=0)
-
-
-def test_an_instance_gets_as_many_responses_as_it_says() -> None:
-    assert Credit().responses(64) == 64 and Credit().responses(None) == UNTOLD_AT_FIRST
-
-
-def test_the_credit_of_one_that_does_not_say_doubles_while_it_takes_everything_in_at_once() -> None:
-    credit = Credit()
-    credit.first_token(UNTOLD_AT_FIRST - 1, 0.1)
-    assert credit.responses(None) == UNTOLD_AT_FIRST, "its credit was not used up"
-    credit.first_token(UNTOLD_AT_FIRST, 5.0)
-    assert credit.responses(None) == UNTOLD_AT_FIRST, "the newest had to wait"
-    for _ in range(10):
-        credit.first_token(1000, 0.1)
-    assert credit.responses(None) == UNTOLD_AT_MOST
 
 
 class Batch:

@@ -1,9 +1,23 @@
-"""Where a trainer meets its instances."""
+"""Where a trainer meets its instances, and the meeting itself: real groups over loopback, threads as the other ends."""
+
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
+from async_rl.config.sections import PublishSection
 from async_rl.errors import PublishError
-from async_rl.publish.rendezvous import sender_address
+from async_rl.pool.member import Member
+from async_rl.protocol.inference import InitInfo
+from async_rl.publish.rendezvous import Rendezvous, sender_address
+from async_rl.weights.store import join_meeting
+from async_rl.weights.store_wire import NotInvited
+from async_rl.weights.stream import WeightGroup
+from tests.support.members import ready_member
+
+HOST = "127.0.0.1"
+PATIENCE_S = 20.0
 
 
 def test_the_meeting_is_where_all_instances_reach_it() -> None:
@@ -22,3 +36,134 @@ def test_a_chosen_address_is_taken_unless_nobody_else_reaches_it() -> None:
         sender_address("127.0.1.1", ["127.0.0.1", "10.0.0.1"])
     with pytest.raises(PublishError, match="master_address = 'no such host'"):
         sender_address("no such host", ["127.0.0.1"])
+
+
+def meeting_of(*sizes: int, timeout_s: float = PATIENCE_S) -> tuple[Rendezvous, list[Member]]:
+    members = [ready_member(f"m{i}") for i in range(len(sizes))]
+    config = PublishSection(timeout_s=timeout_s)
+    return Rendezvous(dict(zip(members, sizes, strict=True)), HOST, config, "gloo"), members
+
+
+class Guest:
+    """One worker of an instance, in a thread; `group` or `error` once it has ended."""
+
+    def __init__(self, info: InitInfo, place: int = 0, secret: str | None = None, takes_part: bool = True) -> None:
+        self._info = info
+        self._rank = info.rank_offset + place
+        self._secret = secret or info.secret
+        self._takes_part = takes_part
+        self.group: WeightGroup | None = None
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._join, daemon=True)
+        self._thread.start()
+
+    def _join(self) -> None:
+        info = self._info
+        try:
+            store = join_meeting(info.master_address, info.master_port, self._secret, info.timeout_s)
+            self.group = WeightGroup(store, self._rank, info.world_size, info.backend, info.timeout_s)
+        except PublishError as error:
+            self.error = error
+
+    def end(self) -> None:
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return holds()
+
+
+def test_ranks_follow_one_another_and_each_has_one_owner() -> None:
+    for sizes in ([1], [2, 1], [1, 4, 2], [3, 3, 3]):
+        meeting, members = meeting_of(*sizes)
+        invitations = [meeting.invitation(member) for member in members]
+        places = [info.rank_offset + i for info, size in zip(invitations, sizes, strict=True) for i in range(size)]
+        assert places == list(range(1, 1 + sum(sizes)))
+        assert {info.world_size for info in invitations} == {1 + sum(sizes)}
+        assert [meeting._owners[rank] for rank in places] == [
+            member for member, size in zip(members, sizes, strict=True) for _ in range(size)
+        ]
+        meeting.call_off(num_absent=sum(sizes))
+
+
+def test_every_meeting_has_a_secret_of_its_own_which_no_invitation_shows() -> None:
+    meetings = [meeting_of(1) for _ in range(3)]
+    invitations = [meeting.invitation(members[0]) for meeting, members in meetings]
+    assert len({info.secret for info in invitations}) == 3 and all(len(info.secret) >= 64 for info in invitations)
+    assert not any(info.secret in repr(info) for info in invitations)
+    for meeting, _ in meetings:
+        meeting.call_off(num_absent=1)
+
+
+def test_a_group_is_formed_and_says_whose_workers_have_not_accepted_an_update() -> None:
+    meeting, (one, two) = meeting_of(1, 2)
+    guests = [Guest(meeting.invitation(one)), *(Guest(meeting.invitation(two), place) for place in (0, 1))]
+    assert meeting.wait(PATIENCE_S)
+    room = meeting.room()
+    assert room is not None and room.members == {one, two}
+    for guest in guests:
+        guest.end()
+    room.group.next_update()
+    assert room.missing() == {one, two}
+    groups = [guest.group for guest in guests if guest.group is not None]
+    groups[0].announce(1)
+    groups[1].announce(2)
+    assert within(PATIENCE_S, lambda: room.missing() == {two}), "one of its two workers has not"
+    groups[2].announce(3)
+    assert within(PATIENCE_S, lambda: room.missing() == set())
+    room.close()
+    room.close()
+    with pytest.raises(PublishError):
+        groups[0].announce(1)
+    for group in groups:
+        group.close()
+
+
+def test_a_meeting_that_is_called_off_ends_the_wait_of_those_who_came_at_once() -> None:
+    meeting, (one, _) = meeting_of(1, 1, timeout_s=60.0)
+    guest = Guest(meeting.invitation(one))
+    assert not meeting.wait(0.2)
+    begun = time.monotonic()
+    meeting.call_off(num_absent=1)
+    guest.end()
+    assert time.monotonic() - begun < 10.0 and guest.group is None
+    assert "was ended by its host" in str(guest.error) or "is gone" in str(guest.error)
+    assert meeting.wait(0) and meeting.room() is None and meeting.problem
+
+
+def test_a_group_that_was_formed_while_it_was_called_off_is_none() -> None:
+    meeting, (one,) = meeting_of(1)
+    guest = Guest(meeting.invitation(one))
+    assert meeting.wait(PATIENCE_S)
+    meeting.call_off(num_absent=0)
+    assert meeting.room() is None
+    guest.end()
+    if guest.group is not None:
+        guest.group.close()
+
+
+def test_nobody_comes_in_with_the_secret_of_another_meeting_and_those_invited_still_meet() -> None:
+    meeting, (one,) = meeting_of(1)
+    invitation = meeting.invitation(one)
+    stranger = Guest(invitation, secret="0" * 64)
+    stranger.end()
+    assert isinstance(stranger.error, NotInvited) and stranger.group is None
+    assert not meeting.wait(0)
+    guest = Guest(invitation)
+    assert meeting.wait(PATIENCE_S)
+    room = meeting.room()
+    assert room is not None
+    guest.end()
+    room.close()
+    assert guest.group is not None
+    guest.group.close()
+
+
+def test_one_that_does_not_come_within_the_timeout_is_no_group_and_the_problem_says_so() -> None:
+    meeting, _ = meeting_of(1, timeout_s=0.3)
+    assert meeting.wait(PATIENCE_S) and meeting.room() is None
+    assert "not all 2 members of the weight group met within 0.3 s" in meeting.problem

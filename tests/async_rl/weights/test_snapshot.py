@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from async_rl.errors import ConfigError, PublishError
-from async_rl.publish.snapshot_store import SnapshotStore
 from async_rl.weights.snapshot import DTYPE_CODES, SnapshotWriter, read_snapshot
 from async_rl.weights.stream import Fingerprint, TensorSpec
 
@@ -89,60 +86,19 @@ def test_a_stream_that_breaks_is_closed_and_leaves_no_file(tmp_path: Path) -> No
         finally:
             closed.append(True)
 
-    store = SnapshotStore(tmp_path, "run")
+    path = tmp_path / "snapshot.safetensors"
+    broken = SnapshotWriter(path, specs_of(items))
     with pytest.raises(ValueError, match="cannot export"):
-        store.begin("v0", specs_of(items)).write(stream())
+        broken.write(stream())
     assert closed
-    early = store.begin("v0", specs_of(items)).tee(stream())
+    broken.discard()
+    left = SnapshotWriter(path, specs_of(items))
+    early = left.tee(stream())
     next(early)
     early.close()
     assert len(closed) == 2
-    store.close()
+    left.discard()
     assert names(tmp_path) == set()
-
-
-def test_a_store_keeps_two_snapshots_and_removes_them_at_its_end(tmp_path: Path) -> None:
-    items = make_items()
-    store = SnapshotStore(tmp_path, "run")
-    for number in range(4):
-        store.begin(f"v{number}", specs_of(items)).write(items)
-        path = store.commit()
-        kept = {f"run.v{i}.safetensors" for i in range(max(0, number - 1), number + 1)}
-        assert names(tmp_path) == kept | {".run.lock"}
-    reading = read_snapshot(path, specs_of(items))
-    store.close()
-    store.close()
-    assert names(tmp_path) == set()
-    assert len(list(reading)) == len(items)
-
-
-LEAVE_SNAPSHOTS = """
-import sys, os, torch
-from pathlib import Path
-from async_rl.publish.snapshot_store import SnapshotStore
-from async_rl.weights.stream import TensorSpec
-spec = TensorSpec("a", "float32", (2,))
-store = SnapshotStore(Path(sys.argv[1]), "killed")
-store.begin("v0", [spec]).write([(spec, torch.zeros(2))])
-store.commit()
-store.begin("v1", [spec])
-os.kill(os.getpid(), 9)
-"""
-
-
-@pytest.mark.distributed
-def test_a_store_removes_what_a_killed_run_left_and_nothing_else(tmp_path: Path) -> None:
-    others = SnapshotStore(tmp_path, "other")
-    items = make_items()
-    others.begin("v0", specs_of(items)).write(items)
-    others.commit()
-    (tmp_path / "killed.notes").write_bytes(b"")
-    mine = {"other.v0.safetensors", ".other.lock", "killed.notes"}
-    subprocess.run([sys.executable, "-c", LEAVE_SNAPSHOTS, str(tmp_path)], check=False)
-    assert names(tmp_path) == mine | {"killed.v0.safetensors", ".killed.v1.safetensors", ".killed.lock"}
-    SnapshotStore(tmp_path, "next").close()
-    assert names(tmp_path) == mine
-    others.close()
 
 
 def test_a_snapshot_that_is_missing_or_cut_off_is_named(tmp_path: Path) -> None:
@@ -176,10 +132,6 @@ def test_a_snapshot_of_other_tensors_is_refused(tmp_path: Path, spec: TensorSpec
 
 
 def test_a_directory_that_cannot_take_the_file_is_a_fault_of_the_settings(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"publish\.snapshot_dir .*file/dir.*Not a directory"):
-        SnapshotStore(blocked / "dir", "run")
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no device that is always full")

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.sections import RewardSection
-from async_rl.preflight.reward import require_reward
 from deploy.local.run import main
 from tests.support import ROOT
 
@@ -350,19 +348,3 @@ def test_a_dry_run_says_what_is_wrong_after_the_plan(workplace: Path, capsys: py
     shown, said = capsys.readouterr()
     assert "-m trainer run.toml" in shown
     assert "there is no file 'none.py'" in said and "rows.jsonl, line 1 is not UTF-8 text" in said
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from neighbour import *",
-        "if True:\n    import json as score",
-        "class Score:\n    def __call__(self): ...\nscore = Score()",
-        "for name in ('score',):\n    globals()[name] = print",
-        "try:\n    import no_such_package\nexcept ImportError:\n    pass\nasync def score(): ...",
-    ],
-)
-def test_a_reward_that_may_be_there_is_left_to_its_worker(tmp_path: Path, text: str) -> None:
-    (tmp_path / "neighbour.py").touch()
-    (tmp_path / "reward.py").write_text(text)
-    require_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score"))

@@ -1,0 +1,105 @@
+"""Which address of this host leads where, as far as one host can show it; tests/multihost has several."""
+
+import socket
+
+import pytest
+
+from async_rl.net import local_address
+from async_rl.net.local_address import (
+    LOOPBACK,
+    address_for_others,
+    address_towards,
+    choose_interface,
+    interface_of,
+    is_loopback,
+    leads_to_this_host,
+)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.1.1", True),
+        ("::1", True),
+        ("10.0.0.1", False),
+        ("fe80::1%eth0", False),
+        ("::1%lo", True),
+    ],
+)
+def test_loopback_is_told_by_the_address_and_not_by_its_zone(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost"])
+def test_the_way_to_this_host_is_loopback(host: str) -> None:
+    assert is_loopback(address_towards(host)) and leads_to_this_host(host)
+
+
+def test_every_address_of_this_hosts_interfaces_leads_to_it() -> None:
+    found = list(local_address._interfaces())
+    assert ("lo", LOOPBACK) in found
+    for name, address in found:
+        assert interface_of(address) == name and leads_to_this_host(address)
+        assert address_towards(address) == address or is_loopback(address_towards(address))
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "", "256.0.0.1", "a" * 300])
+def test_a_name_without_an_address_is_an_os_error(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> object:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    for ask in (address_towards, leads_to_this_host):
+        with pytest.raises(OSError, match="not known"):
+            ask(host)
+
+
+def test_the_last_problem_is_told_where_no_address_has_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("255.255.255.255", 9))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known)
+    with pytest.raises(OSError):
+        address_towards("x")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
+    with pytest.raises(OSError, match="'x' has no address"):
+        address_towards("x")
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "expected"),
+    [([("lo", LOOPBACK)], LOOPBACK), ([("lo", LOOPBACK), ("eth1", "10.0.0.7")], "10.0.0.7"), ([], LOOPBACK)],
+)
+def test_without_a_default_route_another_hosts_way_is_the_first_address_that_is_not_loopback(
+    interfaces: list[tuple[str, str]], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_route(host: str, port: int = 9) -> str:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(local_address, "address_towards", no_route)
+    monkeypatch.setattr(local_address, "_interfaces", lambda: iter(interfaces))
+    assert address_for_others() == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "before", "after"),
+    [
+        ("gloo", {}, {}),
+        ("nccl", {}, {"NCCL_SOCKET_IFNAME": "=lo"}),
+        ("nccl", {"NCCL_SOCKET_IFNAME": "ib0"}, {"NCCL_SOCKET_IFNAME": "ib0"}),
+        ("hccl", {}, {"HCCL_IF_IP": LOOPBACK}),
+        ("hccl", {"HCCL_IF_IP": "10.0.0.1"}, {"HCCL_IF_IP": "10.0.0.1"}),
+        ("hccl", {"HCCL_SOCKET_IFNAME": "eth1"}, {"HCCL_SOCKET_IFNAME": "eth1"}),
+    ],
+)
+def test_a_backend_is_told_of_the_interface_unless_the_user_said_it(
+    backend: str, before: dict[str, str], after: dict[str, str]
+) -> None:
+    choose_interface(backend, LOOPBACK, before)
+    assert before == after
+
+
+def test_an_address_of_no_interface_leaves_nccl_its_own_choice() -> None:
+    environment: dict[str, str] = {}
+    assert interface_of("203.0.113.7") is None
+    choose_interface("nccl", "203.0.113.7", environment)
+    assert environment == {}

@@ -1,0 +1,287 @@
+"""The router alone, with members nothing is sent to: random pools and requests, some of them called off."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from async_rl.errors import NoInstanceLeft
+from async_rl.instance.partial_rollout import Draft
+from async_rl.pool.credit import QUEUE_S
+from async_rl.pool.member import Member
+from async_rl.pool.request import Request
+from async_rl.pool.router import MAX_PASSED_OVER, Router
+from tests.support.members import ready_member
+
+NUM_POOLS = 40
+MAX_RESPONSES = 6
+MAX_COST = 100
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    """Also fails where somebody waits for ever."""
+    asyncio.run(asyncio.wait_for(scenario, 20.0))
+
+
+async def rest() -> None:
+    """Until everything that can go on has done so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Load:
+    """A random pool and a batch of requests for it; each is sent, worked at and released, or called off on the way."""
+
+    def __init__(self, rng: Random, split_tail: bool, limit: int | None) -> None:
+        self.rng = rng
+        self.split_tail = split_tail
+        self.limit = limit
+        self.num_served = 0
+        self.members = [self._member(i) for i in range(rng.randint(1, 5))]
+        self.others = [ready_member("other", "v0"), ready_member("unknown", "")]
+        """They serve nothing of the version in training, and must get nothing, however idle."""
+        self.router = Router(lambda: [*self.others, *self.members], limit, split_tail)
+
+    def _member(self, i: int) -> Member:
+        return ready_member(
+            f"m{i}", concurrency=self.rng.choice((1, 2, 7, None)), speed=self.rng.choice((None, 1.0, 50.0))
+        )
+
+    async def run(self, num_requests: int) -> None:
+        tasks = [asyncio.create_task(self._request()) for _ in range(num_requests)]
+        while not all(task.done() for task in tasks):
+            self._check()
+            if self.rng.random() < 0.1:
+                self.rng.choice(tasks).cancel()
+            await asyncio.sleep(0)
+        for task in tasks:
+            assert task.cancelled() or task.exception() is None
+        self.num_served = sum(not task.cancelled() for task in tasks)
+
+    async def _request(self) -> None:
+        await self._work(self.rng.randrange(4))
+        num_responses, cost = self.rng.randint(1, MAX_RESPONSES), self.rng.randint(1, MAX_COST)
+        avoid = {member.url for member in self.members if self.rng.random() < 0.3}
+        taken = await self.router.acquire(cost, self.rng.random(), "v1", num_responses=num_responses, avoid=avoid)
+        assert taken and len(set(taken)) == len(taken) <= num_responses and set(taken) <= set(self.members)
+        assert len(taken) == 1 or self.split_tail
+        part = Router.part_of(cost, len(taken))
+        shares = [len(range(i, num_responses, len(taken))) for i in range(len(taken))]
+        requests = [Request([Draft(j) for j in range(share)], part) for share in shares]
+        for member, request in zip(taken, requests, strict=True):
+            member.begin(request)
+        try:
+            await self._work(self.rng.randrange(6))
+        finally:
+            for member, request in zip(taken, requests, strict=True):
+                member.end(request)
+                self.router.release(member, part)
+
+    async def _work(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+
+    def _check(self) -> None:
+        for member in self.members:
+            told = member.credit.responses(member.client.max_concurrency)
+            assert 0 <= member.num_open < told + MAX_RESPONSES, "only the last group goes beyond the credit"
+            assert 0 <= member.outstanding_tokens <= max(self.limit or 10**9, MAX_COST)
+        assert not any(member.outstanding_tokens for member in self.others)
+
+
+@pytest.mark.parametrize("limit", [None, 1, 150])
+@pytest.mark.parametrize("split_tail", [False, True])
+def test_nobody_gets_more_than_its_share_all_are_served_and_nothing_leaks(split_tail: bool, limit: int | None) -> None:
+    for seed in range(NUM_POOLS):
+        load = Load(Random(seed), split_tail, limit)
+        run(load.run(25))
+        assert load.num_served > 0
+        assert [member.outstanding_tokens for member in load.members] == [0] * len(load.members)
+        assert all(member.num_open == 0 and not member.requests for member in load.members)
+        assert not load.router.is_waited_for and not load.router._promised
+
+
+def test_the_longest_goes_first_and_among_equals_who_came_first() -> None:
+    async def scenario(expected: Sequence[float]) -> None:
+        member = ready_member("a", concurrency=1)
+        router = Router(lambda: [member], None, split_tail=False)
+        served: list[int] = []
+
+        async def ask(i: int) -> None:
+            await router.acquire(10, expected[i], "v1")
+            served.append(i)
+            await asyncio.sleep(0)
+            router.release(member, 10)
+
+        await asyncio.gather(*(ask(i) for i in range(len(expected))))
+        assert served == sorted(range(len(expected)), key=lambda i: -expected[i])
+
+    rng = Random(0)
+    for _ in range(20):
+        run(scenario([float(rng.randrange(5)) for _ in range(12)]))
+
+
+def test_an_instance_with_credit_left_takes_no_request_that_exceeds_its_tokens() -> None:
+    async def scenario() -> None:
+        member = ready_member("a", concurrency=100)
+        router = Router(lambda: [member], 50, split_tail=False)
+        await router.acquire(200, 1.0, "v1")
+        second = asyncio.create_task(router.acquire(1, 1.0, "v1"))
+        await rest()
+        assert not second.done() and router.is_waited_for, "one of whatever size goes to an idle instance, alone"
+        router.release(member, 200)
+        await second
+        third, fourth = (asyncio.create_task(router.acquire(49, 1.0, "v1")) for _ in range(2))
+        await rest()
+        assert third.done() and not fourth.done() and member.outstanding_tokens == 50
+        fourth.cancel()
+
+    run(scenario())
+
+
+def test_an_avoided_instance_gets_it_only_where_no_other_serves() -> None:
+    async def scenario() -> None:
+        failed, other = ready_member("failed"), ready_member("other", concurrency=1)
+        members = [failed, other]
+        router = Router(lambda: members, None, split_tail=False)
+        assert await router.acquire(1, 1.0, "v1", avoid={failed.url}) == [other]
+        other.begin(Request([Draft(0)], 1))
+        waiting = asyncio.create_task(router.acquire(1, 1.0, "v1", avoid={failed.url}))
+        await rest()
+        assert not waiting.done(), "the other is full, but serves"
+        assert await router.acquire(1, 0.5, "v1") == [failed], "who is passed over keeps nobody behind it waiting"
+        members.remove(other)
+        router.wake()
+        assert await waiting == [failed]
+
+    run(scenario())
+
+
+def test_as_many_as_may_be_passed_over_do_not_keep_the_next_one_from_an_instance() -> None:
+    async def scenario() -> None:
+        failed, other = ready_member("failed"), ready_member("other", concurrency=1)
+        router = Router(lambda: [failed, other], None, split_tail=False)
+        await router.acquire(1, 9.0, "v1", avoid={failed.url})
+        other.begin(Request([Draft(0)], 1))
+        num_avoiding = MAX_PASSED_OVER - 1
+        avoiding = [asyncio.create_task(router.acquire(1, 5.0, "v1", avoid={failed.url})) for _ in range(num_avoiding)]
+        assert await router.acquire(1, 1.0, "v1") == [failed]
+        assert not any(task.done() for task in avoiding)
+        router.fail(NoInstanceLeft("all gone"))
+        results = await asyncio.gather(*avoiding, return_exceptions=True)
+        assert all(isinstance(result, NoInstanceLeft) for result in results) and not router.is_waited_for
+
+    run(scenario())
+
+
+def test_the_one_that_is_likely_done_first_takes_it() -> None:
+    async def scenario() -> None:
+        slow, fast, unseen = ready_member("slow", speed=10.0), ready_member("fast", speed=100.0), ready_member("unseen")
+        slow.outstanding_tokens, fast.outstanding_tokens, unseen.outstanding_tokens = 20, 150, 100
+        router = Router(lambda: [slow, fast, unseen], None, split_tail=False)
+        # In seconds: 2, 1.5, and 100 / 55 for the one that counts as usual.
+        assert await router.acquire(100, 1.0, "v1") == [fast]
+        assert await router.acquire(100, 1.0, "v1") == [unseen]
+        slow.outstanding_elsewhere = 1000
+        assert await router.acquire(100, 1.0, "v1") == [fast], "what other leaders sent counts too"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("num_idle", "num_waiting", "num_responses", "expected"),
+    [(4, 1, 8, [4]), (4, 1, 3, [3]), (4, 2, 8, [2, 2]), (5, 2, 8, [2, 3]), (4, 4, 8, [1] * 4), (1, 1, 8, [1])],
+)
+def test_the_tail_is_shared_among_idle_instances_and_each_waiting_request_gets_one_first(
+    num_idle: int, num_waiting: int, num_responses: int, expected: list[int]
+) -> None:
+    async def scenario() -> None:
+        members = [ready_member(f"m{i}", concurrency=1) for i in range(num_idle)]
+        router = Router(lambda: members, None, split_tail=True)
+        asked = [router.acquire(10, 1.0, "v1", num_responses=num_responses) for _ in range(num_waiting)]
+        taken = await asyncio.gather(*asked)
+        assert [len(each) for each in taken] == expected
+        assert len({member for each in taken for member in each}) == sum(expected)
+        for each in taken:
+            assert {member.outstanding_tokens for member in each} == {Router.part_of(10, len(each))}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("when", ["before it is assigned", "after"])
+def test_one_that_is_called_off_gives_back_what_it_was_assigned_and_the_trial_too(when: str) -> None:
+    async def scenario() -> None:
+        member = ready_member("a", concurrency=1)
+        member.circuit.failed(0.0, 0.0, "reset")  # long ago: one trial may go
+        router = Router(lambda: [member], None, split_tail=False)
+        task = asyncio.create_task(router.acquire(10, 1.0, "v1", num_responses=3))
+        await asyncio.sleep(0)
+        if when == "after":
+            router._assign()
+            assert member.outstanding_tokens == 10 and not member.takes("v1")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert member.outstanding_tokens == 0 and member.takes("v1")
+        assert await router.acquire(10, 1.0, "v1") == [member], "the next one gets it"
+
+    run(scenario())
+
+
+def test_an_open_circuit_gets_nothing_and_then_a_single_trial() -> None:
+    async def scenario() -> None:
+        member = ready_member("a")
+        member.circuit.failed(1e12, 1e12, "reset")  # far ahead of the clock
+        router = Router(lambda: [member], None, split_tail=False)
+        tasks = [asyncio.create_task(router.acquire(1, 1.0, "v1")) for _ in range(3)]
+        await rest()
+        assert not any(task.done() for task in tasks)
+        member.circuit.reset()
+        member.circuit.failed(0.0, 0.0, "reset")
+        router.wake()
+        await rest()
+        assert [task.done() for task in tasks] == [True, False, False]
+        member.circuit.reset()
+        router.wake()
+        await asyncio.gather(*tasks)
+
+    run(scenario())
+
+
+def test_an_instance_that_passes_over_two_requests_gets_no_third() -> None:
+    async def scenario() -> None:
+        member = ready_member("a", concurrency=100)
+        router = Router(lambda: [member], None, split_tail=False)
+        for is_free in (True, True, False):
+            task = asyncio.create_task(router.acquire(1, 1.0, "v1"))
+            await rest()
+            assert task.done() == is_free
+            if is_free:
+                request = Request([Draft(0)], 1)
+                member.begin(request)
+                # It has made tokens for others long after this one was sent.
+                member.heard_s = request.sent_s + 2 * QUEUE_S + 1.0
+        task.cancel()
+
+    run(scenario())
+
+
+def test_a_failure_reaches_everybody_who_waits_and_nobody_who_comes_later() -> None:
+    async def scenario() -> None:
+        members: list[Member] = []
+        router = Router(lambda: members, None, split_tail=False)
+        waiting = [asyncio.create_task(router.acquire(1, 1.0, "v1")) for _ in range(4)]
+        await rest()
+        waiting[0].cancel()
+        router.fail(NoInstanceLeft("all gone"))
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        assert all(isinstance(result, NoInstanceLeft) for result in results[1:])
+        assert not router.is_waited_for
+        later = asyncio.create_task(router.acquire(1, 1.0, "v1"))
+        members.append(ready_member("a"))
+        assert await later == members
+
+    run(scenario())

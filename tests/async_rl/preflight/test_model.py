@@ -1,0 +1,127 @@
+"""What the files of a checkpoint tell before anything starts; the mistakes of users are in deploy/local too."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from async_rl.preflight.model import FAMILIES, ModelFiles, require_fit, require_tokens, require_trainable
+from tests.support.minimal_config import minimal_tree
+
+
+def config_of(**sections: dict[str, Any]) -> Config:
+    tree = minimal_tree()
+    for section, values in sections.items():
+        tree.setdefault(section, {}).update(values)
+    return parse_config(tree, "here")
+
+
+def checkpoint(folder: Path, config: Any = None, tokenizer: Any = None, **files: str) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"} if config is None else config))
+    (folder / "tokenizer_config.json").write_text(json.dumps({} if tokenizer is None else tokenizer))
+    (folder / "model.safetensors").touch()
+    for name, text in files.items():
+        (folder / name.replace("_json", ".json").replace("_jinja", ".jinja")).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer_config.json"])
+def test_a_directory_without_its_files_is_no_checkpoint(tmp_path: Path, missing: str) -> None:
+    (checkpoint(tmp_path) / missing).unlink()
+    words = "has no config.json" if missing == "config.json" else "has no tokenizer: expected tokenizer.json or"
+    with pytest.raises(ConfigError, match=words):
+        ModelFiles.find(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "\x00"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_files_that_are_no_objects_are_named(tmp_path: Path, name: str, text: str) -> None:
+    (checkpoint(tmp_path) / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{name} (cannot be read: .*; download|holds .*, expected an object)"):
+        ModelFiles.find(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["./none", "/no/such", "~/none", "a/b/c", "../none"])
+def test_what_looks_like_a_path_is_not_asked_of_the_hub(name: str) -> None:
+    with pytest.raises(ConfigError, match="does not exist: give a Hugging Face checkpoint directory"):
+        ModelFiles.find(name)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "", None, 3, "QWEN3"])
+def test_the_trainers_families_are_trainable_and_others_named(tmp_path: Path, family: Any) -> None:
+    files = ModelFiles.find(str(checkpoint(tmp_path, {"model_type": family}, {"chat_template": "x"})))
+    if family in FAMILIES:
+        require_trainable(config_of(), files)
+        return
+    with pytest.raises(ConfigError, match="which the trainer does not support: expected one of qwen3, "):
+        require_trainable(config_of(), files)
+
+
+@pytest.mark.parametrize("uses_template", [True, False])
+@pytest.mark.parametrize("where", ["tokenizer_config", "chat_template_jinja", "chat_template_json", None])
+def test_a_chat_template_is_found_wherever_it_is_kept(tmp_path: Path, where: str | None, uses_template: bool) -> None:
+    tokenizer = {"chat_template": "x"} if where == "tokenizer_config" else {}
+    extra = {where: "x"} if where and where.startswith("chat") else {}
+    files = ModelFiles.find(str(checkpoint(tmp_path, tokenizer=tokenizer, **extra)))
+    config = config_of(prompts={"chat_template": uses_template})
+    if where is not None or not uses_template:
+        require_trainable(config, files)
+        return
+    with pytest.raises(ConfigError, match=r"the tokenizer in model\.path .* has no chat template: set"):
+        require_trainable(config, files)
+
+
+def test_weights_have_to_be_safetensors(tmp_path: Path) -> None:
+    (checkpoint(tmp_path, tokenizer={"chat_template": "x"}) / "model.safetensors").rename(tmp_path / "model.bin")
+    with pytest.raises(ConfigError, match=r"has no \*\.safetensors: save its weights"):
+        require_trainable(config_of(), ModelFiles.find(str(tmp_path)))
+
+
+def files_of(**config: Any) -> ModelFiles:
+    return ModelFiles("some/model", None, config, {})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "positions", "remedy"),
+    [
+        (60, 40, 100, None),
+        (61, 40, 100, "lower prompts.max_prompt_tokens to at most 60"),
+        (1, 100, 100, "lower rollout.max_response_tokens below 100"),
+        (60, 40, None, None),
+        (60, 40, "100", None),
+    ],
+)
+def test_the_longest_sequence_has_to_fit_to_the_token(
+    prompt: int, response: int, positions: Any, remedy: str | None
+) -> None:
+    config = config_of(prompts={"max_prompt_tokens": prompt}, rollout={"max_response_tokens": response})
+    files = files_of(max_position_embeddings=positions)
+    if remedy is None:
+        require_fit(config, files)
+        return
+    with pytest.raises(ConfigError, match=f"of {prompt + response} tokens, more than the model's 100 .*{remedy}"):
+        require_fit(config, files)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "is_right"),
+    [
+        ([], 10, True),
+        ([0, 9], 10, True),
+        ([10], 10, False),
+        ([3, 99], 10, False),
+        ([-1], 10, False),
+        ([99], None, True),
+    ],
+)
+def test_stop_tokens_are_tokens_of_the_model(tokens: list[int], vocabulary: Any, is_right: bool) -> None:
+    config = config_of(rollout={"stop_token_ids": tokens})
+    if is_right:
+        require_tokens(config, files_of(vocab_size=vocabulary))
+        return
+    with pytest.raises(ConfigError, match=r"rollout\.stop_token_ids is .*, but tokens of model\.path .* are 0 to 9"):
+        require_tokens(config, files_of(vocab_size=vocabulary))

@@ -1,0 +1,50 @@
+"""Whether a run may write where it is told to; nothing is made."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config.file import parse_config
+from async_rl.errors import ConfigError
+from async_rl.preflight.paths import require_places
+from tests.support.minimal_config import minimal_tree
+
+
+def require(run_dir: Path, snapshot_dir: Path | None = None) -> None:
+    tree: dict[str, Any] = minimal_tree()
+    tree["run"]["dir"] = str(run_dir)
+    if snapshot_dir is not None:
+        tree["publish"] = {"snapshot_dir": str(snapshot_dir)}
+    require_places(parse_config(tree, "here"))
+
+
+@pytest.mark.parametrize("place", ["", "new", "new/deeper/still"])
+def test_a_directory_that_is_there_or_can_be_made_will_do_and_is_not_made(tmp_path: Path, place: str) -> None:
+    require(tmp_path / place, tmp_path / place)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_relative_directory_is_one_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    require(Path("runs/one"))
+    Path("runs").write_text("x")
+    with pytest.raises(ConfigError, match=r"run\.dir is 'runs/one', but 'runs' is a file|but '.*/runs' is a file"):
+        require(Path("runs/one"))
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "file/below/it"])
+@pytest.mark.parametrize("key", ["run.dir", "publish.snapshot_dir"])
+def test_a_file_on_the_way_is_named(tmp_path: Path, key: str, place: str) -> None:
+    (tmp_path / "file").touch()
+    places = (tmp_path / place, None) if key == "run.dir" else (tmp_path / "run", tmp_path / place)
+    with pytest.raises(ConfigError, match=rf"{key} is '.*', but '.*/file' is a file: name a directory"):
+        require(*places)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_of_somebody_else_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match=r"run\.dir is .* cannot be written to by this user: name another directory"):
+        require(tmp_path / "run")

@@ -1,0 +1,81 @@
+"""Whether a reward is there, told from its text: what surely fails is named, the rest is left to its worker."""
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.config.sections import RewardSection
+from async_rl.errors import ConfigError
+from async_rl.preflight.reward import require_reward
+
+
+def require(folder: Path, text: str, function: str = "score") -> None:
+    (folder / "neighbour.py").touch()
+    (folder / "package").mkdir(exist_ok=True)
+    (folder / "reward.py").write_text(text, encoding="utf-8")
+    require_reward(RewardSection(name=f"python:{folder / 'reward.py'}:{function}"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def score(): ...",
+        "async def score(): ...",
+        "score = print",
+        "score: object = print",
+        "a, (score, b) = 1, (2, 3)",
+        "import json as score",
+        "from json import dumps as score",
+        "from neighbour import score",
+        "from neighbour import *",
+        "import package\ndef score(): ...",
+        "if True:\n    import json as score",
+        "if (score := print): ...",
+        "with open('x') as score: ...",
+        "for score in (print,): ...",
+        "class score: ...",
+        "class Score:\n    def __call__(self): ...\nscore = Score()",
+        "for name in ('score',):\n    globals()[name] = print",
+        "exec('score = print')",
+        "def __getattr__(name): return print",
+        "try:\n    import no_such_package\nexcept ImportError:\n    pass\nasync def score(): ...",
+        "def score():\n    import no_such_package",
+        "if False:\n    import no_such_package\ndef score(): ...",
+        "from . import x\ndef score(): ...",
+        "# -*- coding: latin-1 -*-\ndef score(): ...",
+    ],
+)
+def test_a_reward_that_may_be_there_is_left_to_its_worker(tmp_path: Path, text: str) -> None:
+    require(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", r"has no function 'score'; it has \[\]"),
+        ("def scores(): ...\ndef _x(): ...", r"has no function 'score'; it has \['scores', '_x'\]"),
+        ("class A:\n    def score(self): ...", r"has no function 'score'; it has \[\]"),
+        ("def f():\n    score = 1", r"has no function 'score'; it has \['f'\]"),
+        ("print(score)", "has no function 'score'"),
+        ("\ndef score(:", r"reward\.py, line 2: .*; correct the file"),
+        ("import json\nimport no_such_package.x\ndef score(): ...", "line 2: there is no module 'no_such_package'"),
+        ("from no_such_package import y\ndef score(): ...", "line 1: there is no module 'no_such_package'"),
+        ("\x00", r"reward\.py"),
+    ],
+)
+def test_what_surely_fails_is_named_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        require(tmp_path, text)
+
+
+@pytest.mark.parametrize("name", ["bleu", "", "Math", "python:", "python:none.py:score", "python:none.py"])
+def test_a_name_of_no_reward_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.name is .*python:path/to/file\.py:function"):
+        require_reward(RewardSection(name=name))
+
+
+@pytest.mark.parametrize("name", ["math", "reasoning_gym"])
+def test_a_built_in_reward_needs_its_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rl.preflight.reward.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=rf"reward\.name '{name}' needs .*install"):
+        require_reward(RewardSection(name=name))

@@ -1,0 +1,48 @@
+"""Which named error a process ended with, as the program that started it reads it."""
+
+import json
+import os
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import AsyncRLError, ConfigError, LeaderFailed, RewardError
+from async_rl.programs.failure_report import TORCHRUN_VARIABLE, VARIABLE, Failure, read_failure, report_failure
+
+
+def test_without_anybody_who_asks_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    report_failure(ConfigError("no such model"), {})
+    assert list(tmp_path.iterdir()) == [] and read_failure(tmp_path / "failure") is None
+
+
+def test_the_first_report_of_a_process_stays(tmp_path: Path) -> None:
+    environment = {VARIABLE: str(tmp_path / "failure"), TORCHRUN_VARIABLE: str(tmp_path / "torchrun.json")}
+    report_failure(ConfigError("no such model: 'ä'"), environment)
+    report_failure(RewardError("later"), environment)
+    assert read_failure(tmp_path / "failure") == Failure("ConfigError", "no such model: 'ä'")
+    told = json.loads((tmp_path / "torchrun.json").read_text())["message"]
+    assert told["message"] == told["extraInfo"]["py_callstack"] == "ConfigError: no such model: 'ä'"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"failure.{os.getpid()}", "torchrun.json"]
+
+
+ERRORS: list[AsyncRLError] = [LeaderFailed("the leader failed"), RewardError("it raised"), ConfigError("no such row")]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_of_several_processes_the_first_error_that_is_no_consequence_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]
+) -> None:
+    for at, number in enumerate(order):
+        monkeypatch.setattr("async_rl.programs.failure_report.time.time", lambda at=at: 1000.0 + at)
+        monkeypatch.setattr("async_rl.programs.failure_report.os.getpid", lambda at=at: 77 + at)
+        report_failure(ERRORS[number], {VARIABLE: str(tmp_path / "failure")})
+    first = next(ERRORS[number] for number in order if number)
+    assert read_failure(tmp_path / "failure") == Failure(type(first).__name__, str(first))
+
+
+def test_a_report_that_is_being_written_and_other_files_are_not_read(tmp_path: Path) -> None:
+    for name in ("failure.12.partial", "failure.txt", "other.12", "failure"):
+        (tmp_path / name).write_text("{")
+    assert read_failure(tmp_path / "failure") is None

@@ -1,0 +1,160 @@
+"""One try to move a stream: who receives it, who is dropped and for what, and when a new group is formed.
+
+Each instance is a thread that joins a real weight group over loopback.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from async_rl.config.sections import PublishSection
+from async_rl.errors import InstanceError, InstanceUnreachable, PublishError
+from async_rl.event_loop import EventLoopThread
+from async_rl.pool.member import Member
+from async_rl.pool.membership import Membership
+from async_rl.publish.broadcast import Broadcast
+from async_rl.publish.instance_update import announcement
+from async_rl.weights.stream import TensorSpec
+from tests.support.publishing import SPECS, TENSORS, stream
+from tests.support.receiving_client import ReceivingClient, receiving_member
+
+INFO = announcement(SPECS)
+ALL_RECEIVED = {name: tensor.double().sum().item() for name, tensor in TENSORS.items()}
+
+
+def client(member: Member) -> ReceivingClient:
+    found: Any = member.client
+    assert isinstance(found, ReceivingClient)
+    return found
+
+
+def received(member: Member) -> dict[str, float]:
+    return {name: tensor.double().sum().item() for name, tensor in client(member).received.items()}
+
+
+class Sender:
+    """A broadcast that notes whom it dropped."""
+
+    def __init__(self, loop: EventLoopThread, members: list[Member], **settings: Any) -> None:
+        self.members = members
+        self.dropped: dict[Member, InstanceError] = {}
+        config = PublishSection(**({"timeout_s": 5.0, "bucket_bytes": 4096} | settings))
+        self.broadcast = Broadcast(loop, config, "gloo", self._drop)
+
+    def _drop(self, failures: Mapping[Member, InstanceError]) -> None:
+        self.dropped |= failures
+
+    def move(self, scale: float = 1.0) -> str | None:
+        staying = [member for member in self.members if member not in self.dropped]
+        return self.broadcast.move(staying, INFO, lambda: stream(scale))
+
+    def close(self) -> None:
+        self.broadcast.close()
+        for member in self.members:
+            client(member).close()
+
+
+@pytest.fixture
+def sender(loop: EventLoopThread) -> Iterator[Any]:
+    made: list[Sender] = []
+
+    def make(*faults: str | None, **settings: Any) -> Sender:
+        members = [receiving_member(str(9000 + i), fault) for i, fault in enumerate(faults)]
+        made.append(Sender(loop, members, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_all_receive_the_stream_and_the_group_is_kept_for_the_same_instances(sender: Any) -> None:
+    one = sender(None, None)
+    first = one.move()
+    assert first is not None and [received(member) for member in one.members] == [ALL_RECEIVED] * 2
+    assert one.move() == first and one.move(2.0) not in (first, None)
+    assert received(one.members[1])["head.weight"] == 2 * ALL_RECEIVED["head.weight"]
+    assert [client(member).num_joins for member in one.members] == [1, 1] and not one.dropped
+
+
+def test_another_set_or_one_that_is_not_in_service_forms_a_group_anew(sender: Any) -> None:
+    one = sender(None, None)
+    fingerprint = one.move()
+    one.dropped[one.members[1]] = InstanceError("it left")
+    assert one.move() == fingerprint
+    one.dropped.clear()
+    assert one.move() == fingerprint
+    assert [client(member).num_joins for member in one.members] == [3, 2]
+    Membership().lost(one.members[1].standing, "it may have been started again")
+    assert one.move() == fingerprint
+    assert [client(member).num_joins for member in one.members] == [4, 3]
+
+
+@pytest.mark.parametrize("fault", ["world_size", "init", "pause", "update"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_one_that_refuses_a_step_is_dropped_alone_at_once_and_the_next_try_succeeds(
+    sender: Any, fault: str, at: int
+) -> None:
+    faults: list[str | None] = [None, None]
+    faults[at] = fault
+    one = sender(*faults, timeout_s=60.0)
+    begun = time.monotonic()
+    assert one.move() is None
+    assert time.monotonic() - begun < 30.0, "nobody waits for the timeout"
+    ((member, error),) = one.dropped.items()
+    assert member is one.members[at] and f"refuses {fault}" in str(error)
+    assert one.move() is not None and received(one.members[1 - at]) == ALL_RECEIVED
+
+
+def test_one_that_refuses_to_start_an_update_may_still_receive(sender: Any) -> None:
+    """An update that an earlier trainer left open goes on: the stream carries every tensor."""
+    one = sender("start")
+    assert one.move() is not None and received(one.members[0]) == ALL_RECEIVED and not one.dropped
+
+
+def test_one_that_accepts_nothing_within_the_timeout_is_named_and_dropped(sender: Any) -> None:
+    one = sender(None, "hang", timeout_s=1.0)
+    assert one.move() is None
+    ((member, error),) = one.dropped.items()
+    assert member is one.members[1] and isinstance(error, InstanceUnreachable)
+    assert "did not accept the list of tensors within 1 s (publish.timeout_s)" in str(error)
+
+
+def test_one_that_leaves_amid_the_stream_is_blamed_and_not_those_whose_connections_it_broke(sender: Any) -> None:
+    one = sender(None, "leave", None)
+    assert one.move() is None
+    ((member, error),) = one.dropped.items()
+    assert member is one.members[1] and "is gone" in str(error)
+    assert one.move() is not None
+    assert [received(one.members[i]) for i in (0, 2)] == [ALL_RECEIVED] * 2
+
+
+def test_an_error_of_the_stream_itself_ends_the_wait_of_all_and_the_next_move_works(sender: Any) -> None:
+    one = sender(None, None)
+
+    def broken() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        yield next(stream())
+        raise RuntimeError("the shard cannot be read")
+
+    with pytest.raises(RuntimeError, match="the shard cannot be read"):
+        one.broadcast.move(one.members, INFO, broken)
+    assert not one.dropped
+    assert one.move() is not None and [client(member).num_joins for member in one.members] == [2, 2]
+
+
+def test_an_address_without_a_route_is_dropped_before_anybody_is_invited(sender: Any) -> None:
+    one = sender(None, None)
+    one.members[0].standing.url = "http://no-such-host.invalid:1"
+    assert one.move() is None
+    ((member, error),) = one.dropped.items()
+    assert member is one.members[0] and "no route leads to it" in str(error)
+    assert client(one.members[1]).num_joins == 0
+
+
+def test_an_address_that_is_none_of_this_host_ends_the_publish_with_the_setting(sender: Any) -> None:
+    one = sender(None, master_address="192.0.2.1")
+    with pytest.raises(PublishError, match=r"192\.0\.2\.1 \(publish\.master_address\)"):
+        one.move()

@@ -1,0 +1,167 @@
+"""Which groups are handed out when: every order of arrival, size of a batch and number of mini-batches."""
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+from random import Random
+from typing import Any
+
+import pytest
+
+from async_rl.config.sections import TrainSection
+from async_rl.training_order import TrainingOrder
+from async_rl.types import Batch, Group, Prompt
+
+PROMPT = Prompt("p", (1,), {})
+
+
+def group(index: int) -> Group:
+    return Group(0, index, PROMPT, (), (), "v1", 0.0, 0.0)
+
+
+class Arriving:
+    """Groups that arrive in this order, so many between two looks; a look that waits gets at least one."""
+
+    def __init__(self, groups: Sequence[Group], arrivals: Iterator[int]) -> None:
+        self._left = list(groups)
+        self._arrivals = arrivals
+        self.num_waits = 0
+        self.is_over = False
+
+    def ready(self, wait: bool) -> list[Group]:
+        assert not self.is_over, "asked again after the batch was complete"
+        self.num_waits += wait
+        num = max(next(self._arrivals), int(wait))
+        arrived, self._left = self._left[:num], self._left[num:]
+        self.is_over = wait and not arrived
+        return arrived
+
+
+def arrivals(rng: Random) -> Iterator[int]:
+    while True:
+        yield rng.choice((0, 0, 1, 2, 5))
+
+
+def order_of(source: Arriving, places: Sequence[int], num_parts: int, **settings: Any) -> TrainingOrder:
+    batch = Batch(0, dict.fromkeys(places, PROMPT))
+    return TrainingOrder(source, TrainSection(iterations=1, **settings), batch.split(num_parts))
+
+
+def train(order: TrainingOrder, num_parts: int, rng: Random) -> list[list[list[Group]]]:
+    """For each mini-batch what was handed out at each call, in a mixture of calls that wait and those that do not."""
+    mini_batches = []
+    for _ in range(num_parts):
+        order.begin_mini_batch()
+        calls: list[list[Group]] = []
+        while True:
+            for _ in range(rng.randrange(3)):
+                calls.append(order.take(wait=False))
+            calls.append(order.take(wait=True))
+            if not calls[-1]:
+                break
+        mini_batches.append([call for call in calls if call])
+    return mini_batches
+
+
+MODES = [{}, {"order": "prompt"}, {"mode": "synchronous"}, {"mode": "synchronous", "order": "prompt"}]
+
+
+@pytest.mark.parametrize("settings", MODES, ids=str)
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+def test_every_group_is_handed_out_once_in_its_own_mini_batch(settings: dict[str, str], num_parts: int) -> None:
+    rng = Random(num_parts)
+    for _ in range(60):
+        places = sorted(rng.sample(range(40), rng.randint(num_parts, 12)))
+        arriving = [group(place) for place in rng.sample(places, len(places))]
+        source = Arriving(arriving, arrivals(rng))
+        handed_out = train(order_of(source, places, num_parts, **settings), num_parts, rng)
+        parts = [sorted(part.prompts) for part in Batch(0, dict.fromkeys(places, PROMPT)).split(num_parts)]
+        flat = [[each.index for call in calls for each in call] for calls in handed_out]
+        assert [sorted(part) for part in flat] == parts
+        assert source.is_over, "the last mini-batch ends only when the whole batch has arrived"
+        if "order" in settings:
+            assert flat == parts, "by place is in the order of places"
+        else:
+            at = {each.index: i for i, each in enumerate(arriving)}
+            assert all(part == sorted(part, key=at.__getitem__) for part in flat), "otherwise in that of arrival"
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
+def test_by_place_a_group_waits_for_those_before_it_and_for_nothing_else(order: tuple[int, ...]) -> None:
+    training = order_of(Arriving([group(i) for i in order], iter([1] * 4)), range(4), 1, order="prompt")
+    training.begin_mini_batch()
+    arrived: set[int] = set()
+    handed_out: list[int] = []
+    for index in order:
+        arrived.add(index)
+        handed_out += [each.index for each in training.take(wait=False)]
+        complete = next(n for n in range(5) if n not in arrived)
+        assert handed_out == list(range(complete))
+
+
+def test_in_order_of_completion_nothing_is_held_back() -> None:
+    training = order_of(Arriving([group(i) for i in (2, 0, 1)], iter([1] * 3)), range(3), 1)
+    training.begin_mini_batch()
+    assert [[each.index for each in training.take(wait=False)] for _ in range(3)] == [[2], [0], [1]]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("order", ["completion", "prompt"])
+def test_synchronous_hands_out_nothing_before_all_have_arrived(wait: bool, order: str) -> None:
+    source = Arriving([group(i) for i in (1, 0, 2)], iter([0] * 9))
+    training = order_of(source, range(3), 1, mode="synchronous", order=order)
+    training.begin_mini_batch()
+    assert len(training.take(wait)) == 3 and source.is_over and source.num_waits == 4
+
+
+def test_a_mini_batch_ends_without_waiting_for_the_next_one() -> None:
+    source = Arriving([group(i) for i in (0, 1)], iter([2]))
+    training = order_of(source, range(4), 2)
+    training.begin_mini_batch()
+    assert len(training.take(wait=True)) == 2
+    assert training.take(wait=True) == [], "no further look: this would raise StopIteration"
+
+
+def test_what_arrives_early_waits_for_its_mini_batch() -> None:
+    training = order_of(Arriving([group(i) for i in (3, 0, 2, 1)], iter([2, 2, 0])), range(4), 2)
+    training.begin_mini_batch()
+    assert [each.index for each in training.take(wait=True)] == [0]
+    assert [each.index for each in training.take(wait=True)] == [1]
+    training.begin_mini_batch()
+    assert [each.index for each in training.take(wait=False)] == [3, 2]
+
+
+@pytest.mark.parametrize("settings", MODES, ids=str)
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_group_too_many_is_handed_out_too_for_the_ledger_to_name(settings: dict[str, str], num_parts: int) -> None:
+    """One that came twice, or of no place of the batch: neither is swallowed, nor does either keep the others back."""
+    for surplus in (0, 3, 99):
+        for seed in range(10):
+            rng = Random(seed)
+            arriving = [group(i) for i in (0, 1, 2, 3, surplus)]
+            rng.shuffle(arriving)
+            source = Arriving(arriving, arrivals(rng))
+            handed_out = train(order_of(source, range(4), num_parts, **settings), num_parts, rng)
+            everything = [each for calls in handed_out for call in calls for each in call]
+            assert sorted(map(id, everything)) == sorted(map(id, arriving))
+
+
+@pytest.mark.parametrize("settings", MODES, ids=str)
+def test_a_batch_that_ends_without_a_group_ends_here_too(settings: dict[str, str]) -> None:
+    source = Arriving([group(i) for i in (0, 2)], iter([1] * 9))
+    training = order_of(source, range(3), 1, **settings)
+    handed_out = train(training, 1, Random(0))
+    assert {each.index for calls in handed_out for call in calls for each in call} <= {0, 2}
+    assert source.is_over
+
+
+def test_the_watch_ends_a_batch_at_the_next_call() -> None:
+    def fail() -> None:
+        raise RuntimeError("told to end")
+
+    source = Arriving([group(0)], iter([1]))
+    training = order_of(source, range(1), 1)
+    training.begin_mini_batch()
+    training.watch = fail
+    with pytest.raises(RuntimeError, match="told to end"):
+        training.take(wait=True)
+    assert source.num_waits == 0

@@ -1,0 +1,17 @@
+"""Members of a pool whose instances need not be there: for tests of what the pool decides."""
+
+from typing import Any
+
+from async_rl.instance.client import InstanceClient
+from async_rl.instance.connections import Connections
+from async_rl.pool.member import Member
+from async_rl.pool.membership import Membership, Standing
+
+
+def ready_member(name: str, version: str = "v1", concurrency: int | None = None, **figures: Any) -> Member:
+    """In service with `version`; nothing is sent to it."""
+    standing = Standing(f"http://{name}:1")
+    Membership().end_publish(version, [standing], {standing.url: None})
+    client = InstanceClient(Connections(), standing.url, 60.0, 64)
+    client.max_concurrency = concurrency
+    return Member(name, client, standing, **figures)

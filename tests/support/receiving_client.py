@@ -1,0 +1,93 @@
+"""An instance's end of a broadcast in a thread of this process: what `InstanceClient` offers a publish, by name."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import torch
+
+from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, PublishError
+from async_rl.pool.member import Member
+from async_rl.pool.membership import Membership, Standing
+from async_rl.protocol.inference import InitInfo, UpdateInfo
+from async_rl.weights.store import join_meeting
+from async_rl.weights.stream import TensorSpec, WeightGroup
+
+
+class ReceivingClient:
+    """One worker that joins and receives for real.
+
+    `fault` is the step that it refuses, "hang" at the update, or "leave" when it is about to receive.
+    """
+
+    def __init__(self, url: str, fault: str | None = None) -> None:
+        self.url = url
+        self.fault = fault
+        self.num_joins = 0
+        self.received: dict[str, torch.Tensor] = {}
+        self._rank = self._bucket_bytes = 0
+        self._group: WeightGroup | None = None
+
+    async def world_size(self, timeout_s: float) -> int:
+        self._refuse("world_size")
+        return 1
+
+    async def init_weight_transfer(self, info: InitInfo, timeout_s: float) -> None:
+        self._refuse("init")
+        await self._answered(asyncio.to_thread(self._join, info))
+
+    async def pause(self, timeout_s: float) -> None:
+        self._refuse("pause")
+
+    async def start_weight_update(self, timeout_s: float) -> None:
+        self._refuse("start")
+
+    async def update_weights(self, info: UpdateInfo) -> None:
+        self._refuse("update")
+        if self.fault == "hang":
+            await asyncio.Event().wait()
+        await self._answered(asyncio.to_thread(self._receive, info))
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _refuse(self, step: str) -> None:
+        if self.fault == step:
+            raise InstanceRefused(f"instance {self.url} refuses {step}", 500)
+
+    async def _answered(self, work: Coroutine[Any, Any, None]) -> None:
+        problem = None
+        try:
+            await work
+        except PublishError as error:
+            problem = str(error)
+        if problem is not None:
+            # Outside of the handler: the error's frames would keep the connections open, and others wait on these.
+            self.close()
+            raise InstanceError(f"instance {self.url}: {problem}")
+
+    def _join(self, info: InitInfo) -> None:
+        self.close()
+        store = join_meeting(info.master_address, info.master_port, info.secret, info.timeout_s)
+        self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
+        self._rank, self._bucket_bytes = info.rank_offset, info.bucket_bytes
+        self.num_joins += 1
+
+    def _receive(self, info: UpdateInfo) -> None:
+        assert self._group is not None
+        fields = zip(info.names, info.dtype_names, info.shapes, strict=True)
+        specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in fields]
+        self._group.announce(self._rank)
+        if self.fault == "leave":
+            self.close()
+            raise InstanceUnreachable(f"instance {self.url} is gone")
+        self.received = {spec.name: tensor.clone() for spec, tensor in self._group.receive(specs, self._bucket_bytes)}
+
+
+def receiving_member(name: str, fault: str | None = None) -> Member:
+    """In service already, so that its group is kept from one move to the next."""
+    standing = Standing(f"http://127.0.0.1:{name}")
+    Membership().end_publish("v0", [standing], {standing.url: None})
+    return Member(name, ReceivingClient(standing.url, fault), standing)  # type: ignore[arg-type]
