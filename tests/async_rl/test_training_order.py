@@ -15,7 +15,16 @@ PROMPT = Prompt("p", (1,), {})
 
 
 def group(index: int) -> Group:
-    return Group(0, index, PROMPT, (), (), "v1", 0.0, 0.0)
+    return Group(
+        iteration=0,
+        index=index,
+        prompt=PROMPT,
+        responses=(),
+        rewards=(),
+        weight_version="v1",
+        started_s=0.0,
+        finished_s=0.0,
+    )
 
 
 class Arriving:

@@ -31,11 +31,29 @@ def batches(draw: st.DrawFn) -> list[Group]:
         draw(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
     ):
         sampled = tuple(
-            Response((7,) * n, tuple(rng.uniform(-3, 0) for _ in range(n)), "", "stop", (WeightSpan("v", 0, n),), "i")
+            Response(
+                token_ids=(7,) * n,
+                logprobs=tuple(rng.uniform(-3, 0) for _ in range(n)),
+                text="",
+                finish_reason="stop",
+                weight_spans=(WeightSpan("v", 0, n),),
+                instance="i",
+            )
             for n in lens
         )
         rewards = tuple(rng.choice((0.0, 0.5, 1.0)) for _ in sampled)
-        made.append(Group(0, index, Prompt(f"p{index}", (1, 2), {}), sampled, rewards, "v", 0.0, 1.0))
+        made.append(
+            Group(
+                iteration=0,
+                index=index,
+                prompt=Prompt(f"p{index}", (1, 2), {}),
+                responses=sampled,
+                rewards=rewards,
+                weight_version="v",
+                started_s=0.0,
+                finished_s=1.0,
+            )
+        )
     return made
 
 

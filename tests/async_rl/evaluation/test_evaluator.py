@@ -42,12 +42,19 @@ def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
 class Stage:
     """A pool in service with version v1, and an evaluator on it that writes its results to `results`."""
 
-    def __init__(self, loop: EventLoopThread, pool: InferencePool, sampler: Sampler, rollouts: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        loop: EventLoopThread,
+        pool: InferencePool,
+        sampler: Sampler,
+        rollouts: tuple[Any, ...],
+        scored: list[str],
+    ) -> None:
         self.loop = loop
         self.pool = pool
         self._rollouts = rollouts
         self.results: list[list[SetResult]] = []
-        self.scored: list[str] = []
+        self.scored = scored
         self._sampler = sampler
 
     def evaluator(self, *sets: LoadedSet, **section: Any) -> Evaluator:
@@ -55,7 +62,7 @@ class Stage:
             self.results.append(list(results))
 
         config = EvaluationSection(**{"every": 1, "max_delay_s": 0.2, **section})
-        return Evaluator(self.pool, self._sampler, sets, config, report, self.scored.append)
+        return Evaluator(self.pool, self._sampler, sets, config, report)
 
     def producer(self, evaluator: Evaluator) -> Producer:
         """Makes rollouts in the same pool, and gives it to the evaluator when they are done."""
@@ -89,8 +96,9 @@ def make_stage(
         loop.run(pool.begin_publish())
         loop.run(pool.end_publish("v1", urls))
         rollout = RolloutSection(max_response_tokens=8, stop_token_ids=(7,))
-        sampler = Sampler(pool, reward, tokenizer, rollout, seed=1)
-        return Stage(loop, pool, sampler, (reward, tokenizer, rollout))
+        scored: list[str] = []
+        sampler = Sampler(pool, reward, tokenizer, rollout, 1, on_scored=lambda loaded, *_: scored.append(loaded.name))
+        return Stage(loop, pool, sampler, (reward, tokenizer, rollout), scored)
 
     yield make
     loop.run(reward.close())

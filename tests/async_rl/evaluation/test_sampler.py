@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.sections import EvaluationSet, RolloutSection
-from async_rl.evaluation.sampler import Sampler, evaluation_seed
+from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.protocol.inference import SamplingParams
-from async_rl.rollout.producer import SEED_SPACING_BITS
+from async_rl.seeds import RESPONSE_BITS, evaluation_seed
 from async_rl.types import Prompt, Response
 
 PROMPT = Prompt("7", (3, 4), {"answer": 1})
@@ -26,7 +26,17 @@ class Pool:
     ) -> tuple[list[Response], int]:
         self.asked.append((prompt, sampling, request_id, version))
         reasons = ["length", *["stop"] * (sampling.n - 1)]
-        return [Response((5, i), (-1.0, -1.0), "", reason, (), "http://a:1") for i, reason in enumerate(reasons)], 1
+        return [
+            Response(
+                token_ids=(5, i),
+                logprobs=(-1.0, -1.0),
+                text="",
+                finish_reason=reason,
+                weight_spans=(),
+                instance="http://a:1",
+            )
+            for i, reason in enumerate(reasons)
+        ], 1
 
 
 class Tokenizer:
@@ -63,5 +73,5 @@ def test_it_samples_as_the_set_says_and_scores_what_was_said(tmp_path: Path) -> 
 def test_seeds_leave_room_for_the_responses_and_no_two_prompts_share_one() -> None:
     seeds = [evaluation_seed(run, name, str(row)) for run in range(5) for name in ("a", "b") for row in range(400)]
     assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**63 and seed % 2**SEED_SPACING_BITS == 0 for seed in seeds)
+    assert all(0 <= seed < 2**63 and seed % 2**RESPONSE_BITS == 0 for seed in seeds)
     assert evaluation_seed(1, "a", "2") == evaluation_seed(1, "a", "2")

@@ -27,7 +27,14 @@ def probe_of(*, max_response_tokens: int = 100, temperature: float = 1.0, **sett
 
 
 def answer(token_ids: Sequence[int], logprobs: Sequence[float]) -> Response:
-    return Response(tuple(token_ids), tuple(logprobs), "", "length", (), "http://a:1")
+    return Response(
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs),
+        text="",
+        finish_reason="length",
+        weight_spans=(),
+        instance="http://a:1",
+    )
 
 
 class Engine:

@@ -24,7 +24,14 @@ def responses(draw: st.DrawFn) -> Response:
     middle = draw(st.integers(0, num))
     spans = (WeightSpan(draw(st.text()), 0, middle), WeightSpan("v1", middle, num))
     return Response(
-        token_ids, logprobs, draw(st.text()), "stop", spans, draw(st.text()), draw(COUNTS), num_resampled=draw(COUNTS)
+        token_ids=token_ids,
+        logprobs=logprobs,
+        text=draw(st.text()),
+        finish_reason="stop",
+        weight_spans=spans,
+        instance=draw(st.text()),
+        num_continued=draw(COUNTS),
+        num_resampled=draw(COUNTS),
     )
 
 
@@ -68,7 +75,20 @@ def test_groups_arrive_as_they_were_sent(sent: list[Group]) -> None:
 
 def test_tensors_are_integers_and_doubles() -> None:
     prompt = Prompt("p", (1, 2), {})
-    response = Response((3,), (-0.1,), "", "stop", (), "i")
-    _, tokens, logprobs = pack_groups([Group(0, 0, prompt, (response,), (1.0,), "v", 0.0, 1.0)])
+    response = Response(token_ids=(3,), logprobs=(-0.1,), text="", finish_reason="stop", weight_spans=(), instance="i")
+    _, tokens, logprobs = pack_groups(
+        [
+            Group(
+                iteration=0,
+                index=0,
+                prompt=prompt,
+                responses=(response,),
+                rewards=(1.0,),
+                weight_version="v",
+                started_s=0.0,
+                finished_s=1.0,
+            )
+        ]
+    )
     assert tokens.equal(torch.tensor([1, 2, 3])) and tokens.dtype == torch.int64
     assert logprobs.dtype == torch.float64 and logprobs.tolist() == [-0.1]
