@@ -35,7 +35,7 @@ from async_rl.config.sections import PoolSection, PublishSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.publish.publisher import Publisher
-from async_rl.weights.store import StoreServer, join_meeting
+from async_rl.weights.store import StoreServer, join_rendezvous
 from async_rl.weights.stream import TensorSpec, WeightGroup
 from benchmarks.common.random_model import save_random_qwen3
 from benchmarks.common.running_instance import running_instance
@@ -83,7 +83,7 @@ def make_model(path: Path, size: str) -> Stream:
 def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_bytes: int) -> None:
     """In a process: receives broadcasts of `num_bytes` bytes, and confirms each, until the sender ends."""
     torch.set_num_threads(1)
-    group = WeightGroup(join_meeting(HOST, port, SECRET, TIMEOUT_S), rank, world_size, "gloo", TIMEOUT_S)
+    group = WeightGroup(join_rendezvous(HOST, port, SECRET, TIMEOUT_S), rank, world_size, "gloo", TIMEOUT_S)
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     while True:
         try:

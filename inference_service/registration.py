@@ -14,7 +14,7 @@ from typing import Final
 from pydantic import BaseModel, ValidationError
 
 from async_rl.errors import ConfigError, NoAnswer
-from async_rl.net.http_client import Answer, HttpClient
+from async_rl.net.http_client import HttpClient, HttpResponse
 from async_rl.protocol.body import ErrorResponse
 from async_rl.protocol.fleet import NameRequest, RegisterRequest, RegisterResponse
 from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REGISTER
@@ -133,7 +133,7 @@ def default_name(url: str) -> str:
 class _Refused(Exception):
     """The fleet responded with an error; the text is its status and message."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: HttpResponse) -> None:
         try:
             words = ErrorResponse.model_validate_json(answer.body).error.message
         except ValidationError:

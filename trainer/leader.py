@@ -31,7 +31,7 @@ from async_rl.types import Prompt, WeightVersion
 from trainer.parallel import Parallel
 
 
-class InferenceSide:
+class Leader:
     """Built in the order of its methods; `closing` closes what it opens, in reverse order."""
 
     def __init__(

@@ -13,7 +13,7 @@ from trainer.batching.shared_prompt import MicroBatch
 from trainer.logprob_gaps import GroupGaps
 
 
-class BatchSums:
+class LossSums:
     """Sums over one rank's micro-batches, on the last pipeline stage."""
 
     def __init__(self, algorithm: Algorithm, old_policy: str, gap_clip: float) -> None:

@@ -26,7 +26,7 @@ from async_rl.tracking.run_lock import lock_run
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
 from trainer.ending import Ending
-from trainer.leader import InferenceSide
+from trainer.leader import Leader
 from trainer.model.shape import find_checkpoint
 from trainer.parallel import Parallel
 from trainer.prompt_data import load_prompts_and_contents
@@ -92,7 +92,7 @@ def open_session(
             num_cut = cut_run_records(config.run.dir, saving.first_iteration)
             log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
         if parallel.is_leader:
-            side = InferenceSide(closing, config, parallel, token, pool or InferencePool(config.pool, token))
+            side = Leader(closing, config, parallel, token, pool or InferencePool(config.pool, token))
         fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
         if side is not None:
             side.wait_for_instances(fleet_url, prompts.longest)
@@ -122,7 +122,7 @@ def _make_recorder(
     config: Config,
     parallel: Parallel,
     first_iteration: int,
-    side: InferenceSide | None,
+    side: Leader | None,
     reward: Reward,
     tokenizer: Tokenizer,
 ) -> Recorder:

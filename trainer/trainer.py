@@ -35,7 +35,7 @@ from trainer.batching.group_feed import GroupFeed
 from trainer.forward_backward import Pass, make_passes
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weight_export import WeightExport
-from trainer.loss_sums import BatchSums
+from trainer.loss_sums import LossSums
 from trainer.model.shape import find_checkpoint, read_model_shape
 from trainer.parallel import Parallel
 from trainer.policy.canary_weights import CanaryWeights
@@ -87,7 +87,7 @@ class MegatronTrainer:
         self.export = WeightExport(self.models.policy_model)
         self.canary_weights = CanaryWeights(self.models.policy_model)
         self._feed = GroupFeed(parallel, section.micro_batch_tokens)
-        self._sums = BatchSums(self._algorithm, algorithm.old_policy, noise_limits(train, model.dtype).clip)
+        self._sums = LossSums(self._algorithm, algorithm.old_policy, noise_limits(train, model.dtype).clip)
 
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
         """See `GroupFeed.windows`."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from async_rl.errors import AsyncRLError, ConfigError, NoAnswer, UnknownInstance
-from async_rl.net.http_client import Answer, HttpClient
+from async_rl.net.http_client import HttpClient, HttpResponse
 from async_rl.protocol.body import ErrorResponse
 from async_rl.protocol.fleet import FleetInfo, InstanceInfo
 from async_rl.protocol.routes import FLEET
@@ -72,7 +72,7 @@ class FleetClient:
                 f"{self.url}{path} answers something else: is it the fleet endpoint of a run?"
             ) from error
 
-    def _error(self, answer: Answer) -> AsyncRLError:
+    def _error(self, answer: HttpResponse) -> AsyncRLError:
         if answer.status == HTTPStatus.UNAUTHORIZED:
             return ConfigError(f"{self.url} refused the token: set ASYNC_RL_TOKEN to that of the run")
         try:

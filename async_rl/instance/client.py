@@ -33,9 +33,9 @@ from async_rl.instance.bodies import (
 from async_rl.instance.connections import Connections
 from async_rl.instance.dialect import Dialect, dialect_of
 from async_rl.instance.http import MAX_BODY_BYTES, UNBOUNDED, InstanceHttp, RouteMissing, within
-from async_rl.instance.partial_rollout import Draft, request_of
+from async_rl.instance.partial_rollout import PartialRollout, request_of
 from async_rl.instance.patience import while_it_progresses
-from async_rl.instance.response_stream import Answer, OnProgress, event_payloads, whole_body
+from async_rl.instance.response_stream import OnProgress, ResponseStream, event_payloads, whole_body
 from async_rl.protocol import inference, routes
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import WeightVersion
@@ -51,7 +51,7 @@ START_TIME_METRIC = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILI
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HeldWeights:
     """Which weights an instance reports to hold, and which process reports it; see `routes.BOOT_ID_HEADER`."""
 
     version: WeightVersion
@@ -98,7 +98,7 @@ class InstanceClient:
         sampling: SamplingParams,
         request_id: str,
         version: WeightVersion,
-        drafts: Sequence[Draft],
+        partials: Sequence[PartialRollout],
         *,
         boot_id: str | None = None,
         on_progress: OnProgress | None = None,
@@ -109,7 +109,7 @@ class InstanceClient:
         completions with token ids, and reads the version before and after.
 
         Args:
-            drafts: of one prompt; see `request_of`.
+            partials: of one prompt; see `request_of`.
             boot_id: of the process that was put in service with this version; tokens of another process are refused.
             on_progress: called with the tokens and the finished responses that each event brought.
 
@@ -123,7 +123,7 @@ class InstanceClient:
         """
         began_s = time.monotonic()
         says_versions = self.dialect.has_generate
-        answer = Answer(self.url, drafts, version, says_versions, sampling.max_tokens, boot_id, on_progress)
+        answer = ResponseStream(self.url, partials, version, says_versions, sampling.max_tokens, boot_id, on_progress)
 
         def last_progress_s() -> float:
             # Before its first token, it may wait in the instance's queue, behind requests that progress.
@@ -144,10 +144,10 @@ class InstanceClient:
             await self._prove_rest(answer)
 
     async def _ask(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str, answer: Answer
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str, answer: ResponseStream
     ) -> None:
         by_position = self.dialect.noise_by_position
-        prompt, params = request_of(prompt_token_ids, sampling, answer.drafts, noise_by_position=by_position)
+        prompt, params = request_of(prompt_token_ids, sampling, answer.partials, noise_by_position=by_position)
         params = params.model_copy(update={"stream_interval": self._stream_interval})
         if self.dialect.has_generate:
             try:
@@ -163,7 +163,7 @@ class InstanceClient:
             answer.vouch()
         answer.require_complete()
 
-    async def _read(self, path: str, body: BaseModel, answer: Answer) -> None:
+    async def _read(self, path: str, body: BaseModel, answer: ResponseStream) -> None:
         """POSTs a request and feeds `answer` with the response, in events or as a whole."""
         try:
             session = self._connections.generating
@@ -184,13 +184,13 @@ class InstanceClient:
         except (aiohttp.ClientError, OSError) as error:
             raise self._http.unreachable("POST", path, error) from error
 
-    def _feed(self, answer: Answer, payload: bytes) -> None:
+    def _feed(self, answer: ResponseStream, payload: bytes) -> None:
         num_before = answer.num_tokens
         answer.feed(payload)
         if answer.num_tokens > num_before:
             self._heard_s = time.monotonic()
 
-    async def _prove_rest(self, answer: Answer) -> None:
+    async def _prove_rest(self, answer: ResponseStream) -> None:
         """Keeps an interrupted response's tokens if version and process prove their weights; removes them otherwise.
 
         A server that reports versions only with its last chunk has not reported them. The response headers may name the
@@ -210,7 +210,7 @@ class InstanceClient:
             else:
                 answer.take_back_unproven()
 
-    async def _is_proven(self, answer: Answer) -> bool:
+    async def _is_proven(self, answer: ResponseStream) -> bool:
         if answer.boot_id is not None:
             try:
                 held = await self.holding(VOUCH_TIMEOUT_S)
@@ -236,7 +236,7 @@ class InstanceClient:
         _, headers = await self._http.exchange("GET", routes.HEALTH, None, within(timeout_s))
         return headers.get(routes.BOOT_ID_HEADER)
 
-    async def holding(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Holding:
+    async def holding(self, timeout_s: float = CONTROL_TIMEOUT_S) -> HeldWeights:
         """Which weights it holds and which process it is: from one response, or else the process is queried last, so
         that a restart in between cannot be mistaken for the process that held them."""
         path, version = routes.WEIGHT_INFO, ""
@@ -247,7 +247,7 @@ class InstanceClient:
             answer, headers = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
             version = self._versions_of(answer)
         boot_id = headers.get(routes.BOOT_ID_HEADER)
-        return Holding(version, boot_id if boot_id is not None else await self._start_time(timeout_s))
+        return HeldWeights(version, boot_id if boot_id is not None else await self._start_time(timeout_s))
 
     async def _start_time(self, timeout_s: float) -> str | None:
         """When the server's process was started, from its metrics; None if they do not report it."""
@@ -336,7 +336,7 @@ class InstanceClient:
     def _results_of(self, answer: bytes) -> list[str]:
         return [str(result) for result in self._http.parse(RPC, answer, routes.COLLECTIVE_RPC).results]
 
-    async def _require_holding(self, answer: Answer) -> None:
+    async def _require_holding(self, answer: ResponseStream) -> None:
         """Raises StaleWeights unless the process in service holds the requested version."""
         held = await self.holding()
         answer.came_from(held.boot_id)

@@ -9,7 +9,7 @@ from async_rl.types import Response, WeightSpan
 
 
 @dataclass(slots=True)
-class Draft:
+class PartialRollout:
     """One unfinished response; `seed` is its own: the group's seed plus its index in the group."""
 
     seed: int
@@ -31,7 +31,7 @@ class Draft:
 
     def response(self) -> Response:
         """The finished response, with an empty text."""
-        assert self.finish_reason is not None, "an unfinished draft is no response"
+        assert self.finish_reason is not None, "an unfinished partial is no response"
         return Response(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
@@ -45,7 +45,11 @@ class Draft:
 
 
 def request_of(
-    prompt_token_ids: Sequence[int], sampling: SamplingParams, drafts: Sequence[Draft], *, noise_by_position: bool
+    prompt_token_ids: Sequence[int],
+    sampling: SamplingParams,
+    partials: Sequence[PartialRollout],
+    *,
+    noise_by_position: bool,
 ) -> tuple[list[int], SamplingParams]:
     """Prompt and sampling parameters of the request that continues these partial rollouts.
 
@@ -55,12 +59,12 @@ def request_of(
     they would have no benefit: results depend on the batch too, and a continuation under the same seed would repeat the
     noise that generated the prefix.
     """
-    first, length = drafts[0], len(drafts[0].token_ids)
+    first, length = partials[0], len(partials[0].token_ids)
     seed = first.seed if noise_by_position else None
     if not length:
-        assert [draft.seed for draft in drafts] == list(range(first.seed, first.seed + len(drafts)))
-        return list(prompt_token_ids), sampling.model_copy(update={"n": len(drafts), "seed": seed})
-    assert len(drafts) == 1, "a continuation is a request of its own"
+        assert [partial.seed for partial in partials] == list(range(first.seed, first.seed + len(partials)))
+        return list(prompt_token_ids), sampling.model_copy(update={"n": len(partials), "seed": seed})
+    assert len(partials) == 1, "a continuation is a request of its own"
     rest = {
         "n": 1,
         "max_tokens": sampling.max_tokens - length,

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from async_rl.errors import BrokenAnswer, InstanceError, InstanceRestarted, InstanceStalled, StaleWeights
 from async_rl.instance.dialect import DEAD_ENGINE
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.protocol.body import ErrorResponse
 from async_rl.types import WeightSpan, WeightVersion
 
@@ -113,8 +113,8 @@ async def event_payloads(content: ByteStream, max_bytes: int, url: str) -> Async
                 yield payload
 
 
-class Answer:
-    """Fills the partial rollouts of one request; choice i of the response belongs to `drafts[i]`.
+class ResponseStream:
+    """Fills the partial rollouts of one request; choice i of the response belongs to `partials[i]`.
 
     `says_versions`: the response itself reports which weights generated each token; otherwise its reader finds out.
     `max_tokens`: of a whole response, including the tokens received before this request.
@@ -123,7 +123,7 @@ class Answer:
     def __init__(
         self,
         url: str,
-        drafts: Sequence[Draft],
+        partials: Sequence[PartialRollout],
         version: WeightVersion,
         says_versions: bool,
         max_tokens: int,
@@ -131,11 +131,11 @@ class Answer:
         on_progress: OnProgress | None = None,
     ) -> None:
         self._url = url
-        self.drafts = drafts
+        self.partials = partials
         self.version = version
         self.says_versions = says_versions
         self._max_tokens = max_tokens
-        self._starts = [len(draft.token_ids) for draft in drafts]
+        self._starts = [len(partial.token_ids) for partial in partials]
         self._proven = list(self._starts)
         self._on_progress = on_progress
         self._expected_boot_id = expected_boot_id
@@ -148,7 +148,7 @@ class Answer:
     @property
     def max_bytes(self) -> int:
         """More than any server needs for this many tokens."""
-        return BYTES_BESIDE_TOKENS + BYTES_PER_TOKEN * self._max_tokens * len(self.drafts)
+        return BYTES_BESIDE_TOKENS + BYTES_PER_TOKEN * self._max_tokens * len(self.partials)
 
     @property
     def boot_id(self) -> str | None:
@@ -163,7 +163,7 @@ class Answer:
     @property
     def has_unproven(self) -> bool:
         """Whether tokens were received for which no weight version is proven yet."""
-        return any(len(draft.token_ids) > proven for draft, proven in zip(self.drafts, self._proven, strict=True))
+        return any(len(partial.token_ids) > proven for partial, proven in zip(self.partials, self._proven, strict=True))
 
     def came_from(self, boot_id: str | None) -> None:
         """Notes which process responds, if the response names it.
@@ -192,9 +192,9 @@ class Answer:
         except ValidationError as error:
             raise self._fault(payload) from error
         for choice in event["choices"]:
-            if not 0 <= choice["index"] < len(self.drafts):
+            if not 0 <= choice["index"] < len(self.partials):
                 raise InstanceError(
-                    f"instance {self._url} answered choice {choice['index']} of a request for {len(self.drafts)}"
+                    f"instance {self._url} answered choice {choice['index']} of a request for {len(self.partials)}"
                 )
             self._add(choice)
         self._tell()
@@ -213,26 +213,26 @@ class Answer:
 
     def vouch(self) -> None:
         """Counts tokens without a version as sampled from the requested one: the reader has verified that elsewhere."""
-        for i, draft in enumerate(self.drafts):
-            if len(draft.token_ids) > self._proven[i]:
+        for i, partial in enumerate(self.partials):
+            if len(partial.token_ids) > self._proven[i]:
                 self._prove(i, [])
 
     def take_back_unproven(self) -> None:
         """Removes the tokens whose weight version is not proven."""
-        for draft, proven in zip(self.drafts, self._proven, strict=True):
-            draft.cut(proven)
+        for partial, proven in zip(self.partials, self._proven, strict=True):
+            partial.cut(proven)
 
     def require_complete(self) -> None:
         """Raises InstanceError unless every partial rollout is finished."""
-        for i, draft in enumerate(self.drafts):
-            if draft.finish_reason is None:
+        for i, partial in enumerate(self.partials):
+            if partial.finish_reason is None:
                 raise InstanceError(
-                    f"{self._name(i)}: the answer ended after {len(draft.token_ids)} tokens, unfinished"
+                    f"{self._name(i)}: the answer ended after {len(partial.token_ids)} tokens, unfinished"
                 )
 
     def _add(self, choice: _Choice) -> None:
         i = choice["index"]
-        draft, spans = self.drafts[i], choice.get("weight_versions")
+        partial, spans = self.partials[i], choice.get("weight_versions")
         token_ids = choice.get("token_ids") or []
         logprobs = _logprobs_of(choice)
         if len(token_ids) != len(logprobs):
@@ -241,18 +241,18 @@ class Answer:
             )
         if spans:
             self._require_version(i, spans)
-            length = len(draft.token_ids) - self._starts[i]
+            length = len(partial.token_ids) - self._starts[i]
             if spans[-1]["end"] <= length and token_ids:
                 return  # a repetition
             self._require_cover(i, spans, length + len(token_ids))
-        if draft.finish_reason is not None:
-            raise InstanceError(f"{self._name(i)}: more tokens after its end ({draft.finish_reason!r})")
-        if len(draft.token_ids) + len(token_ids) > self._max_tokens:
+        if partial.finish_reason is not None:
+            raise InstanceError(f"{self._name(i)}: more tokens after its end ({partial.finish_reason!r})")
+        if len(partial.token_ids) + len(token_ids) > self._max_tokens:
             raise self._broken(i, f"more than the {self._max_tokens} tokens asked for")
         if not _are_logprobs(logprobs):
             raise self._broken(i, f"log-probs that no token has, {min(logprobs):g} to {max(logprobs):g}")
-        draft.token_ids.extend(token_ids)
-        draft.logprobs.extend(logprobs)
+        partial.token_ids.extend(token_ids)
+        partial.logprobs.extend(logprobs)
         self.num_tokens += len(token_ids)
         if token_ids:
             self.heard_s = time.monotonic()
@@ -263,21 +263,21 @@ class Answer:
     def _finish(self, i: int, reason: str | None) -> None:
         if reason is None:
             return
-        draft = self.drafts[i]
+        partial = self.partials[i]
         if reason not in ("stop", "length"):
             raise InstanceError(f"{self._name(i)}: finish_reason is {reason!r}, expected 'stop' or 'length'")
-        if len(draft.token_ids) == self._starts[i]:
+        if len(partial.token_ids) == self._starts[i]:
             raise InstanceError(f"{self._name(i)}: it ended without a token")
-        if self.says_versions and self._proven[i] < len(draft.token_ids):
+        if self.says_versions and self._proven[i] < len(partial.token_ids):
             self.take_back_unproven()
             raise InstanceError(
                 f"{self._name(i)}: it ended without weight_versions: the server must be one that reports them"
             )
-        if reason == "length" and len(draft.token_ids) < self._max_tokens:
+        if reason == "length" and len(partial.token_ids) < self._max_tokens:
             raise self._broken(
-                i, f"finish_reason 'length' after {len(draft.token_ids)} of the {self._max_tokens} tokens asked for"
+                i, f"finish_reason 'length' after {len(partial.token_ids)} of the {self._max_tokens} tokens asked for"
             )
-        draft.finish_reason, draft.instance = reason, self._url
+        partial.finish_reason, partial.instance = reason, self._url
 
     def _broken(self, i: int, what: str) -> BrokenAnswer:
         """The error for a response that is no valid sample of the request. None of it is kept: keeping the finished
@@ -299,24 +299,24 @@ class Answer:
         """Raises InstanceError unless the spans follow one another from the answer's first token to its last."""
         bounds = [0, *(bound for span in spans for bound in (span["start"], span["end"])), num_tokens]
         if bounds[::2] != bounds[1::2] or bounds != sorted(bounds):
-            self.drafts[i].cut(self._proven[i])
+            self.partials[i].cut(self._proven[i])
             told = ", ".join(f"{span['start']}-{span['end']}" for span in spans)
             raise InstanceError(f"{self._name(i)}: its weight_versions cover {told}, but {num_tokens} tokens came")
 
     def _prove(self, i: int, spans: Sequence[_Span]) -> None:
         """Notes the version of the tokens received in this response, by their indices in the whole partial rollout."""
-        draft, start = self.drafts[i], self._starts[i]
-        draft.spans = [span for span in draft.spans if span.end <= start]
+        partial, start = self.partials[i], self._starts[i]
+        partial.spans = [span for span in partial.spans if span.end <= start]
         if spans:
-            draft.spans += [WeightSpan(s["version"], start + s["start"], start + s["end"]) for s in spans]
-        elif len(draft.token_ids) > start:
-            draft.spans.append(WeightSpan(self.version, start, len(draft.token_ids)))
-        self._proven[i] = len(draft.token_ids)
+            partial.spans += [WeightSpan(s["version"], start + s["start"], start + s["end"]) for s in spans]
+        elif len(partial.token_ids) > start:
+            partial.spans.append(WeightSpan(self.version, start, len(partial.token_ids)))
+        self._proven[i] = len(partial.token_ids)
 
     def _tell(self) -> None:
         """Reports the total received so far."""
         if self._on_progress is not None:
-            self._on_progress(self.num_tokens, sum(draft.finish_reason is not None for draft in self.drafts))
+            self._on_progress(self.num_tokens, sum(partial.finish_reason is not None for partial in self.partials))
 
     def _name(self, i: int) -> str:
         return f"instance {self._url}, choice {i}"

@@ -19,7 +19,7 @@ MAX_ANSWER_BYTES: Final = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     """A response of any status, its body as it was sent."""
 
     status: int
@@ -57,21 +57,21 @@ class HttpClient:
             limits=httpx.Limits(max_keepalive_connections=0),
         )
 
-    def get(self, path: str) -> Answer:
+    def get(self, path: str) -> HttpResponse:
         """
         Raises:
             NoAnswer: see there.
         """
         return self._ask("GET", path)
 
-    def post(self, path: str, body: BaseModel) -> Answer:
+    def post(self, path: str, body: BaseModel) -> HttpResponse:
         """
         Raises:
             NoAnswer: see there.
         """
         return self._ask("POST", path, body.model_dump_json().encode())
 
-    def _ask(self, method: str, path: str, content: bytes | None = None) -> Answer:
+    def _ask(self, method: str, path: str, content: bytes | None = None) -> HttpResponse:
         deadline = time.monotonic() + self._timeout_s
         try:
             with self._client.stream(method, self.base_url + path, content=content) as response:
@@ -82,7 +82,7 @@ class HttpClient:
                         raise NoAnswer(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
                     if time.monotonic() > deadline:
                         raise NoAnswer(f"the answer was not whole within {self._timeout_s:g} s")
-                return Answer(response.status_code, response.reason_phrase, bytes(body))
+                return HttpResponse(response.status_code, response.reason_phrase, bytes(body))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NoAnswer(_cause(error)) from error
 

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, PromptFailed
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.attempts import Attempts
 from async_rl.pool.member import Member
 from async_rl.pool.request import Request
@@ -43,7 +43,7 @@ class GroupRollout:
         self._request_id = request_id
         self._version = version
         self._expected_tokens = expected_tokens
-        self._drafts = [Draft(sampling.seed + j) for j in range(sampling.n)]
+        self._partials = [PartialRollout(sampling.seed + j) for j in range(sampling.n)]
         self._num_requests = 0
         self._attempts = Attempts()
 
@@ -53,18 +53,19 @@ class GroupRollout:
         Raises:
             NoInstanceLeft, InstanceRefused, PromptFailed: see `InferencePool.generate_group`.
         """
-        await self._finish(self._drafts)
-        return [draft.response() for draft in self._drafts], 1 + self._attempts.num_failures
+        await self._finish(self._partials)
+        return [partial.response() for partial in self._partials], 1 + self._attempts.num_failures
 
-    async def _finish(self, drafts: Sequence[Draft], last: Member | None = None, num_moves: int = 0) -> None:
+    async def _finish(self, partials: Sequence[PartialRollout], last: Member | None = None, num_moves: int = 0) -> None:
         """Finishes these partial rollouts, on one instance or divided among several; `last` had them before."""
-        cost = self._cost(drafts)
+        cost = self._cost(partials)
         avoid = self._attempts.refused_by | ({last.url} if last is not None else set())
         members = await self._roster.router.acquire(
-            cost, self._expected_tokens, self._version, num_responses=len(drafts), avoid=avoid
+            cost, self._expected_tokens, self._version, num_responses=len(partials), avoid=avoid
         )
         shares = [
-            drafts[len(drafts) * i // len(members) : len(drafts) * (i + 1) // len(members)] for i in range(len(members))
+            partials[len(partials) * i // len(members) : len(partials) * (i + 1) // len(members)]
+            for i in range(len(members))
         ]
         part = Router.part_of(cost, len(members))
         await _all(
@@ -82,17 +83,17 @@ class GroupRollout:
             self._note_failure(member, request, error)
         finally:
             self._roster.router.release(member, request.cost)
-        for draft in request.drafts:
+        for partial in request.partials:
             # All tokens were received, only the finish reason was not: there is nothing left to generate.
-            if draft.finish_reason is None and len(draft.token_ids) >= self._sampling.max_tokens:
-                draft.finish_reason, draft.instance = "length", member.url
-        rest = [draft for draft in request.drafts if draft.finish_reason is None]
-        num_cut = request.num_before + request.num_tokens - sum(len(draft.token_ids) for draft in request.drafts)
-        for draft in rest:
-            if draft.token_ids:
-                draft.num_continued += 1
+            if partial.finish_reason is None and len(partial.token_ids) >= self._sampling.max_tokens:
+                partial.finish_reason, partial.instance = "length", member.url
+        rest = [partial for partial in request.partials if partial.finish_reason is None]
+        num_cut = request.num_before + request.num_tokens - sum(len(partial.token_ids) for partial in request.partials)
+        for partial in rest:
+            if partial.token_ids:
+                partial.num_continued += 1
             elif num_cut > 0 or not member.client.streams:
-                draft.num_resampled += 1
+                partial.num_resampled += 1
         num_moves = request.num_moves + request.is_moved
         await _all(self._finish(piece, last=member, num_moves=num_moves) for piece in _requests(rest))
 
@@ -106,7 +107,7 @@ class GroupRollout:
                 self._sampling,
                 request_id,
                 self._version,
-                request.drafts,
+                request.partials,
                 boot_id=member.boot_id,
                 on_progress=lambda num_tokens, num_ended: self._note_progress(member, request, num_tokens, num_ended),
             )
@@ -148,28 +149,28 @@ class GroupRollout:
             self._attempts.interrupted()
             return
         # Tokens received and removed again are no progress: the next attempt may end the same way.
-        num_kept = sum(len(draft.token_ids) for draft in request.drafts) - request.num_before
+        num_kept = sum(len(partial.token_ids) for partial in request.partials) - request.num_before
         self._attempts.failed(member.url, error, max(0, num_kept))
         if (verdict := self._attempts.verdict) is not None:
             raise PromptFailed(
                 f"request {self._request_id!r} of {len(self._prompt)} prompt tokens {verdict}"
             ) from error
 
-    def _cost(self, drafts: Sequence[Draft]) -> int:
-        """Expected tokens of a request for these drafts."""
-        lengths = (max(1, round(self._expected_tokens) - len(draft.token_ids)) for draft in drafts)
+    def _cost(self, partials: Sequence[PartialRollout]) -> int:
+        """Expected tokens of a request for these partials."""
+        lengths = (max(1, round(self._expected_tokens) - len(partial.token_ids)) for partial in partials)
         return len(self._prompt) + sum(lengths)
 
 
-def _requests(drafts: Iterable[Draft]) -> list[list[Draft]]:
+def _requests(partials: Iterable[PartialRollout]) -> list[list[PartialRollout]]:
     """Divides into requests: one for each partial rollout with tokens, and one for each run of consecutive seeds."""
-    pieces: list[list[Draft]] = []
-    for draft in drafts:
+    pieces: list[list[PartialRollout]] = []
+    for partial in partials:
         last = pieces[-1][-1] if pieces else None
-        if last is not None and not draft.token_ids and not last.token_ids and last.seed + 1 == draft.seed:
-            pieces[-1].append(draft)
+        if last is not None and not partial.token_ids and not last.token_ids and last.seed + 1 == partial.seed:
+            pieces[-1].append(partial)
         else:
-            pieces.append([draft])
+            pieces.append([partial])
     return pieces
 
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 
 
 class Request:
@@ -13,11 +13,11 @@ class Request:
     `cost` is the router's count for it, `num_moves` how often its partial rollouts were moved to another instance.
     """
 
-    def __init__(self, drafts: Sequence[Draft], cost: int, num_moves: int = 0) -> None:
-        self.drafts = drafts
+    def __init__(self, partials: Sequence[PartialRollout], cost: int, num_moves: int = 0) -> None:
+        self.partials = partials
         self.cost = cost
         self.num_moves = num_moves
-        self.num_before = sum(len(draft.token_ids) for draft in drafts)
+        self.num_before = sum(len(partial.token_ids) for partial in partials)
         """Tokens of the partial rollouts when it was sent."""
         self.sent_s = time.monotonic()
         self.first_token_s: float | None = None
@@ -31,7 +31,7 @@ class Request:
 
     @property
     def num_open(self) -> int:
-        return len(self.drafts) - self.num_ended
+        return len(self.partials) - self.num_ended
 
     @property
     def waits(self) -> bool:
@@ -42,7 +42,7 @@ class Request:
         """Tokens per second of each of its responses, since the first token."""
         if self.first_token_s is None:
             return 0.0
-        return self.num_tokens / len(self.drafts) / max(now_s - self.first_token_s, 1e-3)
+        return self.num_tokens / len(self.partials) / max(now_s - self.first_token_s, 1e-3)
 
     def cancel(self) -> None:
         """Gives it up: its instance is lost."""

@@ -10,7 +10,7 @@ from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.data import require_evaluation_sets, require_prompts
 from async_rl.preflight.model import ModelFiles, require_divisible, require_fit, require_tokens, require_trainable
-from async_rl.preflight.paths import require_places
+from async_rl.preflight.paths import require_paths
 from async_rl.preflight.reward import require_reward
 
 __all__ = ["require_sound"]
@@ -33,7 +33,7 @@ def require_sound(config: Config, *, trains: bool, serves: bool) -> None:
     _note(faults, lambda: require_evaluation_sets(config))
     if trains:
         _note(faults, lambda: require_prompts(config.prompts))
-        _note(faults, lambda: require_places(config))
+        _note(faults, lambda: require_paths(config))
     if faults:
         raise ConfigError("\n".join(map(str, faults)))
 

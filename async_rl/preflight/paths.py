@@ -9,7 +9,7 @@ from async_rl.tracking.records import require_no_records
 from async_rl.tracking.run_lock import require_unlocked
 
 
-def require_places(config: Config) -> None:
+def require_paths(config: Config) -> None:
     """Checks `run.dir` and `publish.snapshot_dir`; creates neither.
 
     Raises:

@@ -17,7 +17,7 @@ from async_rl.pool.member import Member
 from async_rl.protocol.inference import UpdateInfo
 from async_rl.publish.instance_calls import InstanceCalls
 from async_rl.publish.instance_update import ANSWER_MARGIN_S, receive
-from async_rl.publish.rendezvous import Rendezvous, WeightRoom, sender_address
+from async_rl.publish.rendezvous import FormedGroup, Rendezvous, sender_address
 from async_rl.weights.stream import MakeStream
 
 Drop = Callable[[Mapping[Member, InstanceError]], None]
@@ -36,7 +36,7 @@ class Broadcast:
         self._config = config
         self._backend = backend
         self._drop = drop
-        self._room: WeightRoom | None = None
+        self._formed: FormedGroup | None = None
 
     def move(self, members: Sequence[Member], info: UpdateInfo, make_stream: MakeStream) -> str | None:
         """One attempt to send the stream to all of `members`; returns its fingerprint, or None if the group broke.
@@ -46,10 +46,10 @@ class Broadcast:
         Raises:
             PublishError: the group broke, though no instance failed.
         """
-        if not self._is_room_of(members) and not self._join(members):
+        if not self._is_of(members) and not self._join(members):
             return None
-        assert self._room is not None
-        self._room.group.next_update()
+        assert self._formed is not None
+        self._formed.group.next_update()
         timeout_s = self._config.timeout_s
         calls = InstanceCalls(self._loop, members, lambda member: receive(member.client, info, timeout_s))
         try:
@@ -70,13 +70,13 @@ class Broadcast:
 
     def close(self) -> None:
         """Leaves the weight group; the instances notice with their next update."""
-        if self._room is not None:
-            self._room.close()
-            self._room = None
+        if self._formed is not None:
+            self._formed.close()
+            self._formed = None
 
-    def _is_room_of(self, members: Sequence[Member]) -> bool:
+    def _is_of(self, members: Sequence[Member]) -> bool:
         """Whether the group has exactly these instances, and none of them may have been restarted since."""
-        is_same = self._room is not None and self._room.members == set(members)
+        is_same = self._formed is not None and self._formed.members == set(members)
         return is_same and all(member.state == "ready" for member in members)
 
     def _join(self, members: Sequence[Member]) -> bool:
@@ -92,29 +92,31 @@ class Broadcast:
         if len(routes) < len(members):
             return False
         address = sender_address(self._config.master_address, list(routes.values()))
-        meeting = Rendezvous(sizes, address, self._config, self._backend)
+        rendezvous = Rendezvous(sizes, address, self._config, self._backend)
         calls = InstanceCalls(
             self._loop,
             members,
-            lambda member: member.client.init_weight_transfer(meeting.invitation(member), timeout_s + ANSWER_MARGIN_S),
+            lambda member: member.client.init_weight_transfer(
+                rendezvous.invitation(member), timeout_s + ANSWER_MARGIN_S
+            ),
         )
         deadline = time.monotonic() + EARLY * timeout_s
         try:
-            while not meeting.wait(POLL_S) and not calls.failures():
+            while not rendezvous.wait(POLL_S) and not calls.failures():
                 pass
             # Late refusals only mean that another instance did not join.
             refused = calls.failures() if time.monotonic() < deadline else {}
             if refused:
-                meeting.call_off(len(refused))
+                rendezvous.call_off(len(refused))
             failures = calls.settle(timeout_s + ANSWER_MARGIN_S)
         finally:
             calls.cancel()
-        self._room = meeting.room()
+        self._formed = rendezvous.formed()
         if refused:
             self._drop(refused)
-        elif failures or self._room is None:
-            self._drop_guilty(failures, failures, meeting.problem)
-        return self._room is not None and not failures
+        elif failures or self._formed is None:
+            self._drop_guilty(failures, failures, rendezvous.problem)
+        return self._formed is not None and not failures
 
     def _routes(self, members: Sequence[Member]) -> dict[Member, str]:
         """The source address of this host's route to each instance; drops those without a route."""
@@ -129,9 +131,9 @@ class Broadcast:
 
     def _all_accept(self, calls: InstanceCalls[None]) -> bool:
         """Waits until every worker is ready to receive; otherwise ends the group and drops instances that refuse."""
-        assert self._room is not None
+        assert self._formed is not None
         deadline = time.monotonic() + self._config.timeout_s
-        while missing := self._room.missing():
+        while missing := self._formed.missing():
             if refused := calls.failures():
                 self._break_off(calls)
                 self._drop(refused)
@@ -156,9 +158,9 @@ class Broadcast:
 
         The error is returned as text, because its traceback would keep the broken group's connections open.
         """
-        assert self._room is not None
+        assert self._formed is not None
         try:
-            return self._room.group.send(make_stream(), self._config.bucket_bytes), None
+            return self._formed.group.send(make_stream(), self._config.bucket_bytes), None
         except PublishError as error:
             return None, str(error)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from async_rl.config.sections import PublishSection, RolloutSection
 from async_rl.errors import InstanceError, InstanceUnreachable
 from async_rl.instance.client import InstanceClient
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import WeightVersion
@@ -112,16 +112,16 @@ class Canary:
         Raises:
             InstanceError: it did not return complete responses of `version`.
         """
-        drafts = [Draft(SEED + i) for i in range(self._num_responses)]
+        partials = [PartialRollout(SEED + i) for i in range(self._num_responses)]
         try:
             async with asyncio.timeout(self._timeout_s):
-                await client.generate(self._prompt, self._sampling, f"canary-{version}", version, drafts)
+                await client.generate(self._prompt, self._sampling, f"canary-{version}", version, partials)
         except TimeoutError as error:
             raise InstanceUnreachable(
                 f"instance {client.url} did not answer the canary {version!r} within {self._timeout_s:g} s "
                 "(publish.timeout_s)"
             ) from error
-        return [(tuple(draft.token_ids), tuple(draft.logprobs)) for draft in drafts]
+        return [(tuple(partial.token_ids), tuple(partial.logprobs)) for partial in partials]
 
     @contextmanager
     def changed(self, trainer: CanaryTrainer) -> Iterator[None]:

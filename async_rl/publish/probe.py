@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from async_rl.config.sections import PublishSection, RolloutSection
 from async_rl.errors import InstanceError, InstanceUnreachable
 from async_rl.instance.client import InstanceClient
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightVersion
@@ -59,16 +59,16 @@ class Probe:
         Raises:
             InstanceError: it did not return a complete response of `version`.
         """
-        draft = Draft(SEED)
+        partial = PartialRollout(SEED)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await client.generate(self._prompt, self._sampling, f"probe-{version}", version, [draft])
+                await client.generate(self._prompt, self._sampling, f"probe-{version}", version, [partial])
         except TimeoutError as error:
             raise InstanceUnreachable(
                 f"instance {client.url} did not answer the probe of {version!r} within {self._timeout_s:g} s "
                 "(publish.timeout_s)"
             ) from error
-        return draft.response()
+        return partial.response()
 
     def judge(self, answers: Mapping[Member, Response], score: Score) -> dict[Member, InstanceError]:
         """Errors of the instances whose log-probs differ too much from the trainer's."""

@@ -55,7 +55,7 @@ def sender_address(master_address: str | None, routes: Sequence[str]) -> str:
 
 
 @dataclass(slots=True)
-class WeightRoom:
+class FormedGroup:
     """A formed group. `owners`: the instance that each rank from 1 on belongs to."""
 
     server: StoreServer
@@ -130,12 +130,12 @@ class Rendezvous:
         self._server.close()
         self._ended.wait(self._config.timeout_s)
 
-    def room(self) -> WeightRoom | None:
+    def formed(self) -> FormedGroup | None:
         """The formed group, or None with `problem` set."""
         if self._group is None or self._is_called_off:
             self._server.close()
             return None
-        return WeightRoom(self._server, self._group, self._owners)
+        return FormedGroup(self._server, self._group, self._owners)
 
     def _meet(self) -> None:
         config = self._config

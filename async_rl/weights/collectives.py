@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.net.local_address import choose_interface
-from async_rl.weights.store import MeetingStore
+from async_rl.weights.store import RendezvousStore
 from async_rl.weights.store_wire import PROOF_BYTES, NotInvited
 
 NUM_IN_FLIGHT = 2
@@ -150,7 +150,7 @@ class Collectives:
         return self._group
 
 
-def open_collectives(store: MeetingStore, rank: int, world_size: int, backend: str, timeout_s: float) -> Collectives:
+def open_collectives(store: RendezvousStore, rank: int, world_size: int, backend: str, timeout_s: float) -> Collectives:
     """Returns when all members have connected and proven that they were invited.
 
     Raises:
@@ -171,7 +171,7 @@ def open_collectives(store: MeetingStore, rank: int, world_size: int, backend: s
     return collectives
 
 
-def make_group(store: MeetingStore, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:
+def make_group(store: RendezvousStore, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:
     """A process group of nccl or hccl."""
     # torch_npu is present only with an NPU; torch.distributed has no type for it.
     module = dist if backend == "nccl" else import_module("torch_npu._C._distributed_c10d")
@@ -181,7 +181,7 @@ def make_group(store: MeetingStore, rank: int, world_size: int, backend: str, ti
     return group_type(store, rank, world_size, options)
 
 
-def _gloo_group(store: MeetingStore, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _gloo_group(store: RendezvousStore, rank: int, world_size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     # By default gloo uses the address of this host's own name, which other hosts may not reach.

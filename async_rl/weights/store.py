@@ -2,7 +2,7 @@
 
 torch's own `TCPStore` has no authentication, listens on every interface, and lists its keys to any client. This one
 listens on one given address, and on each connection both ends first prove that they know the secret of the invitation
-(`store_wire.py`), which is sent over the instances' own routes. Process groups call `MeetingStore` from any of their
+(`store_wire.py`), which is sent over the instances' own routes. Process groups call `RendezvousStore` from any of their
 threads.
 """
 
@@ -94,10 +94,10 @@ class _Values:
             missing = [key for key in keys if key not in self._values]
             raise PublishError(f"no member has said {', '.join(missing)} within {timeout_s:g} s")
         if self._is_closed:
-            raise PublishError("the meeting of the weight group was ended by its host")
+            raise PublishError("the rendezvous of the weight group was ended by its host")
 
 
-class MeetingStore(Store):
+class RendezvousStore(Store):
     """A member's client of the store, as torch's process groups call it.
 
     `address` is this host's on the route to the other members, `secret` that of the invitation.
@@ -145,7 +145,7 @@ class MeetingStore(Store):
     def num_keys(self) -> int:
         return int(self._ask({"op": "count"}))
 
-    def clone(self) -> "MeetingStore":
+    def clone(self) -> "RendezvousStore":
         """Itself: any thread may use it."""
         return self
 
@@ -176,16 +176,16 @@ class StoreServer:
                 f"cannot listen at {address} (publish.master_address): {error}; expected an address of this host"
             ) from error
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="async-rl-meeting", daemon=True).start()
+        threading.Thread(target=self._accept, name="async-rl-rendezvous", daemon=True).start()
 
     @property
     def num_members(self) -> int:
         """Number of connected members, without the host."""
         return len(self._members)
 
-    def store(self, timeout_s: float) -> MeetingStore:
+    def store(self, timeout_s: float) -> RendezvousStore:
         """The host's own client."""
-        return MeetingStore(self._values.answer, self._address, self._secret, timeout_s)
+        return RendezvousStore(self._values.answer, self._address, self._secret, timeout_s)
 
     def close(self) -> None:
         """Ends all waits and connections; a second call does nothing."""
@@ -210,7 +210,7 @@ class StoreServer:
             if not is_welcome:
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="async-rl-meeting", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), name="async-rl-rendezvous", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         # Any error ends only this one connection: its peer disconnected or sent invalid data.
@@ -240,7 +240,7 @@ class StoreServer:
             send_frame(connection, answer)
 
 
-def join_meeting(address: str, port: int, secret: str, timeout_s: float) -> MeetingStore:
+def join_rendezvous(address: str, port: int, secret: str, timeout_s: float) -> RendezvousStore:
     """Connects a member to the store that a host serves at this address.
 
     Raises:
@@ -261,7 +261,7 @@ def join_meeting(address: str, port: int, secret: str, timeout_s: float) -> Meet
         time.sleep(RETRY_S)
     own_address = str(connection.getsockname()[0])
     line = _Line(connection, timeout_s)
-    return MeetingStore(line.ask, own_address, secret, timeout_s, line.close)
+    return RendezvousStore(line.ask, own_address, secret, timeout_s, line.close)
 
 
 class _Line:
@@ -284,7 +284,7 @@ class _Line:
                 answer = receive_frame(self._connection, deadline)
             except (OSError, ValueError) as error:
                 self.close()
-                raise PublishError(f"the host of the weight group's meeting is gone: {error}") from error
+                raise PublishError(f"the host of the weight group's rendezvous is gone: {error}") from error
         if "error" in answer:
             raise PublishError(answer["error"])
         return answer["answer"]

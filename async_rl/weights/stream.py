@@ -19,7 +19,7 @@ import xxhash
 
 from async_rl.errors import ConfigError, PublishError
 from async_rl.weights.collectives import NUM_IN_FLIGHT, open_collectives
-from async_rl.weights.store import MeetingStore
+from async_rl.weights.store import RendezvousStore
 from async_rl.weights.store_wire import NotInvited
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class WeightGroup:
     After any error the group is unusable on all ends: close it and open a new one.
     """
 
-    def __init__(self, store: MeetingStore, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    def __init__(self, store: RendezvousStore, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
         """Returns when all members have connected and proven to each other that they were invited.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from async_rl.weights.store import StoreServer, join_meeting
+from async_rl.weights.store import StoreServer, join_rendezvous
 from async_rl.weights.stream import TensorSpec, WeightGroup
 
 MakeStream = Callable[[], Iterable[tuple[TensorSpec, torch.Tensor]]]
@@ -73,7 +73,7 @@ def main(port: int, backend: str, num_updates: int) -> None:
     if backend == "nccl":
         # The sender uses the first GPU.
         torch.cuda.set_device(1)
-    group = WeightGroup(join_meeting(HOST, port, SECRET, TIMEOUT_S), 1, 2, backend, TIMEOUT_S)
+    group = WeightGroup(join_rendezvous(HOST, port, SECRET, TIMEOUT_S), 1, 2, backend, TIMEOUT_S)
     for _ in range(num_updates):
         group.announce(1)
         for _ in group.receive(specs, BUCKET_BYTES):

@@ -12,7 +12,7 @@ import torch
 from async_rl.errors import PublishError
 from async_rl.protocol.inference import InitInfo, UpdateInfo
 from async_rl.weights.snapshot import read_snapshot
-from async_rl.weights.store import join_meeting
+from async_rl.weights.store import join_rendezvous
 from async_rl.weights.stream import Fingerprint, TensorSpec, WeightGroup
 from inference_service.engine_interface import RequestRefused
 
@@ -119,7 +119,7 @@ class WeightReceiver:
                 "the trainer is rank 0 and every worker one more",
                 "init_info.rank_offset",
             )
-        store = join_meeting(info.master_address, info.master_port, info.secret, info.timeout_s)
+        store = join_rendezvous(info.master_address, info.master_port, info.secret, info.timeout_s)
         self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
         self._info = info
 

@@ -10,7 +10,7 @@ from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable,
 from async_rl.pool.member import Member
 from async_rl.pool.membership import Membership, Standing
 from async_rl.protocol.inference import InitInfo, UpdateInfo
-from async_rl.weights.store import join_meeting
+from async_rl.weights.store import join_rendezvous
 from async_rl.weights.stream import TensorSpec, WeightGroup
 
 
@@ -70,7 +70,7 @@ class ReceivingClient:
 
     def _join(self, info: InitInfo) -> None:
         self.close()
-        store = join_meeting(info.master_address, info.master_port, info.secret, info.timeout_s)
+        store = join_rendezvous(info.master_address, info.master_port, info.secret, info.timeout_s)
         self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
         self._rank, self._bucket_bytes = info.rank_offset, info.bucket_bytes
         self.num_joins += 1

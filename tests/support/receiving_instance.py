@@ -18,7 +18,7 @@ from aiohttp import web
 
 from async_rl.errors import PublishError
 from async_rl.weights.snapshot import read_snapshot
-from async_rl.weights.store import join_meeting
+from async_rl.weights.store import join_rendezvous
 from async_rl.weights.stream import Fingerprint, TensorSpec, WeightGroup
 from tests.support.scripted_instance import Instance, refusal, serve
 
@@ -83,7 +83,7 @@ class ReceivingInstance(Instance):
 
     def join(self) -> WeightGroup:
         info = self.init
-        store = join_meeting(info["master_address"], info["master_port"], info["secret"], info["timeout_s"])
+        store = join_rendezvous(info["master_address"], info["master_port"], info["secret"], info["timeout_s"])
         return WeightGroup(store, info["rank_offset"], info["world_size"], info["backend"], info["timeout_s"])
 
     async def start(self, request: web.Request) -> web.Response:

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from async_rl.errors import InstanceError
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.instance.response_stream import OnProgress
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import WeightSpan
 from tests.support.scripted_instance import sample
 
-Fault = Callable[[Sequence[Draft]], InstanceError]
+Fault = Callable[[Sequence[PartialRollout]], InstanceError]
 """Makes the error that ends a request, and may take its tokens back."""
 
 
@@ -36,7 +36,7 @@ class SamplingClient:
         sampling: SamplingParams,
         request_id: str,
         version: str,
-        drafts: Sequence[Draft],
+        partials: Sequence[PartialRollout],
         *,
         boot_id: str | None = None,
         on_progress: OnProgress | None = None,
@@ -44,28 +44,28 @@ class SamplingClient:
         self.num_requests += 1
         fault = self._next_fault()
         num_tokens = 0
-        while any(draft.finish_reason is None for draft in drafts):
+        while any(partial.finish_reason is None for partial in partials):
             if fault is not None and num_tokens >= fault[0]:
-                raise fault[1](drafts)
+                raise fault[1](partials)
             await asyncio.sleep(0)
-            for draft in drafts:
-                if draft.finish_reason is None:
-                    self._extend(draft, len(prompt_token_ids), sampling.max_tokens, version)
+            for partial in partials:
+                if partial.finish_reason is None:
+                    self._extend(partial, len(prompt_token_ids), sampling.max_tokens, version)
                     num_tokens += 1
             if not self.tells_ends:
                 raise InstanceError(f"instance {self.url}: the answer ended unfinished")
             if on_progress is not None:
-                on_progress(num_tokens, sum(draft.finish_reason is not None for draft in drafts))
+                on_progress(num_tokens, sum(partial.finish_reason is not None for partial in partials))
 
-    def _extend(self, draft: Draft, prompt_length: int, max_tokens: int, version: str) -> None:
-        token_ids, logprobs = sample(draft.seed, prompt_length, max_tokens)
-        place = len(draft.token_ids)
-        draft.token_ids.append(token_ids[place])
-        draft.logprobs.append(logprobs[place])
-        draft.spans = [WeightSpan(version, 0, place + 1)]
+    def _extend(self, partial: PartialRollout, prompt_length: int, max_tokens: int, version: str) -> None:
+        token_ids, logprobs = sample(partial.seed, prompt_length, max_tokens)
+        place = len(partial.token_ids)
+        partial.token_ids.append(token_ids[place])
+        partial.logprobs.append(logprobs[place])
+        partial.spans = [WeightSpan(version, 0, place + 1)]
         if place + 1 == len(token_ids) and self.tells_ends:
-            draft.finish_reason = "stop" if place + 1 < max_tokens else "length"
-            draft.instance = self.url
+            partial.finish_reason = "stop" if place + 1 < max_tokens else "length"
+            partial.instance = self.url
 
 
 def faults_of(rng: Random, faults: Sequence[Fault], rate: float) -> Callable[[], tuple[int, Fault] | None]:

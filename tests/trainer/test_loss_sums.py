@@ -14,7 +14,7 @@ from async_rl.config.sections import AlgorithmSection
 from async_rl.types import Group, Prompt, Response, WeightSpan
 from tests.support.trainer.grpo_reference import expected_advantages
 from trainer.batching.shared_prompt import GroupSlice, make_micro_batch, split_group
-from trainer.loss_sums import BatchSums
+from trainer.loss_sums import LossSums
 
 CPU = torch.device("cpu")
 KL_COEF = 0.1
@@ -86,7 +86,7 @@ def test_sums_are_those_of_every_token_however_groups_were_cut(
     groups: list[Group], normalize: str, max_tokens: int, seed: int, old_model: bool
 ) -> None:
     algorithm = make_algorithm(AlgorithmSection(kl_coef=KL_COEF, normalize=normalize))
-    sums = BatchSums(algorithm, "model" if old_model else "reuse", 1.0)
+    sums = LossSums(algorithm, "model" if old_model else "reuse", 1.0)
     new, old, ref = (random_tokens(groups, seed + i) for i in range(3))
     slices = [part for group in groups for part in split_group(group, max_tokens, with_prompt=True)]
     random.Random(seed).shuffle(slices)
@@ -137,7 +137,7 @@ def independent_loss(
 
 
 def test_nothing_is_left_after_a_step() -> None:
-    sums = BatchSums(make_algorithm(AlgorithmSection()), "reuse", 1.0)
+    sums = LossSums(make_algorithm(AlgorithmSection()), "reuse", 1.0)
     sums.note_untrained(2)
     sums.note_untrained(3)
     assert sums.totals() == {"untrained": 5}

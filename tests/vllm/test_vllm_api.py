@@ -17,7 +17,7 @@ from async_rl.errors import InstanceRestarted
 from async_rl.event_loop import EventLoopThread
 from async_rl.instance.client import InstanceClient
 from async_rl.instance.connections import Connections
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.protocol.inference import SamplingParams
 from async_rl.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
 from tests.support import ROOT
@@ -56,9 +56,9 @@ class GivenUp(Exception):
     """A trainer has no more use for an answer."""
 
 
-async def broken_off(client: InstanceClient, version: str, boot_id: str | None) -> Draft:
+async def broken_off(client: InstanceClient, version: str, boot_id: str | None) -> PartialRollout:
     """A long response, given up once some of its tokens have come."""
-    draft = Draft(0)
+    partial = PartialRollout(0)
     sampling = SamplingParams(max_tokens=240, temperature=1.0, ignore_eos=True, logprobs=0)
 
     def give_up(num_tokens: int, num_ended: int) -> None:
@@ -66,8 +66,8 @@ async def broken_off(client: InstanceClient, version: str, boot_id: str | None) 
             raise GivenUp
 
     with pytest.raises(GivenUp):
-        await client.generate(PROMPT, sampling, "broken-off", version, [draft], boot_id=boot_id, on_progress=give_up)
-    return draft
+        await client.generate(PROMPT, sampling, "broken-off", version, [partial], boot_id=boot_id, on_progress=give_up)
+    return partial
 
 
 def test_vllm_passes_the_contract_that_the_embedded_engine_passes(vllm: Instance) -> None:

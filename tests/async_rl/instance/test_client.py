@@ -18,9 +18,9 @@ from async_rl.errors import (
     StaleWeights,
 )
 from async_rl.event_loop import EventLoopThread
-from async_rl.instance.client import Connections, Holding, InstanceClient
+from async_rl.instance.client import Connections, HeldWeights, InstanceClient
 from async_rl.instance.dialect import EMBEDDED, VLLM, VLLM_WITHOUT_VERSIONS
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
 
@@ -47,14 +47,14 @@ def connect(loop: EventLoopThread) -> Iterator[Connect]:
         loop.run(connections.close())
 
 
-def new_drafts(sampling: SamplingParams = SAMPLING) -> list[Draft]:
-    return [Draft(sampling.seed + j) for j in range(sampling.n)]
+def new_partials(sampling: SamplingParams = SAMPLING) -> list[PartialRollout]:
+    return [PartialRollout(sampling.seed + j) for j in range(sampling.n)]
 
 
 async def generate(client: InstanceClient, sampling: SamplingParams = SAMPLING) -> list[Response]:
-    drafts = new_drafts(sampling)
-    await client.generate((3, 4, 5), sampling, "v1-0", "v1", drafts)
-    return [draft.response() for draft in drafts]
+    partials = new_partials(sampling)
+    await client.generate((3, 4, 5), sampling, "v1-0", "v1", partials)
+    return [partial.response() for partial in partials]
 
 
 def test_generate_returns_n_responses_with_a_logprob_and_a_version_for_every_token(
@@ -143,28 +143,28 @@ def test_a_prefix_survives_the_instance_and_is_continued(
         {"stream": True, "stop_after": 2, "fate": "die", "owner": owner, "versions_at_end": owner == "vllm"},
         {"stream": True, "owner": owner},
     )
-    drafts = new_drafts()
+    partials = new_partials()
     clients = [connect(dying.url), connect(whole.url)]
     for client in clients:
         loop.run(client.learn_dialect())
     boot_id = loop.run(clients[0].health())
     with pytest.raises(InstanceUnreachable):
-        loop.run(clients[0].generate((3, 4, 5), SAMPLING, "v1-0", "v1", drafts, boot_id=boot_id))
-    for draft in drafts:
-        prefix = list(draft.token_ids)
+        loop.run(clients[0].generate((3, 4, 5), SAMPLING, "v1-0", "v1", partials, boot_id=boot_id))
+    for partial in partials:
+        prefix = list(partial.token_ids)
         assert 1 <= len(prefix) <= 2
-        if draft.finish_reason is None:
-            loop.run(clients[1].generate((3, 4, 5), SAMPLING, "v1-0", "v1", [draft]))
+        if partial.finish_reason is None:
+            loop.run(clients[1].generate((3, 4, 5), SAMPLING, "v1-0", "v1", [partial]))
             request = whole.seen()["requests"][-1]
             assert request["token_ids"] == [3, 4, 5, *prefix]
             assert request["sampling_params"]["max_tokens"] == SAMPLING.max_tokens - 2
             # Under the same seed vLLM's noise would repeat that which has shaped the prefix.
-            assert request["sampling_params"].get("seed") == (draft.seed if owner == "async-rl" else None)
-        assert list(draft.token_ids[: len(prefix)]) == prefix
-        assert draft.response().weight_versions == {"v1"}
+            assert request["sampling_params"].get("seed") == (partial.seed if owner == "async-rl" else None)
+        assert list(partial.token_ids[: len(prefix)]) == prefix
+        assert partial.response().weight_versions == {"v1"}
     if owner == "async-rl":
         expected = loop.run(generate(connect(whole.url)))
-        assert [draft.response().token_ids for draft in drafts] == [response.token_ids for response in expected]
+        assert [partial.response().token_ids for partial in partials] == [response.token_ids for response in expected]
 
 
 def test_vllm_is_sent_no_seeds(instances, connect: Connect, loop: EventLoopThread) -> None:
@@ -185,10 +185,10 @@ def test_tokens_of_another_process_than_was_put_in_service_are_refused_before_th
     instances, connect: Connect, loop: EventLoopThread
 ) -> None:
     (instance,) = instances({"stream": True, "versions_at_end": True})
-    drafts = new_drafts()
+    partials = new_partials()
     with pytest.raises(InstanceRestarted, match=f"was started anew.*'{OTHER_BOOT}' was put in service"):
-        loop.run(connect(instance.url).generate((3,), SAMPLING, "v1-0", "v1", drafts, boot_id=OTHER_BOOT))
-    assert not any(draft.token_ids for draft in drafts)
+        loop.run(connect(instance.url).generate((3,), SAMPLING, "v1-0", "v1", partials, boot_id=OTHER_BOOT))
+    assert not any(partial.token_ids for partial in partials)
 
 
 TORN = {"stream": True, "versions_at_end": True, "stop_after": 2, "fate": "tear", "owner": "vllm"}
@@ -211,11 +211,11 @@ def test_tokens_of_a_broken_answer_stay_only_if_process_and_version_show_what_ma
     instances, connect: Connect, loop: EventLoopThread, script: dict, boot_id: str | None, is_kept: bool
 ) -> None:
     (instance,) = instances(TORN | {"boot_id": "same"} | script)
-    drafts = new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
+    partials = new_partials(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
     with pytest.raises(InstanceUnreachable):
-        loop.run(connect(instance.url).generate((3,), SAMPLING, "v1-0", "v1", drafts, boot_id=boot_id))
-    assert len(drafts[0].token_ids) == (2 if is_kept else 0)
-    assert len(drafts[0].spans) == is_kept
+        loop.run(connect(instance.url).generate((3,), SAMPLING, "v1-0", "v1", partials, boot_id=boot_id))
+    assert len(partials[0].token_ids) == (2 if is_kept else 0)
+    assert len(partials[0].spans) == is_kept
 
 
 @pytest.mark.parametrize("status", [200, 500])
@@ -224,7 +224,7 @@ def test_a_body_without_end_is_cut(instances, connect: Connect, loop: EventLoopT
     (instance,) = instances({"endless_body": "/inference/v1/generate", "endless_status": status})
     begun = time.monotonic()
     with pytest.raises(BrokenAnswer, match=f"instance {instance.url}: the body of an answer has no end after"):
-        loop.run(connect(instance.url, request_timeout_s=60.0).generate((3,), SAMPLING, "v1-0", "v1", new_drafts()))
+        loop.run(connect(instance.url, request_timeout_s=60.0).generate((3,), SAMPLING, "v1-0", "v1", new_partials()))
     instance.rescript(endless_body="/health")
     with pytest.raises(BrokenAnswer, match=f"instance {instance.url}: the body of an answer has no end after"):
         loop.run(connect(instance.url).health(60.0))
@@ -254,7 +254,7 @@ def test_bodies_are_asked_for_and_read_as_they_are(instances, connect: Connect, 
 def test_events_without_tokens_are_no_progress(instances, connect: Connect, loop: EventLoopThread) -> None:
     (instance,) = instances({"stream": True, "pulse": True})
     with pytest.raises(InstanceStalled, match=r"made no token of a request for 0\.5 s, nor of any other"):
-        loop.run(connect(instance.url, request_timeout_s=0.5).generate((3,), SAMPLING, "v1-0", "v1", new_drafts()))
+        loop.run(connect(instance.url, request_timeout_s=0.5).generate((3,), SAMPLING, "v1-0", "v1", new_partials()))
 
 
 def test_an_instance_that_needs_weights_says_so(instances, connect: Connect, loop: EventLoopThread) -> None:
@@ -273,18 +273,18 @@ def test_a_request_called_off_while_its_tokens_are_being_checked_keeps_none_of_u
     (instance,) = instances(
         {"stream": True, "stop_after": 2, "fate": "hang", "boot_id": "same", "versions_at_end": True}
     )
-    client, drafts = connect(instance.url), new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
+    client, partials = connect(instance.url), new_partials(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
     checking = asyncio.Event()
 
-    async def never(timeout_s: float) -> Holding:
+    async def never(timeout_s: float) -> HeldWeights:
         checking.set()
         await asyncio.Event().wait()
         raise AssertionError
 
     async def call_off_twice() -> None:
         client.holding = never  # type: ignore[method-assign]
-        task = asyncio.create_task(client.generate((3,), SAMPLING, "v1-0", "v1", drafts, boot_id="same"))
-        while len(drafts[0].token_ids) < 2:
+        task = asyncio.create_task(client.generate((3,), SAMPLING, "v1-0", "v1", partials, boot_id="same"))
+        while len(partials[0].token_ids) < 2:
             await asyncio.sleep(0.01)
         task.cancel()
         await checking.wait()
@@ -293,7 +293,7 @@ def test_a_request_called_off_while_its_tokens_are_being_checked_keeps_none_of_u
             await task
 
     loop.run(call_off_twice())
-    assert len(drafts[0].token_ids) == len(drafts[0].spans) == 0
+    assert len(partials[0].token_ids) == len(partials[0].spans) == 0
 
 
 def test_a_client_that_does_not_know_its_server_asks_for_no_tokens(instances, loop: EventLoopThread) -> None:
@@ -313,10 +313,10 @@ def test_one_that_makes_no_more_tokens_is_told_from_one_that_is_slow(
     instances, connect: Connect, loop: EventLoopThread
 ) -> None:
     (instance,) = instances({"stream": True, "stop_after": 2, "fate": "hang"})
-    drafts = new_drafts(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
+    partials = new_partials(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
     with pytest.raises(InstanceStalled, match=r"made no token of a request for 0\.5 s, nor of any other"):
-        loop.run(connect(instance.url, request_timeout_s=0.5).generate((3,), SAMPLING, "v1-0", "v1", drafts))
-    assert len(drafts[0].token_ids) == 2
+        loop.run(connect(instance.url, request_timeout_s=0.5).generate((3,), SAMPLING, "v1-0", "v1", partials))
+    assert len(partials[0].token_ids) == 2
 
 
 def test_a_request_that_waits_behind_others_waits_for_as_long_as_these_go_on(
@@ -324,7 +324,7 @@ def test_a_request_that_waits_behind_others_waits_for_as_long_as_these_go_on(
 ) -> None:
     (instance,) = instances({"stream": True, "slow_token": 9, "token_s": 0.2})
     client = connect(instance.url, request_timeout_s=1.5)
-    waiting = loop.submit(client.generate((9,), SAMPLING, "v1-0", "v1", new_drafts()))
+    waiting = loop.submit(client.generate((9,), SAMPLING, "v1-0", "v1", new_partials()))
     begun = time.monotonic()
     while time.monotonic() - begun < 3.0:
         loop.run(generate(client, SAMPLING.model_copy(update={"n": 1})))
@@ -338,7 +338,7 @@ def test_a_request_that_stands_still_while_others_go_on_is_slow_and_its_instance
 ) -> None:
     (instance,) = instances({"stream": True, "stop_after": 2, "fate": "hang"})
     client = connect(instance.url, request_timeout_s=1.0)
-    standing = loop.submit(client.generate((3,), SAMPLING, "v1-0", "v1", new_drafts()))
+    standing = loop.submit(client.generate((3,), SAMPLING, "v1-0", "v1", new_partials()))
     seen = [False]
 
     def has_tokens() -> bool:
@@ -364,7 +364,7 @@ def test_health_is_heard_while_requests_take_every_connection(
         client._connections.generating.connector._limit = 2
 
     loop.run(limit())
-    busy = [loop.submit(client.generate((9,), SAMPLING, f"v1-{i}", "v1", new_drafts())) for i in range(4)]
+    busy = [loop.submit(client.generate((9,), SAMPLING, f"v1-{i}", "v1", new_partials())) for i in range(4)]
     while len(instance.seen()["requests"]) < 2:
         time.sleep(0.01)
     assert loop.run(client.health(2.0)) is not None

@@ -1,4 +1,4 @@
-"""Answers fed without a server: whatever their bytes do, drafts hold only tokens shown to be of the version."""
+"""Answers fed without a server: whatever their bytes do, partials hold only tokens shown to be of the version."""
 
 import asyncio
 import json
@@ -18,8 +18,8 @@ from async_rl.errors import (
     StaleWeights,
 )
 from async_rl.instance.dialect import DEAD_ENGINE
-from async_rl.instance.partial_rollout import Draft
-from async_rl.instance.response_stream import Answer, event_payloads, whole_body
+from async_rl.instance.partial_rollout import PartialRollout
+from async_rl.instance.response_stream import ResponseStream, event_payloads, whole_body
 from async_rl.types import WeightSpan
 
 URL = "http://a:1"
@@ -57,17 +57,17 @@ def logprob_of(token: int) -> float:
     return -token / 64
 
 
-def drafts_of(num: int, prefix: Sequence[int] = ()) -> list[Draft]:
-    drafts = [Draft(seed) for seed in range(num)]
-    for draft in drafts:
-        draft.token_ids.extend(prefix)
-        draft.logprobs.extend(logprob_of(token) for token in prefix)
-        draft.spans = [WeightSpan(VERSION, 0, len(prefix))] if prefix else []
-    return drafts
+def partials_of(num: int, prefix: Sequence[int] = ()) -> list[PartialRollout]:
+    partials = [PartialRollout(seed) for seed in range(num)]
+    for partial in partials:
+        partial.token_ids.extend(prefix)
+        partial.logprobs.extend(logprob_of(token) for token in prefix)
+        partial.spans = [WeightSpan(VERSION, 0, len(prefix))] if prefix else []
+    return partials
 
 
-def answer_to(drafts: Sequence[Draft], **options: Any) -> Answer:
-    return Answer(URL, drafts, VERSION, **({"says_versions": True, "max_tokens": MAX_TOKENS} | options))
+def answer_to(partials: Sequence[PartialRollout], **options: Any) -> ResponseStream:
+    return ResponseStream(URL, partials, VERSION, **({"says_versions": True, "max_tokens": MAX_TOKENS} | options))
 
 
 class Bytes:
@@ -184,10 +184,10 @@ FAULTS: dict[str, Callable[[list[Piece], int], None]] = {
 }
 
 
-def play(script: Script) -> tuple[list[Draft], InstanceError | None]:
-    """What is left in the drafts once the answer is over, and how it ended; as its reader treats it."""
-    drafts = drafts_of(len(script.responses), script.prefix)
-    answer = answer_to(drafts)
+def play(script: Script) -> tuple[list[PartialRollout], InstanceError | None]:
+    """What is left in the partials once the answer is over, and how it ended; as its reader treats it."""
+    partials = partials_of(len(script.responses), script.prefix)
+    answer = answer_to(partials)
     error = None
     try:
         for piece in script.sent:
@@ -197,7 +197,7 @@ def play(script: Script) -> tuple[list[Draft], InstanceError | None]:
         error = caught
     answer.take_back_unproven()
     assert not answer.has_unproven
-    return drafts, error
+    return partials, error
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -205,58 +205,60 @@ def test_whatever_happens_to_an_answer_drafts_hold_a_proven_part_of_it_and_nothi
     rng = Random(fault)
     for _ in range(NUM_SCRIPTS):
         script = script_of(rng, [fault, *FAULTS])
-        drafts, error = play(script)
-        for draft, tokens in zip(drafts, script.responses, strict=True):
+        partials, error = play(script)
+        for partial, tokens in zip(partials, script.responses, strict=True):
             whole = [*script.prefix, *tokens]
-            held = list(draft.token_ids)
+            held = list(partial.token_ids)
             assert held == whole[: len(held)] and len(held) >= len(script.prefix), script
-            assert list(draft.logprobs) == [logprob_of(token) for token in held], script
-            proven = [place for span in draft.spans for place in range(span.start, span.end)]
-            assert proven == list(range(len(held))) and {span.version for span in draft.spans} <= {VERSION}, script
-            if draft.finish_reason is not None:
-                assert held == whole and draft.response().weight_versions == {VERSION}, script
+            assert list(partial.logprobs) == [logprob_of(token) for token in held], script
+            proven = [place for span in partial.spans for place in range(span.start, span.end)]
+            assert proven == list(range(len(held))) and {span.version for span in partial.spans} <= {VERSION}, script
+            if partial.finish_reason is not None:
+                assert held == whole and partial.response().weight_versions == {VERSION}, script
         if error is None:
-            assert all(draft.finish_reason in ("stop", "length") and draft.instance == URL for draft in drafts), script
+            assert all(
+                partial.finish_reason in ("stop", "length") and partial.instance == URL for partial in partials
+            ), script
 
 
 def test_a_sound_answer_is_taken_whole() -> None:
     rng = Random(0)
     for _ in range(NUM_SCRIPTS):
         script = script_of(rng, [])
-        drafts, error = play(script)
+        partials, error = play(script)
         assert error is None, script
-        for draft, tokens in zip(drafts, script.responses, strict=True):
-            assert draft.response().token_ids == (*script.prefix, *tokens), script
-            assert draft.finish_reason == ("length" if len(draft.token_ids) == MAX_TOKENS else "stop")
+        for partial, tokens in zip(partials, script.responses, strict=True):
+            assert partial.response().token_ids == (*script.prefix, *tokens), script
+            assert partial.finish_reason == ("length" if len(partial.token_ids) == MAX_TOKENS else "stop")
 
 
 def test_a_piece_that_comes_again_counts_once() -> None:
     rng = Random(1)
     for _ in range(NUM_SCRIPTS):
         script = script_of(rng, ["twice", "late"], told_with_each=True)
-        drafts, error = play(script)
+        partials, error = play(script)
         assert error is None, script
-        assert [list(d.token_ids) for d in drafts] == [[*script.prefix, *tokens] for tokens in script.responses]
+        assert [list(d.token_ids) for d in partials] == [[*script.prefix, *tokens] for tokens in script.responses]
 
 
 @pytest.mark.parametrize("told_with_each", [True, False])
 def test_after_a_gap_stays_what_was_proven_before(told_with_each: bool) -> None:
-    (draft,) = drafts_of(1)
-    answer = answer_to([draft])
+    (partial,) = partials_of(1)
+    answer = answer_to([partial])
     answer.feed(Piece(0, (10,), 1, VERSION if told_with_each else None).payload())
     with pytest.raises(InstanceError, match=rf"{URL}, choice 0: its weight_versions cover 0-3, but 2 tokens came"):
         answer.feed(Piece(0, (12,), 3, finish_reason="stop").payload())
-    assert list(draft.token_ids) == ([10] if told_with_each else [])
+    assert list(partial.token_ids) == ([10] if told_with_each else [])
 
 
 def test_tokens_of_another_version_and_all_that_is_unproven_beside_them_go() -> None:
-    drafts = drafts_of(3)
-    answer = answer_to(drafts)
+    partials = partials_of(3)
+    answer = answer_to(partials)
     answer.feed(Piece(0, (10, 11), 2).payload())
     answer.feed(Piece(1, (20, 21), 2, None).payload())
     with pytest.raises(StaleWeights, match=rf"{URL}, choice 2 was sampled from weight version 'v0', asked for 'v1'"):
         answer.feed(Piece(2, (30,), 1, "v0").payload())
-    assert [list(draft.token_ids) for draft in drafts] == [[10, 11], [], []]
+    assert [list(partial.token_ids) for partial in partials] == [[10, 11], [], []]
 
 
 @pytest.mark.parametrize(
@@ -275,11 +277,11 @@ def test_tokens_of_another_version_and_all_that_is_unproven_beside_them_go() -> 
 )
 def test_spans_that_leave_tokens_out_or_count_them_twice_prove_nothing(spans: list[tuple[str, int, int]]) -> None:
     """vLLM begins them at the first token of which its engine named the version."""
-    (draft,) = drafts_of(1, PREFIX)
+    (partial,) = partials_of(1, PREFIX)
     told = [{"version": version, "start": start, "end": end} for version, start, end in spans]
     with pytest.raises(InstanceError, match=r"its weight_versions cover .*, but 3 tokens came"):
-        answer_to([draft]).feed(Piece(0, (10, 11, 12), 3).payload(weight_versions=told))
-    assert tuple(draft.token_ids) == PREFIX and draft.spans == [WeightSpan(VERSION, 0, 3)]
+        answer_to([partial]).feed(Piece(0, (10, 11, 12), 3).payload(weight_versions=told))
+    assert tuple(partial.token_ids) == PREFIX and partial.spans == [WeightSpan(VERSION, 0, 3)]
 
 
 BAD_PIECES = {
@@ -293,109 +295,109 @@ BAD_PIECES = {
 
 @pytest.mark.parametrize(("piece", "message"), BAD_PIECES.values(), ids=BAD_PIECES)
 def test_what_is_no_sample_of_the_request_leaves_nothing_of_the_answer(piece: Piece, message: str) -> None:
-    """Not even of the choices that had come to their ends; what the draft held before stays."""
-    (draft,) = drafts_of(1, PREFIX)
+    """Not even of the choices that had come to their ends; what the partial held before stays."""
+    (partial,) = partials_of(1, PREFIX)
     with pytest.raises(BrokenAnswer, match=message):
-        answer_to([draft]).feed(piece.payload())
-    assert tuple(draft.token_ids) == PREFIX and draft.finish_reason is None
-    drafts = drafts_of(2)
-    answer = answer_to(drafts)
+        answer_to([partial]).feed(piece.payload())
+    assert tuple(partial.token_ids) == PREFIX and partial.finish_reason is None
+    partials = partials_of(2)
+    answer = answer_to(partials)
     answer.feed(Piece(1, (20,), 1, finish_reason="stop").payload())
     with pytest.raises(BrokenAnswer):
         answer.feed(Piece(0, tuple(range(MAX_TOKENS + 1)), MAX_TOKENS + 1).payload())
-    assert all(len(d.token_ids) == len(d.logprobs) == len(d.spans) == 0 for d in drafts)
-    assert all(d.finish_reason is None for d in drafts)
+    assert all(len(d.token_ids) == len(d.logprobs) == len(d.spans) == 0 for d in partials)
+    assert all(d.finish_reason is None for d in partials)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -1e300, -10001.0, 0.26, 5.0])
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("route", ["generate", "completions"])
 def test_no_token_has_such_a_logprob(value: float, place: int, route: str) -> None:
-    (draft,) = drafts_of(1)
+    (partial,) = partials_of(1)
     values = [-1.0, -2.0, -3.0]
     values[place] = value
     content = [{"logprob": each} for each in values]
     logprobs = {"content": content} if route == "generate" else {"token_logprobs": values}
     with pytest.raises(BrokenAnswer, match="log-probs that no token has, "):
-        answer_to([draft]).feed(Piece(0, (10, 11, 12), 3).payload(logprobs=logprobs))
-    assert len(draft.token_ids) == len(draft.logprobs) == len(draft.spans) == 0
+        answer_to([partial]).feed(Piece(0, (10, 11, 12), 3).payload(logprobs=logprobs))
+    assert len(partial.token_ids) == len(partial.logprobs) == len(partial.spans) == 0
 
 
 @pytest.mark.parametrize("values", [[0.25, -1e4, 0.0], [-9999.0, 0, -1]])
 def test_logprobs_at_the_limits_of_rounding_count(values: list[float]) -> None:
-    (draft,) = drafts_of(1)
-    answer_to([draft]).feed(Piece(0, (10, 11, 12), 3).payload(logprobs={"token_logprobs": values}))
-    assert list(draft.logprobs) == values
+    (partial,) = partials_of(1)
+    answer_to([partial]).feed(Piece(0, (10, 11, 12), 3).payload(logprobs={"token_logprobs": values}))
+    assert list(partial.logprobs) == values
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 2, 4])
 def test_a_logprob_belongs_to_every_token(num_logprobs: int) -> None:
-    (draft,) = drafts_of(1)
+    (partial,) = partials_of(1)
     with pytest.raises(InstanceError, match=f"3 tokens with {num_logprobs} log-probs, expected one for each"):
-        answer_to([draft]).feed(Piece(0, (1, 2, 3), 3).payload(logprobs={"token_logprobs": [-1.0] * num_logprobs}))
-    assert len(draft.token_ids) == 0
+        answer_to([partial]).feed(Piece(0, (1, 2, 3), 3).payload(logprobs={"token_logprobs": [-1.0] * num_logprobs}))
+    assert len(partial.token_ids) == 0
 
 
 @pytest.mark.parametrize("token", [-1, 2**31, 2**63, 10**40, 1.5, "a", None])
 def test_what_can_be_no_token_id_is_refused_with_the_whole_event(token: Any) -> None:
-    (draft,) = drafts_of(1)
+    (partial,) = partials_of(1)
     logprobs = {"token_logprobs": [-1.0, -1.0]}
     with pytest.raises(InstanceError, match="answered something else than tokens"):
-        answer_to([draft]).feed(Piece(0, (), 2).payload(token_ids=[3, token], logprobs=logprobs))
-    assert len(draft.token_ids) == len(draft.logprobs) == 0
+        answer_to([partial]).feed(Piece(0, (), 2).payload(token_ids=[3, token], logprobs=logprobs))
+    assert len(partial.token_ids) == len(partial.logprobs) == 0
 
 
 @pytest.mark.parametrize("index", [-1, 2, 10**9])
 def test_a_choice_that_was_not_asked_for_is_an_error(index: int) -> None:
-    drafts = drafts_of(2)
+    partials = partials_of(2)
     with pytest.raises(InstanceError, match=f"answered choice {index} of a request for 2"):
-        answer_to(drafts).feed(Piece(index, (1,), 1).payload())
-    assert not any(draft.token_ids for draft in drafts)
+        answer_to(partials).feed(Piece(index, (1,), 1).payload())
+    assert not any(partial.token_ids for partial in partials)
 
 
 def test_tokens_after_the_end_are_an_error() -> None:
-    (draft,) = drafts_of(1)
-    answer = answer_to([draft])
+    (partial,) = partials_of(1)
+    answer = answer_to([partial])
     answer.feed(Piece(0, (10,), 1, finish_reason="stop").payload())
     with pytest.raises(InstanceError, match=r"more tokens after its end \('stop'\)"):
         answer.feed(Piece(0, (11,), 2).payload())
-    assert draft.response().token_ids == (10,)
+    assert partial.response().token_ids == (10,)
 
 
 @pytest.mark.parametrize("prefix", [(), PREFIX])
 def test_a_response_does_not_end_before_the_answers_first_token(prefix: tuple[int, ...]) -> None:
     """A prefix that is continued goes on by a token at least: cut off there, it would be no sample."""
-    (draft,) = drafts_of(1, prefix)
+    (partial,) = partials_of(1, prefix)
     with pytest.raises(InstanceError, match="it ended without a token"):
-        answer_to([draft]).feed(Piece(0, (), 0, None, "stop").payload())
-    assert draft.finish_reason is None and tuple(draft.token_ids) == prefix
+        answer_to([partial]).feed(Piece(0, (), 0, None, "stop").payload())
+    assert partial.finish_reason is None and tuple(partial.token_ids) == prefix
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "", "tool_calls"])
 def test_an_end_of_another_kind_is_an_error_and_what_came_stays(reason: str) -> None:
-    (draft,) = drafts_of(1)
+    (partial,) = partials_of(1)
     with pytest.raises(InstanceError, match=f"finish_reason is '{reason}', expected 'stop' or 'length'"):
-        answer_to([draft]).feed(Piece(0, (10,), 1, finish_reason=reason).payload())
-    assert list(draft.token_ids) == [10] and draft.finish_reason is None
+        answer_to([partial]).feed(Piece(0, (10,), 1, finish_reason=reason).payload())
+    assert list(partial.token_ids) == [10] and partial.finish_reason is None
 
 
 def test_an_end_without_versions_keeps_nothing_where_the_answer_has_to_tell_them() -> None:
-    (draft,) = drafts_of(1)
+    (partial,) = partials_of(1)
     ended = Piece(0, (10,), 1, None, "stop").payload()
     with pytest.raises(InstanceError, match="it ended without weight_versions"):
-        answer_to([draft]).feed(ended)
-    assert len(draft.token_ids) == 0
-    answer = answer_to([draft], says_versions=False)
+        answer_to([partial]).feed(ended)
+    assert len(partial.token_ids) == 0
+    answer = answer_to([partial], says_versions=False)
     answer.feed(ended)
     assert answer.has_unproven
     answer.vouch()
     answer.vouch()
-    assert not answer.has_unproven and draft.response().weight_spans == (WeightSpan(VERSION, 0, 1),)
+    assert not answer.has_unproven and partial.response().weight_spans == (WeightSpan(VERSION, 0, 1),)
 
 
 def test_an_answer_that_stops_is_incomplete() -> None:
-    drafts = drafts_of(2)
-    answer = answer_to(drafts)
+    partials = partials_of(2)
+    answer = answer_to(partials)
     answer.feed(Piece(0, (10,), 1, finish_reason="stop").payload())
     answer.feed(Piece(1, (20, 21), 2).payload())
     with pytest.raises(InstanceError, match=f"{URL}, choice 1: the answer ended after 2 tokens, unfinished"):
@@ -403,15 +405,15 @@ def test_an_answer_that_stops_is_incomplete() -> None:
 
 
 def test_a_dead_engine_is_told_from_a_failed_request_and_what_came_before_stays() -> None:
-    (draft,) = drafts_of(1)
-    answer = answer_to([draft])
+    (partial,) = partials_of(1)
+    answer = answer_to([partial])
     answer.feed(Piece(0, (10,), 1).payload())
     for message, kind in ((f"{DEAD_ENGINE}. See above.", InstanceStalled), ("out of memory", InstanceError)):
         body = {"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}}
         with pytest.raises(InstanceError, match=message) as caught:
             answer.feed(json.dumps(body).encode())
         assert type(caught.value) is kind
-    assert list(draft.token_ids) == [10]
+    assert list(partial.token_ids) == [10]
 
 
 def test_any_other_bytes_are_an_instance_error_of_bounded_length() -> None:
@@ -421,10 +423,10 @@ def test_any_other_bytes_are_an_instance_error_of_bounded_length() -> None:
     payloads += [sound[: rng.randrange(len(sound))] for _ in range(NUM_SCRIPTS)]
     payloads += [rng.randbytes(rng.randrange(2000)) for _ in range(NUM_SCRIPTS)]
     for payload in payloads:
-        (draft,) = drafts_of(1)
+        (partial,) = partials_of(1)
         with pytest.raises(InstanceError) as caught:
-            answer_to([draft]).feed(payload)
-        assert len(str(caught.value)) < 1000 and len(draft.token_ids) == 0
+            answer_to([partial]).feed(payload)
+        assert len(str(caught.value)) < 1000 and len(partial.token_ids) == 0
 
 
 @pytest.mark.parametrize(
@@ -440,7 +442,7 @@ def test_any_other_bytes_are_an_instance_error_of_bounded_length() -> None:
 def test_the_head_of_an_answer_proves_its_process(
     expected: str | None, told: str | None, is_refused: bool, is_proof: bool
 ) -> None:
-    answer = answer_to(drafts_of(1), expected_boot_id=expected)
+    answer = answer_to(partials_of(1), expected_boot_id=expected)
     if is_refused:
         with pytest.raises(InstanceRestarted, match=r"was started anew.*'b', 'a' was put in service") as caught:
             answer.came_from(told)
@@ -452,7 +454,7 @@ def test_the_head_of_an_answer_proves_its_process(
 
 def test_progress_is_told_in_all_and_only_tokens_are_heard() -> None:
     told: list[tuple[int, int]] = []
-    answer = answer_to(drafts_of(2), on_progress=lambda *counts: told.append(counts))
+    answer = answer_to(partials_of(2), on_progress=lambda *counts: told.append(counts))
     answer.feed(b'{"choices": []}')
     assert answer.heard_s == 0.0 and told == [(0, 0)]
     answer.feed(Piece(0, (10, 11), 2).payload())

@@ -19,7 +19,7 @@ from async_rl.errors import (
     PromptFailed,
     StaleWeights,
 )
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.attempts import MAX_FAILURES
 from async_rl.pool.group_rollout import GroupRollout
 from async_rl.pool.member import Member
@@ -40,9 +40,9 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def failing(make: Callable[[], InstanceError], *, cuts: bool = False) -> Fault:
-    def fail(drafts: Sequence[Draft]) -> InstanceError:
-        for draft in drafts if cuts else ():
-            draft.cut(0)
+    def fail(partials: Sequence[PartialRollout]) -> InstanceError:
+        for partial in partials if cuts else ():
+            partial.cut(0)
         return make()
 
     return fail
@@ -190,11 +190,11 @@ def test_a_response_with_all_its_tokens_is_not_asked_for_again_because_its_end_w
         client = SamplingClient("http://a:1")
         stage = Stage(client)
         rollout = stage.rollout(1)
-        (draft,) = rollout._drafts
-        draft.token_ids.extend([5] * (MAX_TOKENS - 1))
-        draft.logprobs.extend([-1.0] * (MAX_TOKENS - 1))
+        (partial,) = rollout._partials
+        partial.token_ids.extend([5] * (MAX_TOKENS - 1))
+        partial.logprobs.extend([-1.0] * (MAX_TOKENS - 1))
         client.tells_ends = False
-        client._extend = lambda draft, *_: (draft.token_ids.append(6), draft.logprobs.append(-1.0))  # type: ignore
+        client._extend = lambda partial, *_: (partial.token_ids.append(6), partial.logprobs.append(-1.0))  # type: ignore
         (response,), num_attempts = await rollout.run()
         assert (response.finish_reason, response.instance) == ("length", client.url)
         assert len(response.token_ids) == MAX_TOKENS and client.num_requests == 1 and num_attempts == 2

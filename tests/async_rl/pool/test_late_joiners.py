@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.config.sections import PoolSection
 from async_rl.errors import InstanceError
-from async_rl.instance.client import Holding
+from async_rl.instance.client import HeldWeights
 from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member
 from async_rl.pool.roster import Roster
@@ -25,8 +25,8 @@ def stage(join: str = "now") -> tuple[Roster, LateJoiners, Member]:
 
 
 def holding(member: Member, version: str, boot_id: str | None = "boot-b") -> None:
-    async def answer(timeout_s: float) -> Holding:
-        return Holding(version, boot_id)
+    async def answer(timeout_s: float) -> HeldWeights:
+        return HeldWeights(version, boot_id)
 
     member.client.holding = answer  # type: ignore[method-assign]
 

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.pool.request import Request
 from tests.support.members import ready_member
@@ -11,7 +11,7 @@ from tests.support.members import ready_member
 def require_figures(member: Member, under_way: list[Request], num_tokens: int) -> None:
     assert member.requests == set(under_way)
     assert member.waiting == {request for request in under_way if request.num_tokens == 0}
-    assert member.num_open == sum(len(request.drafts) - request.num_ended for request in under_way)
+    assert member.num_open == sum(len(request.partials) - request.num_ended for request in under_way)
     assert member.num_tokens == num_tokens
     assert member.info().num_requests == len(under_way)
 
@@ -23,12 +23,12 @@ def test_open_and_waiting_requests_are_counted_whatever_happens_to_them() -> Non
         num_tokens = 0
         for step in range(80):
             if not under_way or rng.random() < 0.3:
-                under_way.append(Request([Draft(j) for j in range(rng.randint(1, 5))], 1))
+                under_way.append(Request([PartialRollout(j) for j in range(rng.randint(1, 5))], 1))
                 member.begin(under_way[-1])
             request = rng.choice(under_way)
             more = rng.choice((0, 1, 30))
             num_tokens += more
-            ended = rng.randint(request.num_ended, len(request.drafts)) if request.num_tokens + more else 0
+            ended = rng.randint(request.num_ended, len(request.partials)) if request.num_tokens + more else 0
             member.progress(request, request.num_tokens + more, ended, float(step))
             assert request.waits == (request.num_tokens == 0)
             if rng.random() < 0.25:

@@ -9,7 +9,7 @@ import pytest
 from async_rl.event_loop import EventLoopThread
 from async_rl.instance.client import InstanceClient
 from async_rl.instance.connections import Connections
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member
 from async_rl.pool.membership import Membership, Standing
@@ -32,7 +32,7 @@ def member(name: str, *, pace: float | None = None) -> Member:
 
 def begun(at: Member, tokens_per_s: float, ago_s: float, num_moves: int = 0) -> Request:
     """A request of one response that has had tokens for `ago_s` seconds."""
-    request = Request([Draft(0)], 1, num_moves)
+    request = Request([PartialRollout(0)], 1, num_moves)
     at.begin(request)
     at.progress(request, 1, 0, NOW_S - ago_s)
     at.progress(request, round(tokens_per_s * ago_s), 0, NOW_S)

@@ -2,26 +2,26 @@
 
 import pytest
 
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.pool.request import Request
 from tests.support.members import ready_member
 
 
-def begun(num_drafts: int, num_tokens: int, num_before: int = 0) -> tuple[Member, Request]:
-    drafts = [Draft(j) for j in range(num_drafts)]
-    drafts[0].token_ids.extend([5] * num_before)
-    member, request = ready_member("a"), Request(drafts, 1)
+def begun(num_partials: int, num_tokens: int, num_before: int = 0) -> tuple[Member, Request]:
+    partials = [PartialRollout(j) for j in range(num_partials)]
+    partials[0].token_ids.extend([5] * num_before)
+    member, request = ready_member("a"), Request(partials, 1)
     member.begin(request)
     member.progress(request, num_tokens, 0, 100.0)
     return member, request
 
 
-@pytest.mark.parametrize(("num_drafts", "num_tokens", "after_s", "speed"), [(1, 10, 2.0, 5.0), (4, 40, 5.0, 2.0)])
+@pytest.mark.parametrize(("num_partials", "num_tokens", "after_s", "speed"), [(1, 10, 2.0, 5.0), (4, 40, 5.0, 2.0)])
 def test_speed_is_that_of_one_response_since_its_first_token(
-    num_drafts: int, num_tokens: int, after_s: float, speed: float
+    num_partials: int, num_tokens: int, after_s: float, speed: float
 ) -> None:
-    _, request = begun(num_drafts, num_tokens)
+    _, request = begun(num_partials, num_tokens)
     assert request.speed(100.0 + after_s) == speed and request.speed(100.0) < float("inf")
 
 

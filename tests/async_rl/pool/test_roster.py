@@ -19,7 +19,7 @@ from async_rl.errors import (
     StaleWeights,
     UnknownInstance,
 )
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.pool.request import Request
 from async_rl.pool.roster import ALIVE_S, Roster
@@ -52,7 +52,7 @@ def serving(roster: Roster, url: str = A, boot_id: str | None = "boot-1") -> Mem
 
 
 def under_way(member: Member) -> Task:
-    request = Request([Draft(0)], 1)
+    request = Request([PartialRollout(0)], 1)
     task: Any = Task()
     request.task = task
     member.begin(request)

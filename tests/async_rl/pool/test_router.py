@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import NoInstanceLeft
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.credit import QUEUE_S
 from async_rl.pool.member import Member
 from async_rl.pool.request import Request
@@ -69,7 +69,7 @@ class Load:
         assert len(taken) == 1 or self.split_tail
         part = Router.part_of(cost, len(taken))
         shares = [len(range(i, num_responses, len(taken))) for i in range(len(taken))]
-        requests = [Request([Draft(j) for j in range(share)], part) for share in shares]
+        requests = [Request([PartialRollout(j) for j in range(share)], part) for share in shares]
         for member, request in zip(taken, requests, strict=True):
             member.begin(request)
         try:
@@ -147,7 +147,7 @@ def test_an_avoided_instance_gets_it_only_where_no_other_serves() -> None:
         members = [failed, other]
         router = Router(lambda: members, None, split_tail=False)
         assert await router.acquire(1, 1.0, "v1", avoid={failed.url}) == [other]
-        other.begin(Request([Draft(0)], 1))
+        other.begin(Request([PartialRollout(0)], 1))
         waiting = asyncio.create_task(router.acquire(1, 1.0, "v1", avoid={failed.url}))
         await rest()
         assert not waiting.done(), "the other is full, but serves"
@@ -164,7 +164,7 @@ def test_as_many_as_may_be_passed_over_do_not_keep_the_next_one_from_an_instance
         failed, other = ready_member("failed"), ready_member("other", concurrency=1)
         router = Router(lambda: [failed, other], None, split_tail=False)
         await router.acquire(1, 9.0, "v1", avoid={failed.url})
-        other.begin(Request([Draft(0)], 1))
+        other.begin(Request([PartialRollout(0)], 1))
         num_avoiding = MAX_PASSED_OVER - 1
         avoiding = [asyncio.create_task(router.acquire(1, 5.0, "v1", avoid={failed.url})) for _ in range(num_avoiding)]
         assert await router.acquire(1, 1.0, "v1") == [failed]
@@ -259,7 +259,7 @@ def test_an_instance_that_passes_over_two_requests_gets_no_third() -> None:
             await rest()
             assert task.done() == is_free
             if is_free:
-                request = Request([Draft(0)], 1)
+                request = Request([PartialRollout(0)], 1)
                 member.begin(request)
                 # It has made tokens for others long after this one was sent.
                 member.heard_s = request.sent_s + 2 * QUEUE_S + 1.0

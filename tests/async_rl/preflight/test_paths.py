@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError
-from async_rl.preflight.paths import require_places
+from async_rl.preflight.paths import require_paths
 from tests.support.minimal_config import minimal_tree
 
 
@@ -17,7 +17,7 @@ def require(run_dir: Path, snapshot_dir: Path | None = None) -> None:
     tree["run"]["dir"] = str(run_dir)
     if snapshot_dir is not None:
         tree["publish"] = {"snapshot_dir": str(snapshot_dir)}
-    require_places(parse_config(tree, "here"))
+    require_paths(parse_config(tree, "here"))
 
 
 @pytest.mark.parametrize("place", ["", "new", "new/deeper/still"])

@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.config.sections import PublishSection, RolloutSection
 from async_rl.errors import InstanceUnreachable
-from async_rl.instance.partial_rollout import Draft
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
 from async_rl.publish.probe import Probe, largest_deviation
@@ -47,15 +47,20 @@ class Engine:
         self.asked: list[tuple[list[int], SamplingParams, str]] = []
 
     async def generate(
-        self, prompt: list[int], sampling: SamplingParams, request_id: str, version: str, drafts: Sequence[Draft]
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        version: str,
+        partials: Sequence[PartialRollout],
     ) -> None:
         self.asked.append((prompt, sampling, request_id))
         if self.num_tokens is None:
             await asyncio.Event().wait()
-        (draft,) = drafts
-        draft.token_ids.extend(range(self.num_tokens or 0))
-        draft.logprobs.extend([-1.0] * (self.num_tokens or 0))
-        draft.finish_reason = "length"
+        (partial,) = partials
+        partial.token_ids.extend(range(self.num_tokens or 0))
+        partial.logprobs.extend([-1.0] * (self.num_tokens or 0))
+        partial.finish_reason = "length"
 
 
 @pytest.mark.parametrize(("probe_tokens", "max_response_tokens", "asked"), [(8, 100, 8), (8, 3, 3), (1, 1, 1)])

@@ -1,4 +1,4 @@
-"""Where a trainer meets its instances, and the meeting itself: real groups over loopback, threads as the other ends."""
+"""Where a trainer meets its instances, and the rendezvous itself: real groups over loopback, threads as the other ends."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from async_rl.errors import PublishError
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import InitInfo
 from async_rl.publish.rendezvous import Rendezvous, sender_address
-from async_rl.weights.store import join_meeting
+from async_rl.weights.store import join_rendezvous
 from async_rl.weights.store_wire import NotInvited
 from async_rl.weights.stream import WeightGroup
 from tests.support.members import ready_member
@@ -60,7 +60,7 @@ class Guest:
     def _join(self) -> None:
         info = self._info
         try:
-            store = join_meeting(info.master_address, info.master_port, self._secret, info.timeout_s)
+            store = join_rendezvous(info.master_address, info.master_port, self._secret, info.timeout_s)
             self.group = WeightGroup(store, self._rank, info.world_size, info.backend, info.timeout_s)
         except PublishError as error:
             self.error = error
@@ -79,31 +79,31 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 
 def test_ranks_follow_one_another_and_each_has_one_owner() -> None:
     for sizes in ([1], [2, 1], [1, 4, 2], [3, 3, 3]):
-        meeting, members = meeting_of(*sizes)
-        invitations = [meeting.invitation(member) for member in members]
+        rendezvous, members = meeting_of(*sizes)
+        invitations = [rendezvous.invitation(member) for member in members]
         places = [info.rank_offset + i for info, size in zip(invitations, sizes, strict=True) for i in range(size)]
         assert places == list(range(1, 1 + sum(sizes)))
         assert {info.world_size for info in invitations} == {1 + sum(sizes)}
-        assert [meeting._owners[rank] for rank in places] == [
+        assert [rendezvous._owners[rank] for rank in places] == [
             member for member, size in zip(members, sizes, strict=True) for _ in range(size)
         ]
-        meeting.call_off(num_absent=sum(sizes))
+        rendezvous.call_off(num_absent=sum(sizes))
 
 
 def test_every_meeting_has_a_secret_of_its_own_which_no_invitation_shows() -> None:
     meetings = [meeting_of(1) for _ in range(3)]
-    invitations = [meeting.invitation(members[0]) for meeting, members in meetings]
+    invitations = [rendezvous.invitation(members[0]) for rendezvous, members in meetings]
     assert len({info.secret for info in invitations}) == 3 and all(len(info.secret) >= 64 for info in invitations)
     assert not any(info.secret in repr(info) for info in invitations)
-    for meeting, _ in meetings:
-        meeting.call_off(num_absent=1)
+    for rendezvous, _ in meetings:
+        rendezvous.call_off(num_absent=1)
 
 
 def test_a_group_is_formed_and_says_whose_workers_have_not_accepted_an_update() -> None:
-    meeting, (one, two) = meeting_of(1, 2)
-    guests = [Guest(meeting.invitation(one)), *(Guest(meeting.invitation(two), place) for place in (0, 1))]
-    assert meeting.wait(PATIENCE_S)
-    room = meeting.room()
+    rendezvous, (one, two) = meeting_of(1, 2)
+    guests = [Guest(rendezvous.invitation(one)), *(Guest(rendezvous.invitation(two), place) for place in (0, 1))]
+    assert rendezvous.wait(PATIENCE_S)
+    room = rendezvous.formed()
     assert room is not None and room.members == {one, two}
     for guest in guests:
         guest.end()
@@ -124,38 +124,38 @@ def test_a_group_is_formed_and_says_whose_workers_have_not_accepted_an_update() 
 
 
 def test_a_meeting_that_is_called_off_ends_the_wait_of_those_who_came_at_once() -> None:
-    meeting, (one, _) = meeting_of(1, 1, timeout_s=60.0)
-    guest = Guest(meeting.invitation(one))
-    assert not meeting.wait(0.2)
+    rendezvous, (one, _) = meeting_of(1, 1, timeout_s=60.0)
+    guest = Guest(rendezvous.invitation(one))
+    assert not rendezvous.wait(0.2)
     begun = time.monotonic()
-    meeting.call_off(num_absent=1)
+    rendezvous.call_off(num_absent=1)
     guest.end()
     assert time.monotonic() - begun < 10.0 and guest.group is None
     assert "was ended by its host" in str(guest.error) or "is gone" in str(guest.error)
-    assert meeting.wait(0) and meeting.room() is None and meeting.problem
+    assert rendezvous.wait(0) and rendezvous.formed() is None and rendezvous.problem
 
 
 def test_a_group_that_was_formed_while_it_was_called_off_is_none() -> None:
-    meeting, (one,) = meeting_of(1)
-    guest = Guest(meeting.invitation(one))
-    assert meeting.wait(PATIENCE_S)
-    meeting.call_off(num_absent=0)
-    assert meeting.room() is None
+    rendezvous, (one,) = meeting_of(1)
+    guest = Guest(rendezvous.invitation(one))
+    assert rendezvous.wait(PATIENCE_S)
+    rendezvous.call_off(num_absent=0)
+    assert rendezvous.formed() is None
     guest.end()
     if guest.group is not None:
         guest.group.close()
 
 
 def test_nobody_comes_in_with_the_secret_of_another_meeting_and_those_invited_still_meet() -> None:
-    meeting, (one,) = meeting_of(1)
-    invitation = meeting.invitation(one)
+    rendezvous, (one,) = meeting_of(1)
+    invitation = rendezvous.invitation(one)
     stranger = Guest(invitation, secret="0" * 64)
     stranger.end()
     assert isinstance(stranger.error, NotInvited) and stranger.group is None
-    assert not meeting.wait(0)
+    assert not rendezvous.wait(0)
     guest = Guest(invitation)
-    assert meeting.wait(PATIENCE_S)
-    room = meeting.room()
+    assert rendezvous.wait(PATIENCE_S)
+    room = rendezvous.formed()
     assert room is not None
     guest.end()
     room.close()
@@ -164,6 +164,6 @@ def test_nobody_comes_in_with_the_secret_of_another_meeting_and_those_invited_st
 
 
 def test_one_that_does_not_come_within_the_timeout_is_no_group_and_the_problem_says_so() -> None:
-    meeting, _ = meeting_of(1, timeout_s=0.3)
-    assert meeting.wait(PATIENCE_S) and meeting.room() is None
-    assert "not all 2 members of the weight group met within 0.3 s" in meeting.problem
+    rendezvous, _ = meeting_of(1, timeout_s=0.3)
+    assert rendezvous.wait(PATIENCE_S) and rendezvous.formed() is None
+    assert "not all 2 members of the weight group met within 0.3 s" in rendezvous.problem

@@ -13,7 +13,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from async_rl.errors import PublishError
 from async_rl.weights import store as weight_store
-from async_rl.weights.store import MAX_STRANGERS, StoreServer, join_meeting
+from async_rl.weights.store import MAX_STRANGERS, StoreServer, join_rendezvous
 from async_rl.weights.store_wire import NotInvited
 from async_rl.weights.stream import WeightGroup
 
@@ -55,7 +55,7 @@ def test_an_address_of_another_host_is_refused_by_name() -> None:
 
 
 def test_members_read_what_others_wrote(server: StoreServer) -> None:
-    host, member = server.store(TIMEOUT_S), join_meeting(HOST, server.port, SECRET, TIMEOUT_S)
+    host, member = server.store(TIMEOUT_S), join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S)
     assert member.address == HOST
     member.set("a", b"\x00\xff")
     assert host.get("a") == b"\x00\xff" and host.check(["a"]) and not host.check(["a", "b"])
@@ -71,7 +71,7 @@ def test_members_read_what_others_wrote(server: StoreServer) -> None:
 
 
 def test_a_wait_ends_in_time_and_with_the_host(server: StoreServer) -> None:
-    member = join_meeting(HOST, server.port, SECRET, TIMEOUT_S)
+    member = join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S)
     with pytest.raises(PublishError, match=r"no member has said b within 0\.05 s"):
         member.wait(["b"], timedelta(seconds=0.05))
     with ThreadPoolExecutor(2) as threads:
@@ -88,7 +88,7 @@ def test_a_wrong_secret_is_refused_at_once_and_on_both_sides(server: StoreServer
     server.store(TIMEOUT_S).set("secret weights", "address of a rank")
     started = time.monotonic()
     with pytest.raises(NotInvited, match=r"this member's secret is of another meeting"):
-        join_meeting(HOST, server.port, "of another meeting", TIMEOUT_S)
+        join_rendezvous(HOST, server.port, "of another meeting", TIMEOUT_S)
     assert time.monotonic() - started < TIMEOUT_S / 2
     assert server.num_members == 0
     # A member does not trust a host that only pretends to know the secret.
@@ -102,7 +102,7 @@ def test_a_wrong_secret_is_refused_at_once_and_on_both_sides(server: StoreServer
 
         threading.Thread(target=pretend, daemon=True).start()
         with pytest.raises(NotInvited, match="its own secret is of another meeting"):
-            join_meeting(HOST, pretender.getsockname()[1], SECRET, TIMEOUT_S)
+            join_rendezvous(HOST, pretender.getsockname()[1], SECRET, TIMEOUT_S)
 
 
 def test_a_proof_that_was_seen_opens_no_second_connection(server: StoreServer) -> None:
@@ -121,7 +121,7 @@ def test_a_proof_that_was_seen_opens_no_second_connection(server: StoreServer) -
                     outer.sendall(inner.recv(4096))
 
         threading.Thread(target=pass_on, daemon=True).start()
-        member = join_meeting(HOST, listener.getsockname()[1], SECRET, TIMEOUT_S)
+        member = join_rendezvous(HOST, listener.getsockname()[1], SECRET, TIMEOUT_S)
         member.set("a", "1")
         with socket.create_connection((HOST, server.port)) as replay:
             replay.recv(32)
@@ -135,7 +135,7 @@ def test_strangers_learn_nothing_and_keep_no_member_out(server: StoreServer, mon
     silent = [socket.create_connection((HOST, server.port)) for _ in range(MAX_STRANGERS + 20)]
     with socket.create_connection((HOST, server.port)) as talker:
         talker.sendall(b"GET / HTTP/1.1\r\n\r\n" * 1000)
-        member = join_meeting(HOST, server.port, SECRET, TIMEOUT_S)
+        member = join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S)
         assert member.get("a") == b"1" and server.num_members == 1
     with pytest.raises((DistStoreError, DistNetworkError, RuntimeError)):
         TCPStore(HOST, server.port, is_master=False, timeout=timedelta(seconds=1)).list_keys()
@@ -151,7 +151,7 @@ def test_strangers_learn_nothing_and_keep_no_member_out(server: StoreServer, mon
 
 def test_whoever_takes_a_members_connection_without_the_secret_gets_no_weights(server: StoreServer) -> None:
     """As one does who connects to gloo's own port before the member does."""
-    stranger = join_meeting(HOST, server.port, SECRET, TIMEOUT_S)
+    stranger = join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S)
     stranger.secret = "guessed"
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(WeightGroup, stranger, 1, 2, "gloo", TIMEOUT_S)

@@ -13,7 +13,7 @@ import torch
 
 from async_rl.errors import ConfigError, PublishError
 from async_rl.weights.collectives import make_group
-from async_rl.weights.store import StoreServer, join_meeting
+from async_rl.weights.store import StoreServer, join_rendezvous
 from async_rl.weights.stream import ALONE_BYTES, Fingerprint, TensorSpec, WeightGroup, buckets
 
 pytestmark = pytest.mark.distributed
@@ -47,7 +47,7 @@ def receive(port: int, rank: int, world_size: int, bucket_bytes: int, timeout_s:
 
     An even rank receives into places of its own, for all but one tensor, of which one is not contiguous.
     """
-    group = WeightGroup(join_meeting(HOST, port, SECRET, timeout_s), rank, world_size, "gloo", timeout_s)
+    group = WeightGroup(join_rendezvous(HOST, port, SECRET, timeout_s), rank, world_size, "gloo", timeout_s)
     command = pipe.recv()
     if command == "die":
         return
@@ -140,7 +140,7 @@ def test_a_receiver_that_never_joins_ends_the_rendezvous_in_a_named_error() -> N
 
 def test_a_missing_sender_ends_the_rendezvous_in_a_named_error() -> None:
     with pytest.raises(PublishError, match=r"no weight store at 127\.0\.0\.1:1 .*publish\.master_address"):
-        join_meeting(HOST, 1, SECRET, timeout_s=0.5)
+        join_rendezvous(HOST, 1, SECRET, timeout_s=0.5)
 
 
 def test_buckets_hold_at_most_their_size_except_single_large_tensors() -> None:
