@@ -31,7 +31,7 @@ class PartialRollout:
 
     def response(self) -> Response:
         """The finished response, with an empty text."""
-        assert self.finish_reason is not None, "an unfinished partial is no response"
+        assert self.finish_reason is not None, "an unfinished partial rollout is no response"
         return Response(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),

@@ -43,7 +43,7 @@ def test_a_cut_leaves_a_prefix_and_only_the_spans_that_lie_in_it() -> None:
 
 @pytest.mark.parametrize("noise_by_position", [True, False])
 @pytest.mark.parametrize("num", [1, 2, 5])
-def test_drafts_without_tokens_are_one_request_with_the_seed_of_the_first(num: int, noise_by_position: bool) -> None:
+def test_partials_without_tokens_are_one_request_with_the_seed_of_the_first(num: int, noise_by_position: bool) -> None:
     sampling = SamplingParams(n=9, max_tokens=20, min_tokens=4, seed=1, logprobs=0)
     partials = [PartialRollout(7 + j) for j in range(num)]
     prompt, params = request_of(PROMPT, sampling, partials, noise_by_position=noise_by_position)
@@ -64,7 +64,7 @@ def test_a_continuation_asks_for_the_rest_with_its_prefix_as_prompt(
     assert params.seed == (7 if noise_by_position else None)
 
 
-def test_drafts_that_no_one_request_can_bring_further_are_our_own_mistake() -> None:
+def test_partials_that_no_one_request_can_bring_further_are_our_own_mistake() -> None:
     sampling = SamplingParams(n=2, max_tokens=20, seed=0, logprobs=0)
     with pytest.raises(AssertionError):
         request_of(PROMPT, sampling, [PartialRollout(0), PartialRollout(2)], noise_by_position=True)

@@ -201,7 +201,7 @@ def play(script: Script) -> tuple[list[PartialRollout], InstanceError | None]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_happens_to_an_answer_drafts_hold_a_proven_part_of_it_and_nothing_twice(fault: str) -> None:
+def test_whatever_happens_to_a_response_partials_hold_a_proven_part_of_it_and_nothing_twice(fault: str) -> None:
     rng = Random(fault)
     for _ in range(NUM_SCRIPTS):
         script = script_of(rng, [fault, *FAULTS])

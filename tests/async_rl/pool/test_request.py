@@ -30,7 +30,7 @@ def test_without_a_token_it_waits_and_has_no_speed() -> None:
     assert request.waits and request.speed(1e9) == 0.0 and request.num_open == 2
 
 
-def test_what_the_drafts_held_before_is_no_token_of_the_request() -> None:
+def test_what_the_partials_held_before_is_no_token_of_the_request() -> None:
     _, request = begun(1, 0, num_before=7)
     assert (request.num_before, request.num_tokens, request.waits) == (7, 0, True)
 

@@ -1,4 +1,4 @@
-"""Where a trainer meets its instances, and the rendezvous itself: real groups over loopback, threads as the other ends."""
+"""Where a trainer meets its instances, and the rendezvous itself: real groups over loopback, with threads."""
 
 import threading
 import time
