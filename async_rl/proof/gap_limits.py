@@ -141,10 +141,10 @@ def rank_sigmas(own: Sequence[float], others: Sequence[float]) -> float:
     """How far `own` are above `others`, by Wilcoxon's rank sum, in standard errors of the sum under no difference."""
     values = sorted([*own, *others])
     ranks: dict[float, float] = {}
-    for place, value in enumerate(values):
-        first = ranks.setdefault(value, place + 1.0)
-        if place + 1 == len(values) or values[place + 1] != value:
-            ranks[value] = (first + place + 1) / 2
+    for index, value in enumerate(values):
+        first = ranks.setdefault(value, index + 1.0)
+        if index + 1 == len(values) or values[index + 1] != value:
+            ranks[value] = (first + index + 1) / 2
     excess = sum(ranks[value] for value in own) - len(own) * (len(values) + 1) / 2
     ties = sum(count**3 - count for count in _counts(values))
     num = len(values)

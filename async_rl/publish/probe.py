@@ -28,7 +28,7 @@ SEED = 0
 class Deviation:
     """The token of a response at which an instance and the trainer differ most, by `gap` nats."""
 
-    place: int
+    index: int
     rollout: float
     trainer: float
 
@@ -82,7 +82,7 @@ class Probe:
 
     def _failure(self, member: Member, worst: Deviation) -> InstanceError:
         return InstanceError(
-            f"instance {member.url} gives token {worst.place} of the probe log-prob {worst.rollout:.4f}, the trainer "
+            f"instance {member.url} gives token {worst.index} of the probe log-prob {worst.rollout:.4f}, the trainer "
             f"{worst.trainer:.4f}, with publish.max_probe_gap = {self._max_gap:g}: it received the weights, but "
             "computes with others, or in another way; check its dtype and engine options"
         )

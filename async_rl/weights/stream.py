@@ -188,7 +188,7 @@ class WeightGroup:
         been written there, and is that destination; any other is a view of its message, which it keeps in memory.
         Destinations are written before their tensors are yielded, from the first step on.
         """
-        places = into or {}
+        destinations = into or {}
         in_flight: deque[_Message] = deque()
         try:
             for message in _messages(specs, lambda spec: spec, bucket_bytes):
@@ -196,20 +196,20 @@ class WeightGroup:
                 if len(in_flight) == NUM_IN_FLIGHT:
                     arrived = in_flight.popleft()
                     self._wait(arrived)
-                in_flight.append(self._start(self._room_for(message, places), message))
+                in_flight.append(self._start(self._room_for(message, destinations), message))
                 if arrived is not None:
-                    yield from _put_in_place(arrived, places)
+                    yield from _copy_to_destinations(arrived, destinations)
             while in_flight:
                 arrived = in_flight.popleft()
                 self._wait(arrived)
-                yield from _put_in_place(arrived, places)
+                yield from _copy_to_destinations(arrived, destinations)
         finally:
             self._collectives.let_end(message.work for message in in_flight)
 
-    def _room_for(self, message: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        place = places.get(message[0].name) if len(message) == 1 else None
-        if place is not None and place.is_contiguous():
-            return place.view(-1).view(torch.uint8)
+    def _room_for(self, message: Sequence[TensorSpec], destinations: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        destination = destinations.get(message[0].name) if len(message) == 1 else None
+        if destination is not None and destination.is_contiguous():
+            return destination.view(-1).view(torch.uint8)
         return torch.empty(sum(spec.num_bytes for spec in message), dtype=torch.uint8, device=self._collectives.device)
 
     def close(self) -> None:
@@ -234,7 +234,9 @@ class WeightGroup:
             ) from error
 
 
-def _put_in_place(message: _Message, places: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+def _copy_to_destinations(
+    message: _Message, destinations: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
     """The tensors of a received message, each in its destination if it has one."""
     start = 0
     for spec in message.specs:
@@ -243,7 +245,7 @@ def _put_in_place(message: _Message, places: Mapping[str, torch.Tensor]) -> Iter
         # A tensor may start at any byte of the message; a typed view needs its own alignment.
         aligned = raw if raw.storage_offset() % spec.dtype.itemsize == 0 else raw.clone()
         tensor = aligned.view(spec.dtype).view(spec.shape)
-        place = places.get(spec.name)
-        if place is not None and place.data_ptr() != tensor.data_ptr():
-            tensor = place.copy_(tensor)
+        destination = destinations.get(spec.name)
+        if destination is not None and destination.data_ptr() != tensor.data_ptr():
+            tensor = destination.copy_(tensor)
         yield spec, tensor

@@ -55,8 +55,8 @@ class _ResponseLogprobs(torch.autograd.Function):
         lses, entropies = [], []
         for rows in _chunks(hidden_RH, weight_VH):
             logits_CV = _logits(hidden_RH[rows], weight_VH, temperature)
-            place, is_here_N = _places(label_rows_N, own_labels_N, rows, logits_CV)
-            label_logits_N += logits_CV[place] * is_here_N
+            indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, logits_CV)
+            label_logits_N += logits_CV[indices] * is_here_N
             lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
             logprobs_CV = logits_CV.sub_(lse_C1)
             lses.append(lse_C1[:, 0])
@@ -77,9 +77,9 @@ class _ResponseLogprobs(torch.autograd.Function):
         dweight_VH = torch.zeros_like(weight_VH, dtype=_wide(weight_VH.dtype))
         for rows in _chunks(hidden_RH, weight_VH):
             logits_CV = _logits(hidden_RH[rows], weight_VH, ctx.temperature)
-            place, is_here_N = _places(label_rows_N, own_labels_N, rows, logits_CV)
+            indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, logits_CV)
             dlogits_CV = logits_CV.sub_(lse_R[rows, None]).exp_().mul_(-sums_R[rows, None])
-            dlogits_CV.index_put_(place, dlogprobs_N * is_here_N, accumulate=True)
+            dlogits_CV.index_put_(indices, dlogprobs_N * is_here_N, accumulate=True)
             dscores_CV = dlogits_CV.div_(ctx.temperature).to(weight_VH.dtype)
             torch.mm(dscores_CV, weight_VH, out=dhidden_RH[rows])
             if dweight_VH.dtype == dscores_CV.dtype:
@@ -105,7 +105,7 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float
     return (hidden_CH @ weight_VH.T).to(_wide(hidden_CH.dtype)).div_(temperature)
 
 
-def _places(
+def _label_indices(
     label_rows_N: torch.Tensor, own_labels_N: torch.Tensor, rows: slice, logits_CV: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """(row, column) of every label in a chunk's logits, and whether the label is in the chunk; the indices are clamped.

@@ -118,12 +118,12 @@ def test_the_largest_deviation_is_that_of_the_first_that_is_no_number_or_else_of
     for _ in range(200):
         rollout = [rng.uniform(-5, 0) for _ in range(rng.randint(1, 8))]
         trainer = [rng.uniform(-5, 0) for _ in rollout]
-        place = rng.randrange(len(rollout))
+        index = rng.randrange(len(rollout))
         if rng.random() < 0.5:
-            trainer[place] = NAN
+            trainer[index] = NAN
         else:
-            place = max(range(len(rollout)), key=lambda i: abs(rollout[i] - trainer[i]))
+            index = max(range(len(rollout)), key=lambda i: abs(rollout[i] - trainer[i]))
         found = largest_deviation(rollout, trainer)
-        assert found.place == place
+        assert found.index == index
     with pytest.raises(ValueError, match="longer"):
         largest_deviation([1.0], [1.0, 2.0])
