@@ -18,9 +18,10 @@ FAST := not distributed and not packaging and not vllm and not layouts and not g
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
 
-# Half of the time the tests wait for processes, so two run at once; those of one file share what they start.
+# Half of the time the tests wait for processes, so two run at once; those of one file share what they start. The order is
+# that of tests/conftest.py.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Everything that starts no processes; none of it waits, so a minute for one test means that it hangs.
 test-fast: $(READY)
