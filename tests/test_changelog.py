@@ -1,9 +1,9 @@
 """The changelog can be released from: Unreleased first, then dated versions, the newest being the package's."""
 
 import re
-import tomllib
 from datetime import date
 
+from async_rl import __version__
 from tests.support import ROOT
 
 HEADINGS = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
@@ -18,8 +18,7 @@ def test_unreleased_comes_first_and_every_other_heading_is_a_version_with_its_da
 
 
 def test_the_newest_version_is_the_packages() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert HEADINGS[1].startswith(f"[{version}] ")
+    assert HEADINGS[1].startswith(f"[{__version__}] ")
 
 
 def test_a_kind_of_change_has_one_heading_per_version() -> None:

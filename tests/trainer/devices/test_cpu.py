@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys, torch
 compile = torch.compile
@@ -15,6 +17,7 @@ assert "torch._inductor.compile_fx" not in sys.modules, "the compiler was loaded
 """
 
 
+@pytest.mark.distributed
 def test_choosing_the_cpu_loads_megatron_without_torchs_compiler() -> None:
     """In a process of its own: here Megatron is loaded already."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
