@@ -87,6 +87,10 @@ def test_equal_plain_log_softmax_in_any_chunks(
         row_bytes = len(inputs.weight_VH) * (8 if dtype == torch.float64 else 4)
         monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk_rows * row_bytes)
         actual = results_of(response_logprobs, inputs, dtype)
+        if dtype == torch.bfloat16:
+            # A logit is rounded relative to its own size, which changes probabilities by so much.
+            hidden_RH, weight_VH, *_, temperature = inputs.arguments
+            limit = 3e-2 + 2**-8 * float((hidden_RH.double() @ weight_VH.double().T).abs().max()) / temperature
         assert_close(actual, results_of(plain_logprobs, inputs, torch.float64), limit)
         assert [x.dtype for x in actual[2:]] == [dtype, dtype]
         assert actual[0].dtype == actual[1].dtype == torch.promote_types(dtype, torch.float32)
