@@ -26,7 +26,8 @@ TIMEOUT = timedelta(hours=2)
 CPU = torch.device("cpu")
 
 MEETS_TO_CLOSE = torch.__version__ < "2.9"  # compared as versions, not as text
-"""Whether ranks wait for each other before they end their groups: gloo of torch 2.7.1 may hang if a rank is ahead.
+"""Whether ranks wait for each other before they end their groups. With torch 2.7.1 a group is destroyed under Python's
+lock; a thread of gloo that drops a Python tensor of its last operation needs that lock too, and both hang.
 Remove it once the oldest torch of pyproject.toml is 2.9."""
 
 CLOSE_TIMEOUT = timedelta(seconds=10)
@@ -126,8 +127,11 @@ class Parallel:
     def close(self) -> None:
         """Destroys the process groups; the process can create new ones afterwards."""
         if MEETS_TO_CLOSE:
+            # Both names keep their objects until the groups are destroyed, so that gloo drops no Python tensor then.
+            tensor = torch.zeros(1)
+            work = dist.all_reduce(tensor, async_op=True)
             with suppress(RuntimeError):
-                dist.all_reduce(torch.zeros(1), async_op=True).wait(CLOSE_TIMEOUT)
+                work.wait(CLOSE_TIMEOUT)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
