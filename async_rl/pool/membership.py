@@ -76,11 +76,6 @@ class Transition:
     after: State
 
     @property
-    def leaves_service(self) -> bool:
-        """Whether it was serving, or draining, and is not any more."""
-        return self.before in ("ready", "draining") and self.after != self.before
-
-    @property
     def ends_requests(self) -> bool:
         """Whether its running requests are given up, to be continued by other instances."""
         return self.event in (Event.LOST, Event.RESTARTED, Event.REMOVED)
