@@ -50,7 +50,6 @@ from trainer.devices import choose_device
 from trainer.parallel import init_parallel
 from trainer.session import Session, open_session
 
-NUM_PROMPTS = 96
 RESPONSES_PER_PROMPT = 8
 PROMPT_TOKENS = 48
 MEDIAN_RESPONSE_TOKENS = 24
@@ -124,7 +123,7 @@ def make_rows(path: Path, number: int) -> None:
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
 
 
-def make_config(directory: Path, url: str, pairs: int) -> Config:
+def make_config(directory: Path, url: str, pairs: int, num_prompts: int) -> Config:
     reward = directory / "reward.py"
     reward.write_text(
         "def length_of_text(prompt, responses, row):\n    return [float(len(r.text) % 7) for r in responses]\n"
@@ -135,7 +134,7 @@ def make_config(directory: Path, url: str, pairs: int) -> Config:
             "model": {"path": str(directory / "model")},
             "prompts": {
                 "source": str(directory / "rows.jsonl"),
-                "prompts_per_batch": NUM_PROMPTS,
+                "prompts_per_batch": num_prompts,
                 "chat_template": False,
             },
             "rollout": {
@@ -191,19 +190,19 @@ def calibrate(measure_at: Callable[[int], float], say: Callable[[str], None]) ->
     return min(measured, key=lambda groups: abs(math.log(measured[groups])))
 
 
-def measure(pairs: int, groups_at_once: int | None, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(pairs: int, num_prompts: int, groups_at_once: int | None, say: Callable[[str], None]) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         save_random_qwen3(directory / "model", **MODEL_SIZE)
         save_word_tokenizer(directory / "model", VOCAB_SIZE)
-        make_rows(directory / "rows.jsonl", NUM_PROMPTS * (pairs + 1))
+        make_rows(directory / "rows.jsonl", num_prompts * (pairs + 1))
         room: tuple[str, ...] = ("--max-model-len", str(PROMPT_TOKENS + MAX_RESPONSE_TOKENS))
         room += ("--max-concurrency", str(MAX_GROUPS * RESPONSES_PER_PROMPT))
         with running_instance(directory / "model", *room, core=cores[0]) as url:
             os.sched_setaffinity(0, {cores[-1]})
             torch.set_num_threads(1)
-            config = make_config(directory, url, pairs)
+            config = make_config(directory, url, pairs, num_prompts)
             parallel = init_parallel(choose_device("cpu"), 0, config.trainer)
             pace = Pace()
             with open_session(config, parallel, pool=PacedPool(pace, config.pool)) as session:
@@ -262,11 +261,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description="Synchronous against periodic.")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     parser.add_argument("--pairs", type=int, default=5, help="batches, each run in both modes (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=96, help="of one batch (default: %(default)s)")
     parser.add_argument("--groups-at-once", type=int, help="at the instance; by default what balances both sides")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     say: Callable[[str], None] = (lambda line: None) if options.json else print
-    print(json.dumps(measure(options.pairs, options.groups_at_once, say)))
+    print(json.dumps(measure(options.pairs, options.prompts, options.groups_at_once, say)))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ from aiohttp import web
 
 from async_rl.protocol import inference, routes
 
+MAX_CONCURRENCY = 2**20
+"""Reported to the pool, which would otherwise hold back most of a batch: the rollouts of all of it are measured."""
+
 NUM_VARIANTS = 16
 """Number of different chunks of one length; more would only fill the caches."""
 
@@ -130,10 +133,15 @@ def rendered_tokens(count: int, variant: int, vocab_size: int) -> bytes:
     return json.dumps({"token_ids": token_ids, "logprobs": {"content": content}}, separators=(",", ":"))[1:-1].encode()
 
 
+async def report_concurrency(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers[routes.MAX_CONCURRENCY_HEADER] = str(MAX_CONCURRENCY)
+
+
 async def serve(instance: MockInstance) -> None:
     """Serves on a free port until standard input ends."""
     app = web.Application(client_max_size=2**24)
     app.add_routes(instance.routes())
+    app.on_response_prepare.append(report_concurrency)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     # A whole batch connects at once.
