@@ -14,14 +14,12 @@ from typing import Literal
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from deploy.cluster.process import GRACE_S
 
 FLEET_PORT = 8600
 """Of the trainer's fleet endpoint, where `pool.fleet_port` leaves it open: instances must know it before it listens."""
 
 ANY_HOST = "0.0.0.0"
-
-GRACE_S = 10.0
-"""For a process that has nothing to save before it ends."""
 
 INSTANCE_GRACE_S = 40.0
 """For an instance: it asks the fleet for leave, 30 s at most, and finishes its requests meanwhile."""

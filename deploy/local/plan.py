@@ -8,36 +8,16 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from deploy.cluster.process import GRACE_S, Process, log_path
 from deploy.local.machine import HOST, VISIBLE, Machine
 from deploy.local.share import Share, share_out
-
-GRACE_S = 10.0
-"""For a process that has nothing to save before it ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One process to start: `env` is added to the launcher's own, `cores` are the CPU cores it is pinned to.
-
-    `devices` lists the devices that `env` makes visible, for display. After SIGTERM, it is killed when `grace_s` has
-    passed.
-    """
-
-    name: str
-    role: Literal["instance", "trainer", "program"]
-    argv: tuple[str, ...]
-    log_file: Path
-    cores: tuple[int, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    devices: tuple[str, ...] = ()
-    grace_s: float = GRACE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +156,3 @@ def _process(
     if share.devices:
         env[VISIBLE[config.trainer.device]] = ",".join(share.devices)
     return Process(name, role, tuple(argv), log_path(config.run.dir, name), share.cores, env, share.devices)
-
-
-def log_path(run_dir: Path, name: str) -> Path:
-    """The log file of a process of a run."""
-    return run_dir / "logs" / f"{name}.log"

@@ -1,7 +1,7 @@
 """Runs a config on this machine: `async-rl run CONFIG [--section.key VALUE ...]`.
 
 Starts the instances, waits until they are healthy, starts the trainer and shows its progress. However it ends (success,
-Ctrl-C, SIGTERM, a failed process, `kill -9`), every process it started ends too, see `deploy.local.process_guard`.
+Ctrl-C, SIGTERM, a failed process, `kill -9`), every process it started ends too, see `deploy.cluster.process_guard`.
 """
 
 import shutil
@@ -20,10 +20,12 @@ from async_rl.net.http_client import HttpClient, answers_200
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
+from deploy.cluster.process import Process, Running
+from deploy.cluster.run_view import JsonlTail, RunView, make_run_view
+from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.machine import free_ports, this_machine
-from deploy.local.plan import Plan, Process, describe, num_ports, plan
-from deploy.local.processes import POLL_S, Deployment, Running, Stopped, explain_end, stop_on_signals
-from deploy.local.run_view import JsonlTail, RunView, make_run_view
+from deploy.local.plan import Plan, describe, num_ports, plan
+from deploy.local.processes import POLL_S, Deployment
 
 START_TIMEOUT_S = 1800.0
 """For an instance that is neither healthy nor ended; vLLM may take many minutes to load and capture graphs."""
