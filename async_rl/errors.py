@@ -26,7 +26,8 @@ AsyncRLError
 ├── WaitTimedOut (also TimeoutError)  a coroutine or process did not end in time when it was asked to
 ├── RunStopped                      the run was asked to end (SIGTERM)
 ├── LeaderFailed                    the training rank that leads a replica's rollouts failed
-└── ProcessFailed                   a process of a local deployment ended unexpectedly
+├── ProcessFailed                   a process of a local deployment ended unexpectedly
+└── RestartsExhausted               a task of a run died again and again, without progress in between
 """
 
 
@@ -149,3 +150,7 @@ class ProcessFailed(AsyncRLError):
     def __init__(self, message: str, cause: str | None = None) -> None:
         super().__init__(message)
         self.cause = cause
+
+
+class RestartsExhausted(AsyncRLError):
+    """A task of a run died more often than `cluster.max_restarts` without another iteration in between."""

@@ -4,7 +4,7 @@ Every entry point loads it first and passes each part only its own section. Unkn
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -293,6 +293,10 @@ class InferenceSection(Section):
         return self
 
 
+SlurmOption = Annotated[str, Field(pattern=r"^-[^\n\r]+$")]
+"""One line of a job script."""
+
+
 class ClusterSection(Section):
     """What `async-rl launch` needs beyond the other sections; of it `async-rl run` uses the restarts."""
 
@@ -321,6 +325,11 @@ class ClusterSection(Section):
     patience_s: float = Field(
         1800.0, gt=0, description="how long an instance waits for a trainer that does not answer before it ends"
     )
+    slurm_options: tuple[SlurmOption, ...] = Field(
+        (), description="further sbatch options of all jobs, such as `--partition=gpu` and `--time=12:00:00`"
+    )
+    slurm_training_options: tuple[SlurmOption, ...] = Field((), description="those of the training job alone")
+    slurm_instance_options: tuple[SlurmOption, ...] = Field((), description="those of the instances alone")
 
 
 class EvaluationSet(Section):
