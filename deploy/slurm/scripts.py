@@ -43,7 +43,8 @@ def training_script(plan: ClusterPlan) -> str:
         options,
         [
             *_exports(plan, plan.training_env),
-            'export MASTER_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+            # The batch process runs on the first node of the job.
+            'export MASTER_ADDRESS="$(hostname)"',
             *_kept(plan, TRAINER, "trainer", plan.training_grace_s, srun),
         ],
     )
