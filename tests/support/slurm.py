@@ -51,7 +51,8 @@ StateSaveLocation={dir}/state
 SlurmdSpoolDir={dir}/spool-%n
 SlurmctldPidFile={dir}/slurmctld.pid
 SlurmdPidFile={dir}/slurmd-%n.pid
-PartitionName=all Nodes=ALL Default=YES State=UP OverTimeLimit=0
+# The least loaded node first, so that instances spread.
+PartitionName=all Nodes=ALL Default=YES State=UP LLN=YES
 """
 
 
