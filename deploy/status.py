@@ -128,8 +128,8 @@ def show(status: Status, console: Console) -> None:
     for name in ("instance", "url", "state", "version", "reason"):
         instances.add_column(name, overflow="fold")
     for info in status.fleet.instances:
-        words = (info.name, info.url, info.state, info.version or "-", info.reason or "")
-        instances.add_row(*map(_text, words))
+        row = (info.name, info.url, info.state, info.version or "-", info.reason or "")
+        instances.add_row(*map(_text, row))
     console.print(instances)
 
 

@@ -107,7 +107,8 @@ class SlurmTask:
             self._record()
             time.sleep(POLL_S)
         self._record()
-        if self._kept.state == "done":
+        # An instance exits with 0 also when it was asked to end.
+        if self._kept.state == "done" and (self._kept.process.role == TRAINER or not self._signals):
             return 0
         if signal.SIGTERM in self._signals:
             return TOLD
