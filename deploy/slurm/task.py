@@ -137,7 +137,7 @@ class SlurmTask:
                 return
             self._say("told to end: saving, and ending")
             if self._kept.process.role == TRAINER:
-                # srun would pass SIGTERM on as an order to end within Slurm's KillWait.
+                # srun would take SIGTERM for an order to end its step within Slurm's KillWait.
                 end_steps(self._job)
             else:
                 self._kept.running.request_end()

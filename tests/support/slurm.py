@@ -4,8 +4,10 @@ All nodes are on this host, or each on a simulated one (`hosts.py`). Every daemo
 the test, and ends with it.
 """
 
+import ctypes
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -20,6 +22,7 @@ from tests.support.hosts import Host, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 WAIT_S = 60.0
+PR_SET_PDEATHSIG = 1
 FIRST_PORT = 17601
 """Of the nodes that share this host."""
 
@@ -151,7 +154,11 @@ class Slurm:
     def _start(self, name: str, words: Sequence[str], host: Host | None) -> None:
         with (self._dir / f"{name}.log").open("wb") as log:
             command = list(words) if host is None else host.command(words)
-            self._daemons.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self.env()))
+            self._daemons.append(
+                subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, env=self.env(), preexec_fn=_end_with_parent
+                )
+            )
 
     def _start_munge(self) -> None:
         key = self._dir / "munge.key"
@@ -175,3 +182,8 @@ class Slurm:
             lines.append(f"NodeName={node} {where} CPUs={CPUS} RealMemory=1000")
         (self._dir / "slurm.conf").write_text("\n".join(lines) + "\n")
         (self._dir / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+
+
+def _end_with_parent() -> None:
+    """In the child before exec: it ends with the test, however the test ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
