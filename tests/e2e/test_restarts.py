@@ -93,9 +93,8 @@ def test_an_instance_that_is_killed_comes_back_and_serves_again(new_run: Callabl
 
 def test_a_trainer_that_always_dies_ends_the_run_in_bounded_time(new_run: Callable[[str], Run]) -> None:
     run = new_run("run")
-    run.reward.write_text(run.reward.read_text() + "\n\ndef deadly(prompt, responses, row):\n    kill()\n")
     run.reward.write_text(
-        "import os, signal, psutil\n\n\n"
+        "import psutil\n\n\n"
         "def deadly(prompt, responses, row):\n"
         "    parents = psutil.Process().parents()\n"
         "    rank = next(p for p in parents if 'trainer' in p.cmdline())\n"
@@ -108,7 +107,7 @@ def test_a_trainer_that_always_dies_ends_the_run_in_bounded_time(new_run: Callab
     assert run.finish() == 1, run.everything_said()
     said = run.output.read_text()
     assert "RestartsExhausted: trainer was started again 2 times without another iteration" in said, said
-    assert "SIGKILL" in said, "the last cause"
+    assert "exitcode: -9" in said, "the last cause, from torchrun's report"
     assert time.monotonic() - begun < 150, "three starts of about ten seconds each, on a busy machine"
     assert gone(family)
     assert not run.lines("ledger.jsonl")
