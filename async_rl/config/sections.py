@@ -4,7 +4,7 @@ Every entry point loads it first and passes each part only its own section. Unkn
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -227,6 +227,9 @@ class TrainerSection(Section):
     frozen_weights: Literal["device", "host"] = Field(
         "device", description="where old and reference weights wait until they are used"
     )
+    lost_after_s: float = Field(
+        30.0, ge=2.0, description="a training rank that is silent for so long counts as lost, and ends the other ranks"
+    )
 
     @property
     def ranks_per_replica(self) -> int:
@@ -293,6 +296,50 @@ class InferenceSection(Section):
         return self
 
 
+SlurmOption = Annotated[str, Field(pattern=r"^-[^\n\r]+$")]
+"""One line of a job script."""
+
+
+class ClusterSection(Section):
+    """What `async-rl launch` needs beyond the other sections; of it `async-rl run` uses the restarts."""
+
+    training_nodes: int = Field(1, ge=1, description="hosts that train, each with trainer.num_processes ranks")
+    max_instances: int | None = Field(
+        None,
+        ge=1,
+        description="instances at most, where the launcher follows async_rl_desired_instances; by default "
+        "inference.num_instances, which is the least",
+    )
+    python: str | None = Field(None, description="the interpreter on the hosts; by default the launcher's own")
+    training_cores: int | None = Field(
+        None, ge=1, description="CPU cores of a training node; by default one a rank and one more"
+    )
+    instance_cores: int | None = Field(
+        None, ge=1, description="CPU cores of an instance; by default one a worker and one more"
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="environment of all tasks; never put secrets here")
+    master_port: int = Field(29500, ge=1, le=65535, description="where the training nodes meet, on the first of them")
+    max_restarts: int = Field(
+        3, ge=0, description="restarts of the trainer, and of each instance, without progress in between"
+    )
+    restart_delay_s: float = Field(
+        1.0, gt=0, le=60, description="before the first restart; twice as long before each further one, up to a minute"
+    )
+    patience_s: float = Field(
+        1800.0, gt=0, description="how long an instance waits for a trainer that does not answer before it ends"
+    )
+    lease_s: float = Field(
+        20.0,
+        gt=0,
+        description="a trainer that has shown no sign of life in run.dir for so long may be replaced by another one",
+    )
+    slurm_options: tuple[SlurmOption, ...] = Field(
+        (), description="further sbatch options of all jobs, such as `--partition=gpu` and `--time=12:00:00`"
+    )
+    slurm_training_options: tuple[SlurmOption, ...] = Field((), description="those of the training job alone")
+    slurm_instance_options: tuple[SlurmOption, ...] = Field((), description="those of the instances alone")
+
+
 class EvaluationSet(Section):
     """`[[evaluation.sets]]`: prompts are rendered as those of the `prompts` section, and scored by the run's reward."""
 
@@ -324,6 +371,7 @@ class Config(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     inference: InferenceSection = Field(default_factory=InferenceSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
 
     @model_validator(mode="after")
     def _joining_at_once_has_a_snapshot(self) -> "Config":
@@ -357,7 +405,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _batch_feeds_every_replica(self) -> "Config":
-        self.require_prompts_for(self.trainer.num_local_ranks)
+        self.require_prompts_for(self.trainer.num_local_ranks * self.cluster.training_nodes)
+        return self
+
+    @model_validator(mode="after")
+    def _instances_have_a_range(self) -> "Config":
+        if self.cluster.max_instances is not None and self.cluster.max_instances < self.inference.num_instances:
+            raise ValueError(
+                f"cluster.max_instances is {self.cluster.max_instances}, but inference.num_instances, the least, is "
+                f"{self.inference.num_instances}: raise the one or lower the other"
+            )
         return self
 
     def require_prompts_for(self, num_ranks: int) -> None:

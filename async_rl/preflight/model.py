@@ -153,7 +153,7 @@ def require_divisible(config: Config, files: ModelFiles) -> None:
     layers, heads, kv_heads, vocabulary, ffn = (size if isinstance(size, int) else 0 for size in sizes)
     if all(isinstance(size, int) for size in sizes) and isinstance(experts, int | None):
         divided = _Sizes(layers, heads, kv_heads, vocabulary, ffn, None if experts is None else _Experts(experts))
-        require_layout(config.trainer, divided, config.trainer.num_local_ranks)
+        require_layout(config.trainer, divided, config.trainer.num_local_ranks * config.cluster.training_nodes)
 
 
 def require_tokens(config: Config, files: ModelFiles) -> None:

@@ -1,11 +1,13 @@
-"""Only one run at a time in a run directory: two would mix their records and checkpoints."""
+"""Only one run at a time in a run directory, as far as one host can tell at once; `lease.py` is for several hosts."""
 
 import errno
 import fcntl
 from pathlib import Path
 from typing import BinaryIO
 
-from async_rl.errors import ConfigError
+from async_rl.errors import RunDirInUse
+from async_rl.tracking.lease import read_term
+from async_rl.tracking.process_identity import is_running
 
 LOCK_FILE = ".lock"
 
@@ -16,7 +18,7 @@ def lock_run(run_dir: Path) -> BinaryIO:
     If the file system has no locks, nothing is locked.
 
     Raises:
-        ConfigError: another run holds it.
+        RunDirInUse: another run holds it.
     """
     file = (run_dir / LOCK_FILE).open("ab")
     try:
@@ -24,7 +26,7 @@ def lock_run(run_dir: Path) -> BinaryIO:
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             file.close()
-            raise ConfigError(
+            raise RunDirInUse(
                 f"run.dir {str(run_dir)!r} is in use by another run, or by one that is still saving: wait for its end, "
                 "or name another directory"
             ) from error
@@ -32,6 +34,15 @@ def lock_run(run_dir: Path) -> BinaryIO:
 
 
 def require_unlocked(run_dir: Path) -> None:
-    """Raises ConfigError if another run currently holds `run_dir`."""
-    if (run_dir / LOCK_FILE).exists():
+    """Raises RunDirInUse if another run currently holds `run_dir`, and may not be replaced."""
+    if (run_dir / LOCK_FILE).exists() and not may_be_replaced(run_dir):
         lock_run(run_dir).close()
+
+
+def may_be_replaced(run_dir: Path) -> bool:
+    """Whether the lease of `run_dir` decides, though the directory be locked: its last holder is not known to run.
+
+    A stopped process keeps its lock until it ends.
+    """
+    term = read_term(run_dir)
+    return term is not None and not is_running(term.process)

@@ -34,8 +34,8 @@ from benchmarks.chaos.instances import Crew
 from benchmarks.chaos.proxy import Disturbance
 from benchmarks.chaos.report import is_sound, report
 from benchmarks.chaos.trainer_run import MAX_MODEL_LEN, REQUEST_TIMEOUT_S, Outcome, TrainerRun, make_inputs
+from deploy.cluster.stopping import Stopped, stop_on_signals
 from deploy.local.machine import free_ports
-from deploy.local.processes import Stopped, stop_on_signals
 
 SHARED_MEMORY = Path("/dev/shm")
 INSTANCES_WITHOUT_FAULTS = 2

@@ -12,9 +12,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
-from deploy.local.plan import Process
+from deploy.cluster.process import Process
+from deploy.cluster.run_view import JsonlTail
 from deploy.local.processes import Deployment
-from deploy.local.run_view import JsonlTail
 
 PROMPTS_PER_BATCH = 6
 RESPONSES_PER_PROMPT = 4

@@ -26,11 +26,13 @@ from async_rl.errors import AsyncRLError, ProcessFailed
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
+from deploy.cluster.process import Process, Running, log_path
+from deploy.cluster.run_view import JsonlTail
+from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.machine import free_ports, this_machine
-from deploy.local.plan import Process, log_path, num_ports, plan_instances
-from deploy.local.processes import Deployment, Running, Stopped, explain_end, stop_on_signals
+from deploy.local.plan import num_ports, plan_instances
+from deploy.local.processes import Deployment
 from deploy.local.run import START_TIMEOUT_S, is_healthy
-from deploy.local.run_view import JsonlTail
 
 Line = Mapping[str, Any]
 """A line of the program's `results.jsonl` or `samples.jsonl`; see `async_rl/evaluation/output.py`."""

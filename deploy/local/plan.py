@@ -8,36 +8,16 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from deploy.cluster.process import GRACE_S, Process, log_path
 from deploy.local.machine import HOST, VISIBLE, Machine
 from deploy.local.share import Share, share_out
-
-GRACE_S = 10.0
-"""For a process that has nothing to save before it ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One process to start: `env` is added to the launcher's own, `cores` are the CPU cores it is pinned to.
-
-    `devices` lists the devices that `env` makes visible, for display. After SIGTERM, it is killed when `grace_s` has
-    passed.
-    """
-
-    name: str
-    role: Literal["instance", "trainer", "program"]
-    argv: tuple[str, ...]
-    log_file: Path
-    cores: tuple[int, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    devices: tuple[str, ...] = ()
-    grace_s: float = GRACE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +47,18 @@ def plan(
         ports: `num_ports(config)` free TCP ports of the loopback interface.
 
     Raises:
-        ConfigError: `pool.instances` is set (instances run elsewhere), or the machine lacks the requested resources.
+        ConfigError: `pool.instances` is set (instances run elsewhere), the trainer needs several hosts, or the machine
+            lacks the requested resources.
     """
     if config.pool.instances:
         raise ConfigError(
             f"pool.instances is {list(config.pool.instances)}, but this launcher starts its own "
             f"{config.inference.num_instances}: remove the key, or start the trainer alone with torchrun -m trainer"
+        )
+    if config.cluster.training_nodes > 1:
+        raise ConfigError(
+            f"cluster.training_nodes is {config.cluster.training_nodes}, but this launcher starts everything on this "
+            "host: set it to 1, or start the run with async-rl launch"
         )
     _require_engine_for_device(config)
     shares, trainer_share = share_out(config, machine)
@@ -176,8 +162,3 @@ def _process(
     if share.devices:
         env[VISIBLE[config.trainer.device]] = ",".join(share.devices)
     return Process(name, role, tuple(argv), log_path(config.run.dir, name), share.cores, env, share.devices)
-
-
-def log_path(run_dir: Path, name: str) -> Path:
-    """The log file of a process of a run."""
-    return run_dir / "logs" / f"{name}.log"

@@ -23,10 +23,12 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
 from async_rl.tracking.timeline import group_times
-from deploy.local.plan import Plan, Process, log_path
-from deploy.local.processes import Deployment, Stopped, explain_end, stop_on_signals
+from deploy.cluster.process import Process, log_path
+from deploy.cluster.run_view import JsonlTail
+from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
+from deploy.local.plan import Plan
+from deploy.local.processes import Deployment
 from deploy.local.run import run_config
-from deploy.local.run_view import JsonlTail
 from deploy.quickstart.evaluate import CONFIG, REWARD, Record, measure
 from deploy.quickstart.report import render
 from deploy.quickstart.summary import summarize

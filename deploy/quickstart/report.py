@@ -6,7 +6,7 @@ from string import Template
 from typing import Any
 
 from async_rl.tracking.timeline import GroupTimes
-from deploy.local.run_view import Record
+from deploy.cluster.run_view import Record
 from deploy.quickstart.charts import BLUE, ORANGE, Span, curve, timeline
 
 PAGE = Template("""<!doctype html>

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from deploy.local.run_view import Record, time_shares
+from deploy.cluster.run_view import Record, time_shares
 
 NUM_ENDS = 5
 """Iterations averaged at either end of the run: one batch's mean reward is noisy."""

@@ -14,7 +14,7 @@ from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import RECORDS, cut_records, cut_run_records, require_no_records
 from async_rl.tracking.timeline import group_times
 from async_rl.types import Batch, GroupProof, Prompt, Publication, StepStats
-from deploy.local.run_view import balance, describe
+from deploy.cluster.run_view import balance, describe
 
 
 def write(path: Path, iterations: list[int], rest: bytes = b"") -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from async_rl.tracking.timeline import GroupTimes
-from deploy.local.run_view import Record
+from deploy.cluster.run_view import Record
 from deploy.quickstart.report import render
 from deploy.quickstart.summary import is_on_policy, summarize
 

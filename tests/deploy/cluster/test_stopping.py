@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.local.processes import Stopped, explain_end, stop_on_signals
+from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -1,4 +1,4 @@
-"""Guards one process of a local deployment: `python -m deploy.local.process_guard --cores 0,1 --grace-s 10 -- COMMAND`.
+"""Guards one process of a deployment: `python -m deploy.cluster.process_guard --cores 0,1 --grace-s 10 -- COMMAND`.
 
 It starts the command and keeps running, so that no process of it outlives the deployer. The deployer holds the other
 end of the guard's standard input and never writes to it: when it closes that pipe, or dies for any reason (also by
@@ -110,15 +110,17 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="deploy.local.process_guard")
+    parser = argparse.ArgumentParser(prog="deploy.cluster.process_guard")
     parser.add_argument("--cores", default="", help="comma-separated CPU cores to stay on; empty for any")
     parser.add_argument("--grace-s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ARGUMENTS")
     arguments = parser.parse_args(argv)
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     cores = [int(core) for core in arguments.cores.split(",") if core]
-    # The deployer handles the terminal's Ctrl-C; the guard waits for the pipe to close.
+    # The deployer handles the terminal's Ctrl-C; the guard waits for the pipe to close. Slurm sends SIGTERM to every
+    # process of a job; a handler, unlike SIG_IGN, is not inherited by the command, which has to act on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     return keep(command, cores, arguments.grace_s)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deploy.local.run_view import JsonlTail, LiveView, PlainView, make_run_view, sparkline, time_shares
+from deploy.cluster.run_view import JsonlTail, LiveView, PlainView, make_run_view, sparkline, time_shares
 
 MakeRecord = Callable[..., dict[str, Any]]
 

@@ -1,0 +1,163 @@
+"""From a config to the tasks of a run on a cluster: pure data. `deploy.{ray,slurm,kubernetes}` submit it.
+
+A run is `num_nodes` training tasks, each torchrun with the ranks of one host, and between `min_instances` and
+`max_instances` instance tasks, each one instance that registers itself with the trainer. Where a task runs is decided
+by the cluster, so addresses are arguments here; they may also be variables that the cluster's shell expands.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from deploy.cluster.process import GRACE_S
+
+FLEET_PORT = 8600
+"""Of the trainer's fleet endpoint, where `pool.fleet_port` leaves it open: instances must know it before it listens."""
+
+ANY_HOST = "0.0.0.0"
+
+INSTANCE_GRACE_S = 40.0
+"""For an instance: it asks the fleet for leave, 30 s at most, and finishes its requests meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """The demand of one task: CPU cores, and devices of a kind (0 on a CPU)."""
+
+    cores: int
+    devices: int
+    kind: Literal["cpu", "cuda", "npu"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """The tasks of a run.
+
+    `name` is the name of the run's directory. `env` is the environment of all tasks beyond the cluster's own; the token
+    (`ASYNC_RL_TOKEN`) is not part of it: each launcher passes it on in a way that others cannot read. After SIGTERM a
+    training task is killed when `training_grace_s` have passed.
+    """
+
+    name: str
+    config_path: Path
+    config: Config
+    overrides: tuple[str, ...]
+    num_nodes: int
+    ranks_per_node: int
+    node: Resources
+    training_env: Mapping[str, str]
+    training_grace_s: float
+    min_instances: int
+    max_instances: int
+    instance: Resources
+    instance_env: Mapping[str, str]
+    instance_grace_s: float
+    fleet_port: int
+    master_port: int
+
+    def training_argv(self, *, node_rank: str, master_address: str) -> list[str]:
+        """torchrun on one training node; the first one (`node_rank` 0) has rank 0, whose address others must know.
+
+        The rendezvous is torchrun's static one: with c10d's the nodes are numbered by their addresses, so it would
+        not be known in advance where rank 0, and with it the fleet endpoint, will be.
+        """
+        return [
+            *(self.config.cluster.python or sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", str(self.num_nodes), "--node-rank", node_rank, "--nproc-per-node", str(self.ranks_per_node)),
+            *("--master-addr", master_address, "--master-port", str(self.master_port)),
+            *("--shutdown-timeout", str(math.ceil(self.config.checkpoint.grace_s + GRACE_S))),
+            *("-m", "trainer", str(self.config_path), *self.overrides),
+            *(f"--pool.fleet_host={ANY_HOST}", f"--pool.fleet_port={self.fleet_port}", "--run.resume=true"),
+        ]
+
+    def instance_argv(self, *, name: str, port: int, register: str) -> list[str]:
+        """One instance, called `name`, that listens at all addresses of its host; port 0 takes a free one.
+
+        `register` is the URL of the fleet endpoint, or the run's directory where all hosts see it.
+        """
+        config = self.config
+        options: Mapping[str, object] = {
+            "--engine": config.inference.engine,
+            "--model": config.model.path,
+            "--host": ANY_HOST,
+            "--port": port,
+            "--device": config.trainer.device,
+            "--tp": config.inference.tensor_parallel,
+            "--dtype": config.model.dtype,
+            "--max-concurrency": config.inference.max_concurrency,
+            "--max-model-len": config.prompts.max_prompt_tokens + config.rollout.max_response_tokens,
+            "--register": register,
+            "--name": name,
+            "--patience-s": config.cluster.patience_s,
+        }
+        python = config.inference.python or config.cluster.python or sys.executable
+        argv = [python, "-m", "inference_service"]
+        for key, value in options.items():
+            argv += [key, str(value)]
+        return [*argv, *(["--", *config.inference.engine_options] if config.inference.engine_options else [])]
+
+
+def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) -> ClusterPlan:
+    """The tasks of a run on a cluster.
+
+    Args:
+        config_path: the TOML file `config` was read from; every training rank reads it again, under the same path.
+        config: the loaded config, overrides applied.
+        overrides: the `--section.key=value` words it was loaded with, passed on to the trainer.
+
+    Raises:
+        ConfigError: the config has instances that run elsewhere, or asks for what cannot run.
+    """
+    if config.pool.instances or config.pool.dns:
+        raise ConfigError(
+            f"pool.instances is {list(config.pool.instances)} and pool.dns is {config.pool.dns!r}, but this launcher "
+            f"starts its own {config.inference.num_instances} instances, which register themselves: remove the keys"
+        )
+    if config.trainer.device == "npu" and config.inference.engine == "transformers":
+        raise ConfigError(
+            "trainer.device is 'npu' with inference.engine = 'transformers', which does not run there: set "
+            "inference.engine to 'vllm' (with vllm-ascend)"
+        )
+    cluster, ranks = config.cluster, config.trainer.num_local_ranks
+    node = _resources(config, workers=ranks, cores=cluster.training_cores)
+    instance = _resources(config, workers=config.inference.tensor_parallel, cores=cluster.instance_cores)
+    grace_s = config.checkpoint.grace_s + 2 * GRACE_S
+    return ClusterPlan(
+        name=config.run.dir.name,
+        config_path=config_path.resolve(),
+        config=config,
+        overrides=tuple(overrides),
+        num_nodes=cluster.training_nodes,
+        ranks_per_node=ranks,
+        node=node,
+        training_env=_environment(cluster.env, node.cores, ranks),
+        training_grace_s=grace_s,
+        min_instances=config.inference.num_instances,
+        max_instances=cluster.max_instances or config.inference.num_instances,
+        instance=instance,
+        instance_env=_environment(cluster.env, instance.cores, config.inference.tensor_parallel),
+        instance_grace_s=INSTANCE_GRACE_S,
+        fleet_port=config.pool.fleet_port or FLEET_PORT,
+        master_port=cluster.master_port,
+    )
+
+
+def _resources(config: Config, *, workers: int, cores: int | None) -> Resources:
+    """Without a number of cores: one for each worker, and one more for the process's other work."""
+    kind = config.trainer.device
+    return Resources(cores or workers + 1, 0 if kind == "cpu" else workers, kind)
+
+
+def _environment(more: Mapping[str, str], cores: int, workers: int) -> dict[str, str]:
+    threads = max(1, (cores - 1) // workers)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        **more,
+    }
