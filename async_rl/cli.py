@@ -32,6 +32,9 @@ def main() -> None:
         print(__version__)
     elif command in PROGRAMS:
         module, _ = PROGRAMS[command]
+        # For this program and all that it starts: files and folders of the working directory, such as random.py or
+        # trainer/, must not replace modules of the same name.
+        os.environ["PYTHONSAFEPATH"] = "1"
         os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
     else:
         near = nearest(command, PROGRAMS)

@@ -58,6 +58,7 @@ def pytest_runtest_teardown() -> Generator[None]:
         yield
     finally:
         GATE.open()
+    GATE.require_none_refused()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.resource_tracker import ResourceTracker
 
 import pytest
 
@@ -19,6 +20,10 @@ def fork() -> None:
         os._exit(0)
 
 
+def start_resource_tracker() -> None:
+    ResourceTracker().ensure_running()
+
+
 STARTS: dict[str, Callable[[], object]] = {
     "subprocess": lambda: subprocess.run(NOTHING, check=True),
     "asyncio": lambda: asyncio.run(asyncio.create_subprocess_exec(*NOTHING)),
@@ -26,6 +31,7 @@ STARTS: dict[str, Callable[[], object]] = {
     "posix_spawn": lambda: os.posix_spawn(sys.executable, NOTHING, os.environ),
     "system": lambda: os.system("true"),
     "multiprocessing": multiprocessing.get_context("spawn").Process(target=print).start,
+    "resource_tracker": start_resource_tracker,
 }
 
 

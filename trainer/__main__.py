@@ -126,7 +126,8 @@ def run_process(arguments: list[str]) -> NoReturn:
         log.critical("%s: %s", type(error).__name__, error, exc_info=error)
         code = 1
     logging.shutdown()
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 

@@ -34,5 +34,6 @@ def end_now(error: AsyncRLError, environment: Mapping[str, str] = os.environ) ->
     report_failure(error, environment)
     log.critical("%s: %s", type(error).__name__, error)
     logging.shutdown()
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        sys.stderr.flush()
     os._exit(exit_code_of(error))

@@ -2,7 +2,7 @@
 
 Takes the config of a run: its `[[evaluation.sets]]` are sampled at `pool.instances`, whose weights are not changed,
 and scored by its reward. Writes into DIR progress.jsonl, a line per finished prompt, results.jsonl, a line per set, and
-samples.jsonl, the responses to the first prompts of each set.
+responses.jsonl, the responses to the first prompts of each set.
 
 Exit codes: 0 all evaluated, 1 an error, including that of a prompt, 2 invalid input.
 """
@@ -18,8 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from transformers import AutoTokenizer
-
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config, EvaluationSection
 from async_rl.data.prompts import Tokenizer
@@ -31,6 +29,7 @@ from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import load_sets
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import report_failure
 from async_rl.rewards import make_reward
 from async_rl.types import WeightVersion
@@ -52,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config, parser.overrides)
+        require_extras("python -m async_rl.evaluation", "trainer")
         asyncio.run(evaluate(config, options.out, os.environ.get("ASYNC_RL_TOKEN")))
     except AsyncRLError as error:
         report_failure(error, os.environ)
@@ -106,6 +106,9 @@ def _require_complete(results: Sequence[SetResult]) -> None:
 
 
 def _load_tokenizer(model: str) -> Tokenizer:
+    # Not with the module: the program names its missing extra itself.
+    from transformers import AutoTokenizer
+
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:

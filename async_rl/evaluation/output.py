@@ -9,23 +9,29 @@ from typing import Any
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.files import write_file
+from async_rl.tracking.records import require_no_run
 from async_rl.types import Prompt, Response
 
-PROGRESS, RESULTS, SAMPLES = "progress.jsonl", "results.jsonl", "samples.jsonl"
+PROGRESS, RESULTS, RESPONSES = "progress.jsonl", "results.jsonl", "responses.jsonl"
 
 NUM_SHOWN = 12
 """The first prompts of each set, whose responses are written: enough to see what the figures mean."""
 
 
 class Output:
-    """Files of one evaluation: `PROGRESS` grows with every finished prompt, the others are written at the end."""
+    """Files of one evaluation: `PROGRESS` grows with every finished prompt, the others are written at the end.
+
+    Raises:
+        ConfigError: the directory is that of a run.
+    """
 
     def __init__(self, directory: Path, sets: Sequence[LoadedSet]) -> None:
+        require_no_run(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._total = sum(len(loaded.prompts) for loaded in sets)
         first = [(loaded.name, prompt.prompt_id) for loaded in sets for prompt in loaded.prompts[:NUM_SHOWN]]
-        self._samples: dict[tuple[str, str], Mapping[str, Any] | None] = dict.fromkeys(first)
+        self._shown: dict[tuple[str, str], Mapping[str, Any] | None] = dict.fromkeys(first)
         self._progress = (directory / PROGRESS).open("w", buffering=1)
 
     def __enter__(self) -> "Output":
@@ -42,8 +48,8 @@ class Output:
         """Notes a finished prompt."""
         self._progress.write(json.dumps({"set": loaded.name, "total_prompts": self._total}) + "\n")
         key = (loaded.name, prompt.prompt_id)
-        if key in self._samples:
-            self._samples[key] = {
+        if key in self._shown:
+            self._shown[key] = {
                 "set": loaded.name,
                 "prompt_id": prompt.prompt_id,
                 "row": prompt.row,
@@ -54,10 +60,10 @@ class Output:
             }
 
     def finish(self, results: Iterable[SetResult]) -> None:
-        """Writes the results, a line per set, and the samples, a line per prompt in the order of the sets."""
+        """Writes the results, a line per set, and the responses, a line per prompt in the order of the sets."""
         lines = ({key: value for key, value in result.record().items() if key != "iteration"} for result in results)
         # A row of a Parquet file may contain values that JSON does not have.
-        self._write(SAMPLES, filter(None, self._samples.values()))
+        self._write(RESPONSES, filter(None, self._shown.values()))
         self._write(RESULTS, lines)
 
     def _write(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -83,7 +83,8 @@ class HttpClient:
                     if time.monotonic() > deadline:
                         raise NoAnswer(f"the answer was not whole within {self._timeout_s:g} s")
                 return HttpResponse(response.status_code, response.reason_phrase, bytes(body))
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            # UnicodeError: a host name that cannot be one.
             raise NoAnswer(_cause(error)) from error
 
 

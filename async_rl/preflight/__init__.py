@@ -60,3 +60,6 @@ def _note(faults: list[ConfigError], check: Callable[[], None]) -> None:
         check()
     except ConfigError as fault:
         faults.append(fault)
+    except OSError as error:
+        # A path that is too long, or below a directory that may not be read.
+        faults.append(ConfigError(f"{error.filename!r} cannot be read: {error.strerror}; name another path"))

@@ -16,8 +16,8 @@ def require_paths(config: Config) -> None:
         ConfigError: one cannot be created or written, or `run.dir` has records of another run, or is in use by one.
     """
     _require_directory("run.dir", config.run.dir)
-    require_no_records(config.run)
     require_unlocked(config.run.dir)
+    require_no_records(config.run)
     if config.publish.snapshot_dir is not None:
         _require_directory("publish.snapshot_dir", config.publish.snapshot_dir)
 

@@ -83,9 +83,10 @@ def _load_file(path: Path, name: str) -> Any:
     if spec is None or spec.loader is None:
         raise ConfigError(f"reward.name {name!r}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickles of the file look their module up by name, and the file may import files beside it.
+    # Dataclasses and pickles of the file look their module up by name, and the file may import files beside it, or
+    # packages of the working directory.
     sys.modules[module_name] = module
-    sys.path.append(str(path.parent.resolve()))
+    sys.path += [str(path.parent.resolve()), str(Path.cwd())]
     try:
         spec.loader.exec_module(module)
     except BaseException as error:  # sys.exit() at module level is an error like any other

@@ -23,9 +23,22 @@ def require_no_records(run: RunSection) -> None:
     Raises:
         ConfigError: it has some.
     """
-    has_records = any((run.dir / name).exists() for name in RECORDS) or any(kind.parts(run.dir) for kind in ROTATED)
-    if not run.resume and has_records:
+    if not run.resume and _has_records(run.dir):
         raise holds_another_run(run)
+
+
+def require_no_run(directory: Path) -> None:
+    """Refuses the directory of a run for the files of something else.
+
+    Raises:
+        ConfigError: it has records of a run.
+    """
+    if _has_records(directory):
+        raise ConfigError(f"{str(directory)!r} is the directory of a run: name another one for the results")
+
+
+def _has_records(run_dir: Path) -> bool:
+    return any((run_dir / name).exists() for name in RECORDS) or any(kind.parts(run_dir) for kind in ROTATED)
 
 
 def holds_another_run(run: RunSection) -> ConfigError:

@@ -159,5 +159,7 @@ def _environment(more: Mapping[str, str], cores: int, workers: int) -> dict[str,
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        # Files of the working directory must not replace modules of the same name.
+        "PYTHONSAFEPATH": "1",
         **more,
     }

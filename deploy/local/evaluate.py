@@ -22,10 +22,11 @@ from rich.table import Table
 
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
-from async_rl.errors import AsyncRLError, ProcessFailed
+from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
+from async_rl.tracking.records import require_no_run
 from deploy.cluster.process import Process, Running, log_path
 from deploy.cluster.run_view import JsonlTail
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
@@ -35,7 +36,7 @@ from deploy.local.processes import Deployment
 from deploy.local.run import START_TIMEOUT_S, is_healthy
 
 Line = Mapping[str, Any]
-"""A line of the program's `results.jsonl` or `samples.jsonl`; see `async_rl/evaluation/output.py`."""
+"""A line of the program's `results.jsonl` or `responses.jsonl`; see `async_rl/evaluation/output.py`."""
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
@@ -149,6 +150,7 @@ def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> E
     config = load_config(config_path, overrides)
     serves_itself = not config.pool.instances and config.inference.engine == "transformers"
     require_extras("async-rl eval", "trainer", *(("serve",) if serves_itself else ()))
+    require_no_run(config.run.dir)
     require_sound(config, trains=False, serves=not config.pool.instances)
     out = config.run.dir
     with Deployment() as deployment, console.status("evaluation: starting") as status:
@@ -169,7 +171,7 @@ def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> E
                 status.update(f"evaluation: {num_done} of {finished[-1]['total_prompts']} prompts")
 
         deployment.run(Process("evaluation", "program", argv, log_path(out, "evaluation"), env=env), show)
-    return Evaluation(_read_lines(out / "results.jsonl"), _read_lines(out / "samples.jsonl"))
+    return Evaluation(_read_lines(out / "results.jsonl"), _read_lines(out / "responses.jsonl"))
 
 
 def _read_lines(path: Path) -> list[Line]:
@@ -207,6 +209,15 @@ def _directory() -> Iterator[Path]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def _write_config(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"an argument is not UTF-8, as a config must be: {text[error.start - 20 : error.end]!r}"
+        ) from error
+
+
 def main(argv: Sequence[str]) -> int:
     options, overrides = parse(argv)
     console = Console()
@@ -214,7 +225,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with _directory() as directory:
             config_path = directory / "evaluation.toml"
-            config_path.write_text(config_text(options, directory))
+            _write_config(config_path, config_text(options, directory))
             results = evaluate(config_path, overrides, console).results
     except (Stopped, AsyncRLError) as end:
         return explain_end(end)

@@ -22,6 +22,7 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
+from async_rl.tracking.run_lock import require_unlocked
 from async_rl.tracking.timeline import group_times
 from deploy.cluster.process import Process, log_path
 from deploy.cluster.run_view import JsonlTail
@@ -36,6 +37,10 @@ from deploy.quickstart.vllm_python import find_vllm_python
 
 MARK = "quickstart.json"
 """Written first; a folder without it was not created by a quickstart and is not emptied."""
+
+
+OWN_KEYS = ("--run.dir", "--model.path", "--prompts.source", "--reward.name", "--run.seed")
+"""Keys of the config that follow from the quickstart's own options."""
 
 
 class Quickstart:
@@ -71,14 +76,14 @@ class Quickstart:
 
     def train(self, overrides: Sequence[str]) -> Plan:
         """Runs GRPO with the quickstart's config."""
-        paths = {
-            "--run.dir": self._run_dir,
-            "--model.path": self._run_dir / "base_model",
-            "--prompts.source": self._run_dir / "data" / "prompts.jsonl",
-            "--reward.name": REWARD,
-            "--run.seed": self._seed,
-        }
-        words = [*(f"{key}={value}" for key, value in paths.items()), *overrides]
+        values = [
+            self._run_dir,
+            self._run_dir / "base_model",
+            self._run_dir / "data" / "prompts.jsonl",
+            REWARD,
+            self._seed,
+        ]
+        words = [*(f"{key}={value}" for key, value in zip(OWN_KEYS, values, strict=True)), *overrides]
         with self._phase("training"):
             return run_config(CONFIG, load_config(CONFIG, words), words, self._console)
 
@@ -125,13 +130,14 @@ def make_run_dir(run_dir: Path, seed: int) -> None:
     """An empty folder for the run, emptied if an earlier quickstart left it.
 
     Raises:
-        ConfigError: it holds other files.
+        ConfigError: it holds other files, or a run that has not ended.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"--run-dir {str(run_dir)!r} is a file: give a folder")
     if run_dir.is_dir() and any(run_dir.iterdir()):
         if not (run_dir / MARK).exists():
             raise ConfigError(f"--run-dir {str(run_dir)!r} holds files that no quickstart made: give another folder")
+        require_unlocked(run_dir)
         shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / MARK).write_text(json.dumps({"seed": seed}) + "\n")
@@ -155,6 +161,7 @@ def show_summary(console: Console, summary: dict[str, Any], run_dir: Path) -> No
 def quickstart(run_dir: Path, seed: int, overrides: Sequence[str], console: Console) -> dict[str, Any]:
     """All phases in order; returns the summary."""
     # A bad override or a missing extra is refused before the warm start, which takes a minute.
+    _require_not_own(overrides)
     load_config(CONFIG, overrides)
     require_extras("async-rl quickstart", "trainer", "serve", "tasks")
     make_run_dir(run_dir, seed)
@@ -166,11 +173,20 @@ def quickstart(run_dir: Path, seed: int, overrides: Sequence[str], console: Cons
     return run.finish(before, after, this_plan)
 
 
+def _require_not_own(overrides: Sequence[str]) -> None:
+    for word in overrides:
+        if (key := word.partition("=")[0]) in OWN_KEYS:
+            raise ConfigError(
+                f"{word!r}: the quickstart sets {key} itself; give --run-dir or --seed, or use `async-rl run`"
+            )
+
+
 def main(argv: Sequence[str]) -> int:
     parser = Parser(
         "async-rl quickstart",
         "A small model learns on this machine, both pools included, in about five minutes. Its config, "
-        f"{CONFIG.name}, sets the keys below otherwise than their defaults; each can be set here, too.",
+        f"{CONFIG.name}, sets the keys below otherwise than their defaults; each can be set "
+        "here, too, except paths, reward and seed.",
         "[OPTIONS] [--section.key VALUE ...]",
         Config,
     )

@@ -1,6 +1,7 @@
 """The wheel in environments of its own, away from the checkout: what each extra brings, and what a missing one says."""
 
 import json
+import shutil
 import tarfile
 import zipfile
 from pathlib import Path
@@ -75,6 +76,7 @@ def test_base_shows_the_help_of_every_command(base: Environment, command: str) -
         (("async-rl", "serve", "--model", "org/model"), "serve"),
         (("async-rl", "eval", "org/model", "--data", "rows.jsonl", "--reward", "math"), "trainer,serve"),
         (("python", "-m", "trainer", "run.toml"), "trainer"),
+        (("python", "-m", "async_rl.evaluation", "run.toml", "--out", "out"), "trainer"),
     ],
     ids=" ".join,
 )
@@ -84,6 +86,20 @@ def test_a_command_without_its_extra_names_the_extra(base: Environment, command:
     assert done.returncode == 2, done.stdout
     assert f"'async-rl[{extras}]'" in done.stdout
     assert "Traceback" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command", ["run run.toml --dry-run", "fleet ls", "export run --to exported", "serve --model m"]
+)
+def test_files_of_the_working_directory_replace_no_module(base: Environment, command: str) -> None:
+    home = base.home / "shadows"
+    home.mkdir(exist_ok=True)
+    before = base.run("async-rl", *command.split(), cwd=home).stdout
+    for name in ("random.py", "types.py", "trainer/__init__.py", "deploy/__init__.py", "async_rl/__init__.py"):
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).write_text("raise AssertionError('imported')\n")
+    assert base.run("async-rl", *command.split(), cwd=home).stdout == before
+    shutil.rmtree(home)
 
 
 def test_serve_brings_the_embedded_engine_and_no_trainer(with_serve: Environment) -> None:

@@ -43,12 +43,15 @@ class Environment:
         found = importlib.metadata.distributions(path=[str(self.site_packages)])
         return {canonicalize_name(each.name) for each in found}
 
-    def run(self, *command: str | Path, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-        """Runs a program of its `bin`, outside the checkout; standard error is part of the output."""
+    def run(
+        self, *command: str | Path, timeout_s: float = 240, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a program of its `bin`, outside the checkout in `home` unless `cwd` is given; the output includes
+        standard error."""
         program, *arguments = command
         return subprocess.run(
             [self.path / "bin" / program, *arguments],
-            cwd=self.home,
+            cwd=cwd or self.home,
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"COLUMNS": "300"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,7 +1,10 @@
 """`torchrun -m trainer` on its own: a named error is all that standard error shows."""
 
 import json
+import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,9 @@ def test_a_traceback_goes_to_a_log(
         assert "Traceback" in traceback.read_text() and str(traceback.relative_to(tmp_path)) in record.getMessage()
     told = json.loads((tmp_path / "error.json").read_text())["message"]
     assert told["extraInfo"]["py_callstack"] == "RewardError: reward x, prompt 3 failed"
+
+
+@pytest.mark.distributed
+def test_closed_output_is_no_fault() -> None:
+    command = f"{shlex.quote(sys.executable)} -m trainer --help >&-"
+    assert subprocess.run(["sh", "-c", command], capture_output=True).returncode == 0

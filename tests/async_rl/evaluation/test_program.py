@@ -55,11 +55,20 @@ def test_what_running_instances_serve_is_evaluated_under_its_own_version(instanc
     (result,) = lines(tmp_path / "out" / "results.jsonl")
     assert (result["set"], result["weight_version"], result["num_prompts"]) == ("words", "step-9", 4)
     assert result["pass@1"] == result["pass@2"] == 0.5
-    samples = lines(tmp_path / "out" / "samples.jsonl")
+    samples = lines(tmp_path / "out" / "responses.jsonl")
     assert [sample["row"]["prompt"] for sample in samples] == [f"Word {i}" for i in range(4)]
     assert [{each["reward"] for each in sample["responses"]} for sample in samples] == [{0}, {1}, {0}, {1}]
     assert all(len(sample["responses"]) == 2 and sample["responses"][0]["text"] for sample in samples)
     assert lines(tmp_path / "out" / "progress.jsonl") == [{"set": "words", "total_prompts": 4}] * 4
+
+
+def test_the_directory_of_a_run_is_left_alone(make_config, tmp_path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "samples.jsonl").write_text('{"iteration": 0}\n')
+    with pytest.raises(ConfigError, match=r"run' is the directory of a run: name another one"):
+        asyncio.run(evaluate(make_config(), run_dir, None))
+    assert [path.name for path in run_dir.iterdir()] == ["samples.jsonl"]
 
 
 @pytest.mark.distributed

@@ -148,6 +148,12 @@ def test_whoever_does_not_answer_is_told_in_the_systems_words() -> None:
             HttpClient(url, TIMEOUT_S).get("/health")
 
 
+@pytest.mark.parametrize("host", ["a..b", "xn--a", "h" * 400])
+def test_a_host_name_that_cannot_be_one_is_not_answered(host: str) -> None:
+    with pytest.raises(NoAnswer):
+        HttpClient(f"http://{host}", 1.0).get("/")
+
+
 def test_an_ipv6_address_takes_brackets() -> None:
     assert http_url("10.0.0.7", 8000) == "http://10.0.0.7:8000"
     assert http_url("fd00::7", 8000) == "http://[fd00::7]:8000"

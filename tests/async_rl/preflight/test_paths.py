@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from async_rl.config.file import parse_config
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, RunDirInUse
+from async_rl.preflight import require_sound
 from async_rl.preflight.paths import require_paths
+from async_rl.tracking.run_lock import lock_run
 from tests.support.minimal_config import minimal_tree
 
 
@@ -48,3 +50,19 @@ def test_a_directory_of_somebody_else_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match=r"run\.dir is .* cannot be written to by this user: name another directory"):
         require(tmp_path / "run")
+
+
+@pytest.mark.parametrize("key", ["run.dir", "model.path", "reward.name", "publish.snapshot_dir"])
+def test_a_path_that_is_too_long_is_named(tmp_path: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    long = str(tmp_path / ("x" * 300))
+    tree: dict[str, Any] = minimal_tree()
+    tree.setdefault(section, {})[name] = f"python:{long}.py:score" if key == "reward.name" else long
+    with pytest.raises(ConfigError, match=r"x{300}.* cannot be read: File name too long; name another path"):
+        require_sound(parse_config(tree, "here"), trains=True, serves=True)
+
+
+def test_a_run_that_has_not_ended_is_named_before_its_records(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with lock_run(tmp_path), pytest.raises(RunDirInUse, match="is in use by another run"):
+        require(tmp_path)

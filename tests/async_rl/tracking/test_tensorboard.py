@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from async_rl.errors import WriteFailed
 from async_rl.tracking.tensorboard import ScalarFile
 from tests.support import ROOT
+from tests.support.full_disk import largest_file
 
 
 def write(directory: Path, first_step: int, *values: float) -> None:
@@ -48,3 +50,19 @@ def test_the_recorders_can_be_imported_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_directory_that_cannot_be_made_is_a_named_error(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(WriteFailed, match="tensorboard"):
+        ScalarFile(tmp_path / "tensorboard", 0)
+
+
+# Of the writer's own thread, which the next call reports.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_a_named_error(tmp_path: Path) -> None:
+    file = ScalarFile(tmp_path, 0)
+    with largest_file(100), pytest.raises(WriteFailed):
+        for step in range(1000):
+            file.write(step, {"loss": 1.0, "reward": 2.0})
+        file.close()

@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from async_rl.config.file import load_config
-from async_rl.errors import ConfigError
-from deploy.quickstart.__main__ import CONFIG, make_run_dir
+from async_rl.errors import ConfigError, RunDirInUse
+from async_rl.tracking.run_lock import lock_run
+from deploy.quickstart.__main__ import CONFIG, make_run_dir, quickstart
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -55,6 +57,20 @@ def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds files that no quickstart made"):
         make_run_dir(tmp_path, seed=0)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_folder_in_which_a_run_has_not_ended_is_refused_and_kept(tmp_path: Path) -> None:
+    make_run_dir(tmp_path, seed=0)
+    with lock_run(tmp_path), pytest.raises(RunDirInUse, match="is in use by another run"):
+        make_run_dir(tmp_path, seed=0)
+    assert (tmp_path / "quickstart.json").exists()
+
+
+@pytest.mark.parametrize("word", ["--run.dir=elsewhere", "--run.seed=3", "--reward.name=math"])
+def test_keys_that_the_quickstart_sets_itself_are_refused_before_it_starts(tmp_path: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{word}': the quickstart sets {word.partition('=')[0]} itself"):
+        quickstart(tmp_path / "run", 0, [word], Console())
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.distributed
