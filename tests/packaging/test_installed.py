@@ -1,6 +1,7 @@
 """The wheel in environments of its own, away from the checkout: what each extra brings, and what a missing one says."""
 
 import json
+import re
 import shutil
 import tarfile
 import zipfile
@@ -94,11 +95,15 @@ def test_a_command_without_its_extra_names_the_extra(base: Environment, command:
 def test_files_of_the_working_directory_replace_no_module(base: Environment, command: str) -> None:
     home = base.home / "shadows"
     home.mkdir(exist_ok=True)
-    before = base.run("async-rl", *command.split(), cwd=home).stdout
+
+    def said() -> str:
+        return re.sub(r"\d", "0", base.run("async-rl", *command.split(), cwd=home).stdout)
+
+    before = said()
     for name in ("random.py", "types.py", "trainer/__init__.py", "deploy/__init__.py", "async_rl/__init__.py"):
         (home / name).parent.mkdir(exist_ok=True)
         (home / name).write_text("raise AssertionError('imported')\n")
-    assert base.run("async-rl", *command.split(), cwd=home).stdout == before
+    assert said() == before
     shutil.rmtree(home)
 
 
