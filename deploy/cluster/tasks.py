@@ -1,0 +1,101 @@
+"""The tasks of a run as its launcher started them, for `async-rl status`: `run.dir/launch.json` and `run.dir/tasks/`.
+
+The launcher writes `launch.json`. A task that is kept going by a program of its own, on another host, writes
+`tasks/NAME.json`, which is newer than the launcher's record of it; only the id stays the launcher's.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from async_rl.errors import ConfigError
+from async_rl.files import write_file
+
+LAUNCH_FILE = "launch.json"
+TASKS_FOLDER = "tasks"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task of a run.
+
+    Attributes:
+        name: unique in the run; its log is `run.dir/logs/NAME.log`, unless the launcher has another place for it.
+        role: "trainer" or "instance".
+        host: where it runs; None where that is not known, or not decided.
+        id: what its engine knows it by: a process id, or a job's.
+        state: in the words of its engine.
+        restarts: how often it was started again.
+        log: its log file.
+        cause: why it was lost the last time.
+    """
+
+    name: str
+    role: str
+    host: str | None = None
+    id: str | None = None
+    state: str = "submitted"
+    restarts: int = 0
+    log: str | None = None
+    cause: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """`engine` is the launcher: local, ray, slurm or kubernetes."""
+
+    engine: str
+    tasks: tuple[Task, ...]
+
+
+def write_launch(run_dir: Path, engine: str, tasks: Iterable[Task]) -> None:
+    """Replaces the record of a run's tasks, those of an earlier launch included.
+
+    Raises:
+        WriteFailed: the old record is unchanged.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    content = {"engine": engine, "tasks": [asdict(task) for task in tasks]}
+    write_file(run_dir / LAUNCH_FILE, json.dumps(content, indent=1) + "\n")
+
+
+def write_task(run_dir: Path, task: Task) -> None:
+    """Writes the record of one task, by the program that keeps it going.
+
+    Raises:
+        WriteFailed: the old record is unchanged.
+    """
+    folder = run_dir / TASKS_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / f"{task.name}.json", json.dumps(asdict(task), indent=1) + "\n")
+
+
+def remove_tasks(run_dir: Path) -> None:
+    """Removes the records of single tasks, which belong to an earlier launch."""
+    for file in (run_dir / TASKS_FOLDER).glob("*.json"):
+        file.unlink(missing_ok=True)
+
+
+def read_launch(run_dir: Path) -> Launch:
+    """The tasks of a run, in the order in which its launcher wrote them.
+
+    Raises:
+        ConfigError: no launcher has written the record, or it is not one.
+    """
+    file = run_dir / LAUNCH_FILE
+    try:
+        content = json.loads(file.read_text())
+        tasks = tuple(_newest(run_dir, Task(**task)) for task in content["tasks"])
+        return Launch(str(content["engine"]), tasks)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{str(file)!r} does not exist: no launcher has started a run in this directory; name one with --run"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{str(file)!r} is not the record of a launcher: {error}") from error
+
+
+def _newest(run_dir: Path, task: Task) -> Task:
+    file = run_dir / TASKS_FOLDER / f"{task.name}.json"
+    return replace(Task(**json.loads(file.read_text())), id=task.id) if file.exists() else task
