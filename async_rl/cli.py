@@ -10,6 +10,8 @@ from async_rl.programs.command_line import USAGE_ERROR
 PROGRAMS = {
     "quickstart": ("deploy.quickstart", "a small model learns on this machine, both pools included"),
     "run": ("deploy.local.run", "start instances and trainer of a config on this machine: async-rl run CONFIG"),
+    "launch": ("deploy.launch", "start a run on a cluster: async-rl launch ray|slurm|kubernetes CONFIG [--dry-run]"),
+    "status": ("deploy.status", "the tasks, instances and progress of a run: async-rl status [--run RUN_DIR]"),
     "export": ("trainer.export", "write a run's checkpoint for inference: async-rl export RUN --to DIR"),
     "serve": ("inference_service", "start one inference instance: async-rl serve --model PATH"),
     "fleet": ("async_rl.fleet.cli", "the instances of a run that goes on: async-rl fleet ls | add | drain | remove"),

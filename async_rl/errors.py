@@ -206,6 +206,8 @@ class ProcessFailed(AsyncRLError):
 class RestartsExhausted(AsyncRLError):
     """A task of a run died more often than `cluster.max_restarts` without another iteration in between."""
 
+    may_pass = False
+
 
 class NotPlaced(AsyncRLError):
     """A cluster found no room for tasks of the run within `cluster.placement_timeout_s`."""

@@ -4,7 +4,7 @@ Every entry point loads it first and passes each part only its own section. Unkn
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -296,6 +296,10 @@ class InferenceSection(Section):
         return self
 
 
+SlurmOption = Annotated[str, Field(pattern=r"^-[^\n\r]+$")]
+"""One line of a job script."""
+
+
 class ClusterSection(Section):
     """What `async-rl launch` needs beyond the other sections; of it `async-rl run` uses the restarts."""
 
@@ -338,6 +342,11 @@ class ClusterSection(Section):
         gt=0,
         description="a trainer that has shown no sign of life in run.dir for so long may be replaced by another one",
     )
+    slurm_options: tuple[SlurmOption, ...] = Field(
+        (), description="further sbatch options of all jobs, such as `--partition=gpu` and `--time=12:00:00`"
+    )
+    slurm_training_options: tuple[SlurmOption, ...] = Field((), description="those of the training job alone")
+    slurm_instance_options: tuple[SlurmOption, ...] = Field((), description="those of the instances alone")
 
 
 class EvaluationSet(Section):

@@ -50,6 +50,11 @@ class Running:
         self._log_start = log_start
         self._report = report
 
+    @property
+    def pid(self) -> int:
+        """The guard's process id."""
+        return self._guard.pid
+
     def exit_code(self) -> int | None:
         """None while it runs; 128 + N if signal N ended it."""
         return self._guard.poll()

@@ -117,8 +117,10 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     cores = [int(core) for core in arguments.cores.split(",") if core]
-    # The deployer handles the terminal's Ctrl-C; the guard waits for the pipe to close.
+    # The deployer handles the terminal's Ctrl-C; the guard waits for the pipe to close. Slurm sends SIGTERM to every
+    # process of a job; a handler, unlike SIG_IGN, is not inherited by the command, which has to act on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     return keep(command, cores, arguments.grace_s)
 
 

@@ -47,12 +47,18 @@ def plan(
         ports: `num_ports(config)` free TCP ports of the loopback interface.
 
     Raises:
-        ConfigError: `pool.instances` is set (instances run elsewhere), or the machine lacks the requested resources.
+        ConfigError: `pool.instances` is set (instances run elsewhere), the trainer needs several hosts, or the machine
+            lacks the requested resources.
     """
     if config.pool.instances:
         raise ConfigError(
             f"pool.instances is {list(config.pool.instances)}, but this launcher starts its own "
             f"{config.inference.num_instances}: remove the key, or start the trainer alone with torchrun -m trainer"
+        )
+    if config.cluster.training_nodes > 1:
+        raise ConfigError(
+            f"cluster.training_nodes is {config.cluster.training_nodes}, but this launcher starts everything on this "
+            "host: set it to 1, or start the run with async-rl launch"
         )
     _require_engine_for_device(config)
     shares, trainer_share = share_out(config, machine)

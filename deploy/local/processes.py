@@ -29,7 +29,8 @@ class Deployment:
         self._reports.cleanup()
 
     def start(self, process: Process) -> Running:
-        running = start_process(process, Path(self._reports.name) / process.name)
+        # A process that is started again has a report of its own.
+        running = start_process(process, Path(self._reports.name) / f"{process.name}-{len(self._running)}")
         self._running.append(running)
         return running
 

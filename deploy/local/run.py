@@ -1,7 +1,8 @@
 """Runs a config on this machine: `async-rl run CONFIG [--section.key VALUE ...]`.
 
-Starts the instances, waits until they are healthy, starts the trainer and shows its progress. However it ends (success,
-Ctrl-C, SIGTERM, a failed process, `kill -9`), every process it started ends too, see `deploy.cluster.process_guard`.
+Starts the instances, waits until they are healthy, starts the trainer and shows its progress; `supervisor.py` starts
+again what dies. However it ends (success, Ctrl-C, SIGTERM, a failed process, `kill -9`), every process it started ends
+too, see `deploy.cluster.process_guard`.
 """
 
 import shutil
@@ -21,11 +22,12 @@ from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
 from deploy.cluster.process import Process, Running
-from deploy.cluster.run_view import JsonlTail, RunView, make_run_view
+from deploy.cluster.run_view import make_run_view
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.machine import free_ports, this_machine
 from deploy.local.plan import Plan, describe, num_ports, plan
 from deploy.local.processes import POLL_S, Deployment
+from deploy.local.supervisor import Supervisor
 
 START_TIMEOUT_S = 1800.0
 """For an instance that is neither healthy nor ended; vLLM may take many minutes to load and capture graphs."""
@@ -36,33 +38,6 @@ HOW_TO_GET_VLLM = (
     "give the Python of an environment with vLLM; `make vllm` in a checkout of async-rl makes .venv-vllm/bin/python, "
     "for CPU"
 )
-
-
-def run_plan(plan: Plan, metrics: JsonlTail, view: RunView) -> None:
-    """Runs a plan until its trainer exits; all its processes have ended on return.
-
-    An instance that ends early is reported in the view: the trainer continues with the remaining instances, or fails by
-    itself if none is left.
-
-    Raises:
-        ProcessFailed: an instance did not start, or the trainer exited with a code other than 0.
-    """
-    with Deployment() as deployment:
-        instances = [deployment.start(process) for process in plan.instances]
-        for instance, url in zip(instances, plan.urls, strict=True):
-            wait_until_healthy(instance, url)
-        view.note(f"{len(instances)} instance(s) ready, starting the trainer")
-        lost: set[str] = set()
-
-        def watch() -> None:
-            for record in metrics.read_new():
-                view.show(record)
-            for instance in instances:
-                if instance.exit_code() is not None and instance.process.name not in lost:
-                    lost.add(instance.process.name)
-                    view.note(f"lost an instance, the others go on: {instance.failure()}")
-
-        deployment.run(plan.trainer, watch)
 
 
 def wait_until_healthy(instance: Running, url: str, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -125,11 +100,17 @@ def run_config(config_path: Path, config: Config, overrides: Sequence[str], cons
 
     Raises:
         ConfigError: the config is not usable, as far as this can be checked before anything is started.
+        ProcessFailed: an instance did not start, or the trainer failed in a way that no restart mends.
+        RestartsExhausted: the trainer failed more often than `cluster.max_restarts` without progress.
     """
     this_plan = make_plan(config_path, config, overrides)
     _require_startable(config, this_plan)
-    with make_run_view(console, config.train.iterations) as view:
-        run_plan(this_plan, JsonlTail(config.run.dir / "metrics.jsonl"), view)
+    with make_run_view(console, config.train.iterations) as view, Deployment() as deployment:
+        instances = [deployment.start(process) for process in this_plan.instances]
+        for instance, url in zip(instances, this_plan.urls, strict=True):
+            wait_until_healthy(instance, url)
+        view.note(f"{len(instances)} instance(s) ready, starting the trainer")
+        Supervisor(this_plan, config, deployment, instances, view).run()
     return this_plan
 
 

@@ -5,7 +5,7 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 
-COMMANDS = ("quickstart", "run", "export", "serve", "fleet", "eval")
+COMMANDS = ("quickstart", "run", "launch", "status", "export", "serve", "fleet", "eval")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -58,7 +58,7 @@ def test_base_imports_all_that_needs_no_extra(base: Environment) -> None:
     }
 
 
-@pytest.mark.parametrize("command", ["quickstart", "run", "export", "serve", "fleet", "eval"])
+@pytest.mark.parametrize("command", ["quickstart", "run", "launch", "status", "export", "serve", "fleet", "eval"])
 def test_base_shows_the_help_of_every_command(base: Environment, command: str) -> None:
     done = base.run("async-rl", command, "--help")
     assert done.returncode == 0 and "usage:" in done.stdout, done.stdout

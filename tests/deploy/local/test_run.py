@@ -1,7 +1,9 @@
 """`python -m deploy.local.run` with stand-ins for the service and the trainer; real guards, torchrun and signals."""
 
+import json
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ def test_a_run_ends_with_its_trainer_and_leaves_no_process(ground: Any) -> None:
 
 def test_a_failing_trainer_is_reported_with_its_exit_code_and_last_lines(ground: Any) -> None:
     ground.then_trainer_does("raise RuntimeError('the optimizer melted')")
-    local = ground.start()
+    local = ground.start("--cluster.max_restarts", "0")
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 1
     assert "ProcessFailed: trainer exited with code 1" in output
@@ -108,22 +110,72 @@ def test_a_trainer_that_ignores_sigterm_is_killed_after_the_grace_time(ground: A
     assert ground.living() == {}
 
 
-def test_a_run_goes_on_without_an_instance_that_dies(ground: Any) -> None:
+def test_a_trainer_that_dies_once_is_started_again_with_resume_beside_the_same_instances(ground: Any) -> None:
+    ground.then_trainer_does("if '--run.resume=true' not in sys.argv: os.kill(os.getpid(), 9)")
+    local = ground.start("--cluster.restart_delay_s", "0.1")
+    output, _ = local.communicate(timeout=200)
+    assert local.returncode == 0, output
+    assert "lost trainer, it is started again in 0.1 s" in output and "(restart 1)" in output
+    names = [path.name.rpartition(".")[0] for path in (ground.path / "pids").iterdir()]
+    assert names.count("trainer") == 2 and len([name for name in names if name.startswith("instance")]) == 2
+    assert ground.living() == {}
+    record = json.loads((ground.path / "run" / "launch.json").read_text())
+    assert [(task["name"], task["state"], task["restarts"]) for task in record["tasks"]] == [
+        ("trainer", "done", 1),
+        ("instance-0", "running", 0),
+        ("instance-1", "running", 0),
+    ]
+
+
+def test_a_trainer_that_always_dies_ends_the_run_by_name_in_bounded_time(ground: Any) -> None:
+    ground.then_trainer_does("raise RuntimeError('the optimizer melted')")
+    begun = time.monotonic()
+    local = ground.start("--cluster.max_restarts", "2", "--cluster.restart_delay_s", "0.1")
+    output, _ = local.communicate(timeout=200)
+    assert local.returncode == 1
+    assert "RestartsExhausted: trainer was started again 2 times without another iteration" in output
+    assert output.count("RuntimeError: the optimizer melted") == 3, "each loss is told, with its cause"
+    assert time.monotonic() - begun < 60
+    assert ground.living() == {}
+
+
+def test_an_instance_that_dies_is_started_again_on_its_port(ground: Any) -> None:
     ground.then_trainer_does("while not os.path.exists('go'):\n    time.sleep(0.05)")
-    local = ground.start()
+    local = ground.start("--cluster.restart_delay_s", "0.1")
     pids = ground.wait_for_processes(ALL)
-    victim = next(pid for name, pid in pids.items() if name.startswith("instance"))
+    name, victim = next((name, pid) for name, pid in pids.items() if name.startswith("instance"))
     os.kill(victim, signal.SIGKILL)
-    assert local.stdout is not None
-    said = []
-    while "was ended by signal 9 (SIGKILL)" not in "".join(said):
-        said.append(local.stdout.readline())
-        assert said[-1], said
-    assert "lost an instance" in "".join(said)
+    deadline = time.monotonic() + 60
+    while ground.pids()[name] == victim and len(list((ground.path / "pids").glob(f"{name}.*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     (ground.path / "go").touch()
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 0, output
+    assert "lost instance-" in output and "SIGKILL" in output and "(restart 1)" in output
     assert ground.living() == {}
+
+
+def test_with_no_instance_left_the_trainer_is_not_started_again(ground: Any) -> None:
+    ground.then_trainer_does(
+        "while not os.path.exists('go'):\n    time.sleep(0.05)\ntime.sleep(1)\nraise RuntimeError('nobody samples')"
+    )
+    local = ground.start("--cluster.max_restarts", "0", "--inference.num_instances", "1")
+    pids = ground.wait_for_processes(4)
+    os.kill(next(pid for name, pid in pids.items() if name.startswith("instance")), signal.SIGKILL)
+    (ground.path / "go").touch()
+    output, _ = local.communicate(timeout=200)
+    assert local.returncode == 1
+    assert "lost instance-0, it is not started again" in output and "nobody samples" in output
+    assert ground.living() == {}
+
+
+def test_several_training_hosts_are_refused(ground: Any) -> None:
+    local = ground.start("--cluster.training_nodes", "2", "--prompts.prompts_per_batch", "2")
+    output, _ = local.communicate(timeout=200)
+    assert local.returncode == 2
+    assert "cluster.training_nodes is 2" in output and "async-rl launch" in output
+    assert ground.pids() == {}
 
 
 def test_a_bad_override_ends_before_anything_starts(ground: Any) -> None:

@@ -1,0 +1,99 @@
+"""Keeps the processes of a local run going until its trainer has ended; for `deploy.local.run`.
+
+A trainer that died is started again with `run.resume`, while the instances stay. An instance that died is started
+again on its port, and joins the pool again with the next publish.
+"""
+
+import socket
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from async_rl.config.sections import Config
+from deploy.cluster.kept_process import ENDED, KeptProcess
+from deploy.cluster.process import Running
+from deploy.cluster.restarts import Restarts, num_trained
+from deploy.cluster.run_view import JsonlTail, RunView
+from deploy.cluster.tasks import Task, remove_tasks, write_launch
+from deploy.local.plan import Plan
+from deploy.local.processes import POLL_S, Deployment
+
+RESUME = "--run.resume=true"
+
+
+class Supervisor:
+    """Starts the trainer of a plan whose instances run, and starts again what dies.
+
+    Args:
+        instances: as started, in the plan's order.
+        view: shows the run's progress, and what was lost and started again.
+    """
+
+    def __init__(
+        self, plan: Plan, config: Config, deployment: Deployment, instances: Sequence[Running], view: RunView
+    ) -> None:
+        self._run_dir = config.run.dir
+        self._view = view
+        self._metrics = JsonlTail(self._run_dir / "metrics.jsonl")
+        self._written: tuple[Task, ...] = ()
+
+        def keep(running: Running, url: str | None, again: tuple[str, ...] = ()) -> KeptProcess:
+            restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_delay_s)
+            trained = partial(num_trained, self._run_dir, None if url is None else url.__eq__)
+            return KeptProcess(running, deployment.start, restarts, trained, again)
+
+        self._instances = [keep(running, url) for running, url in zip(instances, plan.urls, strict=True)]
+        self._trainer = keep(deployment.start(plan.trainer), None, (RESUME,))
+
+    def run(self) -> None:
+        """Returns when the trainer has trained to the end.
+
+        Raises:
+            ProcessFailed: the trainer failed in a way that no restart mends, or no instance is left.
+            RestartsExhausted: it failed more often than `cluster.max_restarts` without progress.
+        """
+        remove_tasks(self._run_dir)
+        while not self._has_ended():
+            self._write_tasks()
+            time.sleep(POLL_S)
+        self._write_tasks()
+        if self._trainer.failure is not None:
+            raise self._trainer.failure
+
+    def _has_ended(self) -> bool:
+        for instance in self._instances:
+            self._say(instance.check())
+        if all(instance.state in ENDED for instance in self._instances):
+            self._trainer.restart_no_more()
+        event = self._trainer.check()
+        for record in self._metrics.read_new():
+            self._view.show(record)
+        if self._trainer.state in ENDED:
+            return True
+        self._say(event)
+        return False
+
+    def _say(self, event: str | None) -> None:
+        if event is not None:
+            self._view.note(event)
+
+    def _write_tasks(self) -> None:
+        """Writes the record of all tasks if anything has changed."""
+        tasks = tuple(map(_task, [self._trainer, *self._instances]))
+        if tasks != self._written:
+            self._written = tasks
+            write_launch(self._run_dir, "local", tasks)
+
+
+def _task(kept: KeptProcess) -> Task:
+    process = kept.process
+    return Task(
+        name=process.name,
+        role=process.role,
+        host=socket.gethostname(),
+        id=str(kept.running.pid),
+        state=kept.state,
+        restarts=kept.restarts.total,
+        log=str(process.log_file),
+        cause=kept.cause,
+    )

@@ -1,0 +1,120 @@
+"""`async-rl launch slurm CONFIG [--dry-run] ...`: writes the job scripts of a run, and submits them.
+
+The scripts are in `run.dir/slurm/`. The training job is submitted first; the instances wait until it has started, so
+that none holds devices while the trainer is in the queue.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from async_rl.config.file import load_config
+from async_rl.config.sections import Config
+from async_rl.errors import AsyncRLError
+from async_rl.files import write_file
+from async_rl.preflight import require_sound
+from async_rl.programs.command_line import Parser
+from deploy.cluster.plan import ClusterPlan, plan_cluster
+from deploy.cluster.process import log_path
+from deploy.cluster.stopping import explain_end
+from deploy.cluster.tasks import Task, remove_tasks, write_launch
+from deploy.slurm.commands import SlurmFailed, cancel, require_slurm, submit
+from deploy.slurm.files import INSTANCES, NODE, TRAINING, folder_of, write_token
+from deploy.slurm.scripts import instances_script, node_script, training_script
+
+
+def scripts(plan: ClusterPlan) -> Mapping[str, str]:
+    """The job scripts of a run, by file name."""
+    return {TRAINING: training_script(plan), NODE: node_script(plan), INSTANCES: instances_script(plan)}
+
+
+def describe(plan: ClusterPlan) -> str:
+    """The job scripts and the commands that submit them, as they would be written and run."""
+    folder = folder_of(plan.config.run.dir.resolve())
+    parts = [f"# {folder / name}\n{text}" for name, text in scripts(plan).items()]
+    commands = ["sbatch --parsable " + " ".join(training_words(plan))]
+    commands.append("sbatch --parsable " + " ".join(instances_words(plan, "TRAINING_JOB")))
+    return "\n".join([*parts, "# submitted by", *commands])
+
+
+def training_words(plan: ClusterPlan) -> list[str]:
+    return [str(folder_of(plan.config.run.dir.resolve()) / TRAINING)]
+
+
+def instances_words(plan: ClusterPlan, training_job: str) -> list[str]:
+    """`after`: once the training job has started, whatever becomes of it."""
+    return [f"--dependency=after:{training_job}", str(folder_of(plan.config.run.dir.resolve()) / INSTANCES)]
+
+
+def launch(plan: ClusterPlan, token: str | None) -> tuple[str, str]:
+    """Writes the scripts and submits them; returns the ids of the training job and of the array of instances.
+
+    Raises:
+        SlurmFailed: Slurm refuses a job; none is left in the queue.
+        WriteFailed: a file cannot be written.
+    """
+    run_dir = plan.config.run.dir.resolve()
+    folder = folder_of(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    log_path(run_dir, "trainer").parent.mkdir(exist_ok=True)
+    for name, text in scripts(plan).items():
+        write_file(folder / name, text)
+    write_token(run_dir, token)
+    remove_tasks(run_dir)
+    training = submit(training_words(plan))
+    try:
+        array = submit(instances_words(plan, training))
+    except SlurmFailed:
+        cancel(training)
+        raise
+    instances = [f"instance-{i}" for i in range(plan.max_instances)]
+    tasks = [Task("trainer", "trainer", id=training, log=str(log_path(run_dir, "trainer")))]
+    tasks += [
+        Task(name, "instance", id=f"{array}_{i}", log=str(log_path(run_dir, name))) for i, name in enumerate(instances)
+    ]
+    write_launch(run_dir, "slurm", tasks)
+    return training, array
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "async-rl launch slurm",
+        "Writes the job scripts of a run to run.dir/slurm and submits them: a job that trains, an array of instances.",
+        "CONFIG [--dry-run] [--section.key VALUE ...]",
+        Config,
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, the run's config")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the scripts and what is wrong; write and submit nothing"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        config = load_config(arguments.config, parser.overrides)
+        plan = plan_cluster(arguments.config, config, parser.overrides)
+        if arguments.dry_run:
+            print(describe(plan), flush=True)
+            require_sound(config, trains=True, serves=True)
+            return 0
+        require_slurm()
+        require_sound(config, trains=True, serves=True)
+        training, array = launch(plan, os.environ.get("ASYNC_RL_TOKEN"))
+    except AsyncRLError as error:
+        return explain_end(error)
+    run_dir = config.run.dir
+    print(
+        f"submitted: training job {training}, instances {array} (an array of {plan.max_instances})\n"
+        f"follow it:       async-rl status --run {run_dir}\n"
+        f"save and end it: scancel --batch --signal=INT {training}\n"
+        f"end it at once:  scancel {training} {array}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

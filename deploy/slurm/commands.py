@@ -1,0 +1,96 @@
+"""Slurm's own commands, as the launcher, its tasks and `async-rl status` use them."""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import environ
+
+from async_rl.errors import AsyncRLError, ConfigError
+
+TIMEOUT_S = 60.0
+"""A controller that is busy answers late."""
+
+SECRET = "ASYNC_RL_TOKEN"
+
+
+class SlurmFailed(AsyncRLError):
+    """A command of Slurm failed; the message has its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """A job that Slurm knows: `id` with the array's index, `state` in small letters, `host` None while it waits."""
+
+    id: str
+    state: str
+    host: str | None
+    reason: str
+
+
+def require_slurm() -> None:
+    """Raises ConfigError if there is no Slurm on this host."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError("there is no `sbatch` in PATH: start the run on a login node of the cluster, or load Slurm")
+
+
+def submit(words: Sequence[str]) -> str:
+    """Submits a job script; returns the job's id.
+
+    Raises:
+        SlurmFailed: Slurm refuses it.
+    """
+    # The output is ID, or ID;CLUSTER.
+    return _output(["sbatch", "--parsable", *words]).strip().partition(";")[0]
+
+
+def cancel(job: str) -> None:
+    """Ends a job, or a whole array.
+
+    Raises:
+        SlurmFailed: Slurm does not do it.
+    """
+    _output(["scancel", job])
+
+
+def end_steps(job: str) -> None:
+    """Sends SIGTERM to what srun started in a job, not to its batch process.
+
+    Raises:
+        SlurmFailed: Slurm does not do it.
+    """
+    _output(["scancel", "--signal=TERM", job])
+
+
+def requeue(job: str) -> None:
+    """Puts a running job back into the queue; it is killed and starts again from its script.
+
+    Raises:
+        SlurmFailed: Slurm does not do it.
+    """
+    _output(["scontrol", "requeue", job])
+
+
+def own_jobs() -> list[QueuedJob]:
+    """The user's jobs that are not over.
+
+    Raises:
+        SlurmFailed: the controller does not answer.
+    """
+    lines = _output(["squeue", "--noheader", "--array", "--me", "--format=%i|%T|%N|%r"]).splitlines()
+    jobs = [line.split("|", 3) for line in lines]
+    return [QueuedJob(job, state.lower(), host or None, reason) for job, state, host, reason in jobs]
+
+
+def _output(words: Sequence[str]) -> str:
+    """The output of a command that is started without the run's token: sbatch stores its environment."""
+    env = {name: value for name, value in environ.items() if name != SECRET}
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, env=env
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmFailed(f"`{' '.join(words)}` failed: {error}") from error
+    if done.returncode:
+        raise SlurmFailed(f"`{' '.join(words)}` failed: {(done.stderr or done.stdout).strip()}")
+    return done.stdout

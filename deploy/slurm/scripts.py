@@ -1,0 +1,140 @@
+"""From a plan to the job scripts of a run: pure text. `deploy.slurm.__main__` writes and submits them.
+
+- `training.sbatch`: one job with all training nodes. Its batch process (`deploy.slurm.task`) starts torchrun on every
+  node through srun.
+- `node.sh`: what srun starts on each of them.
+- `instances.sbatch`: an array with one task for each instance, which are independent of each other: losing the node of
+  one of them neither ends nor requeues another one, nor the trainer.
+"""
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from deploy.cluster.plan import ClusterPlan, Resources
+from deploy.cluster.process import log_path
+from deploy.slurm.files import NODE, folder_of, token_file
+
+TRAINER = "trainer"
+INSTANCE = "instance-$SLURM_ARRAY_TASK_ID"
+
+GRES = {"cuda": "gpu", "npu": "npu"}
+"""Slurm's names of the devices, by `trainer.device`."""
+
+ENDING_MARGIN_S = 60.0
+"""From the last moment at which a task may still be saving to the time limit of its job."""
+
+
+def training_script(plan: ClusterPlan) -> str:
+    """The job that trains."""
+    options = [
+        shlex.quote(f"--job-name={plan.name}-training"),
+        f"--nodes={plan.num_nodes}",
+        *_common(plan, plan.node, plan.training_grace_s, TRAINER),
+        *plan.config.cluster.slurm_training_options,
+    ]
+    srun = [
+        *("srun", f"--nodes={plan.num_nodes}", "--ntasks-per-node=1", f"--cpus-per-task={plan.node.cores}"),
+        *("--kill-on-bad-exit=1", "bash", str(folder_of(_run_dir(plan)) / NODE)),
+    ]
+    return _script(
+        f"Trains {plan.name}: torchrun on {plan.num_nodes} node(s).",
+        options,
+        [
+            *_exports(plan, plan.training_env),
+            'export MASTER_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+            *_kept(plan, TRAINER, "trainer", plan.training_grace_s, srun),
+        ],
+    )
+
+
+def node_script(plan: ClusterPlan) -> str:
+    """What srun starts on each training node."""
+    argv = plan.training_argv(node_rank="$SLURM_NODEID", master_address="$MASTER_ADDRESS")
+    body = [*_visible_devices(plan.node), "exec " + _command(argv)]
+    return _script("torchrun on one training node.", [], body)
+
+
+def instances_script(plan: ClusterPlan) -> str:
+    """The array of instances."""
+    options = [
+        shlex.quote(f"--job-name={plan.name}-instances"),
+        f"--array=0-{plan.max_instances - 1}",
+        "--nodes=1",
+        *_common(plan, plan.instance, plan.instance_grace_s, "instance-%a"),
+        *plan.config.cluster.slurm_instance_options,
+    ]
+    argv = plan.instance_argv(name=INSTANCE, port=0, register=str(_run_dir(plan)))
+    return _script(
+        f"Instances of {plan.name}: each registers itself with the trainer, through the run's directory.",
+        options,
+        [
+            *_exports(plan, plan.instance_env),
+            *_visible_devices(plan.instance),
+            *_kept(plan, INSTANCE, "instance", plan.instance_grace_s, argv),
+        ],
+    )
+
+
+def _common(plan: ClusterPlan, demand: Resources, grace_s: float, log: str) -> list[str]:
+    """sbatch options of both jobs; of an option that is repeated the last one counts."""
+    file = str(log_path(_run_dir(plan), log.replace("%a", "\0"))).replace("%", "%%").replace("\0", "%a")
+    devices = [f"--gres={GRES[demand.kind]}:{demand.devices}"] if demand.devices else []
+    # Slurm itself assigns GPUs. It only counts NPUs, so their numbers are known on whole nodes alone.
+    whole = ["--exclusive"] if demand.kind == "npu" else []
+    return [
+        *("--ntasks-per-node=1", f"--cpus-per-task={demand.cores}", *devices, *whole),
+        *(shlex.quote(f"--chdir={Path.cwd()}"), shlex.quote(f"--output={file}"), "--open-mode=append"),
+        # Before the time limit the batch process alone is told, saves and is submitted again: deploy/slurm/task.py.
+        *("--requeue", f"--signal=B:USR1@{math.ceil(grace_s + ENDING_MARGIN_S)}"),
+        *plan.config.cluster.slurm_options,
+    ]
+
+
+def _exports(plan: ClusterPlan, environment: Mapping[str, str]) -> list[str]:
+    """The environment of a task; the token comes from a file that only the user can read."""
+    return [
+        f'export ASYNC_RL_TOKEN="$(cat {shlex.quote(str(token_file(_run_dir(plan))))})"',
+        *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
+    ]
+
+
+def _visible_devices(demand: Resources) -> list[str]:
+    if demand.kind != "npu":
+        return []
+    return [f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, range(demand.devices)))}"]
+
+
+def _kept(plan: ClusterPlan, name: str, role: str, grace_s: float, argv: Sequence[str]) -> list[str]:
+    """The last line: the batch process becomes the program that keeps the task going."""
+    cluster = plan.config.cluster
+    options: Mapping[str, object] = {
+        "--name": name,
+        "--role": role,
+        "--run-dir": _run_dir(plan),
+        "--grace-s": grace_s,
+        "--max-restarts": cluster.max_restarts,
+        "--restart-delay-s": cluster.restart_delay_s,
+    }
+    words = [*_python(plan), *(word for key, value in options.items() for word in (key, str(value)))]
+    return [f"exec {_command(words)} \\\n    -- {_command(argv)}"]
+
+
+def _python(plan: ClusterPlan) -> list[str]:
+    return [plan.training_argv(node_rank="0", master_address="")[0], "-m", "deploy.slurm.task"]
+
+
+def _run_dir(plan: ClusterPlan) -> Path:
+    return plan.config.run.dir.resolve()
+
+
+def _command(words: Iterable[str]) -> str:
+    """A command for the shell, which expands the variables of the scripts and nothing else."""
+    variables = (INSTANCE, "$SLURM_NODEID", "$MASTER_ADDRESS")
+    return " ".join(f'"{word}"' if word in variables else shlex.quote(word) for word in words)
+
+
+def _script(title: str, options: Iterable[str], body: Iterable[str]) -> str:
+    lines = ["#!/bin/bash", f"# {title} Written by `async-rl launch slurm`.", *(f"#SBATCH {word}" for word in options)]
+    return "\n".join([*lines, "", *body]) + "\n"

@@ -1,0 +1,224 @@
+"""Keeps one task of a Slurm run going: `python -m deploy.slurm.task OPTIONS -- COMMAND`, as the job's batch process.
+
+A command that died is started again in the same job; after the loss of a node Slurm starts the whole job again. Both
+count against `cluster.max_restarts`. The trainer's task ends the array of instances when the run is over.
+
+| signal | from | consequence |
+|---|---|---|
+| SIGUSR1 | Slurm, before the time limit (`--signal=B:USR1`) | the task saves and ends, and the job is requeued |
+| SIGINT | a user (`scancel --batch --signal=INT JOB`) | the task saves and ends, with as much time as it needs |
+| SIGTERM | Slurm: `scancel`, requeue, preemption | Slurm has sent it to all processes of the job: wait for their end |
+
+Exit codes: 0 done, 1 failed, 2 bad input, 130 and 143 ended by SIGINT and SIGTERM.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
+from async_rl.programs.command_line import Parser
+from deploy.cluster.fleet import num_trained_with
+from deploy.cluster.kept_process import ENDED, KeptProcess
+from deploy.cluster.process import Process, Running, log_path, start_process
+from deploy.cluster.restarts import Restarts, num_trained
+from deploy.cluster.stopping import explain_end
+from deploy.cluster.tasks import Task, read_launch, write_task
+from deploy.slurm.commands import SlurmFailed, cancel, end_steps, requeue
+from deploy.slurm.files import folder_of
+from deploy.slurm.memory import Memory
+
+POLL_S: Final = 0.5
+TOLD: Final = 128 + signal.SIGTERM
+INTERRUPTED: Final = 128 + signal.SIGINT
+REQUEUE_S: Final = 120.0
+"""For Slurm to kill a job that it has accepted to requeue."""
+
+TRAINER: Final = "trainer"
+
+
+class Signals:
+    """Which signals this process has received."""
+
+    def __init__(self) -> None:
+        self._received: set[int] = set()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._received
+
+    def __bool__(self) -> bool:
+        return bool(self._received)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received.add(number)
+
+
+class SlurmTask:
+    """One task: its process, its restarts, and its record for `async-rl status`.
+
+    Args:
+        process: the command, and the task's name, role and grace time.
+        run_dir: shared by all hosts.
+        job: the job's id in Slurm.
+        num_requeues: how often Slurm has started the job again.
+        token: of the fleet endpoint.
+    """
+
+    def __init__(
+        self, process: Process, run_dir: Path, restarts: Restarts, job: str, num_requeues: int, token: str | None
+    ) -> None:
+        self._run_dir, self._job = run_dir, job
+        self._signals = Signals()
+        self._restarts = restarts
+        self._memory = Memory(run_dir, process.name, job, num_requeues)
+        self._reports = folder_of(run_dir) / "failures"
+        self._reports.mkdir(parents=True, exist_ok=True)
+        self._written: Task | None = None
+        self._killed_s: float | None = None
+        is_trainer = process.role == TRAINER
+        trained = (
+            partial(num_trained, run_dir) if is_trainer else partial(num_trained_with, run_dir, process.name, token)
+        )
+        self._memory.recall(restarts, trained())
+        self._memory.keep(restarts)
+        self._kept = KeptProcess(self._start(process), self._start, restarts, trained)
+
+    def run(self) -> int:
+        """Returns the exit code when the task is over; does not return from a requeue.
+
+        Raises:
+            ProcessFailed, RestartsExhausted: the task failed for good.
+        """
+        while self._kept.state not in ENDED and not (self._signals and self._kept.state == "waiting"):
+            if event := self._kept.check():
+                self._say(event)
+                self._memory.keep(self._restarts)
+            if self._signals:
+                self._end()
+            self._record()
+            time.sleep(POLL_S)
+        self._record()
+        if self._kept.state == "done":
+            return 0
+        if signal.SIGTERM in self._signals:
+            return TOLD
+        if self._kept.failure is not None and not self._was_asked_to_end():
+            raise self._kept.failure
+        if signal.SIGUSR1 in self._signals:
+            self._requeue()
+            return TOLD
+        return INTERRUPTED
+
+    def _was_asked_to_end(self) -> bool:
+        """Whether this task's own request to end explains its end."""
+        failure = self._kept.failure
+        return bool(self._signals) and isinstance(failure, ProcessFailed) and failure.cause in (None, "RunStopped")
+
+    def _start(self, process: Process) -> Running:
+        report = self._reports / f"{process.name}-{self._job}-{time.time_ns()}"
+        return start_process(process, report)
+
+    def _end(self) -> None:
+        """Lets the process end: it is asked once, and killed when its grace time has passed."""
+        if self._killed_s is None:
+            self._kept.restart_no_more()
+            self._killed_s = time.monotonic() + self._kept.process.grace_s
+            if signal.SIGTERM in self._signals:
+                return
+            self._say("told to end: saving, and ending")
+            if self._kept.process.role == TRAINER:
+                # srun would pass SIGTERM on as an order to end within Slurm's KillWait.
+                end_steps(self._job)
+            else:
+                self._kept.running.request_end()
+        elif time.monotonic() > self._killed_s:
+            self._kept.running.request_end()
+
+    def _requeue(self) -> None:
+        """Puts the job back into the queue, where it starts again from the checkpoint; Slurm then kills this process.
+
+        Raises:
+            SlurmFailed: it was not requeued.
+        """
+        self._say("the time limit is near: the job goes back into the queue")
+        self._memory.keep(self._restarts, asked=True)
+        requeue(self._job)
+        time.sleep(REQUEUE_S)
+
+    def _record(self) -> None:
+        kept = self._kept
+        task = Task(
+            name=kept.process.name,
+            role=kept.process.role,
+            host=socket.gethostname(),
+            id=None,
+            state=kept.state,
+            restarts=self._restarts.total,
+            log=str(kept.process.log_file),
+            cause=kept.cause,
+        )
+        if task != self._written:
+            self._written = task
+            write_task(self._run_dir, task)
+
+    def _say(self, text: str) -> None:
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._kept.process.name}: {text}", flush=True)
+
+
+def end_instances(run_dir: Path) -> None:
+    """Ends the array of instances of a run that is over, which otherwise end when their patience does."""
+    try:
+        arrays = {(task.id or "").partition("_")[0] for task in read_launch(run_dir).tasks if task.role == "instance"}
+        for array in arrays - {""}:
+            cancel(array)
+    except (ConfigError, SlurmFailed) as error:
+        print(f"the instances still run, until no trainer has answered for cluster.patience_s: {error}", flush=True)
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "deploy.slurm.task", "Keeps one task of a Slurm run going.", "--name NAME --run-dir DIR [OPTIONS] -- COMMAND"
+    )
+    parser.keep_rest()
+    parser.add_argument("--name", required=True, help="of the task, and of its log")
+    parser.add_argument("--role", choices=[TRAINER, "instance"], required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--grace-s", type=float, required=True, help="from the request to end until it is killed")
+    parser.add_argument("--max-restarts", type=int, required=True)
+    parser.add_argument("--restart-delay-s", type=float, required=True)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    run_dir = options.run_dir
+    log = log_path(run_dir, options.name)
+    process = Process(options.name, options.role, parser.rest, log, grace_s=options.grace_s)
+    restarts = Restarts(options.max_restarts, options.restart_delay_s)
+    job, num_requeues = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    is_over = options.role == TRAINER
+    try:
+        code = SlurmTask(process, run_dir, restarts, job, num_requeues, os.environ.get("ASYNC_RL_TOKEN")).run()
+        # Slurm itself ends or requeues the job; a user who ended it ends the array, too.
+        is_over &= code != TOLD
+    except AsyncRLError as error:
+        code = explain_end(error)
+        # Another trainer has taken over the run, and the instances with it.
+        is_over &= not (isinstance(error, ProcessFailed) and error.cause == "Fenced")
+    if is_over:
+        end_instances(run_dir)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

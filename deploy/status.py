@@ -1,0 +1,159 @@
+"""`async-rl status [--run RUN_DIR]`: what a run's tasks do, wherever its launcher has started them, and how far it is.
+
+Exit codes: 0 success, 2 no run there.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.protocol.fleet import FleetInfo
+from deploy.cluster.fleet import read_fleet
+from deploy.cluster.restarts import num_trained
+from deploy.cluster.tasks import LAUNCH_FILE, Launch, Task, read_launch
+from deploy.slurm.commands import SlurmFailed
+from deploy.slurm.files import read_token
+from deploy.slurm.queue import with_queue
+
+PIPE_WIDTH = 240
+"""Columns of the tables if the output is not a terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A run now.
+
+    Attributes:
+        num_trained: proven iterations.
+        num_iterations: of the whole run; None before the first one.
+        trained_s: when the last iteration ended, in Unix time; None before the first one.
+        fleet: None while no trainer answers.
+    """
+
+    run_dir: str
+    engine: str
+    num_trained: int
+    num_iterations: int | None
+    trained_s: float | None
+    tasks: tuple[Task, ...]
+    fleet: FleetInfo | None
+
+    def as_json(self) -> str:
+        fleet = self.fleet.model_dump() if self.fleet else None
+        return json.dumps({**asdict(replace(self, fleet=None)), "fleet": fleet}, indent=2)
+
+
+def read_status(run_dir: Path, token: str | None) -> Status:
+    """
+    Raises:
+        ConfigError: no launcher has started a run there.
+    """
+    launch = read_launch(run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    last = _last_record(metrics)
+    return Status(
+        run_dir=str(run_dir),
+        engine=launch.engine,
+        num_trained=num_trained(run_dir),
+        num_iterations=last.get("iterations"),
+        trained_s=metrics.stat().st_mtime if last else None,
+        tasks=_tasks_now(launch),
+        fleet=read_fleet(run_dir, token or read_token(run_dir)),
+    )
+
+
+def _tasks_now(launch: Launch) -> tuple[Task, ...]:
+    if launch.engine != "slurm":
+        return launch.tasks
+    try:
+        return with_queue(launch.tasks)
+    except SlurmFailed as error:
+        print(f"async-rl status: Slurm does not tell the states of its jobs: {error}", file=sys.stderr)
+        return launch.tasks
+
+
+def _last_record(file: Path) -> Mapping[str, Any]:
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return json.loads(lines[-1]) if lines else {}
+
+
+def find_run() -> Path:
+    """The run that was launched last under ./runs.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    files = sorted(Path().glob(f"runs/*/{LAUNCH_FILE}"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise ConfigError(f"no run was launched under {str(Path('runs').resolve())!r}: name one with --run RUN_DIR")
+    return files[-1].parent
+
+
+def show(status: Status, console: Console) -> None:
+    total = "" if status.num_iterations is None else f" of {status.num_iterations}"
+    when = "" if status.trained_s is None else f", the last one {time.time() - status.trained_s:.0f} s ago"
+    console.print(f"{status.run_dir} ({status.engine}): {status.num_trained}{total} iterations{when}", highlight=False)
+    tasks = Table(box=None, pad_edge=False)
+    for name in ("task", "host", "id", "state", "restarts", "log"):
+        tasks.add_column(name, overflow="fold")
+    for task in status.tasks:
+        words = (task.name, task.host or "-", task.id or "-", task.state, str(task.restarts), task.log or "-")
+        tasks.add_row(*map(_text, words))
+    console.print(tasks)
+    for task in status.tasks:
+        if task.cause is not None:
+            console.print(_text(f"{task.name} was lost: {task.cause.splitlines()[0]}"), soft_wrap=True)
+    if status.fleet is None:
+        console.print("no trainer answers: it starts, is started again, or has ended", highlight=False)
+        return
+    instances = Table(box=None, pad_edge=False)
+    for name in ("instance", "url", "state", "version", "reason"):
+        instances.add_column(name, overflow="fold")
+    for info in status.fleet.instances:
+        words = (info.name, info.url, info.state, info.version or "-", info.reason or "")
+        instances.add_row(*map(_text, words))
+    console.print(instances)
+
+
+def _text(text: str) -> Text:
+    """Without control characters: causes and reasons repeat text of other programs."""
+    return Text("".join(char if char.isprintable() else " " for char in text))
+
+
+def make_parser() -> Parser:
+    parser = Parser("async-rl status", "Shows the tasks, the instances and the progress of a run.", "[OPTIONS]")
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN_DIR", help="run.dir of the run; by default the one launched last in ./runs"
+    )
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    options = make_parser().parse_args(argv)
+    try:
+        status = read_status(options.run or find_run(), os.environ.get("ASYNC_RL_TOKEN"))
+    except AsyncRLError as error:
+        print(f"async-rl status: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    if options.json:
+        print(status.as_json())
+        return 0
+    console = Console()
+    show(status, console if console.is_terminal else Console(width=PIPE_WIDTH))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
