@@ -5,17 +5,18 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
 from async_rl.errors import ConfigError
-from async_rl.files import write_file
+from async_rl.files import named_write_errors, write_file
+from deploy.cluster.fleet import drain, read_fleet
 from deploy.cluster.plan import ClusterPlan
 from deploy.cluster.process import log_path
 from deploy.cluster.run_view import JsonlTail, RunView
 from deploy.cluster.tasks import Task, remove_tasks, write_launch
-from deploy.ray.fleet import Fleet
 from deploy.ray.placement import RayCluster
 from deploy.ray.scaling import Scaler
 from deploy.ray.specs import run_dir
@@ -29,11 +30,13 @@ def run_on_ray(plan: ClusterPlan, token: str | None, view: RunView) -> None:
     """Runs a plan until its trainer has trained to the end; all tasks have ended on return.
 
     Raises:
-        ConfigError: no cluster is found, or the run's directory cannot be written.
+        ConfigError: no cluster is found.
+        WriteFailed: the run's directory cannot be written.
         NotPlaced, ProcessFailed, RestartsExhausted: see `Supervisor.step`.
     """
     directory, launch_id = run_dir(plan), uuid.uuid4().hex
-    directory.mkdir(parents=True, exist_ok=True)
+    with named_write_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     write_file(directory / SHARED_FILE, launch_id)
     metrics = JsonlTail(directory / "metrics.jsonl")
     record = _Record(directory)
@@ -45,7 +48,7 @@ def run_on_ray(plan: ClusterPlan, token: str | None, view: RunView) -> None:
             plan.config.cluster.scale_up_after_s,
             plan.config.cluster.scale_down_after_s,
         )
-        supervisor = Supervisor(plan, cluster, Fleet(directory, token), scaler, view.note)
+        supervisor = Supervisor(plan, cluster, _Fleet(directory, token), scaler, view.note)
         try:
             while not supervisor.step(time.monotonic()):
                 for line in metrics.read_new():
@@ -58,6 +61,21 @@ def run_on_ray(plan: ClusterPlan, token: str | None, view: RunView) -> None:
             record.write(supervisor)
         for line in metrics.read_new():
             view.show(line)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """See `deploy.ray.supervisor.Fleet`."""
+
+    run_dir: Path
+    token: str | None
+
+    def desired_instances(self) -> int | None:
+        fleet = read_fleet(self.run_dir, self.token)
+        return None if fleet is None else fleet.desired_instances
+
+    def drain(self, name: str) -> bool:
+        return drain(self.run_dir, name, self.token)
 
 
 class _Record:

@@ -29,11 +29,15 @@ START_TIMEOUT_S = 1800.0
 
 
 class Fleet(Protocol):
-    """The fleet endpoint of the run, see `deploy.ray.fleet`."""
+    """The fleet endpoint of the run, wherever its trainer runs at the time of a call."""
 
-    def desired_instances(self) -> int | None: ...
+    def desired_instances(self) -> int | None:
+        """How many instances would balance the pools; None if the trainer does not know yet, or does not answer."""
+        ...
 
-    def drain(self, name: str) -> bool: ...
+    def drain(self, name: str) -> bool:
+        """Asks for the instance to finish what it has and to end; whether the fleet agreed."""
+        ...
 
 
 class Supervisor:

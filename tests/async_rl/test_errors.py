@@ -17,6 +17,7 @@ LASTING = {
     "OnPolicyViolation",
     "PromptFailed",
     "RewardError",
+    "RestartsExhausted",
     "RunStopped",
     "UnknownInstance",
     "WriteFailed",
