@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayError
 
 from async_rl.errors import ConfigError
 from async_rl.files import named_write_errors, write_file
@@ -16,6 +17,7 @@ from deploy.cluster.fleet import drain, read_fleet
 from deploy.cluster.plan import ClusterPlan
 from deploy.cluster.process import log_path
 from deploy.cluster.run_view import JsonlTail, RunView
+from deploy.cluster.stopping import stop_on_signals
 from deploy.cluster.tasks import Task, remove_tasks, write_launch
 from deploy.ray.placement import RayCluster
 from deploy.ray.scaling import Scaler
@@ -107,15 +109,17 @@ class _Record:
 
 @contextmanager
 def _connected() -> Iterator[None]:
+    address = os.environ.get("RAY_ADDRESS")
+    where = f"at RAY_ADDRESS = {address!r}" if address else "of this host (RAY_ADDRESS is not set)"
     try:
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
-    except ConnectionError as error:
-        address = os.environ.get("RAY_ADDRESS")
-        where = f"at RAY_ADDRESS = {address!r}" if address else "on this host, and RAY_ADDRESS is not set"
+    except (ConnectionError, RuntimeError, RayError) as error:
         raise ConfigError(
-            f"no Ray cluster answers {where}: start one with `ray start --head`, or set RAY_ADDRESS to HOST:PORT of "
-            f"its head ({error})"
+            f"cannot connect to the Ray cluster {where}: {error}. Start one with `ray start --head`, or set "
+            "RAY_ADDRESS to HOST:PORT of its head; the launcher needs its releases of Ray and Python, and its token"
         ) from error
+    # Ray has put its own handler of SIGTERM in their place, which would end this process without its tasks.
+    stop_on_signals()
     try:
         yield
     finally:

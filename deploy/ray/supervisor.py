@@ -117,13 +117,13 @@ class Supervisor:
     def _require_placed(self, slot: Slot, now_s: float) -> None:
         """What the run cannot do without must find room in time; all else waits for it."""
         timeout_s = self._plan.config.cluster.placement_timeout_s
-        placing = slot.state == "placing" and slot.group is not None and slot.group.phase == "placing"
+        is_placed = slot.state not in ("placing", "starting") or slot.group is None or slot.group.phase == "placed"
         is_required = slot is self.training or not self._has_begun
-        if placing and is_required and now_s > slot.since_s + timeout_s:
+        if not is_placed and is_required and now_s > slot.since_s + timeout_s:
             number = len(slot.spec.names)
             apart = ", each on a host of its own" if number > 1 else ""
             raise NotPlaced(
-                f"the cluster found no room for {slot.spec.name} within cluster.placement_timeout_s = {timeout_s:g} s: "
+                f"the cluster has not placed {slot.spec.name} within cluster.placement_timeout_s = {timeout_s:g} s: "
                 f"{number} x {_shown(bundle(slot.spec.resources))}{apart}. Free: {self._cluster.free_resources()}. Add "
                 "hosts, end what occupies them, or ask for less (cluster.training_nodes, cluster.training_cores, "
                 "cluster.instance_cores, trainer.num_processes, inference.num_instances, inference.tensor_parallel)"

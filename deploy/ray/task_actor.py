@@ -57,7 +57,7 @@ class TaskActor:
             os.chdir(self._directory)
             found = (Path(run_dir) / SHARED_FILE).read_text()
         except OSError as error:
-            raise ConfigError(_not_shared(run_dir, error.strerror or str(error))) from error
+            raise ConfigError(_not_shared(error.filename, error.strerror)) from error
         if found != launch_id:
             raise ConfigError(_not_shared(run_dir, "it has another directory there"))
         self._node = Node(socket.gethostname(), address, _free_ports(address, NUM_PORTS))
@@ -100,8 +100,8 @@ def _free_ports(address: str, number: int) -> tuple[int, ...]:
         return tuple(int(server.getsockname()[1]) for server in servers)
 
 
-def _not_shared(run_dir: str, reason: str) -> str:
+def _not_shared(path: str, reason: str | None) -> str:
     return (
-        f"the host {socket.gethostname()} does not see run.dir {run_dir!r} of the launcher: {reason}. All hosts of a "
-        "run share this directory: name one on a file system that all of them mount under the same path"
+        f"the host {socket.gethostname()} does not see {path!r} as the launcher does: {reason}. All hosts of a run "
+        "share run.dir and the launcher's working directory: use a file system that all mount under the same path"
     )

@@ -26,12 +26,13 @@ class ScriptedGroup:
         self.healthy = False
         self.ends: list[TaskEnd | None] = [None] * len(spec.names)
         self.hangs = False
+        self.never_runs = False
         self.is_removed = False
         self.asked_to_end = 0
         self._port = 9000 + number
 
     def poll(self) -> None:
-        if self.phase == "starting":
+        if self.phase == "starting" and not self.never_runs:
             self.phase = "running"
             self.nodes = tuple(Node(f"host-{i}", f"10.0.0.{i}", (self._port, 1)) for i in range(len(self.ends)))
 
@@ -255,10 +256,19 @@ def test_what_the_run_cannot_do_without_must_find_room_in_time(ground: Ground) -
     ground.step()
     ground.step(seconds=180)
     with pytest.raises(
-        NotPlaced, match=r"no room for training within .* = 180 s: 2 x CPU 2, each on a host of its own"
+        NotPlaced, match=r"has not placed training within .* = 180 s: 2 x CPU 2, each on a host of its own"
     ) as e:
         ground.step(seconds=1)
     assert "Free: CPU 1 on all hosts together" in str(e.value)
+
+
+def test_actors_that_never_run_count_as_not_placed(ground: Ground) -> None:
+    ground.step()
+    ground.cluster.of("training").never_runs = True
+    ground.step(3)
+    assert ground.states()["training"] == "starting"
+    with pytest.raises(NotPlaced, match="has not placed training"):
+        ground.step(2, seconds=100)
 
 
 def test_an_instance_that_comes_later_waits_for_room(ground: Ground) -> None:
