@@ -11,13 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("ray")
-
 from tests.support.hosts import Host, Hosts, environment, why_not
 from tests.support.local_run import Run, command_of, gone
-from tests.support.ray_cluster import FASTER_CHECKS, OBJECT_STORE_BYTES, proven
+from tests.support.ray_cluster import FASTER_CHECKS, OBJECT_STORE_BYTES, needs_ray, proven
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, needs_ray, pytest.mark.timeout(900)]
 
 HEAD = "10.79.1.1"
 NODES = ("one", "two", "three", "spare")

@@ -7,11 +7,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
+import pytest
 
 from tests.support.local_run import Run, command_of, gone
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[ray]'")
 
 OBJECT_STORE_BYTES = 75 * 2**20
 """The least that Ray accepts: runs keep nothing there."""
@@ -32,11 +38,13 @@ class RayNodes:
         # Ray, which takes seconds to import, and which a checkout may lack.
         from ray.cluster_utils import Cluster
 
-        # Paths of Ray's sockets are long already.
+        # Short, since the paths of Ray's sockets are long already.
         self.temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": self.temp_dir, "_system_config": FASTER_CHECKS}
+        head = {"num_cpus": 0, "include_dashboard": False, "_system_config": FASTER_CHECKS}
         head |= {"object_store_memory": OBJECT_STORE_BYTES}
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        (Path(self.temp_dir) / "ray").mkdir()
+        with patch.dict(os.environ, RAY_TMPDIR=self.temp_dir, RAY_USAGE_STATS_ENABLED="0"):
+            self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
         self.nodes: list[Any] = []
         for _ in range(num_nodes):
             self.add(num_cpus)

@@ -12,13 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("ray")
-
 from tests.deploy.conftest import CONFIG, Ground
 from tests.support.local_run import command_of, gone
-from tests.support.ray_cluster import OBJECT_STORE_BYTES, environment
+from tests.support.ray_cluster import OBJECT_STORE_BYTES, environment, needs_ray
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.distributed, needs_ray, pytest.mark.timeout(400)]
 
 TRAINER = """
 import http.server, json, pathlib, sys, threading, time
