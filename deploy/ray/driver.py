@@ -1,6 +1,8 @@
 """Connects to the Ray cluster and runs a plan on it until it ends; for `deploy.ray.__main__`."""
 
 import os
+import re
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from deploy.ray.supervisor import Supervisor
 from deploy.ray.task_actor import SHARED_FILE
 
 POLL_S = 0.2
+CONNECT_TIMEOUT_S = 10.0
 
 
 def run_on_ray(plan: ClusterPlan, token: str | None, view: RunView) -> None:
@@ -112,8 +115,9 @@ def _connected() -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     where = f"at RAY_ADDRESS = {address!r}" if address else "of this host (RAY_ADDRESS is not set)"
     try:
+        _require_answer(address)
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
-    except (ConnectionError, RuntimeError, RayError) as error:
+    except (OSError, RuntimeError, RayError) as error:
         raise ConfigError(
             f"cannot connect to the Ray cluster {where}: {error}. Start one with `ray start --head`, or set "
             "RAY_ADDRESS to HOST:PORT of its head; the launcher needs its releases of Ray and Python, and its token"
@@ -124,3 +128,14 @@ def _connected() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str | None) -> None:
+    """Ray itself tries for minutes to reach a host that does not answer.
+
+    Raises:
+        OSError: nothing listens at HOST:PORT; other forms of an address are left to Ray.
+    """
+    if address is not None and re.fullmatch(r"[^/]+:\d+", address):
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()

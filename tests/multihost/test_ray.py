@@ -1,6 +1,8 @@
 """A run on a Ray cluster of several hosts, with tokens, as a job; the host of its trainer is cut off on the way."""
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,12 +56,14 @@ class Daemons:
     def _start(self, host: Host, address: str, *options: str) -> None:
         """Starts Ray's processes of a host, and waits until they have joined."""
         output = self._folder / f"ray-{host.name}.txt"
-        words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={address}"]
-        words += [f"--object-store-memory={OBJECT_STORE_BYTES}", *options]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={address}"]
+        ray += [f"--object-store-memory={OBJECT_STORE_BYTES}", *options]
+        # Ray's files are each host's own: all nodes unpack a job's working directory under the same path.
+        own_files = f"mount -t tmpfs none {self.temp_dir} && exec {shlex.join(ray)}"
         with output.open("wb") as log:
             self._started.append(
                 subprocess.Popen(
-                    host.command(words),
+                    host.command(["sh", "-c", own_files]),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=environment(RAY_USAGE_STATS_ENABLED="0", **SECRET, **TUNED),
@@ -77,6 +81,7 @@ class Daemons:
                 part.kill()
             process.wait()
         assert gone(mine)
+        shutil.rmtree(self.temp_dir)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A Ray cluster of several nodes on this host, and runs that `deploy.ray` launches on it."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,7 @@ class RayNodes:
         mine = self.processes()
         self.cluster.shutdown()
         assert gone(mine), [command_of(p) for p in mine if p.is_running()]
+        shutil.rmtree(self.temp_dir)
 
 
 class RayRun(Run):

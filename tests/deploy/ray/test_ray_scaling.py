@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -86,6 +87,19 @@ AUTOSCALER = {
     },
     "head_node_type": "ray.head.default",
     "upscaling_speed": 1.0,
+    "auth": {},
+    "docker": {},
+    "file_mounts": {},
+    "cluster_synced_files": [],
+    "file_mounts_sync_continuously": False,
+    "initialization_commands": [],
+    "setup_commands": [],
+    "head_setup_commands": [],
+    "worker_setup_commands": [],
+    "head_start_ray_commands": [],
+    "worker_start_ray_commands": [],
+    "rsync_exclude": [],
+    "rsync_filter": [],
 }
 """A head with room for the trainer and one instance; each further instance needs a node of its own."""
 
@@ -98,7 +112,7 @@ def autoscaling(tmp_path: Path) -> Iterator[str]:
     config.write_text(json.dumps(AUTOSCALER))
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"]
     command += [f"--autoscaling-config={config}", "--num-cpus=4", f"--temp-dir={temp_dir}", "--include-dashboard=false"]
-    command += ["--node-ip-address=127.0.0.1", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+    command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
     output = tmp_path / "head.txt"
     with output.open("wb") as log:
         head = subprocess.Popen(
@@ -116,6 +130,7 @@ def autoscaling(tmp_path: Path) -> Iterator[str]:
         if process.is_running():
             process.kill()
     assert gone(mine)
+    shutil.rmtree(temp_dir)
 
 
 def _address(output: Path, head: "subprocess.Popen[bytes]") -> str:
