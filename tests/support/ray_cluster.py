@@ -57,8 +57,12 @@ class RayNodes:
     def add(self, num_cpus: int = 2) -> None:
         self.nodes.append(self.cluster.add_node(num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES))
 
-    def kill_raylet(self, raylet: psutil.Process) -> None:
+    def kill_raylet_of(self, guard: psutil.Process) -> None:
+        """Kills the raylet below the actor that started the guard."""
+        raylet = guard.parent().parent()
         raylet.kill()
+        # It is a child of this process: actors take a zombie for a living raylet, and go on.
+        raylet.wait()
 
     def processes(self) -> list[psutil.Process]:
         """Ray's own processes of this cluster, by their files."""

@@ -84,7 +84,7 @@ def test_lost_actors_and_nodes_come_back_and_the_run_ends_proven(run: RayRun, no
     progress_after(trainer.parent().kill, "trainer-0", "the actor of the trainer")
     assert gone([trainer])
     trainer = run.guard_of("torch.distributed.run")
-    progress_after(trainer.parent().parent().kill, "trainer-0", "the raylet of the trainer")
+    progress_after(lambda: nodes.kill_raylet_of(trainer), "trainer-0", "the raylet of the trainer")
     assert gone([trainer])
     assert run.finish() == 0, run.everything_said()
     proven(run, iterations, NUM_RESPONSES)

@@ -9,10 +9,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from async_rl.net.local_address import address_for_others
+from deploy.local.machine import free_ports
 from tests.deploy.conftest import CONFIG, Ground
 from tests.support.local_run import command_of, gone
 from tests.support.ray_cluster import OBJECT_STORE_BYTES, environment, needs_ray
@@ -71,11 +74,11 @@ while not drained.exists():
 drained.unlink()
 """
 
-AUTOSCALER = {
+AUTOSCALER: dict[str, Any] = {
     "cluster_name": "test",
     "max_workers": 3,
     "idle_timeout_minutes": 0.1,
-    "provider": {"type": "fake_multinode", "head_node_id": "f" * 56},
+    "provider": {"type": "fake_multinode"},
     "available_node_types": {
         "ray.head.default": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 0},
         "worker": {
@@ -109,8 +112,11 @@ def autoscaling(tmp_path: Path) -> Iterator[str]:
     """The address of a cluster whose autoscaler starts nodes on this host."""
     temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     config = tmp_path / "autoscaler.json"
-    config.write_text(json.dumps(AUTOSCALER))
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"]
+    host, (port,) = address_for_others(), free_ports(1)
+    provider = {**AUTOSCALER["provider"], "gcs_address": f"{host}:{port}"}
+    config.write_text(json.dumps({**AUTOSCALER, "provider": provider}))
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    command += [f"--node-ip-address={host}", f"--port={port}"]
     command += [f"--autoscaling-config={config}", "--num-cpus=4", f"--temp-dir={temp_dir}", "--include-dashboard=false"]
     command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
     output = tmp_path / "head.txt"
@@ -122,7 +128,8 @@ def autoscaling(tmp_path: Path) -> Iterator[str]:
             env=environment(RAY_FAKE_CLUSTER="1", AUTOSCALER_UPDATE_INTERVAL_S="1"),
             start_new_session=True,
         )
-    yield _address(output, head)
+    _wait_until_started(output, head)
+    yield f"{host}:{port}"
     mine = [p for p in psutil.process_iter() if any(temp_dir in word for word in command_of(p))]
     head.terminate()
     head.wait(30)
@@ -133,12 +140,11 @@ def autoscaling(tmp_path: Path) -> Iterator[str]:
     shutil.rmtree(temp_dir)
 
 
-def _address(output: Path, head: "subprocess.Popen[bytes]") -> str:
+def _wait_until_started(output: Path, head: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + 90
-    while "--address='" not in output.read_text():
+    while "Ray runtime started" not in output.read_text():
         assert head.poll() is None and time.monotonic() < deadline, output.read_text()
         time.sleep(0.1)
-    return output.read_text().partition("--address='")[2].partition("'")[0]
 
 
 def test_instances_follow_the_desired_number_on_nodes_that_come_and_go(autoscaling: str, ground: Ground) -> None:
