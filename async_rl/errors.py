@@ -32,8 +32,9 @@ AsyncRLError
 ├── RankLost                        another training rank is gone or stopped, or this one is cut off
 ├── Fenced                          another trainer has taken over the run
 ├── FleetLost                       no trainer has answered an instance for its --patience-s
-├── ProcessFailed                   a process of a local deployment ended unexpectedly
-└── RestartsExhausted               a task of a run died again and again, without progress in between
+├── ProcessFailed                   a process of a deployment ended unexpectedly
+├── RestartsExhausted               a task of a run died again and again, without progress in between
+└── NotPlaced                       a cluster has no room for the tasks of a run
 """
 
 from typing import ClassVar
@@ -195,7 +196,7 @@ class FleetLost(AsyncRLError):
 
 
 class ProcessFailed(AsyncRLError):
-    """A process of a local deployment ended too early; `cause` is the named error it ended with, if any."""
+    """A process of a deployment ended too early; `cause` is the named error it ended with, if any."""
 
     def __init__(self, message: str, cause: str | None = None) -> None:
         super().__init__(message)
@@ -206,3 +207,7 @@ class RestartsExhausted(AsyncRLError):
     """A task of a run died more often than `cluster.max_restarts` without another iteration in between."""
 
     may_pass = False
+
+
+class NotPlaced(AsyncRLError):
+    """A cluster found no room for tasks of the run within `cluster.placement_timeout_s`."""

@@ -325,6 +325,15 @@ class ClusterSection(Section):
     restart_delay_s: float = Field(
         1.0, gt=0, le=60, description="before the first restart; twice as long before each further one, up to a minute"
     )
+    placement_timeout_s: float = Field(
+        180.0, gt=0, description="ray: how long the training nodes and the first instances may wait for room"
+    )
+    scale_up_after_s: float = Field(
+        30.0, gt=0, description="ray: more instances must be desired for so long before any is started"
+    )
+    scale_down_after_s: float = Field(
+        300.0, gt=0, description="ray: fewer instances must be desired for so long before any is drained"
+    )
     patience_s: float = Field(
         1800.0, gt=0, description="how long an instance waits for a trainer that does not answer before it ends"
     )

@@ -36,6 +36,7 @@ MODULES = {
     ),
     "vllm": ("xxhash",),
     "tasks": ("math_verify", "reasoning_gym"),
+    "ray": ("ray",),
 }
 """Extra -> the import names of its packages."""
 

@@ -1,4 +1,4 @@
-"""What launchers read of a run's fleet, at the trainer's endpoint."""
+"""What launchers read of a run's fleet, and tell it, at the trainer's endpoint."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Final
 
 from async_rl.errors import NoAnswer
 from async_rl.net.http_client import HttpClient
-from async_rl.protocol.fleet import FleetInfo
-from async_rl.protocol.routes import FLEET
+from async_rl.protocol.fleet import FleetInfo, NameRequest
+from async_rl.protocol.routes import FLEET, FLEET_DRAIN
 from deploy.cluster.restarts import num_trained
 
 ADDRESS_FILE: Final = "fleet.json"
@@ -17,11 +17,18 @@ TIMEOUT_S: Final = 5.0
 def read_fleet(run_dir: Path, token: str | None) -> FleetInfo | None:
     """The fleet of a run; None while no trainer answers, or where it does not accept the token."""
     try:
-        url = str(json.loads((run_dir / ADDRESS_FILE).read_text())["url"])
-        answer = HttpClient(url, TIMEOUT_S, token).get(FLEET)
+        answer = _client(run_dir, token).get(FLEET)
         return FleetInfo.model_validate_json(answer.body) if answer.is_success else None
     except (OSError, ValueError, KeyError, NoAnswer):
         return None
+
+
+def drain(run_dir: Path, name: str, token: str | None) -> bool:
+    """Asks for an instance to finish what it has and to end; whether the fleet agreed."""
+    try:
+        return _client(run_dir, token).post(FLEET_DRAIN, NameRequest(name=name)).is_success
+    except (OSError, ValueError, KeyError, NoAnswer):
+        return False
 
 
 def num_trained_with(run_dir: Path, instance: str, token: str | None) -> int:
@@ -29,3 +36,12 @@ def num_trained_with(run_dir: Path, instance: str, token: str | None) -> int:
     fleet = read_fleet(run_dir, token)
     urls = {info.url for info in fleet.instances if info.name == instance} if fleet else set()
     return num_trained(run_dir, urls.__contains__) if urls else 0
+
+
+def _client(run_dir: Path, token: str | None) -> HttpClient:
+    """A client of the trainer that listens now, wherever it runs.
+
+    Raises:
+        OSError, ValueError, KeyError: no trainer has written its address.
+    """
+    return HttpClient(str(json.loads((run_dir / ADDRESS_FILE).read_text())["url"]), TIMEOUT_S, token)

@@ -78,6 +78,7 @@ def test_base_shows_the_help_of_every_command(base: Environment, command: str) -
         (("async-rl", "eval", "org/model", "--data", "rows.jsonl", "--reward", "math"), "trainer,serve"),
         (("python", "-m", "trainer", "run.toml"), "trainer"),
         (("python", "-m", "async_rl.evaluation", "run.toml", "--out", "out"), "trainer"),
+        (("python", "-m", "deploy.ray", "run.toml"), "ray"),
     ],
     ids=" ".join,
 )
