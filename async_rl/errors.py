@@ -1,7 +1,10 @@
 """Errors of a run. Invalid user input is a `ConfigError` (a ValueError); internal mistakes are assertions.
 
+`may_pass` of a class: whether the same program, started again, may do without the error. Launchers restart only then.
+
 AsyncRLError
 ├── ConfigError (also ValueError)   a setting, model or dataset that cannot work
+│   └── RunDirInUse                 another run is using the run's directory
 ├── OnPolicyViolation               the batch's on-policy proof fails: no optimizer step is taken
 ├── NonFiniteGradient               the gradient is infinite or NaN, once or too often (train.on_nonfinite)
 ├── InstanceError                   one inference instance failed a call
@@ -26,24 +29,44 @@ AsyncRLError
 ├── WaitTimedOut (also TimeoutError)  a coroutine or process did not end in time when it was asked to
 ├── RunStopped                      the run was asked to end (SIGTERM)
 ├── LeaderFailed                    the training rank that leads a replica's rollouts failed
+├── RankLost                        another training rank is gone or stopped, or this one is cut off
+├── Fenced                          another trainer has taken over the run
+├── FleetLost                       no trainer has answered an instance for its --patience-s
 └── ProcessFailed                   a process of a local deployment ended unexpectedly
 """
+
+from typing import ClassVar
 
 
 class AsyncRLError(Exception):
     """Root of all errors that async-rl raises on purpose."""
 
+    may_pass: ClassVar[bool] = True
+    """Whether a restart may help, from the last checkpoint and with the same input."""
+
 
 class ConfigError(AsyncRLError, ValueError):
     """A setting, model or dataset that cannot work; the message names the value, what was expected and the remedy."""
+
+    may_pass = False
+
+
+class RunDirInUse(ConfigError):
+    """Another run is using the run's directory, or is still saving there."""
+
+    may_pass = True
 
 
 class OnPolicyViolation(AsyncRLError):
     """The batch's groups are not exactly the expected ones, or not all of the weight version in training."""
 
+    may_pass = False
+
 
 class NonFiniteGradient(AsyncRLError):
     """The gradient is infinite or NaN and `train.on_nonfinite` ends the run; no optimizer step was taken with it."""
+
+    may_pass = False
 
 
 class InstanceError(AsyncRLError):
@@ -98,6 +121,8 @@ class InstanceRestarted(StaleWeights):
 class PromptFailed(InstanceError):
     """Several instances in turn failed at the same prompt; they stay in service, the run ends and names the prompt."""
 
+    may_pass = False
+
 
 class NoAnswer(AsyncRLError):
     """A server gave no complete response to a program's request; the message gives the reason."""
@@ -105,6 +130,8 @@ class NoAnswer(AsyncRLError):
 
 class UnknownInstance(AsyncRLError):
     """The fleet has no instance of that name or URL."""
+
+    may_pass = False
 
 
 class NoInstanceLeft(AsyncRLError):
@@ -118,6 +145,8 @@ class PublishError(AsyncRLError):
 class RewardError(AsyncRLError):
     """A reward raised, hung, or returned something other than one finite float per response."""
 
+    may_pass = False
+
 
 class RolloutLost(AsyncRLError):
     """The rollout of a prompt ended without a group and without an error: other code cancelled it."""
@@ -130,6 +159,8 @@ class EventLoopLost(AsyncRLError):
 class WriteFailed(AsyncRLError):
     """A file of a run cannot be written; the message names it, the system's error and the remedy."""
 
+    may_pass = False
+
 
 class WaitTimedOut(AsyncRLError, TimeoutError):
     """Something that was asked to end did not do so in time; the message names it."""
@@ -138,9 +169,28 @@ class WaitTimedOut(AsyncRLError, TimeoutError):
 class RunStopped(AsyncRLError):
     """The run was asked to end early, by SIGTERM to any of its training ranks."""
 
+    may_pass = False
+
 
 class LeaderFailed(AsyncRLError):
     """The training rank that leads a replica's rollouts failed; raised on the replica's other ranks."""
+
+
+class RankLost(AsyncRLError):
+    """Another training rank has not been heard of for `trainer.lost_after_s`, or nothing has, since this one is cut
+    off from the others."""
+
+
+class Fenced(AsyncRLError):
+    """Another trainer has taken over the run: this one must not change its files or its instances any more."""
+
+    may_pass = False
+
+
+class FleetLost(AsyncRLError):
+    """No trainer has answered this instance for its `--patience-s`."""
+
+    may_pass = False
 
 
 class ProcessFailed(AsyncRLError):

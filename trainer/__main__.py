@@ -3,12 +3,13 @@
 A run that ends early, by a fault of the run or by SIGTERM, saves its last complete iteration first; a second SIGTERM
 ends it at once.
 
-Exit codes: 0 trained to the end, 1 a fault of the run, 2 bad input found before any training, 143 ended by SIGTERM.
+Exit codes: 0 trained to the end, 1 a fault that may pass with a restart, 2 bad input found before any training, 4 a
+fault that no restart mends, 5 fenced: another trainer has taken over the run, 143 ended by SIGTERM. torchrun itself
+exits with 1 whatever its ranks' codes are, and names them in its log.
 """
 
 import logging
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -18,9 +19,10 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, RunStopped
 from async_rl.preflight import require_sound
-from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import VARIABLE, report_failure
+from trainer.process_end import end_now, exit_code_of
 from trainer.stop_signal import StopSignal
 
 log = logging.getLogger("trainer")
@@ -43,11 +45,11 @@ def main(arguments: list[str]) -> int:
         run(config, os.environ.get("ASYNC_RL_TOKEN"), stop)
     except RunStopped as error:
         log.error("RunStopped: %s", error)
-        return 128 + signal.SIGTERM
+        return exit_code_of(error)
     except AsyncRLError as error:
         report_failure(error, os.environ)
         _say(error, logs)
-        return USAGE_ERROR if isinstance(error, ConfigError) else 1
+        return exit_code_of(error)
     return 0
 
 
@@ -85,10 +87,12 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
     device = choose_device(config.trainer.device)
     # On an NPU, MindSpeed must be loaded before Megatron.
     from trainer.ending import Ending
+    from trainer.lifeline import Lifeline
     from trainer.parallel import init_parallel
     from trainer.session import open_session
 
     parallel = init_parallel(device, config.run.seed, config.trainer)
+    lifeline = Lifeline(parallel, config.trainer.lost_after_s, end_now)
     ending = Ending(parallel, stop, config.checkpoint.grace_s)
     try:
         with open_session(config, parallel, token, ending=ending) as session:
@@ -105,6 +109,7 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
                 )
             session.megatron.save_hf(config.run.dir / "model")
     finally:
+        lifeline.close()
         parallel.close()
         ending.close()
 

@@ -5,6 +5,8 @@ window and while they wait for rollouts; they notify their followers. All ranks 
 collective that each rank also calls once per publish and once per mini-batch, so ranks already waiting there take
 part). Gradients accumulated in the unfinished iteration are discarded.
 
+A run that another trainer has taken over saves nothing: its last checkpoint is the other one's.
+
 If any of this hangs, on a lost rank or a file system, a thread ends the process after `checkpoint.grace_s`.
 """
 
@@ -19,7 +21,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from async_rl.errors import AsyncRLError, LeaderFailed, RunStopped
+from async_rl.errors import AsyncRLError, Fenced, LeaderFailed, RunStopped
 from trainer.parallel import Parallel
 from trainer.stop_signal import StopSignal
 
@@ -82,6 +84,10 @@ class Ending:
         self._stop.deferred = True
         try:
             yield
+        except Fenced as error:
+            self._watchdog.start()
+            self._post(_encoded(error))
+            raise
         except AsyncRLError as error:
             self._watchdog.start()
             self._save(error, save)

@@ -8,6 +8,7 @@ pipeline stages.
 
 import json
 import math
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from async_rl.config.sections import TrainerSection
+from async_rl.errors import ConfigError
+from async_rl.net.local_address import choose_interface_towards
 from trainer.devices import Device
 
 TIMEOUT = timedelta(hours=2)
@@ -147,6 +150,7 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
     # Every group needs both kinds of tensors: model tensors on the device, messages on the host.
     backend = device.BACKEND if device.BACKEND == "gloo" else f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
     if dist.is_torchelastic_launched():
+        _choose_interface(device.BACKEND)
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -177,6 +181,20 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
         sequence_parallel=section.sequence_parallel,
         expert_peers=_make_expert_peers(section, dist.get_world_size(), dist.get_rank()),
     )
+
+
+def _choose_interface(backend: str) -> None:
+    """Ranks on several hosts use the network of the rendezvous; torchrun tells its ranks where that is."""
+    if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
+        return
+    master = os.environ["MASTER_ADDR"]
+    try:
+        choose_interface_towards(master, backend)
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR is {master!r}, to which this host has no route: {error}; give torchrun an address of the "
+            "first training host as --master-addr"
+        ) from error
 
 
 def _make_expert_peers(section: TrainerSection, num_ranks: int, rank: int) -> dist.ProcessGroup:

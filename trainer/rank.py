@@ -35,6 +35,7 @@ class TrainingRank:
         put_in_service: Callable[[WeightVersion, Collection[str]], None] | None,
         publisher: Publisher | None,
         ending: Ending,
+        require_lease: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         run_id: the same on every rank, and unique, so that an instance of an earlier run is never taken for an instance
@@ -42,6 +43,7 @@ class TrainingRank:
         put_in_service: on leaders only: marks their pool's instances at these URLs as serving a version.
         publisher: on the main rank only, where the publisher puts instances in service itself.
         ending: notifies all ranks that the run ends.
+        require_lease: on the main rank only: raises Fenced if another trainer has taken over the run.
         """
         self._megatron = megatron
         self._parallel = parallel
@@ -49,6 +51,7 @@ class TrainingRank:
         self._put_in_service = put_in_service
         self._publisher = publisher
         self._ending = ending
+        self._require_lease = require_lease
         self._num_publishes = 0
 
     @property
@@ -64,6 +67,7 @@ class TrainingRank:
 
         Raises:
             PublishError: no instance took the weights; the other ranks raise `LeaderFailed`.
+            Fenced: another trainer has taken over the run; the other ranks raise `LeaderFailed`.
             RunStopped: a rank was requested to end.
         """
         self._ending.meet(may_stop=True)
@@ -89,10 +93,16 @@ class TrainingRank:
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
         self._ending.meet(may_stop=False)
         # The proof and the step that follow have the same result on all ranks.
-        return self._megatron.gather(rows)
+        gathered = self._megatron.gather(rows)
+        # They are recorded next.
+        self._require_lease()
+        return gathered
 
     def optimizer_step(self) -> StepStats:
-        return self._megatron.optimizer_step()
+        stats = self._megatron.optimizer_step()
+        # The record of the iteration is written next.
+        self._require_lease()
+        return stats
 
     def _publish(self, publisher: Publisher, version: WeightVersion) -> Publication:
         """The main rank's side: announces to the other ranks each operation that they take part in."""
@@ -103,6 +113,7 @@ class TrainingRank:
 
         trainer = _MainTrainer(self._megatron, self._parallel)
         try:
+            self._require_lease()
             publication = publisher.publish(
                 version, self._megatron.export.specs, make_stream, trainer.score, canary_trainer=trainer
             )

@@ -8,18 +8,19 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from transformers import AutoTokenizer
 
 from async_rl.config.sections import Config, RunSection
 from async_rl.data.prompts import PromptSource, Tokenizer
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, RunDirInUse
 from async_rl.ledger import Ledger
 from async_rl.loop import Rollouts
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.rewards import Reward, make_reward
+from async_rl.tracking.lease import Lease, read_term, take_lease
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import cut_run_records, holds_another_run, require_no_records
 from async_rl.tracking.run_lock import lock_run
@@ -29,6 +30,7 @@ from trainer.ending import Ending
 from trainer.leader import Leader
 from trainer.model.shape import find_checkpoint
 from trainer.parallel import Parallel
+from trainer.process_end import end_now
 from trainer.prompt_data import load_prompts_and_contents
 from trainer.rank import NoRollouts, TrainingRank
 from trainer.saving import Saving
@@ -69,30 +71,40 @@ def open_session(
     Raises:
         ConfigError: model, data, reward, layout or lengths are not usable; found before any training.
         NoInstanceLeft: no instance became healthy within `pool.timeout_s`.
+        RunDirInUse: another trainer uses the run's directory.
     """
     config.require_prompts_for(parallel.num_ranks)
     ending = ending or Ending(parallel, StopSignal(), config.checkpoint.grace_s)
     with ExitStack() as closing:
-        if parallel.is_main:
-            closing.enter_context(_claim(config.run))
+        lease = closing.enter_context(_claim(config.run, config.cluster.lease_s)) if parallel.is_main else None
+        require_lease = lease.require if lease is not None else _do_nothing
         reward = make_reward(config.reward)
         tokenizer = _load_tokenizer(config)
         prompts, contents = load_prompts_and_contents(config, parallel, tokenizer)
         megatron = MegatronTrainer(
             parallel, config.trainer, config.model, config.rollout, config.algorithm, config.optimizer, config.train
         )
-        checkpoints = Checkpoints(checkpoints_dir(config.run.dir), config.checkpoint.keep, parallel, config, contents)
+        # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
+        mine = [secrets.token_hex(4), lease.name, lease.term] if lease is not None else None
+        run_id, lease_name, term = parallel.broadcast_json(mine)
+        checkpoints = Checkpoints(
+            checkpoints_dir(config.run.dir),
+            config.checkpoint.keep,
+            parallel,
+            config,
+            contents,
+            term=term,
+            require_lease=require_lease,
+        )
         closing.callback(checkpoints.close)
         saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
-        # Unique per run, so that an instance of an earlier run is never taken for an instance of this run.
-        run_id: str = parallel.broadcast_json(secrets.token_hex(4))
         rollouts: Rollouts = NoRollouts()
         side = None
         if parallel.is_main:
             num_cut = cut_run_records(config.run.dir, saving.first_iteration)
             log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
         if parallel.is_leader:
-            side = Leader(closing, config, parallel, token, pool or InferencePool(config.pool, token))
+            side = Leader(closing, config, parallel, token, pool or InferencePool(config.pool, token, lease_name))
         fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
         if side is not None:
             side.wait_for_instances(fleet_url, prompts.longest)
@@ -109,6 +121,7 @@ def open_session(
                 side.put_in_service if side else None,
                 side.publisher(run_id, prompts.longest) if side and parallel.is_main else None,
                 ending,
+                require_lease,
             ),
             prompts,
             rollouts,
@@ -143,21 +156,38 @@ def _make_ledger(config: Config, parallel: Parallel) -> Ledger:
     return Ledger(path, config.rollout.responses_per_prompt, noise_limits(config.train, config.model.dtype))
 
 
-def _claim(run: RunSection) -> BinaryIO:
-    """Creates a run's directory and locks it until the returned file is closed; refuses a directory that another run
-    has locked, and one with records of another run, unless this run resumes it."""
+@contextmanager
+def _claim(run: RunSection, lease_s: float) -> Iterator[Lease]:
+    """Creates a run's directory and holds the lease on it; refuses a directory that another run uses, and one with
+    records of another run, unless this run resumes it.
+
+    The process ends at once when another trainer has taken over.
+    """
     try:
         run.dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"run.dir {str(run.dir)!r} cannot be made: {error.strerror}; name another directory"
         ) from error
-    lock = lock_run(run.dir)
-    if not run.resume:
-        require_no_records(run)
-        if newest_checkpoint(checkpoints_dir(run.dir)):
-            raise holds_another_run(run)
-    return lock
+    with ExitStack() as closing:
+        try:
+            closing.enter_context(lock_run(run.dir))
+        except RunDirInUse:
+            # A process of this host holds the lock until it ends, though it be stopped: its lease tells.
+            if read_term(run.dir) is None:
+                raise
+        lease = take_lease(run.dir, lease_s)
+        closing.callback(lease.release)
+        lease.keep(end_now)
+        if not run.resume:
+            require_no_records(run)
+            if newest_checkpoint(checkpoints_dir(run.dir)):
+                raise holds_another_run(run)
+        yield lease
+
+
+def _do_nothing() -> None:
+    return None
 
 
 def _load_tokenizer(config: Config) -> Tokenizer:

@@ -227,6 +227,9 @@ class TrainerSection(Section):
     frozen_weights: Literal["device", "host"] = Field(
         "device", description="where old and reference weights wait until they are used"
     )
+    lost_after_s: float = Field(
+        30.0, ge=2.0, description="a training rank that is silent for so long counts as lost, and ends the other ranks"
+    )
 
     @property
     def ranks_per_replica(self) -> int:
@@ -320,6 +323,11 @@ class ClusterSection(Section):
     )
     patience_s: float = Field(
         1800.0, gt=0, description="how long an instance waits for a trainer that does not answer before it ends"
+    )
+    lease_s: float = Field(
+        20.0,
+        gt=0,
+        description="a trainer that has shown no sign of life in run.dir for so long may be replaced by another one",
     )
 
 

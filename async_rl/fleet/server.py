@@ -83,19 +83,29 @@ class FleetServer:
             await asyncio.sleep(START_POLL_S)
         assert self._server.started, "a server on an open socket starts"
         if self._address_file is not None:
-            write_file(self._address_file, json.dumps({"url": self.url}) + "\n")
+            write_file(self._address_file, self._address_line())
         logger.info("the fleet endpoint listens at %s", self.url)
 
     async def stop(self) -> None:
-        """Ends the server and removes its address file; does nothing if it was not started."""
+        """Ends the server and removes its address file, unless the trainer that took over has written it since; does
+        nothing if it was not started."""
         self._reports.close()
         if self._server is None or self._serving is None:
             return
-        if self._address_file is not None:
+        if self._address_file is not None and self._is_own(self._address_file):
             self._address_file.unlink(missing_ok=True)
         self._server.should_exit = True
         await self._serving
         self._server = self._serving = None
+
+    def _address_line(self) -> str:
+        return json.dumps({"url": self.url}) + "\n"
+
+    def _is_own(self, address_file: Path) -> bool:
+        try:
+            return address_file.read_text() == self._address_line()
+        except OSError:
+            return False
 
 
 class _Server(uvicorn.Server):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from async_rl.net.http_client import authorization
+from async_rl.protocol.routes import TERM_HEADER
 
 KEEPALIVE_S = 2.0
 """Idle connections are closed before the server does (uvicorn: 5 s): a POST must not use a connection being closed."""
@@ -47,9 +48,12 @@ class Connections:
     """Two `aiohttp.ClientSession`s, opened by the first call on the event loop: one for generate requests, which may
     use all of its connections for long, and one for everything else."""
 
-    def __init__(self, token: str | None = None) -> None:
+    def __init__(self, token: str | None = None, term: str | None = None) -> None:
+        """`term` is the trainer's lease on its run, `RUN_UID:TERM`; None for other programs."""
         # No compression: a few compressed bytes may expand to gigabytes.
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | authorization(token)
+        if term is not None:
+            self._headers[TERM_HEADER] = term
         self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
 
     @property

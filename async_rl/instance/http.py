@@ -9,6 +9,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from async_rl.errors import (
     ConnectionLost,
+    Fenced,
     InstanceError,
     InstanceRefused,
     InstanceStalled,
@@ -61,7 +62,7 @@ class InstanceHttp:
         """Body and headers of the response.
 
         Raises:
-            InstanceUnreachable, InstanceRefused: see errors.py.
+            InstanceUnreachable, InstanceRefused, Fenced: see errors.py.
         """
         data = body.model_dump_json().encode() if body is not None else None
         try:
@@ -85,11 +86,14 @@ class InstanceHttp:
         return kind(f"instance {self._url} did not answer {method} {path}: {why}")
 
     def refuse(self, method: str, path: str, status: int, answer: bytes) -> NoReturn:
-        """Raises InstanceRefused, RouteMissing, NeedsWeights or InstanceStalled for a response that is not 200."""
+        """Raises InstanceRefused, RouteMissing, NeedsWeights, InstanceStalled or Fenced for a response that is not
+        200."""
         info = _error_info(answer)
         reason = info.message[:MAX_ERROR_CHARS] if info is not None else None
         if reason is not None and DEAD_ENGINE in reason:
             raise InstanceStalled(f"the engine of instance {self._url} has died: {reason}")
+        if status == 409 and info is not None and info.param == routes.SUPERSEDED_TERM:
+            raise Fenced(f"instance {self._url} serves the trainer that has taken over this run: {reason}")
         kind: type[InstanceRefused] = InstanceRefused
         # 403: the route is disabled. 404 without an error body: there is no such route (an unknown model has one).
         if status == 403 or (status == 404 and info is None):

@@ -84,6 +84,23 @@ def choose_interface(backend: str, address: str, environment: MutableMapping[str
         environment.setdefault("HCCL_IF_IP", address)
 
 
+def choose_interface_towards(host: str, backend: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Lets gloo, and nccl or hccl for the device, use the network in which the ranks meet at `host`, unless the
+    environment names one. By default gloo takes the address of this host's own name, which may be loopback.
+
+    If `host` is this one under a name for loopback, the network is the one of the default route.
+
+    Raises:
+        OSError: the name is unknown, or there is no route.
+    """
+    address = address_towards(host)
+    if is_loopback(address):
+        address = address_for_others()
+    if (interface := interface_of(address)) is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    choose_interface(backend, address, environment)
+
+
 def _interfaces() -> Iterator[tuple[str, str]]:
     """Name and IPv4 address of each network interface that has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from async_rl.config.sections import PoolSection
-from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, NoInstanceLeft
+from async_rl.errors import ConnectionLost, Fenced, InstanceError, InstanceRefused, NoInstanceLeft
 from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member
 from async_rl.pool.roster import Roster
@@ -82,7 +82,15 @@ class HealthWatch:
         self._tasks.pop(member, None)
 
     async def _check(self, member: Member) -> InstanceError | None:
-        """Requests its health, and applies the consequences; returns the error, if any."""
+        """Requests its health, and applies the consequences; returns the instance's error, if any."""
+        try:
+            return await self._ask_health(member)
+        except Fenced as error:
+            # Whoever waits for an instance must end; the instance is sound.
+            self._roster.router.fail(error)
+            return None
+
+    async def _ask_health(self, member: Member) -> InstanceError | None:
         try:
             boot_id = await member.client.health(self._probe_timeout_s)
         except InstanceRefused as error:

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 class InferencePool(Roster):
     """The instances of a run, as used by one leader."""
 
-    def __init__(self, config: PoolSection, token: str | None = None) -> None:
-        """`token` is the bearer token of the instances.
+    def __init__(self, config: PoolSection, token: str | None = None, term: str | None = None) -> None:
+        """`token` is the bearer token of the instances, `term` the trainer's lease on its run (`RUN_UID:TERM`).
 
         Raises:
             ConfigError: an invalid address, or no way to find any instance.
@@ -41,7 +41,7 @@ class InferencePool(Roster):
                 "pool.instances is empty: name at least one inference instance, as http://host:port, or set pool.dns, "
                 "or pool.fleet_port for instances that register themselves"
             )
-        super().__init__(config, token)
+        super().__init__(config, token, term)
         self.late_joiners = LateJoiners(self)
         self._health = HealthWatch(self, self.late_joiners, config)
         self.max_model_len: int | None = None

@@ -37,11 +37,13 @@ HOLDING_TIMEOUT_S = 5.0
 class Roster:
     """The instances of a run, as known to one leader."""
 
-    def __init__(self, config: PoolSection, token: str | None) -> None:
-        """`token` is the bearer token of the instances."""
+    def __init__(self, config: PoolSection, token: str | None, term: str | None) -> None:
+        """`token` is the bearer token of the instances, `term` the trainer's lease on its run (`RUN_UID:TERM`)."""
         self._config = config
-        self._connections = Connections(token)
+        self._connections = Connections(token, term)
         self._left: dict[str, str | None] = {}
+        self._replaced: set[str] = set()
+        """Boot ids of processes whose place another process has taken."""
         self._membership = Membership()
         self.members: tuple[Member, ...] = ()
         self.min_model_len = 0
@@ -111,12 +113,15 @@ class Roster:
         return member
 
     def register(self, url: str, name: str, boot_id: str) -> Member | None:
-        """Handles an instance's heartbeat; None if it was drained or removed since it started, and may end.
+        """Handles an instance's heartbeat; None if it may end: it was drained or removed since it started, or another
+        process has taken its name or its address while it was away.
 
         Raises:
             ConfigError: its URL or name belongs to another instance.
         """
         url = url.rstrip("/")
+        if boot_id in self._replaced:
+            return None
         if name in self._left and self._left[name] in (None, boot_id):
             # From now on the bar applies to this process only.
             self._left[name] = boot_id
@@ -128,7 +133,7 @@ class Roster:
             return self.add(url, name, boot_id)
         if known.standing.registered_as not in (None, boot_id):
             # A new process: its weights and running requests are lost.
-            self._drop(known, f"it was started anew, at {url}")
+            self._replace(known, f"it was started anew, at {url}")
             return self.add(url, name, boot_id)
         # It may have been known by its address only.
         known.name = name
@@ -148,7 +153,13 @@ class Roster:
             raise ConfigError(
                 f"the pool has an instance called {name!r} already, which answers at {owner.url}: choose another --name"
             )
-        self._drop(owner, f"another instance, at {url}, has taken its name")
+        self._replace(owner, f"another instance, at {url}, has taken its name")
+
+    def _replace(self, member: Member, reason: str) -> None:
+        """Drops an instance whose place another process takes; if it was only cut off, it ends when it returns."""
+        if member.standing.registered_as is not None:
+            self._replaced.add(member.standing.registered_as)
+        self._drop(member, reason)
 
     def drain(self, name: str) -> Member:
         """Gives an instance no new requests; it leaves the pool when its running ones have finished.

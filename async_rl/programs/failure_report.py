@@ -20,17 +20,18 @@ TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A named error: the name of its class and its message."""
+    """A named error: the name of its class, its message, and whether a restart may help."""
 
     kind: str
     message: str
+    may_pass: bool
 
 
 def report_failure(error: AsyncRLError, environment: Mapping[str, str]) -> None:
     """Writes `error` to the files that the program that started this one reads, if set; the first report stays."""
     kind, now = type(error).__name__, time.time()
     if VARIABLE in environment:
-        content = {"kind": kind, "message": str(error), "time": now}
+        content = {"kind": kind, "message": str(error), "may_pass": error.may_pass, "time": now}
         _write(Path(f"{environment[VARIABLE]}.{os.getpid()}"), content)
     if TORCHRUN_VARIABLE in environment:
         said = f"{kind}: {error}"
@@ -42,7 +43,7 @@ def read_failure(path: Path) -> Failure | None:
     """The processes' reports to `path`, the value of their `VARIABLE`: the first error that is not a consequence."""
     reports = [json.loads(file.read_text()) for file in path.parent.glob(f"{path.name}.*[0-9]")]
     reports.sort(key=lambda report: (report["kind"] == LeaderFailed.__name__, report["time"]))
-    return Failure(reports[0]["kind"], reports[0]["message"]) if reports else None
+    return Failure(*(reports[0][name] for name in ("kind", "message", "may_pass"))) if reports else None
 
 
 def _write(path: Path, content: object) -> None:

@@ -45,6 +45,12 @@ with each start. For other vLLM servers, `process_start_time_seconds` of their /
 MAX_CONCURRENCY_HEADER = "X-Async-RL-Max-Concurrency"
 """In the same responses: how many responses the engine generates concurrently."""
 
+TERM_HEADER = "X-Async-RL-Term"
+"""In every request of a trainer: `RUN_UID:TERM`, the lease on its run's directory (`async_rl.tracking.lease`)."""
+
+SUPERSEDED_TERM = "term"
+"""`param` of a 409: an instance has had a request of the same run with a higher term."""
+
 OWNED_BY_EMBEDDED = "async-rl"
 """`owned_by` of the embedded engine's model card; vLLM's is "vllm"."""
 

@@ -5,7 +5,7 @@ import fcntl
 from pathlib import Path
 from typing import BinaryIO
 
-from async_rl.errors import ConfigError
+from async_rl.errors import RunDirInUse
 
 LOCK_FILE = ".lock"
 
@@ -16,7 +16,7 @@ def lock_run(run_dir: Path) -> BinaryIO:
     If the file system has no locks, nothing is locked.
 
     Raises:
-        ConfigError: another run holds it.
+        RunDirInUse: another run holds it.
     """
     file = (run_dir / LOCK_FILE).open("ab")
     try:
@@ -24,7 +24,7 @@ def lock_run(run_dir: Path) -> BinaryIO:
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             file.close()
-            raise ConfigError(
+            raise RunDirInUse(
                 f"run.dir {str(run_dir)!r} is in use by another run, or by one that is still saving: wait for its end, "
                 "or name another directory"
             ) from error
@@ -32,6 +32,6 @@ def lock_run(run_dir: Path) -> BinaryIO:
 
 
 def require_unlocked(run_dir: Path) -> None:
-    """Raises ConfigError if another run currently holds `run_dir`."""
+    """Raises RunDirInUse if another run currently holds `run_dir`."""
     if (run_dir / LOCK_FILE).exists():
         lock_run(run_dir).close()

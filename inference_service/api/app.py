@@ -18,6 +18,7 @@ from inference_service.api.requests import ModelCard, ModelList
 from inference_service.api.responses import TextCodec
 from inference_service.engine_interface import Engine, EngineFault, PauseMode
 from inference_service.identity import Identity, identity_headers, new_boot_id
+from inference_service.term_guard import TermGuard
 
 OPEN_PATHS: Final = (routes.HEALTH, "/ping", routes.METRICS)
 """Paths without a token: those that load balancers and monitors query."""
@@ -57,6 +58,8 @@ def make_app(
     _add_weight_routes(app, engine, metrics)
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    # Inside the token's check: whoever has no token must not fence the trainer.
+    app.add_middleware(TermGuard)
     if token is not None:
         app.add_middleware(BearerToken, token=token, open_paths=OPEN_PATHS)
     app.add_middleware(Identity, headers=identity or identity_headers(new_boot_id(), None))

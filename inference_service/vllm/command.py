@@ -19,6 +19,7 @@ PLUGIN = "async_rl"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 WORKER_EXTENSION = "inference_service.vllm.worker.WorkerExtension"
 GUARD = "inference_service.vllm.guard.TokenGuard"
+TERM_GUARD = "inference_service.term_guard.TermGuard"
 IDENTITY = "inference_service.identity.IdentityFromEnvironment"
 
 
@@ -58,9 +59,11 @@ def server_command(
         values["--additional-config"] = json.dumps({"weight_nz_mode": 0})
     # A trainer queries health every second, which the access log would record.
     flags = ["--enable-prefix-caching", "--disable-uvicorn-access-log"]
+    # Later ones are further out: whoever has no token must not fence the trainer.
+    flags += ["--middleware", TERM_GUARD]
     if environment.get(TOKEN_VARIABLE):
         flags += ["--middleware", GUARD]
-    # After the guard, so that it is the outer middleware, and the guard's refusals carry the headers too.
+    # The outermost, so that refusals carry the headers too.
     flags += ["--middleware", IDENTITY]
     if release.has_scale_out:
         flags.append("--enable-scale-out")

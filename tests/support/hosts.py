@@ -41,6 +41,13 @@ class Host:
         inside = f"hostname {shlex.quote(self.name)} && exec {shlex.join(words)}"
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", inside]
 
+    def cut(self, network: str) -> None:
+        """Takes the link to a network down; connections stay open on both sides, and nothing arrives."""
+        _ip("-n", self.namespace, "link", "set", network, "down")
+
+    def restore(self, network: str) -> None:
+        _ip("-n", self.namespace, "link", "set", network, "up")
+
     def ask(self, *words: str) -> str:
         """The output of a command on this host."""
         done = subprocess.run(self.command(words), check=True, capture_output=True, text=True, timeout=60)

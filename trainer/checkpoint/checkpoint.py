@@ -9,7 +9,7 @@ tensors are copied to host memory, and a thread writes them while training conti
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,29 @@ class Checkpoints:
         keep: how many of the newest ones are kept.
         config: the run's config, stored in each checkpoint.
         contents: digests of the prompts and the reward, also stored in each checkpoint.
+        term: of the lease on the run's directory; the same on all ranks.
+        require_lease: on the main rank only: raises Fenced if another trainer has taken over the run. Then no
+            checkpoint of this one counts any more.
     """
 
     def __init__(
-        self, directory: Path, keep: int, parallel: Parallel, config: Config, contents: Contents | None = None
+        self,
+        directory: Path,
+        keep: int,
+        parallel: Parallel,
+        config: Config,
+        contents: Contents | None = None,
+        *,
+        term: int = 0,
+        require_lease: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._keep = keep
         self._parallel = parallel
         self._config = config
         self._contents = contents
+        self._term = term
+        self._require_lease = require_lease
         # A separate group for the writing thread, which runs while the other groups are in use.
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -166,8 +179,9 @@ class Checkpoints:
         self, iteration: int, tensors: Sequence[ShardedTensor], content: dict[str, Any], random: dict[str, str]
     ) -> None:
         """Runs in the thread, on all ranks together."""
-        partial, rank = partial_path(self._directory, iteration), self._parallel.rank
+        partial, rank = partial_path(self._directory, iteration, self._term), self._parallel.rank
         if self._parallel.is_main:
+            self._require_lease()
             remove_partial(self._directory)
             partial.mkdir(parents=True)
         dist.barrier(self._group)
@@ -190,6 +204,7 @@ class Checkpoints:
             files = file_sums(partial, [_METADATA, *map(_rank_file, ranks)])
             for other in ranks:
                 files |= _read_rank_file(partial, other)["files"]
+            self._require_lease()
             seal(partial, checkpoint_path(self._directory, iteration), {**content, "files": files})
             keep_newest(self._directory, self._keep)
         dist.barrier(self._group)

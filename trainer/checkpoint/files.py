@@ -1,10 +1,10 @@
 """Checkpoints as directories: one gets its final name only when it is complete; its manifest shows later damage.
 
     RUN/checkpoints/iteration-000050/       manifest.json, .metadata, __0_0.distcp, ...
-    RUN/checkpoints/.iteration-000100.partial/       being written, or left behind by a run that was killed
+    RUN/checkpoints/.iteration-000100.term-3.partial/       being written, or left behind by a run that was killed
 
-The number is that of the next iteration to train. `trainer/checkpoint/checkpoint.py` writes and reads them;
-`trainer/export.py` reads them.
+The number is that of the next iteration to train, the term that of the lease of the trainer that writes.
+`trainer/checkpoint/checkpoint.py` writes and reads them; `trainer/export.py` reads them.
 """
 
 import json
@@ -38,9 +38,9 @@ def checkpoint_path(directory: Path, iteration: int) -> Path:
     return directory / f"iteration-{iteration:06}"
 
 
-def partial_path(directory: Path, iteration: int) -> Path:
-    """Where that checkpoint is until it is complete."""
-    return directory / f".iteration-{iteration:06}.partial"
+def partial_path(directory: Path, iteration: int, term: int = 0) -> Path:
+    """Where that checkpoint is until it is complete; never that of a trainer with another term."""
+    return directory / f".iteration-{iteration:06}.term-{term}.partial"
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:

@@ -21,7 +21,7 @@ def test_the_first_report_of_a_process_stays(tmp_path: Path) -> None:
     environment = {VARIABLE: str(tmp_path / "failure"), TORCHRUN_VARIABLE: str(tmp_path / "torchrun.json")}
     report_failure(ConfigError("no such model: 'ä'"), environment)
     report_failure(RewardError("later"), environment)
-    assert read_failure(tmp_path / "failure") == Failure("ConfigError", "no such model: 'ä'")
+    assert read_failure(tmp_path / "failure") == Failure("ConfigError", "no such model: 'ä'", False)
     told = json.loads((tmp_path / "torchrun.json").read_text())["message"]
     assert told["message"] == told["extraInfo"]["py_callstack"] == "ConfigError: no such model: 'ä'"
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"failure.{os.getpid()}", "torchrun.json"]
@@ -39,7 +39,7 @@ def test_of_several_processes_the_first_error_that_is_no_consequence_counts(
         monkeypatch.setattr("async_rl.programs.failure_report.os.getpid", lambda at=at: 77 + at)
         report_failure(ERRORS[number], {VARIABLE: str(tmp_path / "failure")})
     first = next(ERRORS[number] for number in order if number)
-    assert read_failure(tmp_path / "failure") == Failure(type(first).__name__, str(first))
+    assert read_failure(tmp_path / "failure") == Failure(type(first).__name__, str(first), first.may_pass)
 
 
 def test_a_report_that_is_being_written_and_other_files_are_not_read(tmp_path: Path) -> None:

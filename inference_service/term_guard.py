@@ -1,0 +1,55 @@
+"""Refuses requests of a trainer that another one has replaced: it was cut off or stopped, and has gone on since.
+
+Trainers of one run send `RUN_UID:TERM` in a header; the term grows with each trainer that takes over the run. It wraps
+the embedded engine's application, and vLLM's own through its `--middleware` option. Requests without the header pass.
+"""
+
+import logging
+import re
+from http import HTTPStatus
+from typing import Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from async_rl.net.http_guard import error_response
+from async_rl.protocol.routes import SUPERSEDED_TERM, TERM_HEADER
+
+logger = logging.getLogger("inference_service")
+
+MAX_RUNS: Final = 256
+"""Runs whose terms are remembered; the one that was heard of the longest time ago is forgotten."""
+
+_HEADER: Final = TERM_HEADER.lower().encode()
+_VALUE: Final = re.compile(rb"([A-Za-z0-9-]{1,64}):([0-9]{1,12})")
+
+
+class TermGuard:
+    """Responds 409 to a term below the highest one of the same run, and 400 to a header that is none."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._highest: dict[bytes, int] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        told = dict(scope["headers"]).get(_HEADER) if scope["type"] == "http" else None
+        if told is not None and (refusal := self._refusal(told)) is not None:
+            message, status = refusal
+            await error_response(message, status, SUPERSEDED_TERM)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, told: bytes) -> tuple[str, HTTPStatus] | None:
+        match = _VALUE.fullmatch(told)
+        if match is None:
+            message = f"the header {TERM_HEADER} is {told.decode(errors='replace')!r}: expected RUN_UID:TERM"
+            return message, HTTPStatus.BAD_REQUEST
+        run, term = match[1], int(match[2])
+        # Taken out and put back: the dict's order is that of the last requests.
+        highest = max(self._highest.pop(run, term), term)
+        self._highest[run] = highest
+        if len(self._highest) > MAX_RUNS:
+            del self._highest[next(iter(self._highest))]
+        if term < highest:
+            name = run.decode()
+            return f"run {name} is at term {highest}, this request is of term {term}", HTTPStatus.CONFLICT
+        return None

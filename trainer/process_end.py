@@ -1,0 +1,38 @@
+"""How the process of a training rank ends: with which exit code, and at once where nothing must be saved."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import NoReturn
+
+from async_rl.errors import AsyncRLError, ConfigError, Fenced, RunStopped
+from async_rl.programs.command_line import USAGE_ERROR
+from async_rl.programs.failure_report import report_failure
+
+log = logging.getLogger("trainer")
+
+MAY_PASS = 1
+LASTING = 4
+FENCED = 5
+
+
+def exit_code_of(error: AsyncRLError) -> int:
+    """The trainer's exit code after `error`; see `trainer.__main__`."""
+    if isinstance(error, RunStopped):
+        return 128 + signal.SIGTERM
+    if isinstance(error, Fenced):
+        return FENCED
+    if error.may_pass:
+        return MAY_PASS
+    return USAGE_ERROR if isinstance(error, ConfigError) else LASTING
+
+
+def end_now(error: AsyncRLError, environment: Mapping[str, str] = os.environ) -> NoReturn:
+    """Ends this process from any thread, without closing or saving anything; reports and logs `error`."""
+    report_failure(error, environment)
+    log.critical("%s: %s", type(error).__name__, error)
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(exit_code_of(error))
