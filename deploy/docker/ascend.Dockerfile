@@ -16,6 +16,7 @@ COPY async_rl async_rl
 COPY inference_service inference_service
 COPY trainer trainer
 COPY deploy deploy
+# hadolint ignore=DL3013
 RUN pip install torch==2.7.1 ".[trainer,tasks]"
 
 FROM ${BASE} AS trainer

@@ -16,6 +16,8 @@ from deploy.kubernetes.__main__ import CHART
 from tests.support import ROOT
 from tests.support.strict_schema import check
 
+pytestmark = pytest.mark.distributed
+
 HERE = Path(__file__).parent
 
 CUDA = {"trainer.device": "cuda", "inference.engine": "vllm"}
