@@ -50,8 +50,10 @@ def start(folder: Path, script: str) -> "subprocess.Popen[str]":
         ("import os; os.kill(os.getpid(), 9)", 1),
         (RAISES.format(error="PublishError"), 1),
         (RAISES.format(error="ConfigError"), 2),
+        (RAISES.format(error="OnPolicyViolation"), 4),
+        (RAISES.format(error="Fenced"), 5),
     ],
-    ids=["trained", "unnamed", "killed", "may pass", "bad input"],
+    ids=["trained", "unnamed", "killed", "may pass", "bad input", "lasting", "fenced"],
 )
 def test_the_code_tells_what_ended_the_ranks(tmp_path: Path, script: str, code: int) -> None:
     process = start(tmp_path, script)

@@ -37,12 +37,13 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
+{{/* dict "root" $ "readsOnly" (optional): an instance reads the model and snapshots, and writes nothing. */}}
 {{- define "async-rl.mounts" -}}
 - {name: config, mountPath: /etc/async-rl, readOnly: true}
-- {name: runs, mountPath: {{ .Values.storage.mountPath }}}
+- {name: runs, mountPath: {{ .root.Values.storage.mountPath }}, readOnly: {{ .readsOnly | default false }}}
 - {name: tmp, mountPath: /tmp}
 - {name: shm, mountPath: /dev/shm}
-{{- with .Values.extraVolumeMounts }}
+{{- with .root.Values.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
@@ -78,7 +79,7 @@ volumes:
 {{- end }}
 {{- end }}
 
-{{/* A container without its probes: dict "root" $ "pool" "name" "image" "command" "ports". */}}
+{{/* A container without its probes: dict "root" $ "pool" "name" "image" "command" "ports", "readsOnly" (optional). */}}
 {{- define "async-rl.container" -}}
 name: {{ .name }}
 image: {{ .image | quote }}
@@ -97,7 +98,7 @@ ports:
 {{- end }}
 resources: {{ toYaml .pool.resources | nindent 2 }}
 securityContext: {{ include "async-rl.container-security" .root | nindent 2 }}
-volumeMounts: {{ include "async-rl.mounts" .root | nindent 2 }}
+volumeMounts: {{ include "async-rl.mounts" . | nindent 2 }}
 {{- end }}
 
 {{/* A pod of Ray: the operator adds the command that starts Ray. dict "root" $ "pool" "name" "ports". */}}
@@ -115,7 +116,7 @@ metadata:
 spec:
   {{- include "async-rl.pod" (dict "root" . "pool" .Values.instances) | nindent 2 }}
   containers:
-    - {{ include "async-rl.container" (dict "root" . "pool" .Values.instances "name" "instance" "image" .Values.image.instance "command" .Values.instances.command "ports" (dict "http" .Values.instances.port)) | nindent 6 | trim }}
+    - {{ include "async-rl.container" (dict "root" . "pool" .Values.instances "name" "instance" "readsOnly" true "image" .Values.image.instance "command" .Values.instances.command "ports" (dict "http" .Values.instances.port)) | nindent 6 | trim }}
       # /health answers as soon as the engine does, with or without weights of the run.
       startupProbe:
         httpGet: {path: /health, port: http}
