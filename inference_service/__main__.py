@@ -1,7 +1,7 @@
 """`python -m inference_service --model PATH`: one inference instance until SIGTERM or SIGINT.
 
-Exit codes: 0 after a signal, 2 for bad input (one line on stderr names it), 1 for anything unexpected, such as an exit
-of vLLM.
+Exit codes: 0 after a signal or when its fleet has let it go, 2 for bad input (one line on stderr names it), 3 when no
+fleet has answered for `--patience-s`, 1 for anything unexpected, such as an exit of vLLM.
 """
 
 import importlib
@@ -12,12 +12,14 @@ import socket
 import sys
 from types import FrameType
 
-from async_rl.errors import ConfigError, ProcessFailed
+from async_rl.errors import ConfigError, FleetLost, ProcessFailed
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import report_failure
 from inference_service.options import TOKEN_VARIABLE, Options, parse_options, require_checkpoint
 from inference_service.vllm.server import serve_vllm
 from inference_service.vllm.versions import find_vllm
+
+EXIT_CODES = {ConfigError: 2, FleetLost: 3, ProcessFailed: 1}
 
 
 def main() -> int:
@@ -42,10 +44,10 @@ def main() -> int:
             # that.
             server = importlib.import_module("inference_service.server")
             server.serve(options, listener, os.environ.get(TOKEN_VARIABLE) or None)
-    except (ConfigError, ProcessFailed) as error:
+    except (ConfigError, FleetLost, ProcessFailed) as error:
         report_failure(error, os.environ)
         print(f"inference_service: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return EXIT_CODES[type(error)]
     except SystemExit as end:
         return int(end.code or 0)
     return 0

@@ -34,12 +34,11 @@ def registration_of(options: Options, listener: socket.socket, token: str | None
     """
     if options.register is None:
         return None
-    try:
-        fleet_host = urlsplit(options.register).hostname or ""
-    except ValueError as error:
-        raise ConfigError(f"--register {options.register!r}: {error}; expected http://host:port") from error
-    own_url = options.advertise or _url_for(options, listener, fleet_host)
-    return Registration(options.register, own_url, options.name, token, boot_id)
+
+    def own_url(fleet_url: str) -> str:
+        return options.advertise or _url_for(options, listener, urlsplit(fleet_url).hostname or "")
+
+    return Registration(options.register, own_url, options.name, token, boot_id, options.patience_s)
 
 
 def _url_for(options: Options, listener: socket.socket, fleet_host: str) -> str:

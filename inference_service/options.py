@@ -18,7 +18,8 @@ TOKEN_VARIABLE = "ASYNC_RL_TOKEN"
 class Options:
     """`max_model_len` None means the model's maximum; `served_model_name` None means `model`.
 
-    `register` is the URL of a trainer's fleet endpoint, `advertise` the URL under which the trainer reaches this
+    `register` is the URL of a trainer's fleet endpoint or the directory of its run, `patience_s` how long no fleet may
+    answer before the instance ends itself (None: for ever), `advertise` the URL under which the trainer reaches this
     instance (None: its own host and port), `name` its name in the fleet (None: host and port). `engine_options` are
     passed to vLLM's server unchanged.
     """
@@ -37,6 +38,7 @@ class Options:
     register: str | None
     advertise: str | None
     name: str | None
+    patience_s: float | None
     check: bool
     engine_options: tuple[str, ...]
 
@@ -72,9 +74,20 @@ def parse_options(arguments: Sequence[str]) -> Options:
         "(default: %(default)s)",
     )
     parser.add_argument("--served-model-name", default=None, help="the name clients use (default: --model)")
-    parser.add_argument("--register", metavar="URL", default=None, help="join the fleet of the trainer at this URL")
+    parser.add_argument(
+        "--register",
+        metavar="URL|DIR",
+        default=None,
+        help="join the fleet of the trainer at this URL, or of this run.dir",
+    )
     parser.add_argument("--advertise", metavar="URL", default=None, help="its own URL as the trainer reaches it")
     parser.add_argument("--name", default=None, help="what the fleet calls this instance (default: host and port)")
+    parser.add_argument(
+        "--patience-s",
+        type=_patience,
+        default=None,
+        help="end, with exit code 3, when no fleet has answered for so long (default: 0, wait for ever)",
+    )
     parser.add_argument("--check", action="store_true", help="check the model's path and the engine, and end")
     options = Options(**vars(parser.parse_args(arguments)), engine_options=parser.rest)
     _require_possible(options, parser)
@@ -90,8 +103,8 @@ def _require_possible(options: Options, parser: Parser) -> None:
             parser.error("--device npu needs --engine vllm (with vllm-ascend)")
         if options.engine_options:
             parser.error(f"arguments after -- are for --engine vllm: {' '.join(options.engine_options)}")
-    if options.register is None and (options.advertise or options.name):
-        parser.error("--advertise and --name are for an instance that joins a fleet: give --register URL too")
+    if options.register is None and (options.advertise or options.name or options.patience_s):
+        parser.error("--advertise, --name and --patience-s are for an instance that joins a fleet: give --register too")
 
 
 def require_checkpoint(model: str) -> None:
@@ -110,6 +123,13 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is too small: expected at least 1")
     return value
+
+
+def _patience(text: str) -> float | None:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no duration: expected seconds, 0 for no limit")
+    return value or None
 
 
 def _port(text: str) -> int:

@@ -8,16 +8,20 @@ import logging
 import re
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
 from pydantic import BaseModel, ValidationError
 
-from async_rl.errors import ConfigError, NoAnswer
+from async_rl.errors import ConfigError, FleetLost, NoAnswer
 from async_rl.net.http_client import HttpClient, HttpResponse
 from async_rl.protocol.body import ErrorResponse
 from async_rl.protocol.fleet import NameRequest, RegisterRequest, RegisterResponse
 from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REGISTER
+from inference_service.fleet_location import FleetLocation
 from inference_service.identity import new_boot_id
 
 logger = logging.getLogger("inference_service")
@@ -33,10 +37,14 @@ TIMEOUT_S: Final = 5.0
 
 
 class Registration:
-    """Registers the instance at `own_url` with the fleet endpoint at `fleet_url`, while it runs.
+    """Registers an instance with the fleet at `register`, a URL or a run's directory, while it runs.
 
-    The trainer may start and end at any time; only changes are logged. `leave_requested` is set when the fleet has
-    released the instance: it was drained or removed there, and may end.
+    The trainer may start and end at any time, and on any host that writes to the directory; only changes are logged.
+    `leave_requested` is set when the instance may end: its fleet has released it, or no fleet has answered for
+    `patience_s` (None: no limit), which `require_fleet` tells apart.
+
+    Args:
+        own_url: the instance's, or a function that makes it from the fleet's URL.
 
     Raises:
         ConfigError: a URL, the name or the token is not valid.
@@ -44,85 +52,155 @@ class Registration:
 
     def __init__(
         self,
-        fleet_url: str,
-        own_url: str,
+        register: str,
+        own_url: str | Callable[[str], str],
         name: str | None = None,
         token: str | None = None,
         boot_id: str | None = None,
+        patience_s: float | None = None,
     ) -> None:
-        if not re.match(r"https?://[^\s/]+", fleet_url):
-            raise ConfigError(f"--register {fleet_url!r}: expected the trainer's fleet endpoint, as http://host:port")
-        own_url = own_url.rstrip("/")
-        try:
-            name, boot_id = name or default_name(own_url), boot_id or new_boot_id()
-            self._body = RegisterRequest(url=own_url, name=name, boot_id=boot_id)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ConfigError(
-                f"cannot register with this {first['loc'][0]}: {first['input']!r}; expected --advertise as "
-                "http://host:port, and a --name of letters, digits, '.', '_' and '-'"
-            ) from error
-        self._http = HttpClient(fleet_url, TIMEOUT_S, token)
-        self._fleet_url = self._http.base_url
+        self._location = FleetLocation(register)
+        self._own_url = (lambda fleet_url: own_url) if isinstance(own_url, str) else own_url
+        self._name, self._token, self._boot_id = name, token, boot_id or new_boot_id()
+        self._register_option = register
+        self._patience_s = patience_s
+        self._waited_s = 0.0
+        self._has_answered = False
         self._interval_s = FIRST_INTERVAL_S
         self._state: str | None = None
+        self._fleet: _Fleet | None = None
         self.leave_requested = threading.Event()
+        with suppress(NoAnswer):
+            self._find_fleet()
+
+    @property
+    def own_url(self) -> str | None:
+        """What the present fleet is told; None while no fleet is known."""
+        return None if self._fleet is None else self._fleet.body.url
+
+    def require_fleet(self) -> None:
+        """
+        Raises:
+            FleetLost: the instance may end since no fleet has answered for its patience.
+        """
+        if self._patience_s is not None and self._waited_s > self._patience_s:
+            raise FleetLost(
+                f"no fleet has answered at --register {self._register_option} for --patience-s {self._patience_s:g}: "
+                "this instance ends; start it again when there is a trainer"
+            )
 
     def start(self) -> None:
         """Starts registering immediately, in a daemon thread."""
-        threading.Thread(target=self._run, name=f"registration of {self._body.name}", daemon=True).start()
+        thread = f"registration of {self._name or self._boot_id}"
+        threading.Thread(target=self._run, name=thread, daemon=True).start()
 
     def leave(self, timeout_s: float) -> bool:
         """Requests a drain and waits until the fleet releases the instance; False if it does not, or does not respond.
 
         The instance must continue serving meanwhile, so that requests in flight can finish.
         """
-        logger.info("asking the fleet at %s for leave", self._fleet_url)
         try:
-            self._post(FLEET_DRAIN, NameRequest(name=self._body.name))
-        except (NoAnswer, _Refused) as error:
-            logger.warning("the fleet at %s does not drain this instance: %s", self._fleet_url, error)
+            fleet = self._find_fleet()
+            logger.info("asking the fleet at %s for leave", fleet.url)
+            fleet.post(FLEET_DRAIN, NameRequest(name=fleet.body.name))
+        except (NoAnswer, ConfigError, _Refused) as error:
+            logger.warning("no fleet drains this instance: %s", error)
             return False
         deadline = time.monotonic() + timeout_s
         while self._register() and not self.leave_requested.wait(LEAVING_INTERVAL_S):
             if time.monotonic() > deadline:
-                logger.warning("the fleet at %s has not let the instance go within %g s", self._fleet_url, timeout_s)
+                logger.warning("the fleet at %s has not let the instance go within %g s", fleet.url, timeout_s)
                 break
         return self.leave_requested.is_set()
 
     def _run(self) -> None:
-        self._register()
-        while not self.leave_requested.wait(self._interval_s):
+        while not self.leave_requested.is_set():
+            begun_s, self._has_answered = time.monotonic(), False
             self._register()
+            self.leave_requested.wait(self._interval_s)
+            # Time in which this process itself was stopped does not count.
+            waited_s = min(time.monotonic() - begun_s, self._interval_s + TIMEOUT_S)
+            self._waited_s = 0.0 if self._has_answered else self._waited_s + waited_s
+            if self._patience_s is not None and self._waited_s > self._patience_s:
+                self.leave_requested.set()
 
     def _register(self) -> bool:
         """Registers once; whether the fleet accepted."""
+        where = f"--register {self._register_option}"
         try:
-            answer = RegisterResponse.model_validate_json(self._post(FLEET_REGISTER, self._body))
+            fleet = self._find_fleet()
+            where = fleet.url
+            answer = RegisterResponse.model_validate_json(fleet.post(FLEET_REGISTER, fleet.body))
         except _Refused as error:
-            self._note(f"the fleet at {self._fleet_url} refused: {error}{error.remedy}", logging.WARNING)
+            self._has_answered = True
+            self._note(f"the fleet at {where} refused: {error}{error.remedy}", logging.WARNING)
+        except ConfigError as error:
+            # The trainer has moved to a host that this instance's address does not fit.
+            self._note(str(error), logging.WARNING)
         except (NoAnswer, ValidationError) as error:
-            self._note(f"no fleet answers at {self._fleet_url}, trying on: {error}", logging.INFO)
+            self._note(f"no fleet answers at {where}, trying on: {error}", logging.INFO)
         else:
+            self._has_answered = True
             self._interval_s = min(max(answer.interval_s, LEAVING_INTERVAL_S), MAX_INTERVAL_S)
             if answer.leave:
-                self._note(f"the fleet at {self._fleet_url} has let {self._body.name} go", logging.INFO)
+                self._note(f"the fleet at {where} has let {fleet.body.name} go", logging.INFO)
                 self.leave_requested.set()
             else:
-                self._note(f"registered with the fleet at {self._fleet_url} as {self._body.name}", logging.INFO)
+                self._note(f"registered with the fleet at {where} as {fleet.body.name}", logging.INFO)
             return True
         return False
 
-    def _post(self, path: str, body: BaseModel) -> bytes:
-        answer = self._http.post(path, body)
-        if not answer.is_success:
-            raise _Refused(answer)
-        return answer.body
+    def _find_fleet(self) -> "_Fleet":
+        """
+        Raises:
+            NoAnswer: there is none at present.
+            ConfigError: the instance cannot be registered there.
+        """
+        url = self._location.url().rstrip("/")
+        if self._fleet is None or self._fleet.url != url:
+            own_url = self._own_url(url).rstrip("/")
+            body = _request(own_url, self._name or default_name(own_url), self._boot_id)
+            self._fleet = _Fleet(body, HttpClient(url, TIMEOUT_S, self._token))
+        return self._fleet
 
     def _note(self, state: str, level: int) -> None:
         if state != self._state:
             self._state = state
             logger.log(level, "%s", state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """A fleet endpoint, and what this instance tells it."""
+
+    body: RegisterRequest
+    http: HttpClient
+
+    @property
+    def url(self) -> str:
+        return self.http.base_url
+
+    def post(self, path: str, body: BaseModel) -> bytes:
+        """
+        Raises:
+            NoAnswer: see `HttpClient`.
+            _Refused: it responded with an error.
+        """
+        answer = self.http.post(path, body)
+        if not answer.is_success:
+            raise _Refused(answer)
+        return answer.body
+
+
+def _request(own_url: str, name: str, boot_id: str) -> RegisterRequest:
+    try:
+        return RegisterRequest(url=own_url, name=name, boot_id=boot_id)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"cannot register with this {first['loc'][0]}: {first['input']!r}; expected --advertise as "
+            "http://host:port, and a --name of letters, digits, '.', '_' and '-'"
+        ) from error
 
 
 def default_name(url: str) -> str:

@@ -71,6 +71,7 @@ def serve(options: Options, listener: socket.socket, token: str | None) -> None:
     Raises:
         ConfigError: the model cannot be loaded, or does not fit, or the instance cannot join the fleet with these
             options.
+        FleetLost: no fleet has answered for `--patience-s`.
     """
     warn_if_exposed(options.host, token)
     boot_id = new_boot_id()
@@ -111,3 +112,5 @@ def _run(app: FastAPI, engine: TransformersEngine, listener: socket.socket, regi
         raise ConfigError(f"cannot listen at {address}: {error.strerror}; choose another --port") from error
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_CONNECTIONS_S)
     Server(config, engine, url_of(listener), registration).run(sockets=[listener])
+    if registration is not None:
+        registration.require_fleet()

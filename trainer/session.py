@@ -20,10 +20,10 @@ from async_rl.loop import Rollouts
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.rewards import Reward, make_reward
-from async_rl.tracking.lease import Lease, read_term, take_lease
+from async_rl.tracking.lease import Lease, take_lease
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import cut_run_records, holds_another_run, require_no_records
-from async_rl.tracking.run_lock import lock_run
+from async_rl.tracking.run_lock import lock_run, may_be_replaced
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
 from trainer.ending import Ending
@@ -173,8 +173,7 @@ def _claim(run: RunSection, lease_s: float) -> Iterator[Lease]:
         try:
             closing.enter_context(lock_run(run.dir))
         except RunDirInUse:
-            # A process of this host holds the lock until it ends, though it be stopped: its lease tells.
-            if read_term(run.dir) is None:
+            if not may_be_replaced(run.dir):
                 raise
         lease = take_lease(run.dir, lease_s)
         closing.callback(lease.release)

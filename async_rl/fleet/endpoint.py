@@ -10,11 +10,8 @@ from pydantic import BaseModel, ValidationError
 from async_rl.errors import AsyncRLError, ConfigError, NoAnswer, UnknownInstance
 from async_rl.net.http_client import HttpClient, HttpResponse
 from async_rl.protocol.body import ErrorResponse
-from async_rl.protocol.fleet import FleetInfo, InstanceInfo
+from async_rl.protocol.fleet import ADDRESS_FILE, FleetInfo, InstanceInfo
 from async_rl.protocol.routes import FLEET
-
-ADDRESS_FILE = "fleet.json"
-"""In `run.dir` while the endpoint listens: `{"url": "http://host:port"}`."""
 
 ADDRESS_FILES = f"runs/*/{ADDRESS_FILE}"
 TIMEOUT_S = 10.0

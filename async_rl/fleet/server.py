@@ -15,12 +15,12 @@ from async_rl.config.sections import PoolSection
 from async_rl.errors import ConfigError
 from async_rl.files import write_file
 from async_rl.fleet.app import make_app
-from async_rl.fleet.endpoint import ADDRESS_FILE
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
 from async_rl.net.http_client import http_url
 from async_rl.net.local_address import address_for_others
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.protocol.fleet import ADDRESS_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ HOLDING_TIMEOUT_S = 5.0
 class Roster:
     """The instances of a run, as known to one leader."""
 
-    def __init__(self, config: PoolSection, token: str | None, term: str | None) -> None:
+    def __init__(self, config: PoolSection, token: str | None, term: str | None = None) -> None:
         """`token` is the bearer token of the instances, `term` the trainer's lease on its run (`RUN_UID:TERM`)."""
         self._config = config
         self._connections = Connections(token, term)

@@ -6,6 +6,9 @@ from pydantic import ConfigDict, Field
 
 from async_rl.protocol.body import BaseUrl, Body
 
+ADDRESS_FILE = "fleet.json"
+"""In `run.dir` while the endpoint listens: `{"url": "http://host:port"}`."""
+
 InstanceState = Literal["joining", "ready", "draining", "stale", "dead"]
 """joining: known, without weights of this run yet; ready: serves the version in training; draining: finishes its
 requests, takes no new ones; stale: responds, but has other weights until the next publish; dead: does not respond."""

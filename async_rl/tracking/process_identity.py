@@ -1,4 +1,4 @@
-"""Which process it is, across hosts and restarts of hosts, and whether it has died; for `lease.py`."""
+"""Which process it is, across hosts and restarts of hosts, and whether it has died or runs; for `lease.py`."""
 
 import os
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ _START_TIME = 19
 """Fields of /proc/PID/stat, counted after the command's name."""
 
 _DEAD_STATES = ("Z", "X")
+_STOPPED_STATES = ("T", "t")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,14 @@ def has_died(process: Process) -> bool:
         return False
     found = _stat(process.pid)
     return found is None or found[_STATE] in _DEAD_STATES or found[_START_TIME] != process.started
+
+
+def is_running(process: Process) -> bool:
+    """Whether it is known to be neither dead nor stopped by a signal; False for a process of another host."""
+    if not process.kernel or process.kernel != _kernel() or has_died(process):
+        return False
+    found = _stat(process.pid)
+    return found is not None and found[_STATE] not in _STOPPED_STATES
 
 
 def _kernel() -> str:

@@ -1,4 +1,4 @@
-"""Only one run at a time in a run directory: two would mix their records and checkpoints."""
+"""Only one run at a time in a run directory, as far as one host can tell at once; `lease.py` is for several hosts."""
 
 import errno
 import fcntl
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from async_rl.errors import RunDirInUse
+from async_rl.tracking.lease import read_term
+from async_rl.tracking.process_identity import is_running
 
 LOCK_FILE = ".lock"
 
@@ -32,6 +34,15 @@ def lock_run(run_dir: Path) -> BinaryIO:
 
 
 def require_unlocked(run_dir: Path) -> None:
-    """Raises RunDirInUse if another run currently holds `run_dir`."""
-    if (run_dir / LOCK_FILE).exists():
+    """Raises RunDirInUse if another run currently holds `run_dir`, and may not be replaced."""
+    if (run_dir / LOCK_FILE).exists() and not may_be_replaced(run_dir):
         lock_run(run_dir).close()
+
+
+def may_be_replaced(run_dir: Path) -> bool:
+    """Whether the lease of `run_dir` decides, though the directory be locked: its last holder is not known to run.
+
+    A stopped process keeps its lock until it ends.
+    """
+    term = read_term(run_dir)
+    return term is not None and not is_running(term.process)

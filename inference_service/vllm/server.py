@@ -59,6 +59,7 @@ def supervise(command: Command, url: str, registration: Registration | None) -> 
 
     Raises:
         ProcessFailed: the server ended by itself.
+        FleetLost: no fleet has answered for `--patience-s`.
     """
     http = HttpClient(url, PROBE_TIMEOUT_S)
     with VllmProcess(command) as vllm:
@@ -70,6 +71,7 @@ def supervise(command: Command, url: str, registration: Registration | None) -> 
         registration.start()
         try:
             vllm.wait_until(registration.leave_requested.is_set)
+            registration.require_fleet()
         except SystemExit:
             registration.leave(LEAVE_TIMEOUT_S)
             raise

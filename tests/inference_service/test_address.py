@@ -26,7 +26,7 @@ def registered(*arguments: str, host: str = "127.0.0.1") -> str | None:
     with bound(host) as listener:
         registration = registration_of(options, listener, None, "boot-1")
         port = str(listener.getsockname()[1])
-    return None if registration is None else registration._body.url.replace(port, "PORT")
+    return None if registration is None else str(registration.own_url).replace(port, "PORT")
 
 
 @pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")])

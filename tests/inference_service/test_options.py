@@ -35,6 +35,7 @@ def test_a_model_is_all_that_is_needed() -> None:
         register=None,
         advertise=None,
         name=None,
+        patience_s=None,
         check=False,
         engine_options=(),
     )
@@ -61,8 +62,13 @@ def test_numbers_are_read_and_words_after_the_dashes_are_vllms_alone(port: int, 
         ((*MODEL, "--tp", "2"), "--tp 2 needs --engine vllm: the transformers engine has one worker"),
         ((*MODEL, "--device", "npu"), "--device npu needs --engine vllm"),
         ((*MODEL, "--", "--swap"), "arguments after -- are for --engine vllm: --swap"),
-        ((*MODEL, "--name", "n"), "--advertise and --name are for an instance that joins a fleet: give --register"),
-        ((*MODEL, "--advertise", "http://h:1"), "give --register URL too"),
+        (
+            (*MODEL, "--name", "n"),
+            "--advertise, --name and --patience-s are for an instance that joins a fleet: give --register",
+        ),
+        ((*MODEL, "--patience-s", "5"), "give --register too"),
+        ((*MODEL, "--register", "http://h:1", "--patience-s", "-1"), "-1 is no duration: expected seconds"),
+        ((*MODEL, "--advertise", "http://h:1"), "give --register too"),
     ],
 )
 def test_a_mistake_ends_the_program_with_what_was_expected(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, FleetLost
 from inference_service.registration import Registration, default_name
 
 OWN_URL = "http://127.0.0.1:9"
@@ -163,6 +163,7 @@ def test_leave_ends_at_once_where_no_fleet_answers() -> None:
     ("fleet_url", "own_url", "name"),
     [
         ("trainer:9", OWN_URL, None),
+        ("htp://t:9", OWN_URL, None),
         ("http://t:9", "127.0.0.1:9", None),
         ("http://t:9", OWN_URL + "/v1", None),
         ("http://t:9", OWN_URL, "a b"),
@@ -232,3 +233,80 @@ def test_a_register_url_that_is_none_ends_with_code_2(
     process = start_process("--model", str(tiny_model("qwen3")), "--port", "0", "--register", "http://[::1:9")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and "--register" in output and "Traceback" not in output
+
+
+def say(run_dir: Path, fleet: Fleet) -> None:
+    (run_dir / "fleet.json").write_text(json.dumps({"url": fleet.url}))
+
+
+def test_a_run_directory_is_followed_to_whatever_host_its_trainer_is_on(tmp_path: Path, fleet: Fleet) -> None:
+    run_dir = tmp_path / "run"
+    registration = Registration(str(run_dir), lambda fleet_url: f"http://way-to-{fleet_url[-5:]}:9", "mine")
+    registration.start()
+    time.sleep(0.5)
+    run_dir.mkdir()
+    say(run_dir, fleet)
+    wait_for(lambda: len(fleet.registrations()) > 0)
+    second = Fleet()
+    say(run_dir, second)
+    wait_for(lambda: len(second.registrations()) > 0)
+    num_before = len(fleet.registrations())
+    wait_for(lambda: len(second.registrations()) > 2)
+    assert len(fleet.registrations()) <= num_before + 1
+    bodies = [fleet.registrations()[0], second.registrations()[0]]
+    assert [body["url"] for body in bodies] == [f"http://way-to-{each.url[-5:]}:9" for each in (fleet, second)]
+    assert bodies[0]["boot_id"] == bodies[1]["boot_id"]
+    second.leave = True
+    assert registration.leave_requested.wait(10)
+    registration.require_fleet()
+    second.close()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"url": "no url"}', '{"url": 7}', "\xff"])
+def test_a_directory_without_a_valid_address_is_tried_on(
+    tmp_path: Path, fleet: Fleet, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "fleet.json").write_text(content, "latin-1")
+    registration = Registration(str(tmp_path), OWN_URL, "mine")
+    registration.start()
+    wait_for(lambda: "does not hold the address of a fleet" in caplog.text or "expected the trainer's" in caplog.text)
+    say(tmp_path, fleet)
+    wait_for(lambda: len(fleet.registrations()) > 0)
+    fleet.leave = True
+    assert registration.leave_requested.wait(10)
+
+
+def test_patience_ends_when_no_fleet_has_answered_for_so_long(tmp_path: Path) -> None:
+    registration = Registration(str(tmp_path), OWN_URL, "impatient", patience_s=3.0)
+    begun_s = time.monotonic()
+    registration.start()
+    assert registration.leave_requested.wait(20)
+    assert 3.0 < time.monotonic() - begun_s < 6.0, "between two attempts"
+    with pytest.raises(FleetLost, match=r"no fleet has answered at --register .* for --patience-s 3: this instance"):
+        registration.require_fleet()
+
+
+def test_a_fleet_that_answers_ends_no_patience_though_it_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    refusing, accepting = Fleet(token="other"), Fleet()
+    registrations = [Registration(each.url, OWN_URL, "mine", patience_s=0.9) for each in (refusing, accepting)]
+    for registration in registrations:
+        registration.start()
+    time.sleep(4.0)
+    for registration in registrations:
+        assert not registration.leave_requested.is_set()
+    refusing.token = None
+    refusing.leave = accepting.leave = True
+    for registration, each in zip(registrations, (refusing, accepting), strict=True):
+        assert registration.leave_requested.wait(10)
+        registration.require_fleet()
+        each.close()
+
+
+@pytest.mark.distributed
+def test_an_instance_whose_patience_has_ended_ends_with_code_3_and_says_why(
+    start_process: Callable[..., Any], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    arguments = ("--register", str(tmp_path), "--patience-s", "1")
+    process = start_process("--model", str(tiny_model("qwen3")), "--port", "0", *arguments)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3 and "--patience-s 1: this instance ends" in output and "Traceback" not in output

@@ -26,7 +26,7 @@ from inference_service.options import parse_options
 options = parse_options(["--model", "m", "--host", sys.argv[1], "--register", sys.argv[2]])
 listener = socket.create_server((options.host, 0))
 try:
-    print(registration_of(options, listener, None, "boot-1")._body.url.rpartition(":")[0])
+    print(registration_of(options, listener, None, "boot-1").own_url.rpartition(":")[0])
 except Exception as error:
     print(type(error).__name__, error)
 """

@@ -20,6 +20,8 @@ requested; bad_logprob: the first log-prob.
 endless_body: the route whose response body has no end, with endless_status (200); elsewhere: every route redirects
 there.
 
+fenced: every route refuses the trainer's term, as an instance does that another trainer of the run uses now.
+
 needs_weights: /health returns 503 and reports that a full update repairs it.
 """
 
@@ -62,6 +64,7 @@ class Instance:
         self.script = DEFAULTS | script
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
+        self.terms: list[str | None] = []
         self.num_cancelled = 0
         self.slots = asyncio.Semaphore(self.script.get("slots", 10**6))
 
@@ -85,6 +88,9 @@ class Instance:
             return refusal(401, "a bearer token is needed")
         if request.path not in ("/script", "/seen"):
             self.calls.append(request.path)
+            self.terms.append(request.headers.get("X-Async-RL-Term"))
+        if self.script.get("fenced") and request.path not in ("/script", "/seen"):
+            return refusal(409, "run a is at term 2, this request is of term 1", "term")
         if request.path == "/health" and self.script.get("mute"):
             await asyncio.sleep(3600)
         if request.path == self.script.get("endless_body"):
@@ -122,6 +128,7 @@ class Instance:
 
     async def seen(self, request: web.Request) -> web.Response:
         seen = {"requests": self.requests, "calls": self.calls, "num_cancelled": self.num_cancelled}
+        seen["terms"] = self.terms
         return web.json_response(seen)
 
     async def health(self, request: web.Request) -> web.Response:
@@ -277,8 +284,8 @@ def sample(seed: int, start: int, max_tokens: int) -> tuple[list[int], list[floa
     return token_ids, logprobs
 
 
-def refusal(status: int, message: str) -> web.Response:
-    error = {"message": message, "type": "Error", "param": None, "code": status}
+def refusal(status: int, message: str, param: str | None = None) -> web.Response:
+    error = {"message": message, "type": "Error", "param": param, "code": status}
     return web.json_response({"error": error}, status=status)
 
 

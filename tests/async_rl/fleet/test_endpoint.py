@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from async_rl.errors import AsyncRLError, ConfigError, UnknownInstance
-from async_rl.fleet.endpoint import ADDRESS_FILE, EndpointFailed, FleetClient, find_endpoint
-from async_rl.protocol.fleet import FleetInfo
+from async_rl.fleet.endpoint import EndpointFailed, FleetClient, find_endpoint
+from async_rl.protocol.fleet import ADDRESS_FILE, FleetInfo
 
 
 class Endpoint(BaseHTTPRequestHandler):

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from async_rl.errors import (
     ConnectionLost,
+    Fenced,
     InstanceError,
     InstanceRefused,
     InstanceStalled,
@@ -109,3 +110,11 @@ def test_nobody_there_is_a_lost_connection() -> None:
 
     with pytest.raises(ConnectionLost, match=r"instance http://127\.0\.0\.1:9 did not answer GET /health"):
         asyncio.run(ask())
+
+
+def test_a_refused_term_is_no_fault_of_the_instance(http: InstanceHttp) -> None:
+    told = body("run a is at term 2, this request is of term 1", "term", 409)
+    with pytest.raises(Fenced, match=f"instance {URL} serves the trainer that has taken over this run: run a is at"):
+        http.refuse("POST", "/pause", 409, told)
+    with pytest.raises(InstanceRefused, match="busy"):
+        http.refuse("POST", "/pause", 409, body("busy", None, 409))

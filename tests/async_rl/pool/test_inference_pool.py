@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.sections import PoolSection
-from async_rl.errors import ConfigError, InstanceError, NoInstanceLeft, UnknownInstance
+from async_rl.errors import ConfigError, Fenced, InstanceError, NoInstanceLeft, UnknownInstance
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
@@ -337,3 +337,27 @@ def test_wait_until_ready_goes_on_with_those_that_are(instances, pools: Pools) -
 def test_instances_that_cannot_work_are_refused(urls: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         InferencePool(PoolSection(instances=urls))
+
+
+def test_an_instance_that_serves_another_trainer_ends_the_rollouts_and_stays_blameless(
+    instances, pools: Pools, caplog: pytest.LogCaptureFixture
+) -> None:
+    (instance,) = instances({})
+    pool = pools.make(instance)
+    instance.rescript(fenced=True)
+    with pytest.raises(Fenced, match="serves the trainer that has taken over this run"):
+        pools.loop.run(groups(pool, 3))
+    (member,) = pool.members
+    assert member.state == "ready" and member.circuit.is_closed
+    time.sleep(1.5)
+    assert "watch of" not in caplog.text, "its health check goes on"
+
+
+def test_every_request_tells_the_trainers_term(instances, pools: Pools) -> None:
+    (instance,) = instances({})
+    pool = InferencePool(PoolSection(instances=(instance.url,), timeout_s=5.0), None, "run-a:7")
+    pools.made.append(pool)
+    pools.loop.run(pool.wait_until_ready())
+    pools.publish(pool, "v1", instance.url)
+    pools.loop.run(groups(pool, 2))
+    assert set(instance.seen()["terms"]) == {"run-a:7"}

@@ -193,3 +193,15 @@ def test_why_no_instance_helps_is_told_of_each(roster: Roster) -> None:
     assert (
         roster.describe("nobody") == f"nobody:\n  {A}: silent\n  {B}: it has not received any weights of this run yet"
     )
+
+
+def test_a_process_whose_place_was_taken_is_told_to_leave_when_it_returns(roster: Roster) -> None:
+    """It was cut off, and another one was started under its name, elsewhere or at its address."""
+    roster.register(A, "mine", "boot-1")
+    second = roster.register(B, "mine", "boot-2")
+    for _ in range(3):
+        assert roster.register(A, "mine", "boot-1") is None
+    assert roster.members == (second,)
+    third = roster.register(B, "mine", "boot-3")
+    assert roster.register(B, "mine", "boot-2") is None
+    assert roster.register(B, "mine", "boot-3") is third and roster.members == (third,)

@@ -1,11 +1,13 @@
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from async_rl.errors import ConfigError
-from async_rl.tracking.run_lock import lock_run, require_unlocked
+from async_rl.errors import ConfigError, RunDirInUse
+from async_rl.tracking.run_lock import lock_run, may_be_replaced, require_unlocked
 
 HOLDER = """
 import sys
@@ -36,3 +38,33 @@ def test_a_directory_that_no_run_has_used_is_free_and_stays_as_it_is(tmp_path: P
     require_unlocked(tmp_path)
     require_unlocked(tmp_path / "not made yet")
     assert list(tmp_path.iterdir()) == []
+
+
+TRAINER = """
+import sys
+from pathlib import Path
+from async_rl.tracking.lease import take_lease
+from async_rl.tracking.run_lock import lock_run
+lock = lock_run(Path(sys.argv[1]))
+take_lease(Path(sys.argv[1]), 20.0)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.distributed
+def test_a_stopped_trainer_may_be_replaced_and_one_that_runs_may_not(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRAINER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        with pytest.raises(RunDirInUse):
+            require_unlocked(tmp_path)
+        first.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not may_be_replaced(tmp_path):
+            assert time.monotonic() < deadline
+        require_unlocked(tmp_path)
+        first.send_signal(signal.SIGCONT)
+        while may_be_replaced(tmp_path):
+            assert time.monotonic() < deadline
+        first.kill()

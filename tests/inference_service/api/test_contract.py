@@ -6,6 +6,7 @@ ASYNC_RL_TOKEN, too.
 """
 
 import os
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -233,3 +234,32 @@ def test_metrics_have_vllms_names(client: httpx.Client, generate: Callable[..., 
         "vllm:request_success_total",
     ):
         assert f"\n{name}" in text
+
+
+def test_a_trainer_that_was_replaced_is_refused_everywhere(client: httpx.Client) -> None:
+    """By its term: an instance serves the newest trainer of a run, and other runs as before."""
+
+    def status(method: str, path: str, term: str | None, **options: Any) -> int:
+        headers = {} if term is None else {"X-Async-RL-Term": term}
+        answer = client.request(method, path, headers=headers, **options)
+        if answer.status_code == 409:
+            assert answer.json()["error"] | {"message": ""} == {
+                "message": "",
+                "type": "Conflict",
+                "param": "term",
+                "code": 409,
+            }
+        return answer.status_code
+
+    body = {"model": "tiny", "token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+    calls: list[tuple[str, str, dict[str, Any]]] = [
+        ("GET", "/health", {}),
+        ("POST", "/inference/v1/generate", {"json": body}),
+        ("POST", "/pause?mode=wait", {}),
+        ("POST", "/resume", {}),
+    ]
+    run = f"contract-{uuid.uuid4().hex}"
+    for term, expected in ((f"{run}:1", 200), (f"{run}:2", 200), (f"{run}:1", 409), (f"{run}:2", 200), (None, 200)):
+        assert [status(method, path, term, **options) for method, path, options in calls] == [expected] * len(calls)
+    assert status("GET", "/health", f"other-{run}:1") == 200
+    assert status("GET", "/health", "no term") == 400

@@ -1,7 +1,7 @@
 """One rank that watches the others: `torchrun -m tests.support.trainer.lifeline_worker DIR LOST_AFTER_S MODE`.
 
-It writes its process number to DIR/rank-N.pid. Then it `waits` in a collective that rank 1 never enters, or `ends` after
-a few seconds, or `ends apart`: rank 1 comes late to a collective, and each rank exits later than the one before.
+It writes its process number to DIR/rank-N.pid. Then it `waits` in a collective that rank 1 never enters, or `ends`
+after a few seconds, or `ends apart`: rank 1 comes late to a collective, and each rank exits later than the one before.
 """
 
 import logging

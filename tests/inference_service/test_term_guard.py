@@ -1,0 +1,70 @@
+"""Which requests of a run's trainers an instance refuses; the same middleware wraps the embedded app and vLLM's."""
+
+import asyncio
+import json
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from inference_service.term_guard import MAX_RUNS, TermGuard
+
+
+async def accepts(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+def ask(guard: TermGuard, term: str | None, kind: str = "http") -> tuple[int, dict[str, object]]:
+    """Status and body of the response to a request with this header."""
+    messages: list[Message] = []
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read")
+
+    headers = [] if term is None else [(b"x-async-rl-term", term.encode())]
+    asyncio.run(guard({"type": kind, "headers": headers}, receive, send))
+    return messages[0]["status"], json.loads(messages[1]["body"])
+
+
+def test_a_lower_term_of_the_same_run_is_refused_with_the_protocols_error_body() -> None:
+    guard = TermGuard(accepts)
+    assert ask(guard, "run-a:2")[0] == 200
+    assert ask(guard, "run-a:2")[0] == 200, "the trainer's further requests, and its other leaders'"
+    status, body = ask(guard, "run-a:1")
+    message = "run run-a is at term 2, this request is of term 1"
+    assert status == 409
+    assert body == {"error": {"message": message, "type": "Conflict", "param": "term", "code": 409}}
+    assert ask(guard, "run-a:3")[0] == 200
+    assert ask(guard, "run-a:2")[0] == 409
+
+
+def test_terms_are_numbers_and_each_run_has_its_own() -> None:
+    guard = TermGuard(accepts)
+    assert [ask(guard, f"run-a:{term}")[0] for term in ("9", "10", "9")] == [200, 200, 409]
+    assert ask(guard, "run-b:1")[0] == 200
+
+
+def test_requests_without_a_term_pass() -> None:
+    guard = TermGuard(accepts)
+    assert ask(guard, "run-a:2")[0] == ask(guard, None)[0] == 200
+
+
+@pytest.mark.parametrize("term", ["", "run-a", "run-a:", "run-a:-1", "run-a:1.5", ":1", "a b:1", "run-a:1:2", "ü:1"])
+def test_a_header_that_is_none_is_refused_and_changes_nothing(term: str) -> None:
+    guard = TermGuard(accepts)
+    status, body = ask(guard, term)
+    assert status == 400 and "expected RUN_UID:TERM" in json.dumps(body)
+    assert ask(guard, "run-a:1")[0] == 200
+
+
+def test_the_memory_is_bounded_and_keeps_the_runs_that_are_heard_of() -> None:
+    guard = TermGuard(accepts)
+    ask(guard, "kept:5")
+    for number in range(MAX_RUNS + 10):
+        ask(guard, f"other-{number}:5")
+        ask(guard, "kept:5")
+    assert ask(guard, "kept:4")[0] == 409
+    assert ask(guard, "other-0:4")[0] == 200, "forgotten"
