@@ -57,11 +57,11 @@ def runner(manifests: list[Any], volume: Path, tmp_path: Path) -> Iterator[PodRu
 
 
 def test_the_pods_of_a_release_train_a_proven_run(runner: PodRunner, volume: Path, manifests: list[Any]) -> None:
-    trainer, *instances = runner.pods
+    *instances, trainer = runner.pods
     assert [pod.dns for pod in runner.pods] == [
-        "grpo-trainer-0-0.grpo",
         "grpo-instance-0.grpo-instance",
         "grpo-instance-1.grpo-instance",
+        "grpo-trainer-0-0.grpo",
     ]
     for pod in runner.pods:
         runner.start(pod)
