@@ -42,7 +42,7 @@ def exit_code(code: int, kind: str | None, *, told: bool) -> int:
         return FENCED
     if kind == ConfigError.__name__:
         return USAGE_ERROR
-    return MAY_PASS if kind is None or getattr(getattr(errors, kind, None), "may_pass", True) else LASTING
+    return MAY_PASS if kind is None or getattr(errors, kind).may_pass else LASTING
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,12 +71,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _kind(report: Path) -> str | None:
-    """The name of the error in a report of torchrun; None without one, as after a signal."""
+    """The name of our error in a report of torchrun; None if it has none, as after a signal."""
     if not report.exists():
         return None
     message = json.loads(report.read_text())["message"]
-    # A plain text is torchrun's own, about an exception without a name of ours.
-    return message["message"].partition(":")[0] if isinstance(message, dict) else None
+    # torchrun reports its own exceptions in the same way, or as a plain text.
+    kind = message["message"].partition(":")[0] if isinstance(message, dict) else ""
+    return kind if hasattr(errors, kind) else None
 
 
 if __name__ == "__main__":
