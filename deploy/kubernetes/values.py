@@ -6,14 +6,14 @@ Every command of the chart is the plan's own. Kubernetes replaces `$(NAME)` in c
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from deploy.cluster.plan import ClusterPlan, Resources
 
-CONFIG_PATH: Final = PurePosixPath("/etc/async-rl/run.toml")
+CONFIG_PATH: Final = Path("/etc/async-rl/run.toml")
 """Where the chart mounts the config."""
 
 INSTANCE_PORT: Final = 8000
