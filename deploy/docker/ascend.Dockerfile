@@ -7,7 +7,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/async-rl/bin:$P
 RUN python3.11 -m venv /opt/async-rl \
     && pip install torch==2.7.1 torch_npu==2.7.1.post4
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install --yes --no-install-recommends git && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc git libc6-dev && rm -rf /var/lib/apt/lists/*
 # hadolint ignore=DL3013
 RUN pip install git+https://gitcode.com/Ascend/MindSpeed.git@core_r0.16.0
 WORKDIR /src
