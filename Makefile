@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make quickstart` and `make test`. Each makes .venv the first time.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
+BUILDER ?= docker
 # Options for the program behind a target, as in `make quickstart ARGS="--seed 1"`.
 ARGS ?=
 VENV := .venv
@@ -12,7 +13,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 FAST := not distributed and not packaging and not vllm and not layouts and not gpu and not npu
 
-.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm check format clean
+.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm containers check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu
 
 quickstart: $(READY)
@@ -38,6 +39,11 @@ test-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
 vllm: $(VLLM_READY)
+
+# The images for CPU, with docker, podman or buildah; ARGS may name another base or index of torch.
+containers:
+	$(BUILDER) build -f deploy/docker/Dockerfile --target trainer -t async-rl-trainer:cpu $(ARGS) .
+	$(BUILDER) build -f deploy/docker/Dockerfile --target instance -t async-rl-instance:cpu $(ARGS) .
 
 check: $(READY)
 	$(BIN)/ruff check .

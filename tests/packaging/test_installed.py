@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_rl import __version__
+from tests.support import ROOT
 from tests.support.environments import PACKAGES, Environment
 from tests.support.minimal_config import MINIMAL
 
@@ -38,7 +39,9 @@ def test_wheel_and_source_archive_hold_all_that_the_packages_have(built: Path) -
     with tarfile.open(archive) as source:
         in_source = {name.partition("/")[2] for name in source.getnames()}
     code = {name for name in in_wheel if ".dist-info/" not in name}
-    assert {f"{package}/py.typed" for package in PACKAGES} | {"deploy/quickstart/config.toml"} <= code
+    chart = (ROOT / "deploy" / "kubernetes" / "chart").rglob("*")
+    files = {path.relative_to(ROOT).as_posix() for path in chart if path.is_file()} | {"deploy/quickstart/config.toml"}
+    assert {f"{package}/py.typed" for package in PACKAGES} | files <= code
     assert code <= in_source
     assert archive.name == f"async_rl-{__version__}.tar.gz"
 

@@ -1,0 +1,149 @@
+"""From the plan of a run to the values of the chart: pure data. The chart's `values.yaml` describes each of them.
+
+Every command of the chart is the plan's own. Kubernetes replaces `$(NAME)` in commands by the variable of that name.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from deploy.cluster.plan import ClusterPlan, Resources
+
+CONFIG_PATH: Final = Path("/etc/async-rl/run.toml")
+"""Where the chart mounts the config."""
+
+INSTANCE_PORT: Final = 8000
+
+DEVICE_RESOURCE: Final = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
+
+SCHEDULERS: Final = {"npu": "volcano"}
+"""Plain Kubernetes counts Ascend chips without regard to their connections; volcano's plugin knows them."""
+
+MAX_NAME: Final = 40
+"""Characters of a release; Kubernetes allows 63 in the names of the pods and Jobs made from it."""
+
+ENGINES: Final = ("jobset", "ray")
+
+
+def release_name(run_name: str) -> str:
+    """The name of a run as a name in Kubernetes: lower case letters, digits and dashes, the first a letter.
+
+    Raises:
+        ConfigError: nothing is left of it.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).lstrip("-0123456789")[:MAX_NAME].strip("-")
+    if not name:
+        raise ConfigError(f"run.dir ends in {run_name!r}, which has no letter: name the release with --name")
+    return name
+
+
+def for_pods(config: Config) -> Config:
+    """The config as its pods use it: `python` of their image unless another one is set."""
+    cluster = config.cluster.model_copy(update={"python": config.cluster.python or "python"})
+    return config.model_copy(update={"cluster": cluster})
+
+
+def chart_values(
+    plan: ClusterPlan, config_text: str, *, release: str, engine: str = "jobset", hosts_per_instance: int = 1
+) -> dict[str, Any]:
+    """The values that a run sets.
+
+    Args:
+        plan: made from `for_pods(config)`.
+        config_text: the config's TOML, which all training pods read at `CONFIG_PATH`.
+        release: the name of the Helm release, from which the pods' names follow.
+        engine: one of `ENGINES`.
+        hosts_per_instance: pods that share one instance.
+
+    Raises:
+        ConfigError: the config asks for what the chart does not do.
+    """
+    plan = replace(plan, config_path=CONFIG_PATH)
+    _require_one_host_or_vllm(plan.config, hosts_per_instance)
+    first_host = f"{release}-trainer-0-0.{release}"
+    argv = plan.training_argv(node_rank="$(JOB_COMPLETION_INDEX)", master_address=first_host)
+    values: dict[str, Any] = {
+        "engine": engine,
+        "run": {"dir": str(plan.config.run.dir), "config": config_text, "fleetPort": plan.fleet_port},
+        "training": {
+            "nodes": plan.num_nodes,
+            "command": [argv[0], "-m", "deploy.kubernetes.training_pod", "--", *argv],
+            "env": dict(plan.training_env),
+            "ports": {"master": plan.master_port},
+            "gracePeriodSeconds": round(plan.training_grace_s),
+            "maxRestarts": plan.config.cluster.max_restarts,
+            **_demand(plan.node, 1),
+        },
+        "instances": {
+            "min": plan.min_instances,
+            "max": plan.max_instances,
+            "hosts": hosts_per_instance,
+            **_instance_commands(plan, f"http://{first_host}:{plan.fleet_port}", hosts_per_instance),
+            "env": dict(plan.instance_env),
+            "port": INSTANCE_PORT,
+            "gracePeriodSeconds": round(plan.instance_grace_s),
+            **_demand(plan.instance, hosts_per_instance),
+        },
+    }
+    if plan.max_instances > plan.min_instances and engine == "jobset":
+        values |= {"autoscaling": {"enabled": True}, "podMonitor": {"enabled": True}}
+    if engine == "ray":
+        python = plan.config.cluster.python or "python"
+        values["ray"] = {"command": [python, "-m", "deploy.ray", str(CONFIG_PATH), *plan.overrides]}
+    return values
+
+
+def _require_one_host_or_vllm(config: Config, hosts: int) -> None:
+    if hosts == 1:
+        return
+    if config.inference.engine != "vllm":
+        raise ConfigError(
+            f"--hosts-per-instance is {hosts}, but inference.engine is {config.inference.engine!r}: "
+            "only vllm spans hosts"
+        )
+    if config.inference.tensor_parallel % hosts:
+        raise ConfigError(
+            f"--hosts-per-instance is {hosts}, which does not divide inference.tensor_parallel = "
+            f"{config.inference.tensor_parallel}: each host has the same number of an instance's workers"
+        )
+
+
+def _demand(resources: Resources, hosts: int) -> dict[str, Any]:
+    """Requests, limits and scheduler of one pod, of `hosts` that share the resources."""
+    demand: dict[str, Any] = {"requests": {"cpu": str(-(-resources.cores // hosts))}}
+    if resources.devices:
+        demand["limits"] = {DEVICE_RESOURCE[resources.kind]: str(resources.devices // hosts)}
+    scheduler = SCHEDULERS.get(resources.kind)
+    return {"resources": demand, **({"schedulerName": scheduler} if scheduler else {})}
+
+
+def _instance_commands(plan: ClusterPlan, register: str, hosts: int) -> Mapping[str, list[str]]:
+    """The command of an instance; of one that spans hosts, also that of its other hosts."""
+    if hosts == 1:
+        return {"command": plan.instance_argv(name="$(POD_NAME)", port=INSTANCE_PORT, register=register)}
+    together = ("--nnodes", str(hosts), "--master-addr", "$(LWS_LEADER_ADDRESS)", "--node-rank")
+    options = plan.config.inference.engine_options
+    argv = _with_engine_options(plan, (*options, *together, "0")).instance_argv(
+        name="$(POD_NAME)", port=INSTANCE_PORT, register=register
+    )
+    # Without API server and registration: workers of the leader's engine, with the same transport of weights.
+    inference, model = plan.config.inference, plan.config.model
+    max_len = plan.config.prompts.max_prompt_tokens + plan.config.rollout.max_response_tokens
+    worker = [
+        *(argv[0], "-m", "vllm.entrypoints.cli.main", "serve", model.path, "--headless"),
+        *("--dtype", model.dtype, "--tensor-parallel-size", str(inference.tensor_parallel)),
+        *("--max-num-seqs", str(inference.max_concurrency), "--max-model-len", str(max_len)),
+        *("--weight-transfer-config", '{"backend": "async_rl"}'),
+        *("--worker-extension-cls", "inference_service.vllm.worker.WorkerExtension"),
+        *(*options, *together, "$(LWS_WORKER_INDEX)"),
+    ]
+    return {"command": argv, "workerCommand": worker}
+
+
+def _with_engine_options(plan: ClusterPlan, options: tuple[str, ...]) -> ClusterPlan:
+    inference = plan.config.inference.model_copy(update={"engine_options": options})
+    return replace(plan, config=plan.config.model_copy(update={"inference": inference}))

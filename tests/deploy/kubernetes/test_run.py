@@ -1,0 +1,99 @@
+"""A whole run from the rendered manifests: the pods' commands as processes, on hosts of their own."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.local_run import CONFIG, REWARD
+from tests.support.pods import PodRunner, why_no_pods
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+
+FINISH_S = 300
+FLEET = "http://grpo-trainer-0-0.grpo:8600"
+
+CLUSTER = """
+image: {trainer: trainer, instance: instance}
+podMonitor: {enabled: true}
+"""
+
+
+@pytest.fixture
+def volume(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
+    """What users put on the claim before the run: model, rows and reward."""
+    volume = tmp_path / "volume"
+    shutil.copytree(tiny_model("qwen3", tied=True), volume / "model")
+    (volume / "reward.py").write_text(REWARD)
+    (volume / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"Word {i}: "}) + "\n" for i in range(40)))
+    return volume
+
+
+@pytest.fixture
+def manifests(tmp_path: Path, launch: Callable[..., Any]) -> list[Any]:
+    """As users get them: relative paths are on the volume."""
+    config, cluster = tmp_path / "run.toml", tmp_path / "cluster.yaml"
+    config.write_text(CONFIG.format(run_dir="grpo", model="model", data="rows.jsonl", reward="reward.py"))
+    cluster.write_text(CLUSTER)
+    options = ["--inference.num_instances=2", "--train.iterations=2", "--pool.timeout_s=120"]
+    done = launch(config, "--values", cluster, "--dry-run", *options)
+    assert done.returncode == 0, done.stderr
+    return [each for each in yaml.safe_load_all(done.stdout) if each]
+
+
+@pytest.fixture
+def runner(manifests: list[Any], volume: Path, tmp_path: Path) -> Iterator[PodRunner]:
+    reason = why_no_pods()
+    if reason is not None:
+        pytest.skip(reason)
+    runner = PodRunner(manifests, volume, tmp_path)
+    yield runner
+    runner.close()
+
+
+def test_the_pods_of_a_release_train_a_proven_run(runner: PodRunner, volume: Path, manifests: list[Any]) -> None:
+    *instances, trainer = runner.pods
+    assert [pod.dns for pod in runner.pods] == [
+        "grpo-instance-0.grpo-instance",
+        "grpo-instance-1.grpo-instance",
+        "grpo-trainer-0-0.grpo",
+    ]
+    for pod in runner.pods:
+        runner.start(pod)
+
+    def everything_said() -> str:
+        return "\n".join(f"--- {pod.name}\n{runner.log(pod)}" for pod in runner.pods)
+
+    # The metrics as Prometheus gets them, without the token.
+    [monitor] = [each["spec"] for each in manifests if each["kind"] == "PodMonitor"]
+    [endpoint] = monitor["podMetricsEndpoints"]
+    deadline, metrics = time.monotonic() + FINISH_S, ""
+    while runner.running[trainer.name].poll() is None:
+        assert time.monotonic() < deadline, everything_said()
+        for pod in instances:
+            assert runner.running[pod.name].poll() is None, everything_said()
+        metrics = runner.get(trainer, endpoint["port"], endpoint["path"]) or metrics
+        time.sleep(0.5)
+    assert runner.running[trainer.name].returncode == 0, everything_said()
+    assert "async_rl_instance_state" in metrics, everything_said()
+
+    proofs = [json.loads(line) for line in (volume / "grpo" / "ledger.jsonl").read_text().splitlines()]
+    assert [proof["iteration"] for proof in proofs] == [0, 1]
+    assert all(proof["on_policy"] and proof["num_responses"] == 24 for proof in proofs), proofs
+    records = [json.loads(line) for line in (volume / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    assert max(record["num_instances"] for record in records) == 2, everything_said()
+    assert (volume / "grpo" / "model" / "config.json").exists()
+    for pod in instances:
+        assert f"registered with the fleet at {FLEET} as {pod.name}" in runner.log(pod), everything_said()
+        [container] = pod.spec["containers"]
+        probe = container["startupProbe"]["httpGet"]
+        assert runner.get(pod, probe["port"], probe["path"]).startswith("200"), everything_said()
+        # As the kubelet does when the release is uninstalled.
+        runner.running[pod.name].terminate()
+    for pod in instances:
+        assert runner.running[pod.name].wait(pod.spec["terminationGracePeriodSeconds"]) == 0, everything_said()
