@@ -59,7 +59,9 @@ class RayNodes:
 
     def kill_raylet_of(self, guard: psutil.Process) -> None:
         """Kills the raylet below the actor that started the guard."""
-        raylet = guard.parent().parent()
+        actor = guard.parent()
+        raylet = actor.parent() if actor is not None else None
+        assert raylet is not None, "a living actor has a raylet above it"
         raylet.kill()
         # It is a child of this process: actors take a zombie for a living raylet, and go on.
         raylet.wait()
