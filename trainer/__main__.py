@@ -22,7 +22,7 @@ from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import VARIABLE, report_failure
-from trainer.process_end import end_now, exit_code_of
+from trainer.process_end import end_now, end_with_torchrun, exit_code_of
 from trainer.stop_signal import StopSignal
 
 log = logging.getLogger("trainer")
@@ -30,6 +30,7 @@ log = logging.getLogger("trainer")
 
 def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    end_with_torchrun()
     stop = StopSignal()
     stop.install()
     parser = make_parser()

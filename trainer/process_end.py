@@ -1,5 +1,6 @@
 """How the process of a training rank ends: with which exit code, and at once where nothing must be saved."""
 
+import ctypes
 import logging
 import os
 import signal
@@ -17,6 +18,9 @@ MAY_PASS = 1
 LASTING = 4
 FENCED = 5
 
+PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
+
 
 def exit_code_of(error: AsyncRLError) -> int:
     """The trainer's exit code after `error`; see `trainer.__main__`."""
@@ -27,6 +31,20 @@ def exit_code_of(error: AsyncRLError) -> int:
     if error.may_pass:
         return MAY_PASS
     return USAGE_ERROR if isinstance(error, ConfigError) else LASTING
+
+
+def end_with_torchrun(environment: Mapping[str, str] = os.environ) -> None:
+    """Has Linux kill this process when torchrun, its parent, dies without ending it, as by `kill -9`; does nothing if
+    torchrun did not start it.
+
+    Its ranks have sessions of their own, so nobody else would: a rank that waits for torchrun's store would do so for
+    hours. A lifeline exists only later, and no checkpoint can be saved without the store.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment or sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        log.warning("this rank would outlive torchrun: prctl failed with error %d", ctypes.get_errno())
 
 
 def end_now(error: AsyncRLError, environment: Mapping[str, str] = os.environ) -> NoReturn:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 import async_rl.fleet.endpoint
@@ -53,3 +54,25 @@ def test_a_thread_ends_the_process_at_once_with_a_report(tmp_path: Path) -> None
     )
     assert done.returncode == 1 and "RankLost: rank 3 is gone" in done.stderr, done.stderr
     assert json.loads(report.read_text())["message"]["message"] == "RankLost: rank 3 is gone"
+
+
+RANK = """
+import os, time
+from trainer.process_end import end_with_torchrun
+end_with_torchrun()
+print(os.getpid(), flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
+def test_a_rank_does_not_outlive_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    torchrun = subprocess.Popen([*command, str(tmp_path / "rank.py")], stdout=subprocess.PIPE, text=True)
+    with torchrun:
+        assert torchrun.stdout is not None
+        rank = psutil.Process(int(torchrun.stdout.readline()))
+        torchrun.kill()
+        rank.wait(10)
