@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.link import Link, Relay, has_netem, netem_words
@@ -38,36 +38,56 @@ class Disks:
 
     Args:
         path: where each host sees its own disk; empty outside.
-        shared: names in it of directories that all hosts share, as a network's file system.
+        shared: names of directories in it that some hosts share, as on a file server, with these hosts.
     """
 
     path: Path
-    shared: Sequence[str] = ()
+    shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def of(self, host: str) -> Path:
         """Where the disk of a host lies outside."""
         return self.path.with_name(f"{self.path.name}-of-{host}")
 
+    def on_server(self, name: str) -> Path:
+        """Where a shared directory lies outside."""
+        return self.path.with_name(f"{self.path.name}-shared") / name
+
     def mounts(self, host: str) -> dict[Path, Path]:
-        """What is mounted on a host, and where; makes the directories."""
-        own, network = self.of(host), self.path.with_name(f"{self.path.name}-shared")
+        """What is mounted on a host, by the place; makes the directories."""
+        own = self.of(host)
+        names = [name for name, hosts in self.shared.items() if host in hosts]
         found = {self.path: own, Path("/dev/shm"): own / "shm"}
-        found |= {self.path / name: network / name for name in self.shared}
-        for directory in [self.path, *found.values(), *(own / name for name in self.shared)]:
+        found |= {self.path / name: self.on_server(name) for name in names}
+        for directory in [self.path, *found.values(), *(own / name for name in names)]:
             directory.mkdir(parents=True, exist_ok=True)
         return found
 
 
 class Host:
-    """One host; `addresses` are those of its interfaces, by network, `mounts` directories by where they are mounted."""
+    """One host.
+
+    Args:
+        addresses: of its interfaces, by network.
+        switch: the namespace of the other ends of its links.
+        ports: the names of these ends, by network.
+        mounts: directories, by where they are mounted on this host.
+    """
 
     def __init__(
-        self, namespace: str, name: str, addresses: Mapping[str, str], mounts: Mapping[Path, Path] | None = None
+        self,
+        namespace: str,
+        name: str,
+        addresses: Mapping[str, str],
+        switch: str,
+        ports: Mapping[str, str],
+        mounts: Mapping[Path, Path],
     ) -> None:
         self.namespace = namespace
         self.name = name
         self.addresses = dict(addresses)
-        self._mounts = mounts or {}
+        self._switch = switch
+        self._ports = ports
+        self._mounts = mounts
 
     def command(self, words: Sequence[str]) -> list[str]:
         """The command line that runs `words` on this host."""
@@ -82,6 +102,13 @@ class Host:
 
     def restore(self, network: str) -> None:
         _ip("-n", self.namespace, "link", "set", network, "up")
+
+    def isolate(self, network: str) -> None:
+        """As `cut`, but in the network: the host's own interface and routes stay up."""
+        _ip("-n", self._switch, "link", "set", self._ports[network], "down")
+
+    def reconnect(self, network: str) -> None:
+        _ip("-n", self._switch, "link", "set", self._ports[network], "up")
 
     def ask(self, *words: str) -> str:
         """The output of a command on this host."""
@@ -148,8 +175,8 @@ class Hosts:
 
     def _host(self, name: str, addresses: Mapping[str, str], networks: Mapping[str, str], switch: str) -> Host:
         namespace = self._namespace(name)
-        for network in [network for network in addresses if network in networks]:
-            port = f"{network}-{len(self.hosts)}"
+        ports = {network: f"{network}-{len(self.hosts)}" for network in addresses if network in networks}
+        for network, port in ports.items():
             self._connect(namespace, network, switch, port)
             _ip("-n", switch, "link", "set", port, "master", network, "up")
             _ip("-n", namespace, "address", "add", addresses[network] + networks[network], "dev", network)
@@ -160,8 +187,8 @@ class Hosts:
         # `ip netns exec` mounts the files of this folder under /etc.
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{own} {name}\n")
         (etc / "resolv.conf").write_text("")
-        mounts = self._disks.mounts(name) if self._disks else None
-        return Host(namespace, name, {network: a for network, a in addresses.items() if network in networks}, mounts)
+        mounts = self._disks.mounts(name) if self._disks else {}
+        return Host(namespace, name, {network: addresses[network] for network in ports}, switch, ports, mounts)
 
     def _connect(self, namespace: str, network: str, switch: str, port: str) -> None:
         """Makes the two ends of a host's link: `network` in its namespace, and `port` at the switch."""

@@ -1,8 +1,8 @@
 """`python -m tests.support.link_relay LINK FILE FILE`: carries frames between two TAP devices until it is killed.
 
-LINK is a `tests.support.link.Link` as JSON, each FILE the number of an open one. A direction sends one frame after the
-other at the link's rate, delivers it a delay later, and drops what would wait longer than a router lets it wait. A frame
-may stand for several segments of TCP, which are lost or delivered together.
+LINK is a `tests.support.link.Link` as JSON, each FILE the number of an open one. A direction sends one frame after
+another at the link's rate, delivers each a delay later, and drops what would wait longer than a router lets it wait. A
+frame may stand for several segments of TCP, which are lost or delivered together.
 """
 
 import json

@@ -1,0 +1,69 @@
+"""Whole runs on five hosts without a shared file system, over links of 1 Gbit/s with delay and loss.
+
+Two hosts train, with a rank each, and three run instances. Each run is compared with the same run on one host, which
+has the same number of training ranks.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import why_not
+from tests.support.link import why_no_link
+from tests.support.programs import Programs
+from tests.support.same_run import assert_same_run
+from tests.support.several_hosts import SeveralHosts, on_one_host
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+
+SETTINGS = (
+    # One response at a time, each of up to 160 tokens: a batch lasts, and a cut link interrupts responses.
+    *("--train.order=prompt", "--inference.max_concurrency=1", "--rollout.max_response_tokens=160"),
+    *("--pool.timeout_s=100", "--pool.heartbeat_timeout_s=3", "--publish.timeout_s=10", "--pool.stream_interval=4"),
+    "--algorithm.kl_coef=0.05",
+)
+TENSOR_PARALLEL = (*SETTINGS, "--trainer.tensor_parallel=2", "--train.iterations=3", "--checkpoint.every=1")
+LOST_AFTER_S = 6.0
+
+
+@pytest.fixture
+def make(tmp_path: Path, tiny_model: Callable[..., Path], programs: Programs):  # type: ignore[no-untyped-def]
+    made: list[SeveralHosts] = []
+
+    def make(*overrides: str) -> SeveralHosts:
+        if (reason := why_not() or why_no_link()) is not None:
+            pytest.skip(reason)
+        made.append(SeveralHosts(tmp_path, tiny_model("qwen3", tied=True), programs, *overrides))
+        return made[0]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_two_replicas_with_an_instance_that_joins_late_and_one_that_is_cut_off(
+    make: Callable[..., SeveralHosts], tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    overrides = (*SETTINGS, "--train.iterations=5")
+    several = make(*overrides)
+    run, hosts = several.run, several.hosts
+    hosts["late"].isolate("data")
+    for name in ("late", "early", "cut"):
+        several.start_instance(name)
+    several.wait_for(lambda: "ready at" in several.said("early") and "ready at" in several.said("cut"))
+    several.start_trainer()
+    several.wait_for_iterations(1)
+    hosts["late"].reconnect("data")
+    several.wait_for(lambda: "registered with the fleet" in several.said("late"))
+    several.wait_for_iterations(2)
+    several.wait_for(lambda: several.num_running("cut"))
+    hosts["cut"].cut("data")
+    assert several.finish() == [0, 0], several.said()
+    records = run.lines("metrics.jsonl")
+    print([(record["iteration"], record["num_instances"]) for record in records])
+    proofs = run.lines("ledger.jsonl")
+    assert all(proof["on_policy"] and proof["num_responses"] == 24 for proof in proofs), proofs
+    assert sum(int(str(proof["num_continued"])) for proof in proofs) > 0
+    several.close()
+    assert_same_run(run, on_one_host(tmp_path / "one", tiny_model("qwen3", tied=True), overrides))
