@@ -4,6 +4,7 @@ Two hosts train, with a rank each, and three run instances. Each run is compared
 has the same number of training ranks.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,6 @@ SETTINGS = (
     *("--pool.timeout_s=100", "--pool.heartbeat_timeout_s=3", "--publish.timeout_s=10", "--pool.stream_interval=4"),
     "--algorithm.kl_coef=0.05",
 )
-TENSOR_PARALLEL = (*SETTINGS, "--trainer.tensor_parallel=2", "--train.iterations=3", "--checkpoint.every=1")
 LOST_AFTER_S = 6.0
 
 
@@ -45,7 +45,7 @@ def make(tmp_path: Path, tiny_model: Callable[..., Path], programs: Programs):  
 def test_two_replicas_with_an_instance_that_joins_late_and_one_that_is_cut_off(
     make: Callable[..., SeveralHosts], tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
-    overrides = (*SETTINGS, "--train.iterations=5")
+    overrides = (*SETTINGS, "--train.iterations=4")
     several = make(*overrides)
     run, hosts = several.run, several.hosts
     hosts["late"].isolate("data")
@@ -61,9 +61,38 @@ def test_two_replicas_with_an_instance_that_joins_late_and_one_that_is_cut_off(
     hosts["cut"].cut("data")
     assert several.finish() == [0, 0], several.said()
     records = run.lines("metrics.jsonl")
-    print([(record["iteration"], record["num_instances"]) for record in records])
-    proofs = run.lines("ledger.jsonl")
-    assert all(proof["on_policy"] and proof["num_responses"] == 24 for proof in proofs), proofs
-    assert sum(int(str(proof["num_continued"])) for proof in proofs) > 0
+    assert [record["num_instances"] for record in run.lines("metrics.jsonl")] == [2, 2, 3, 2], several.said()
+    require_proven(run.lines("ledger.jsonl"), 4)
+    assert sum(int(str(proof["num_continued"])) for proof in run.lines("ledger.jsonl")) > 0
     several.close()
     assert_same_run(run, on_one_host(tmp_path / "one", tiny_model("qwen3", tied=True), overrides))
+
+
+def test_a_cut_between_the_training_hosts_ends_both_in_time_and_the_run_resumes(
+    make: Callable[..., SeveralHosts], tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    settings = ("--trainer.tensor_parallel=2", "--train.iterations=4", "--checkpoint.every=1")
+    several = make(*SETTINGS, *settings, f"--trainer.lost_after_s={LOST_AFTER_S}")
+    for name in ("early", "late"):
+        several.start_instance(name)
+    several.start_trainer()
+    several.wait_for_iterations(2)
+    several.hosts["node-2"].cut("data")
+    cut_s = time.monotonic()
+    ended_s = [node.wait(60) and time.monotonic() - cut_s for node in several.nodes]
+    print("ended", ended_s)
+    assert "RankLost: nothing was heard of training rank 1" in several.said("node-1"), several.said()
+    assert "RankLost: training rank 1 has not reached the store" in several.said("node-2"), several.said()
+    several.hosts["node-2"].restore("data")
+    several.start_trainer()
+    assert several.finish() == [0, 0], several.said()
+    require_proven(several.run.lines("ledger.jsonl"), 4)
+    several.close()
+    expected = on_one_host(tmp_path / "one", tiny_model("qwen3", tied=True), (*SETTINGS, *settings))
+    assert_same_run(several.run, expected)
+
+
+def require_proven(proofs: list[dict[str, object]], num_iterations: int) -> None:
+    assert [proof["iteration"] for proof in proofs] == list(range(num_iterations))
+    assert all(proof["on_policy"] and proof["num_responses"] == 24 for proof in proofs), proofs
+    assert len({proof["fingerprint"] for proof in proofs}) == num_iterations, "every step changes the weights"

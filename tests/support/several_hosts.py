@@ -27,9 +27,9 @@ FINISH_S = 240.0
 
 
 class SeveralHosts:
-    """Each host has its own disk, with a copy of model, prompts and reward; the training hosts share the run's directory.
+    """Each host has its own disk, with a copy of model, prompts and reward, and a name that resolves to loopback.
 
-    The name of each host resolves to loopback.
+    The two training hosts share the run's directory.
     """
 
     def __init__(self, path: Path, model: Path, programs: Programs, *overrides: str) -> None:
