@@ -5,7 +5,7 @@ has the same number of training ranks.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,10 +25,12 @@ SETTINGS = (
     "--algorithm.kl_coef=0.05",
 )
 LOST_AFTER_S = 6.0
+TORCHRUN_S = 4.0
+"""Until torchrun has noticed that its rank has ended, and has ended, too."""
 
 
 @pytest.fixture
-def make(tmp_path: Path, tiny_model: Callable[..., Path], programs: Programs):  # type: ignore[no-untyped-def]
+def make(tmp_path: Path, tiny_model: Callable[..., Path], programs: Programs) -> Iterator[Callable[..., SeveralHosts]]:
     made: list[SeveralHosts] = []
 
     def make(*overrides: str) -> SeveralHosts:
@@ -60,7 +62,6 @@ def test_two_replicas_with_an_instance_that_joins_late_and_one_that_is_cut_off(
     several.wait_for(lambda: several.num_running("cut"))
     hosts["cut"].cut("data")
     assert several.finish() == [0, 0], several.said()
-    records = run.lines("metrics.jsonl")
     assert [record["num_instances"] for record in run.lines("metrics.jsonl")] == [2, 2, 3, 2], several.said()
     require_proven(run.lines("ledger.jsonl"), 4)
     assert sum(int(str(proof["num_continued"])) for proof in run.lines("ledger.jsonl")) > 0
@@ -71,22 +72,23 @@ def test_two_replicas_with_an_instance_that_joins_late_and_one_that_is_cut_off(
 def test_a_cut_between_the_training_hosts_ends_both_in_time_and_the_run_resumes(
     make: Callable[..., SeveralHosts], tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
-    settings = ("--trainer.tensor_parallel=2", "--train.iterations=4", "--checkpoint.every=1")
+    # Without a canary, whose many short passes take a minute where ranks of one layer are 20 ms apart.
+    settings = ("--trainer.tensor_parallel=2", "--train.iterations=3", "--checkpoint.every=1", "--publish.canary=off")
     several = make(*SETTINGS, *settings, f"--trainer.lost_after_s={LOST_AFTER_S}")
     for name in ("early", "late"):
         several.start_instance(name)
     several.start_trainer()
-    several.wait_for_iterations(2)
+    several.wait_for_iterations(1)
     several.hosts["node-2"].cut("data")
     cut_s = time.monotonic()
-    ended_s = [node.wait(60) and time.monotonic() - cut_s for node in several.nodes]
-    print("ended", ended_s)
+    assert several.finish() == [1, 1]
+    assert time.monotonic() - cut_s < LOST_AFTER_S + TORCHRUN_S, several.said()
     assert "RankLost: nothing was heard of training rank 1" in several.said("node-1"), several.said()
     assert "RankLost: training rank 1 has not reached the store" in several.said("node-2"), several.said()
     several.hosts["node-2"].restore("data")
     several.start_trainer()
     assert several.finish() == [0, 0], several.said()
-    require_proven(several.run.lines("ledger.jsonl"), 4)
+    require_proven(several.run.lines("ledger.jsonl"), 3)
     several.close()
     expected = on_one_host(tmp_path / "one", tiny_model("qwen3", tied=True), (*SETTINGS, *settings))
     assert_same_run(several.run, expected)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +31,14 @@ class Programs:
 
     def start_module(self, host: Host, words: Sequence[str], output: Path) -> "subprocess.Popen[bytes]":
         return self.start(host, [sys.executable, "-m", *words], output)
+
+    def wait_for(self, output: Path, text: str, after: str = "", timeout_s: float = 60.0) -> str:
+        """The whole output of a program, once it has `text` and something more that has `after`."""
+        deadline = time.monotonic() + timeout_s
+        while text not in (said := output.read_text()) or after not in said.split(text, 1)[1]:
+            assert time.monotonic() < deadline, said
+            time.sleep(0.02)
+        return said
 
     def close(self) -> None:
         for process in self._started:
