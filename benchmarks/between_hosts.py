@@ -30,7 +30,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.config.sections import PoolSection, PublishSection, RewardSection, RolloutSection
 from async_rl.event_loop import EventLoopThread
@@ -42,7 +42,7 @@ from async_rl.types import Batch, Prompt
 from async_rl.weights.stream import TensorSpec
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from benchmarks.common.running_instance import wait_for_url
-from tests.support.hosts import Hosts, environment, why_not
+from tests.support.hosts import Host, Hosts, environment, why_not
 from tests.support.link import Link, why_no_link
 
 NETWORKS = ("near", "far")
@@ -77,20 +77,19 @@ NUM_PROMPTS = 32
 RESPONSES_PER_PROMPT = 8
 LENGTHS = (8, 64)
 PROMPT_TOKENS = 48
+MAX_MODEL_LEN = 256
 REWARD = "def score(prompt, responses, row):\n    return [1.0] * len(responses)\n"
 
 Stream = list[tuple[TensorSpec, torch.Tensor]]
 
 
 def make_model(path: Path, size: str) -> None:
-    save_random_qwen3(path, dtype=torch.bfloat16, max_position_embeddings=512, **SIZES[size])
+    save_random_qwen3(path, dtype=torch.bfloat16, max_position_embeddings=MAX_MODEL_LEN, **SIZES[size])
     save_word_tokenizer(path, SIZES[size]["vocab_size"])
 
 
 def stream_of(path: Path) -> Stream:
     """The weights of a checkpoint, changed slightly: what is sent must not be what is there already."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     return [
         (TensorSpec(name, "bfloat16", tuple(parameter.shape)), parameter.detach() * 1.01)
@@ -174,6 +173,22 @@ def measure(urls: Mapping[str, Mapping[str, Sequence[str]]], models: Path, repea
     return {key: round(value, 4) for key, value in answer.items()}
 
 
+@contextmanager
+def serving(host: Host, model: Path, port: int) -> Iterator[None]:
+    """An instance on a host, ready."""
+    words = [sys.executable, "-m", "inference_service", "--model", str(model), "--dtype", "bfloat16"]
+    words += ["--host", "0.0.0.0", "--port", str(port), "--max-model-len", str(MAX_MODEL_LEN)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        host.command(words), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment()
+    ) as process:
+        try:
+            wait_for_url(process)
+            yield
+        finally:
+            process.kill()
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Starts hosts and instances, and measures in a program on the trainer's host."""
     # Two links on the way, each passed there and back.
@@ -189,15 +204,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         closing.callback(hosts.close)
         for name in INSTANCES:
             for model, port in PORTS.items():
-                words = [sys.executable, "-m", "inference_service", "--model", str(models / model), "--port", str(port)]
-                words += ["--host", "0.0.0.0", "--dtype", "bfloat16", "--max-model-len", "256"]
-                process = subprocess.Popen(
-                    hosts[name].command(words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                    env=environment(),
-                )  # fmt: skip
-                closing.callback(process.wait)
-                closing.callback(process.kill)
-                wait_for_url(process)
+                closing.enter_context(serving(hosts[name], models / model, port))
         urls = {
             network: {
                 model: [f"http://{addresses[name][network]}:{port}" for name in INSTANCES]
