@@ -14,7 +14,8 @@ VLLM_READY := $(VLLM_VENV)/.ready
 FAST := not distributed and not packaging and not vllm and not layouts and not gpu and not npu
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm containers check format clean
-.PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu
+.PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
+	bench-between-hosts
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -72,6 +73,9 @@ bench-producer: $(READY)
 
 bench-chaos: $(READY)
 	$(BIN)/python -m benchmarks.chaos --json $(ARGS)
+
+bench-between-hosts: $(READY)
+	$(BIN)/python -m benchmarks.between_hosts --json $(ARGS)
 
 bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu --json $(ARGS)

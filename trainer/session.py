@@ -34,6 +34,7 @@ from trainer.process_end import end_now
 from trainer.prompt_data import load_prompts_and_contents
 from trainer.rank import NoRollouts, TrainingRank
 from trainer.saving import Saving
+from trainer.shared_directory import require_shared
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -87,6 +88,8 @@ def open_session(
         # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
         mine = [secrets.token_hex(4), lease.name, lease.term] if lease is not None else None
         run_id, lease_name, term = parallel.broadcast_json(mine)
+        if config.checkpoint.every or config.run.resume:
+            require_shared(config.run.dir, lease_name, parallel)
         checkpoints = Checkpoints(
             checkpoints_dir(config.run.dir),
             config.checkpoint.keep,

@@ -38,6 +38,10 @@ class InstanceCalls(Generic[T]):
                 raise error
         return failed
 
+    def wait(self, members: Iterable[Member]) -> None:
+        """Waits until the calls of `members` have ended."""
+        concurrent.futures.wait([self._futures[member] for member in members])
+
     def settle(self, timeout_s: float | None) -> dict[Member, InstanceError]:
         """Waits until every call has ended, cancels what has not within `timeout_s`, and returns the failures."""
         try:

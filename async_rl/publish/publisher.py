@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 3.0
-"""The time that a stopped instance costs a publish."""
+"""The time that an instance which stopped or was cut off a moment ago costs a publish."""
+
+DEAD_TIMEOUT_S = 0.5
+"""The time that one which counts as dead costs each further publish: it may respond again."""
 
 RETRY_S = 0.5
 LOG_INTERVAL_S = 10.0
@@ -136,7 +139,7 @@ class Publisher:
         while True:
             self._dropped = {}
             members = self._loop.run(self._pool.begin_publish())
-            silent = InstanceCalls(self._loop, members, self._require_answer).settle(timeout_s=None)
+            silent = self._silent(members)
             self._dropped |= silent
             reachable = self._remaining(members)
             if reachable or time.monotonic() > deadline:
@@ -147,6 +150,12 @@ class Publisher:
                 next_log = time.monotonic() + LOG_INTERVAL_S
                 logger.warning("no instance answers; the publish waits for one:%s", self._reasons())
             time.sleep(RETRY_S)
+
+    def _silent(self, members: Sequence[Member]) -> dict[Member, InstanceError]:
+        """Those that do not respond; if any other does, the dead ones are given little time."""
+        calls = InstanceCalls(self._loop, members, self._require_answer)
+        calls.wait([member for member in members if member.state != "dead"])
+        return calls.settle(DEAD_TIMEOUT_S if calls.results() else None)
 
     async def _require_answer(self, member: Member) -> None:
         client = member.client

@@ -21,8 +21,8 @@ from async_rl.net.local_address import choose_interface
 from async_rl.weights.store import RendezvousStore
 from async_rl.weights.store_wire import PROOF_BYTES, NotInvited
 
-NUM_IN_FLIGHT = 2
-"""Concurrent collectives; gloo has as many threads, so an unresponsive peer costs one timeout, not one for each."""
+NUM_IN_FLIGHT = 8
+"""Concurrent collectives at most; gloo has as many threads, so an unresponsive peer costs one timeout for all."""
 
 POLL_S = 0.0002
 """A bucket takes milliseconds."""

@@ -1,20 +1,17 @@
 """A whole run with its pools on other hosts: real instances, the real trainer, nothing said about interfaces."""
 
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.support.hosts import Host, Hosts, environment, why_not
+from tests.support.hosts import Hosts, why_not
 from tests.support.local_run import Run
+from tests.support.programs import Programs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
-TOKEN = "between hosts"
 FLEET_PORT = 8600
 PORT = 8001
 FINISH_S = 240
@@ -38,32 +35,8 @@ def hosts() -> Iterator[Hosts]:
     hosts.close()
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts a program on a host, with its output in a file."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(host: Host, words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
-        with output.open("wb") as log:
-            process = subprocess.Popen(
-                host.command([sys.executable, "-m", *words]),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment(ASYNC_RL_TOKEN=TOKEN),
-            )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            for part in [*psutil.Process(process.pid).children(recursive=True), process]:
-                part.kill()
-            process.wait()
-
-
 def test_a_run_between_three_hosts_is_on_policy(
-    hosts: Hosts, start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, tiny_model: Callable[..., Path]
+    hosts: Hosts, programs: Programs, tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
     model = tiny_model("qwen3", tied=True)
     run = Run(tmp_path, model)
@@ -80,16 +53,16 @@ def test_a_run_between_three_hosts_is_on_policy(
     }
     overrides = [f"--{name}={value}" for name, value in settings.items()]
     launcher = ["torch.distributed.run", "--nproc-per-node", "1", "--standalone", "-m", "trainer"]
-    trainer = start(hosts["trainer"], [*launcher, str(run.config), *overrides], run.output)
+    trainer = programs.start_module(hosts["trainer"], [*launcher, str(run.config), *overrides], run.output)
     register = ["--register", f"http://10.78.2.1:{FLEET_PORT}", "--name", "coming"]
-    coming = start(hosts["coming"], [*serve, *register], coming_log)
+    coming = programs.start_module(hosts["coming"], [*serve, *register], coming_log)
     deadline = time.monotonic() + FINISH_S
     while "registered with the fleet" not in coming_log.read_text():
         assert trainer.poll() is None and coming.poll() is None, run.output.read_text() + coming_log.read_text()
         assert time.monotonic() < deadline, run.output.read_text() + coming_log.read_text()
         time.sleep(0.1)
     # The trainer waits for the listed one, so both take part from the first publish on.
-    start(hosts["listed"], serve, listed_log)
+    programs.start_module(hosts["listed"], serve, listed_log)
     code = trainer.wait(FINISH_S)
     assert code == 0, "\n".join(log.read_text() for log in (run.output, listed_log, coming_log))
     proofs = run.lines("ledger.jsonl")

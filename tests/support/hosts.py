@@ -1,6 +1,7 @@
 """Several hosts on one machine: network namespaces with separate networks between them, for tests that run as root.
 
-A host has its own interfaces, /etc/hosts and name; its processes share the file system with all other hosts.
+A host has its own interfaces, /etc/hosts and name. Its processes share the file system with all other hosts, except for
+its disk, if it has one.
 """
 
 import os
@@ -8,7 +9,10 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.support.link import Link, Relay, has_netem, netem_words
 
 ETC = Path("/etc/netns")
 OF_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "HCCL_IF_IP")
@@ -28,17 +32,68 @@ def why_not() -> str | None:
     return None
 
 
-class Host:
-    """One host; `addresses` are those of its interfaces, by network."""
+@dataclass(frozen=True, slots=True)
+class Disks:
+    """A directory whose content differs from host to host, and with it /dev/shm.
 
-    def __init__(self, namespace: str, name: str, addresses: Mapping[str, str]) -> None:
+    Args:
+        path: where each host sees its own disk; empty outside.
+        shared: names of directories in it that some hosts share, as on a file server, with these hosts.
+    """
+
+    path: Path
+    shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def of(self, host: str) -> Path:
+        """Where the disk of a host lies outside."""
+        return self.path.with_name(f"{self.path.name}-of-{host}")
+
+    def on_server(self, name: str) -> Path:
+        """Where a shared directory lies outside."""
+        return self.path.with_name(f"{self.path.name}-shared") / name
+
+    def mounts(self, host: str) -> dict[Path, Path]:
+        """What is mounted on a host, by the place; makes the directories."""
+        own = self.of(host)
+        names = [name for name, hosts in self.shared.items() if host in hosts]
+        found = {self.path: own, Path("/dev/shm"): own / "shm"}
+        found |= {self.path / name: self.on_server(name) for name in names}
+        for directory in [self.path, *found.values(), *(own / name for name in names)]:
+            directory.mkdir(parents=True, exist_ok=True)
+        return found
+
+
+class Host:
+    """One host.
+
+    Args:
+        addresses: of its interfaces, by network.
+        switch: the namespace of the other ends of its links.
+        ports: the names of these ends, by network.
+        mounts: directories, by where they are mounted on this host.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        name: str,
+        addresses: Mapping[str, str],
+        switch: str,
+        ports: Mapping[str, str],
+        mounts: Mapping[Path, Path],
+    ) -> None:
         self.namespace = namespace
         self.name = name
         self.addresses = dict(addresses)
+        self._switch = switch
+        self._ports = ports
+        self._mounts = mounts
 
     def command(self, words: Sequence[str]) -> list[str]:
         """The command line that runs `words` on this host."""
-        inside = f"hostname {shlex.quote(self.name)} && exec {shlex.join(words)}"
+        # `ip netns exec` makes a mount namespace for each command.
+        steps = [["mount", "--bind", str(what), str(where)] for where, what in self._mounts.items()]
+        inside = " && ".join(shlex.join(step) for step in [*steps, ["hostname", self.name], ["exec", *words]])
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", inside]
 
     def cut(self, network: str) -> None:
@@ -47,6 +102,13 @@ class Host:
 
     def restore(self, network: str) -> None:
         _ip("-n", self.namespace, "link", "set", network, "up")
+
+    def isolate(self, network: str) -> None:
+        """As `cut`, but in the network: the host's own interface and routes stay up."""
+        _ip("-n", self._switch, "link", "set", self._ports[network], "down")
+
+    def reconnect(self, network: str) -> None:
+        _ip("-n", self._switch, "link", "set", self._ports[network], "up")
 
     def ask(self, *words: str) -> str:
         """The output of a command on this host."""
@@ -60,15 +122,26 @@ class Hosts:
     Each network is a bridge in a separate namespace, without a route to other networks.
     """
 
-    def __init__(self, networks: Mapping[str, str], hosts: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        networks: Mapping[str, str],
+        hosts: Mapping[str, Mapping[str, str]],
+        links: Mapping[str, Link] | None = None,
+        disks: Disks | None = None,
+    ) -> None:
         """
         Args:
             networks: prefix lengths by network name.
             hosts: by name, each host's address in every network it is part of. The host's own name resolves to its
                 first address; a key that is not a network may give a loopback address for that.
+            links: by network, what each host's link to it is like; see `tests.support.link.why_no_link`.
+            disks: by default the hosts share the file system.
         """
         self._prefix = f"arl{os.getpid()}-"
         self._namespaces: list[str] = []
+        self._relays: list[Relay] = []
+        self._links = links or {}
+        self._disks = disks
         self.hosts: dict[str, Host] = {}
         try:
             switch = self._namespace("switch")
@@ -85,6 +158,9 @@ class Hosts:
         return self.hosts[name]
 
     def close(self) -> None:
+        for relay in self._relays:
+            relay.close()
+        self._relays = []
         for namespace in self._namespaces:
             subprocess.run(["ip", "netns", "delete", namespace], check=False)
             shutil.rmtree(ETC / namespace, ignore_errors=True)
@@ -99,9 +175,9 @@ class Hosts:
 
     def _host(self, name: str, addresses: Mapping[str, str], networks: Mapping[str, str], switch: str) -> Host:
         namespace = self._namespace(name)
-        for network in [network for network in addresses if network in networks]:
-            port = f"{network}-{len(self.hosts)}"
-            _ip("-n", namespace, "link", "add", network, "type", "veth", "peer", "name", port, "netns", switch)
+        ports = {network: f"{network}-{len(self.hosts)}" for network in addresses if network in networks}
+        for network, port in ports.items():
+            self._connect(namespace, network, switch, port)
             _ip("-n", switch, "link", "set", port, "master", network, "up")
             _ip("-n", namespace, "address", "add", addresses[network] + networks[network], "dev", network)
             _ip("-n", namespace, "link", "set", network, "up")
@@ -111,7 +187,22 @@ class Hosts:
         # `ip netns exec` mounts the files of this folder under /etc.
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{own} {name}\n")
         (etc / "resolv.conf").write_text("")
-        return Host(namespace, name, {network: a for network, a in addresses.items() if network in networks})
+        mounts = self._disks.mounts(name) if self._disks else {}
+        return Host(namespace, name, {network: addresses[network] for network in ports}, switch, ports, mounts)
+
+    def _connect(self, namespace: str, network: str, switch: str, port: str) -> None:
+        """Makes the two ends of a host's link: `network` in its namespace, and `port` at the switch."""
+        link = self._links.get(network)
+        if link is None or has_netem():
+            _ip("-n", namespace, "link", "add", network, "type", "veth", "peer", "name", port, "netns", switch)
+            for where, end in ((namespace, network), (switch, port)) if link else ():
+                _run("tc", "-n", where, "qdisc", "add", "dev", end, "root", *netem_words(link))
+            return
+        # Names of this namespace, which has other devices.
+        ends = [f"arl{os.getpid() % 10**6}-{2 * len(self._relays) + i}" for i in range(2)]
+        self._relays.append(Relay(ends, link))
+        for end, where, name in zip(ends, (namespace, switch), (network, port), strict=True):
+            _ip("link", "set", end, "netns", where, "name", name)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -121,5 +212,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True)
-    assert done.returncode == 0, f"ip {shlex.join(words)}: {done.stderr}"
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"

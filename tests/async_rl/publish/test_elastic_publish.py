@@ -14,7 +14,7 @@ import torch
 from async_rl.errors import PublishError
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.publish.publisher import Publisher
+from async_rl.publish.publisher import HEALTH_TIMEOUT_S, Publisher
 from async_rl.weights.stream import TensorSpec
 from tests.support.publishing import PROMPT, SPECS, Publishing, publish, stream, sums
 from tests.support.scripted_instance import sample
@@ -131,9 +131,12 @@ def test_a_ready_instance_that_has_stopped_costs_seconds_and_returns_when_it_goe
     assert publish(publisher, "run-1", 2.0) == (well[0].url,)
     assert time.monotonic() - begun < 15
     assert pool.members[1].state == "dead"
+    begun = time.monotonic()
+    assert publish(publisher, "run-2", 3.0) == (well[0].url,)
+    assert time.monotonic() - begun < HEALTH_TIMEOUT_S, "one that counts as dead is not waited for"
     stopping.process.send_signal(signal.SIGCONT)
-    assert publish(publisher, "run-2", 3.0) == both
-    assert stopping.sums() == sums(3.0)
+    assert publish(publisher, "run-3", 4.0) == both
+    assert stopping.sums() == sums(4.0)
 
 
 def test_a_publish_waits_for_an_instance_that_registers_later(
