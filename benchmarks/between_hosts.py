@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -33,6 +33,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.config.sections import PoolSection, PublishSection, RewardSection, RolloutSection
+from async_rl.data.prompts import Tokenizer
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.publish.publisher import Publisher
@@ -135,7 +136,8 @@ def measure_rollouts(url: str, model: Path, stream: Stream, repeats: int) -> dic
         for length in LENGTHS:
             reward = make_reward(RewardSection(name=f"python:{reward_file}:score"))
             rollout = RolloutSection(responses_per_prompt=RESPONSES_PER_PROMPT, max_response_tokens=length)
-            producer = Producer(pool, reward, loop, AutoTokenizer.from_pretrained(model), rollout, seed=0)
+            tokenizer = cast(Tokenizer, AutoTokenizer.from_pretrained(model))
+            producer = Producer(pool, reward, loop, tokenizer, rollout, seed=0)
             try:
                 seconds = [rollout_s(producer, number) for number in range(repeats + 1)]
             finally:

@@ -195,8 +195,9 @@ class Hosts:
         link = self._links.get(network)
         if link is None or has_netem():
             _ip("-n", namespace, "link", "add", network, "type", "veth", "peer", "name", port, "netns", switch)
-            for where, end in ((namespace, network), (switch, port)) if link else ():
-                _run("tc", "-n", where, "qdisc", "add", "dev", end, "root", *netem_words(link))
+            if link is not None:
+                for where, end in ((namespace, network), (switch, port)):
+                    _run("tc", "-n", where, "qdisc", "add", "dev", end, "root", *netem_words(link))
             return
         # Names of this namespace, which has other devices.
         ends = [f"arl{os.getpid() % 10**6}-{2 * len(self._relays) + i}" for i in range(2)]
