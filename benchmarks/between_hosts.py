@@ -130,13 +130,13 @@ def measure_rollouts(url: str, model: Path, stream: Stream, repeats: int) -> dic
     """Median seconds of a batch, by the length of its responses, after one batch that does not count."""
     reward_file = model / "reward.py"
     reward_file.write_text(REWARD)
-    tokenizer = cast(Tokenizer, AutoTokenizer.from_pretrained(model))
     answer = {}
     with published([url], stream) as (publish, loop, pool):
         publish()
         for length in LENGTHS:
             reward = make_reward(RewardSection(name=f"python:{reward_file}:score"))
             rollout = RolloutSection(responses_per_prompt=RESPONSES_PER_PROMPT, max_response_tokens=length)
+            tokenizer = cast(Tokenizer, AutoTokenizer.from_pretrained(model))
             producer = Producer(pool, reward, loop, tokenizer, rollout, seed=0)
             try:
                 seconds = [rollout_s(producer, number) for number in range(repeats + 1)]
