@@ -18,14 +18,11 @@ from pathlib import Path
 from types import FrameType
 
 from async_rl import errors
-from async_rl.errors import ConfigError
-from async_rl.programs.command_line import USAGE_ERROR
+from async_rl.errors import ConfigError, Fenced, RunStopped
 from async_rl.programs.failure_report import TORCHRUN_VARIABLE
+from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, TOLD
 
 MAY_PASS = 1
-LASTING = 4
-FENCED = 5
-TOLD = 128 + signal.SIGTERM
 
 
 def exit_code(code: int, kind: str | None, *, told: bool) -> int:
@@ -36,12 +33,14 @@ def exit_code(code: int, kind: str | None, *, told: bool) -> int:
         kind: the name of the error that a rank reported first, None if none did.
         told: whether the pod was told to end.
     """
-    if code == 0 or (told and kind is None):
-        return TOLD if code else 0
-    if kind == "Fenced":
+    if code == 0:
+        return DONE
+    if kind == RunStopped.__name__ or (told and kind is None):
+        return TOLD
+    if kind == Fenced.__name__:
         return FENCED
     if kind == ConfigError.__name__:
-        return USAGE_ERROR
+        return BAD_INPUT
     return MAY_PASS if kind is None or getattr(errors, kind).may_pass else LASTING
 
 

@@ -52,8 +52,9 @@ def start(folder: Path, script: str) -> "subprocess.Popen[str]":
         (RAISES.format(error="ConfigError"), 2),
         (RAISES.format(error="OnPolicyViolation"), 4),
         (RAISES.format(error="Fenced"), 5),
+        (RAISES.format(error="RunStopped"), 143),
     ],
-    ids=["trained", "unnamed", "killed", "may pass", "bad input", "lasting", "fenced"],
+    ids=["trained", "unnamed", "killed", "may pass", "bad input", "lasting", "fenced", "stopped"],
 )
 def test_the_code_tells_what_ended_the_ranks(tmp_path: Path, script: str, code: int) -> None:
     process = start(tmp_path, script)
