@@ -10,7 +10,9 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 from async_rl.errors import ConfigError, FleetLost, ProcessFailed
 from async_rl.programs.extras import require_extras
@@ -26,8 +28,7 @@ def main() -> int:
     options = parse_options(sys.argv[1:])
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("inference_service").setLevel(logging.INFO)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
+    _end_by(_end)
     try:
         require_checkpoint(options.model)
         if options.engine == "transformers":
@@ -42,7 +43,10 @@ def main() -> int:
         else:
             # Imported late, since torch and transformers take seconds: bad arguments and ports are reported before
             # that.
+            # An exception amid an import may be swallowed, or leave half a module to be used.
+            _end_by(_end_at_once)
             server = importlib.import_module("inference_service.server")
+            _end_by(_end)
             server.serve(options, listener, os.environ.get(TOKEN_VARIABLE) or None)
     except (ConfigError, FleetLost, ProcessFailed) as error:
         report_failure(error, os.environ)
@@ -53,7 +57,16 @@ def main() -> int:
     return 0
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _end_by(handler: Callable[[int, FrameType | None], NoReturn]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(0)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
     """Ends the program while it loads. While it serves, uvicorn's handler calls this one when it exits."""
     raise SystemExit(0)
 

@@ -42,7 +42,7 @@ def test_a_run_killed_in_any_phase_goes_on_as_if_it_had_not_been(
         # Of itself the launcher would start the trainer again, see test_restarts.py.
         run.start(*SETTINGS, "--run.resume", "true", "--cluster.max_restarts", "0")
         run.wait_for_iterations(number)
-        time.sleep(random.uniform(0, 0.5))
+        time.sleep(random.uniform(0, 0.2))
         kill_training(run)
     run.start(*SETTINGS, "--run.resume", "true")
     assert run.finish() == 0, run.everything_said()

@@ -64,10 +64,10 @@ def test_two_replicas_with_an_instance_that_joins_late_and_one_that_is_cut_off_f
     several.wait_for_iterations(3)
     hosts["cut"].restore("data")
     assert several.finish() == [0, 0], several.said()
-    first, second, third, _, last = [record["num_instances"] for record in run.lines("metrics.jsonl")]
-    # The cut one returns for the fourth batch, or for the fifth.
-    assert [first, second, third, last] == [2, 2, 3, 3], several.said()
-    require_proven(run.lines("ledger.jsonl"), 5)
+    proofs = run.lines("ledger.jsonl")
+    require_proven(proofs, 5)
+    took_part = {url for proof in proofs for url in proof["logprob_gaps"]["instances"]}
+    assert len(took_part) == 3, several.said()
     assert sum(int(str(proof["num_continued"])) for proof in run.lines("ledger.jsonl")) > 0
     several.close()
     assert_same_run(run, on_one_host(tmp_path / "one", tiny_model("qwen3", tied=True), overrides))
