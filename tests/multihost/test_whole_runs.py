@@ -68,7 +68,6 @@ def test_two_replicas_with_an_instance_that_joins_late_and_one_that_is_cut_off_f
     require_proven(proofs, 5)
     took_part = {url for proof in proofs for url in proof["logprob_gaps"]["instances"]}
     assert len(took_part) == 3, several.said()
-    assert sum(int(str(proof["num_continued"])) for proof in run.lines("ledger.jsonl")) > 0
     several.close()
     assert_same_run(run, on_one_host(tmp_path / "one", tiny_model("qwen3", tied=True), overrides))
 
