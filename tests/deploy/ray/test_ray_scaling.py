@@ -74,11 +74,20 @@ while not drained.exists():
 drained.unlink()
 """
 
+HEAD_ID = 51 * "f" + "00000"
+"""By which Ray's provider of nodes on this host knows the head."""
+
 AUTOSCALER: dict[str, Any] = {
     "cluster_name": "test",
     "max_workers": 3,
     "idle_timeout_minutes": 0.1,
-    "provider": {"type": "fake_multinode"},
+    "provider": {
+        "type": "fake_multinode",
+        # All nodes have the address of this host.
+        "use_node_id_as_ip": True,
+        "disable_node_updaters": True,
+        "disable_launch_config_check": True,
+    },
     "available_node_types": {
         "ray.head.default": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 0},
         "worker": {
@@ -125,7 +134,9 @@ def autoscaling(tmp_path: Path) -> Iterator[str]:
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment(RAY_FAKE_CLUSTER="1", AUTOSCALER_UPDATE_INTERVAL_S="1"),
+            env=environment(
+                RAY_FAKE_CLUSTER="1", AUTOSCALER_UPDATE_INTERVAL_S="1", RAY_OVERRIDE_NODE_ID_FOR_TESTING=HEAD_ID
+            ),
             start_new_session=True,
         )
     _wait_until_started(output, head)
