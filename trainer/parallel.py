@@ -185,7 +185,7 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
 
 def _choose_interface(backend: str) -> None:
     """Ranks on several hosts use the network of the rendezvous; torchrun tells its ranks where that is."""
-    if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
+    if os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]):
         return
     master = os.environ["MASTER_ADDR"]
     try:

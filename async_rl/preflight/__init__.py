@@ -34,6 +34,9 @@ def require_sound(config: Config, *, trains: bool, serves: bool) -> None:
     if trains:
         _note(faults, lambda: require_prompts(config.prompts))
         _note(faults, lambda: require_paths(config))
+    if len(faults) == 1:
+        # Of its own class: a directory in use may be free later.
+        raise faults[0]
     if faults:
         raise ConfigError("\n".join(map(str, faults)))
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from async_rl.errors import AsyncRLError, LeaderFailed, RewardError, RunStopped
+from async_rl.errors import AsyncRLError, Fenced, LeaderFailed, RewardError, RunStopped
 from trainer.ending import Ending
 from trainer.parallel import Parallel
 from trainer.stop_signal import StopSignal
@@ -84,6 +84,21 @@ def test_a_named_error_saves_once_and_is_raised_itself(
     assert raised.value is error and saved == [1]
     ending.close()
     assert num_watchdogs() == 0
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_trainer_that_was_replaced_saves_nothing_and_the_other_ranks_learn_of_it(
+    make_ending: Callable[..., Ending], together: bool
+) -> None:
+    ending, saved = make_ending(), []
+    with pytest.raises(Fenced), ending.saving(lambda: saved.append(1)):
+        ending.meet(may_stop=True)
+        if not together:
+            ending.part()
+        raise Fenced("another trainer has taken over")
+    assert saved == [] and num_watchdogs() == 1
+    with pytest.raises(LeaderFailed, match="another training rank: Fenced: another trainer has taken over"):
+        ending.watch()
 
 
 def test_a_rank_that_fails_alone_is_heard_of_where_others_watch(make_ending: Callable[..., Ending]) -> None:

@@ -93,16 +93,12 @@ class Ranks:
         """Once the rank watches the others."""
         return int(self._wait_for(self._path / f"rank-{rank}.pid"))
 
-    def ended_s(self, rank: int, timeout_s: float) -> float:
-        """How long until the rank's process ended."""
-        begun_s = time.monotonic()
-        try:
-            psutil.Process(self.pid(rank)).wait(timeout_s)
-        except psutil.NoSuchProcess:
-            pass
-        except psutil.TimeoutExpired as error:
-            raise AssertionError(f"rank {rank} goes on\n{self.said()}") from error
-        return time.monotonic() - begun_s
+    def wait_for_end(self, rank: int, timeout_s: float) -> None:
+        """Also of one that its agent has not waited for yet, since it waits for the stopped one first."""
+        deadline = time.monotonic() + timeout_s
+        while _is_alive(self.pid(rank)):
+            assert time.monotonic() < deadline, f"rank {rank} goes on\n{self.said()}"
+            time.sleep(0.05)
 
     def _wait_for(self, file: Path) -> str:
         deadline = time.monotonic() + START_S
@@ -117,6 +113,13 @@ class Ranks:
                 for part in [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]:
                     part.kill()
             agent.wait()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture
@@ -138,7 +141,7 @@ def test_a_stopped_rank_ends_the_others_in_time_though_they_wait_in_a_collective
     begun_s = time.monotonic()
     os.kill(pids[stopped], signal.SIGSTOP)
     for rank in {0, 1, 2} - {stopped}:
-        ranks.ended_s(rank, LOST_AFTER_S + MARGIN_S)
+        ranks.wait_for_end(rank, LOST_AFTER_S + MARGIN_S)
     assert LOST_AFTER_S / 2 < time.monotonic() - begun_s < LOST_AFTER_S + MARGIN_S
     said = ranks.said()
     assert f"RankLost: nothing was heard of training rank {stopped} for 4 s" in said, said
@@ -179,7 +182,7 @@ def test_a_cut_link_ends_the_ranks_on_both_sides(ranks: Ranks) -> None:
         hosts["n2"].cut("net")
         begun_s = time.monotonic()
         for rank in range(2):
-            ranks.ended_s(rank, LOST_AFTER_S + MARGIN_S)
+            ranks.wait_for_end(rank, LOST_AFTER_S + MARGIN_S)
         assert time.monotonic() - begun_s < LOST_AFTER_S + MARGIN_S
         said = ranks.said()
         assert "RankLost: nothing was heard of training rank 1" in said, said

@@ -10,6 +10,7 @@ from async_rl.net.local_address import (
     address_for_others,
     address_towards,
     choose_interface,
+    choose_interface_towards,
     interface_of,
     is_loopback,
     leads_to_this_host,
@@ -103,3 +104,23 @@ def test_an_address_of_no_interface_leaves_nccl_its_own_choice() -> None:
     assert interface_of("203.0.113.7") is None
     choose_interface("nccl", "203.0.113.7", environment)
     assert environment == {}
+
+
+@pytest.mark.parametrize(
+    ("towards", "expected"),
+    [("10.0.0.9", "eth1"), ("own-name", "eth2")],
+    ids=["another host", "this host by a name for loopback"],
+)
+def test_ranks_take_the_interface_of_their_rendezvous_and_never_loopback(
+    towards: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interfaces = [("lo", LOOPBACK), ("eth1", "10.0.0.7"), ("eth2", "10.1.0.7")]
+    ways = {"10.0.0.9": "10.0.0.7", "own-name": LOOPBACK, local_address.ANY_REMOTE_ADDRESS: "10.1.0.7"}
+    monkeypatch.setattr(local_address, "address_towards", lambda host, port=9: ways[host])
+    monkeypatch.setattr(local_address, "_interfaces", lambda: iter(interfaces))
+    environment: dict[str, str] = {}
+    choose_interface_towards(towards, "nccl", environment)
+    assert environment == {"GLOO_SOCKET_IFNAME": expected, "NCCL_SOCKET_IFNAME": f"={expected}"}
+    told = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+    choose_interface_towards(towards, "nccl", told)
+    assert told == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}

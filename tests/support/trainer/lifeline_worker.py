@@ -42,4 +42,13 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    code = 0
+    try:
+        main()
+    except Exception:
+        # The collective, whose other ranks have just ended.
+        logging.exception("rank failed")
+        code = 1
+    # As the trainer ends: the interpreter would wait for threads of a group that has a stopped member.
+    logging.shutdown()
+    os._exit(code)

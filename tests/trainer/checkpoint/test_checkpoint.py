@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from async_rl.errors import ConfigError, WriteFailed
+from async_rl.errors import ConfigError, Fenced, WriteFailed
 from async_rl.types import Group
 from tests.support.full_disk import largest_file
 from tests.support.trainer.checkpoint_worker import TIMEOUT_S, Run, make_trainer, run_config, train_elementwise
 from trainer.checkpoint.checkpoint import Checkpoints
-from trainer.checkpoint.files import checkpoint_path, newest_checkpoint, whole_checkpoints
+from trainer.checkpoint.files import checkpoint_path, newest_checkpoint, remove_partial, whole_checkpoints
 from trainer.checkpoint.tensors import boxes
 from trainer.parallel import Parallel
 
@@ -186,6 +186,34 @@ def test_the_newest_are_kept_and_what_a_killed_save_left_is_removed(
     assert newest_checkpoint(directory) == checkpoint_path(directory, 3)
 
 
+@pytest.mark.parametrize("lost_at", [1, 2], ids=["before it is written", "before it counts"])
+def test_no_checkpoint_of_a_trainer_that_was_replaced_counts(
+    saved: tuple[Path, Path], parallel: Parallel, lost_at: int
+) -> None:
+    """And what its successor is writing stays."""
+    model, directory = saved
+    before = whole_checkpoints(directory)
+    theirs = directory / ".iteration-000009.term-8.partial"
+    num_checks = 0
+
+    def require_lease() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == lost_at:
+            theirs.mkdir()
+            raise Fenced("term 7 has ended")
+
+    config = run_config(str(model))
+    trainer = make_trainer(config, parallel)
+    checkpoints = Checkpoints(directory, 2, parallel, config, term=7, require_lease=require_lease)
+    checkpoints.save(9, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    with pytest.raises(Fenced):
+        checkpoints.wait()
+    checkpoints.close()
+    assert whole_checkpoints(directory) == before and theirs.is_dir()
+    remove_partial(directory)
+
+
 def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_it(saved: tuple[Path, Path], parallel: Parallel) -> None:
     model, directory = saved
     config = run_config(str(model))
@@ -193,7 +221,9 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_it(saved: tuple[P
     checkpoints = Checkpoints(directory, 2, parallel, config)
     with largest_file(20_000):
         checkpoints.save(9, trainer.models.policy, trainer.optimizer, trainer.models.old)
-        with pytest.raises(WriteFailed, match=r"cannot write '.*iteration-000009\.partial': .* that there is room \("):
+        with pytest.raises(
+            WriteFailed, match=r"cannot write '.*iteration-000009\.term-0\.partial': .* that there is room \("
+        ):
             checkpoints.wait()
     assert newest_checkpoint(directory) == checkpoint_path(directory, 3)
     checkpoints.save(9, trainer.models.policy, trainer.optimizer, trainer.models.old)
