@@ -158,7 +158,7 @@ def _wait_until_started(output: Path, head: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.1)
 
 
-def test_instances_follow_the_desired_number_on_nodes_that_come_and_go(autoscaling: str, ground: Ground) -> None:
+def test_instances_follow_the_desired_number_on_nodes_that_an_autoscaler_adds(autoscaling: str, ground: Ground) -> None:
     (ground.path / "config.toml").write_text(CONFIG.replace("num_instances = 2", "num_instances = 1"))
     (ground.path / "trainer.py").write_text(TRAINER)
     (ground.path / "inference_service.py").write_text(INSTANCE)
