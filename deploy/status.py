@@ -19,6 +19,7 @@ from rich.text import Text
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.protocol.fleet import FleetInfo
+from async_rl.tracking.lease import Term, read_term
 from deploy.cluster.fleet import read_fleet
 from deploy.cluster.restarts import num_trained
 from deploy.cluster.tasks import LAUNCH_FILE, Launch, Task, read_launch
@@ -38,6 +39,7 @@ class Status:
         num_trained: proven iterations.
         num_iterations: of the whole run; None before the first one.
         trained_s: when the last iteration ended, in Unix time; None before the first one.
+        lease: of the trainer that holds the run's directory, or held it last.
         fleet: None while no trainer answers.
     """
 
@@ -47,6 +49,7 @@ class Status:
     num_iterations: int | None
     trained_s: float | None
     tasks: tuple[Task, ...]
+    lease: Term | None
     fleet: FleetInfo | None
 
     def as_json(self) -> str:
@@ -69,6 +72,7 @@ def read_status(run_dir: Path, token: str | None) -> Status:
         num_iterations=last.get("iterations"),
         trained_s=metrics.stat().st_mtime if last else None,
         tasks=_tasks_now(launch),
+        lease=read_term(run_dir),
         fleet=read_fleet(run_dir, token or read_token(run_dir)),
     )
 
@@ -104,6 +108,9 @@ def show(status: Status, console: Console) -> None:
     total = "" if status.num_iterations is None else f" of {status.num_iterations}"
     when = "" if status.trained_s is None else f", the last one {time.time() - status.trained_s:.0f} s ago"
     console.print(f"{status.run_dir} ({status.engine}): {status.num_trained}{total} iterations{when}", highlight=False)
+    if (lease := status.lease) is not None:
+        held = "released" if lease.released else "held"
+        console.print(_text(f"lease: term {lease.term}, {held} by {lease.host}, process {lease.process.pid}"))
     tasks = Table(box=None, pad_edge=False)
     for name in ("task", "host", "id", "state", "restarts", "log"):
         tasks.add_column(name, overflow="fold")
@@ -121,8 +128,8 @@ def show(status: Status, console: Console) -> None:
     for name in ("instance", "url", "state", "version", "reason"):
         instances.add_column(name, overflow="fold")
     for info in status.fleet.instances:
-        words = (info.name, info.url, info.state, info.version or "-", info.reason or "")
-        instances.add_row(*map(_text, words))
+        row = (info.name, info.url, info.state, info.version or "-", info.reason or "")
+        instances.add_row(*map(_text, row))
     console.print(instances)
 
 

@@ -44,6 +44,7 @@ def main(arguments: list[str]) -> int:
             require_sound(config, trains=True, serves=False)
         run(config, os.environ.get("ASYNC_RL_TOKEN"), stop)
     except RunStopped as error:
+        report_failure(error, os.environ)
         log.error("RunStopped: %s", error)
         return exit_code_of(error)
     except AsyncRLError as error:

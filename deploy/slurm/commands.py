@@ -54,12 +54,12 @@ def cancel(job: str) -> None:
 
 
 def end_steps(job: str) -> None:
-    """Sends SIGTERM to what srun started in a job, not to its batch process.
+    """Asks the training nodes of a job to save and end; it reaches their `node.sh`, not the batch process.
 
     Raises:
         SlurmFailed: Slurm does not do it.
     """
-    _output(["scancel", "--signal=TERM", job])
+    _output(["scancel", "--signal=URG", job])
 
 
 def requeue(job: str) -> None:

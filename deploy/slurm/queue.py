@@ -18,10 +18,11 @@ def with_queue(tasks: Iterable[Task]) -> tuple[Task, ...]:
     if shutil.which("squeue") is None:
         return tuple(tasks)
     jobs = {job.id: job for job in own_jobs()}
-    return tuple(_now(task, jobs.get(task.id or "")) for task in tasks)
+    return tuple(now(task, jobs.get(task.id or "")) for task in tasks)
 
 
-def _now(task: Task, job: QueuedJob | None) -> Task:
+def now(task: Task, job: QueuedJob | None) -> Task:
+    """The task with the state and host of its job; None where Slurm does not know it any more."""
     if job is None:
         # A task that ended by itself has said how; another one was ended with its job.
         return task if task.state in ENDED else replace(task, state="over")

@@ -43,17 +43,31 @@ def training_script(plan: ClusterPlan) -> str:
         options,
         [
             *_exports(plan, plan.training_env),
-            'export MASTER_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+            # The batch process runs on the first node of the job.
+            'export MASTER_ADDRESS="$(hostname)"',
             *_kept(plan, TRAINER, "trainer", plan.training_grace_s, srun),
         ],
     )
 
 
 def node_script(plan: ClusterPlan) -> str:
-    """What srun starts on each training node."""
+    """What srun starts on each training node; SIGURG asks torchrun to save and end, see `commands.end_steps`."""
     argv = plan.training_argv(node_rank="$SLURM_NODEID", master_address="$MASTER_ADDRESS")
-    body = [*_visible_devices(plan.node), "exec " + _command(argv)]
-    return _script("torchrun on one training node.", [], body)
+    return _script(
+        "torchrun on one training node.",
+        [],
+        [
+            *_visible_devices(plan.node),
+            f"{_command(argv)} &",
+            "torchrun=$!",
+            "# Slurm signals all processes of a step. SIGTERM would also end those of rewards, before the trainer",
+            "# has saved; SIGURG ends none, and this script passes it on as SIGTERM to torchrun alone.",
+            "trap 'kill -TERM \"$torchrun\"' URG",
+            "trap : TERM",
+            'while kill -0 "$torchrun" 2> /dev/null; do wait "$torchrun"; code=$?; done',
+            'exit "$code"',
+        ],
+    )
 
 
 def instances_script(plan: ClusterPlan) -> str:

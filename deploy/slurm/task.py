@@ -107,7 +107,8 @@ class SlurmTask:
             self._record()
             time.sleep(POLL_S)
         self._record()
-        if self._kept.state == "done":
+        # An instance exits with 0 also when it was asked to end.
+        if self._kept.state == "done" and (self._kept.process.role == TRAINER or not self._signals):
             return 0
         if signal.SIGTERM in self._signals:
             return TOLD
@@ -136,7 +137,7 @@ class SlurmTask:
                 return
             self._say("told to end: saving, and ending")
             if self._kept.process.role == TRAINER:
-                # srun would pass SIGTERM on as an order to end within Slurm's KillWait.
+                # srun would take SIGTERM for an order to end its step within Slurm's KillWait.
                 end_steps(self._job)
             else:
                 self._kept.running.request_end()

@@ -119,7 +119,7 @@ def test_synchronous_mode_and_prompt_order_run_too(run: Run) -> None:
 def test_an_instance_that_dies_mid_batch_loses_nothing(run: Run) -> None:
     run.start(
         *("--inference.num_instances", "2", "--train.iterations", "12", "--rollout.max_response_tokens", "96"),
-        *("--reward.name", f"python:{run.reward}:slow"),
+        *("--reward.name", f"python:{run.reward}:slow", "--cluster.max_restarts", "0"),
     )
     run.wait_for_iterations(2)
     run.instances()[0].kill()
@@ -129,7 +129,10 @@ def test_an_instance_that_dies_mid_batch_loses_nothing(run: Run) -> None:
 
 
 def test_a_run_without_instances_left_ends_in_a_named_error_in_time_and_can_go_on(run: Run) -> None:
-    run.start("--train.iterations", "500", "--pool.timeout_s", "3", "--checkpoint.every", "1")
+    run.start(
+        *("--train.iterations", "500", "--pool.timeout_s", "3", "--checkpoint.every", "1"),
+        *("--cluster.max_restarts", "0"),
+    )
     run.wait_for_iterations(2)
     for instance in run.instances():
         instance.kill()

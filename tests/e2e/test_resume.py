@@ -39,7 +39,8 @@ def test_a_run_killed_in_any_phase_goes_on_as_if_it_had_not_been(
 ) -> None:
     run = Run(tmp_path, tiny_model("qwen3", tied=True))
     for number in (1, 3, 5):
-        run.start(*SETTINGS, "--run.resume", "true")
+        # Of itself the launcher would start the trainer again, see test_restarts.py.
+        run.start(*SETTINGS, "--run.resume", "true", "--cluster.max_restarts", "0")
         run.wait_for_iterations(number)
         time.sleep(random.uniform(0, 0.5))
         kill_training(run)
