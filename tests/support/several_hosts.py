@@ -1,18 +1,20 @@
 """A run on several hosts: two that train, and instances on further hosts; started as `deploy.cluster.plan` says."""
 
-import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from async_rl.config.file import load_config
+from async_rl.protocol.fleet import FleetInfo, InstanceInfo
+from async_rl.protocol.routes import FLEET
 from deploy.cluster.plan import plan_cluster
 from tests.support.hosts import Disks, Hosts
 from tests.support.link import Link
 from tests.support.local_run import Run
-from tests.support.programs import Programs
+from tests.support.programs import TOKEN, Programs
 
 TRAINING = ("node-1", "node-2")
 INSTANCES = ("early", "cut", "late")
@@ -21,21 +23,25 @@ LINK = Link(delay_s=0.005, loss=0.002, bits_per_s=1e9)
 """20 ms from host to host and back."""
 
 PORT = 8001
-RUNNING = re.compile(rb'^async_rl_instance_requests_running\{instance="(\w+)".*\} (\d+)', re.MULTILINE)
-ASK = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
+ASK = """
+import sys, urllib.request
+request = urllib.request.Request(sys.argv[1], headers={"Authorization": "Bearer " + sys.argv[2]})
+print(urllib.request.urlopen(request).read().decode())
+"""
 FINISH_S = 240.0
 
 
 class SeveralHosts:
     """Each host has its own disk, with a copy of model, prompts and reward, and a name that resolves to loopback.
 
-    The two training hosts share the run's directory.
+    The two training hosts share the run's directory, and `gates/`: with the reward `gated` a batch ends only after
+    `open_gate`.
     """
 
     def __init__(self, path: Path, model: Path, programs: Programs, *overrides: str) -> None:
         self._path = path
         self._programs = programs
-        disks = Disks(path / "disk", {"run": TRAINING})
+        disks = Disks(path / "disk", {"run": TRAINING, "gates": TRAINING})
         names = [*TRAINING, *INSTANCES]
         addresses = {name: {"none": "127.0.1.1", NETWORK: f"10.80.2.{i}"} for i, name in enumerate(names, start=1)}
         self.hosts = Hosts({NETWORK: "/24"}, addresses, {NETWORK: LINK}, disks)
@@ -49,6 +55,7 @@ class SeveralHosts:
                 shutil.copy(file, disks.of(name))
             file.unlink()
         self.run.dir = disks.on_server("run")
+        self._gates = disks.on_server("gates")
         self.run.output = path / "node-1.txt"
         self.nodes: list[subprocess.Popen[bytes]] = []
 
@@ -70,10 +77,18 @@ class SeveralHosts:
         argv = self._plan.instance_argv(name=name, port=PORT, register=self._fleet_url)
         self._programs.start(self.hosts[name], argv, self._path / f"{name}.txt")
 
-    def num_running(self, instance: str) -> int:
-        """Requests of the main leader at an instance."""
-        metrics = self.hosts[TRAINING[0]].ask("python3", "-c", ASK, f"{self._fleet_url}/metrics").encode()
-        return sum(int(number) for name, number in RUNNING.findall(metrics) if name.decode() == instance)
+    def instances(self) -> dict[str, InstanceInfo]:
+        """As the fleet endpoint knows them, by name."""
+        answer = self.hosts[TRAINING[0]].ask(sys.executable, "-c", ASK, self._fleet_url + FLEET, TOKEN)
+        return {info.name: info for info in FleetInfo.model_validate_json(answer).instances}
+
+    def has_begun(self) -> bool:
+        """Whether the first responses wait at a gate."""
+        return (self._gates / "begun").exists()
+
+    def open_gate(self, batch: int) -> None:
+        """Lets the responses of a batch, counted from 0, be scored."""
+        (self._gates / str(batch)).touch()
 
     def wait_for(self, what: Callable[[], object]) -> None:
         deadline = time.monotonic() + FINISH_S
