@@ -52,6 +52,12 @@ def main(arguments: list[str]) -> int:
         report_failure(error, os.environ)
         _say(error, logs)
         return exit_code_of(error)
+    except SystemExit:
+        # See `StopSignal`: there is nothing to save yet. Without a report it would count as a fault.
+        if stop.told:
+            rank = os.environ.get("RANK", "0")
+            report_failure(RunStopped(f"training rank {rank} was told to end (SIGTERM) before it trained"), os.environ)
+        raise
     return 0
 
 

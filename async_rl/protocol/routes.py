@@ -17,6 +17,8 @@ FINISH_WEIGHT_UPDATE = "/finish_weight_update"
 WEIGHT_INFO = "/weight_info"
 ABORT_REQUESTS = "/abort_requests"
 COLLECTIVE_RPC = "/collective_rpc"
+OPEN_PATHS = (HEALTH, "/ping", METRICS)
+"""An instance's paths without a token: those that load balancers and monitors query."""
 
 FINGERPRINT_METHOD = "weight_fingerprint"
 """Worker method behind `/collective_rpc` that returns the fingerprint of the last received weight stream."""
