@@ -41,11 +41,14 @@ class Leader:
         parallel: Parallel,
         token: str | None,
         pool: InferencePool,
+        run: str | None = None,
     ) -> None:
+        """`run`: the run's uid, on the main rank."""
         self._closing = closing
         self._config = config
         self._parallel = parallel
         self._token = token
+        self._run = run
         self._loop = EventLoopThread()
         closing.callback(self._loop.close)
         self._pool = pool
@@ -59,7 +62,9 @@ class Leader:
             ConfigError: the address is not available, or `pool.dns` is not valid.
         """
         config = self._config
-        self._server = FleetServer(self._pool, config.pool, self._token, config.run.dir, config.publish.master_address)
+        self._server = FleetServer(
+            self._pool, config.pool, self._token, config.run.dir, config.publish.master_address, self._run
+        )
         self._start(self._server)
         if config.pool.dns is not None:
             self._start(DnsMembership(self._pool, config.pool.dns))

@@ -107,7 +107,8 @@ def open_session(
             num_cut = cut_run_records(config.run.dir, saving.first_iteration)
             log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
         if parallel.is_leader:
-            side = Leader(closing, config, parallel, token, pool or InferencePool(config.pool, token, lease_name))
+            run = lease.run if lease is not None else None
+            side = Leader(closing, config, parallel, token, pool or InferencePool(config.pool, token, lease_name), run)
         fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
         if side is not None:
             side.wait_for_instances(fleet_url, prompts.longest)
