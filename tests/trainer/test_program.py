@@ -84,7 +84,7 @@ def test_sigterm_before_the_loop_is_reported_as_a_request_to_end_and_no_other_ex
     assert (reported is not None) == told
     if reported is not None:
         assert (reported.kind, reported.may_pass) == ("RunStopped", False)
-        assert reported.message == "training rank 1 was told to end (SIGTERM) before it trained"
+        assert reported.message == "training rank 1 was told to end (SIGTERM) outside of training"
 
 
 @pytest.mark.distributed
