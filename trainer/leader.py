@@ -83,8 +83,15 @@ class Leader:
         require_fit(self._config.rollout, longest, self._pool.max_model_len)
         self._pool.min_model_len = len(longest.token_ids) + self._config.rollout.max_response_tokens
 
-    def evaluator(self, tokenizer: Tokenizer, reward: Reward, first_iteration: int) -> Evaluator | None:
-        """The evaluator of the config's sets, or None without any.
+    def evaluator(
+        self,
+        tokenizer: Tokenizer,
+        reward: Reward,
+        first_iteration: int,
+        require_lease: Callable[[], None] = lambda: None,
+    ) -> Evaluator | None:
+        """The evaluator of the config's sets, or None without any; `require_lease` raises if its results may not be
+        written any more.
 
         Raises:
             ConfigError: a set cannot be loaded, or its longest prompt does not fit.
@@ -93,7 +100,7 @@ class Leader:
         if not config.evaluation.sets:
             return None
         sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed)
-        recorder = EvaluationRecorder(config.run.dir, first_iteration)
+        recorder = EvaluationRecorder(config.run.dir, first_iteration, require_lease)
         self._closing.callback(recorder.close)
         sampler = Sampler(
             self._pool,
