@@ -66,7 +66,8 @@ def read_status(run_dir: Path, token: str | None) -> Status:
     """
     launch = read_launch(run_dir)
     metrics = run_dir / "metrics.jsonl"
-    last = next(filter(None, map(record_of, reversed(whole_lines(metrics)))), {})
+    records = map(record_of, reversed(whole_lines(metrics)))
+    last = next((record for record in records if record is not None and "iterations" in record), {})
     return Status(
         run_dir=str(run_dir),
         engine=launch.engine,

@@ -18,9 +18,9 @@ def whole_lines(file: Path) -> list[bytes]:
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """The record of one iteration; None for a line that is none."""
+    """The record in a line; None if there is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("iteration"), int) else None
+    return record if isinstance(record, dict) else None

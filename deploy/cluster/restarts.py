@@ -92,7 +92,7 @@ def num_trained(run_dir: Path, took_part: Callable[[str], bool] | None = None) -
     """
     for line in reversed(whole_lines(run_dir / LEDGER)):
         proof = record_of(line)
-        if proof is None or proof.get("on_policy") is not True:
+        if proof is None or proof.get("on_policy") is not True or not isinstance(proof.get("iteration"), int):
             continue
         if took_part is None or any(map(took_part, proof["logprob_gaps"]["instances"])):
             return int(proof["iteration"]) + 1
