@@ -16,7 +16,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from async_rl.errors import OnPolicyViolation
@@ -45,10 +45,18 @@ class Ledger:
         path: the ledger file, or None where another rank writes it.
         responses_per_prompt: G, the responses every prompt must contribute.
         limits: which log-prob differences noise explains.
+        require_lease: called right before each write; raises if another trainer writes the file by now.
     """
 
-    def __init__(self, path: Path | None, responses_per_prompt: int, limits: NoiseLimits) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        responses_per_prompt: int,
+        limits: NoiseLimits,
+        require_lease: Callable[[], None] = lambda: None,
+    ) -> None:
         self._path = path
+        self._require_lease = require_lease
         self._responses_per_prompt = responses_per_prompt
         self._limits = limits
         self._has_warned = False
@@ -165,7 +173,9 @@ class Ledger:
             "num_violations": len(violations),
             "violations": list(violations[:MAX_VIOLATIONS_KEPT]),
         }
-        append_lines(self._path, [json.dumps(record)])
+        line = json.dumps(record)
+        self._require_lease()
+        append_lines(self._path, [line])
 
     def _largest_rms(self, total: LogprobGaps) -> float | None:
         """The limit of the batch's RMS; None where no limit applies."""

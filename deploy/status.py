@@ -7,10 +7,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +19,10 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.protocol.fleet import FleetInfo
 from async_rl.tracking.lease import Term, read_term
+from async_rl.tracking.process_identity import has_died
 from deploy.cluster.fleet import read_fleet
+from deploy.cluster.kept_process import ENDED
+from deploy.cluster.record_lines import record_of, whole_lines
 from deploy.cluster.restarts import num_trained
 from deploy.cluster.tasks import LAUNCH_FILE, Launch, Task, read_launch
 from deploy.slurm.commands import SlurmFailed
@@ -64,7 +66,8 @@ def read_status(run_dir: Path, token: str | None) -> Status:
     """
     launch = read_launch(run_dir)
     metrics = run_dir / "metrics.jsonl"
-    last = _last_record(metrics)
+    records = map(record_of, reversed(whole_lines(metrics)))
+    last = next((record for record in records if record is not None and "iterations" in record), {})
     return Status(
         run_dir=str(run_dir),
         engine=launch.engine,
@@ -78,6 +81,9 @@ def read_status(run_dir: Path, token: str | None) -> Status:
 
 
 def _tasks_now(launch: Launch) -> tuple[Task, ...]:
+    if launch.launcher is not None and has_died(launch.launcher):
+        # Its processes have ended with it, however it ended: see `deploy.cluster.process_guard`.
+        return tuple(task if task.state in ENDED else replace(task, state="ended") for task in launch.tasks)
     if launch.engine != "slurm":
         return launch.tasks
     try:
@@ -85,11 +91,6 @@ def _tasks_now(launch: Launch) -> tuple[Task, ...]:
     except SlurmFailed as error:
         print(f"async-rl status: Slurm does not tell the states of its jobs: {error}", file=sys.stderr)
         return launch.tasks
-
-
-def _last_record(file: Path) -> Mapping[str, Any]:
-    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    return json.loads(lines[-1]) if lines else {}
 
 
 def find_run() -> Path:
@@ -109,7 +110,7 @@ def show(status: Status, console: Console) -> None:
     when = "" if status.trained_s is None else f", the last one {time.time() - status.trained_s:.0f} s ago"
     console.print(f"{status.run_dir} ({status.engine}): {status.num_trained}{total} iterations{when}", highlight=False)
     if (lease := status.lease) is not None:
-        held = "released" if lease.released else "held"
+        held = "released" if lease.released else "held until its death" if has_died(lease.process) else "held"
         console.print(_text(f"lease: term {lease.term}, {held} by {lease.host}, process {lease.process.pid}"))
     tasks = Table(box=None, pad_edge=False)
     for name in ("task", "host", "id", "state", "restarts", "log"):
@@ -119,7 +120,7 @@ def show(status: Status, console: Console) -> None:
         tasks.add_row(*map(_text, words))
     console.print(tasks)
     for task in status.tasks:
-        if task.cause is not None:
+        if task.cause:
             console.print(_text(f"{task.name} was lost: {task.cause.splitlines()[0]}"), soft_wrap=True)
     if status.fleet is None:
         console.print("no trainer answers: it starts, is started again, or has ended", highlight=False)

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ValidationError
 from async_rl.errors import ConfigError, FleetLost, NoAnswer
 from async_rl.net.http_client import HttpClient, HttpResponse
 from async_rl.protocol.body import ErrorResponse
-from async_rl.protocol.fleet import NameRequest, RegisterRequest, RegisterResponse
-from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REGISTER
+from async_rl.protocol.fleet import FleetAddress, NameRequest, RegisterRequest, RegisterResponse
+from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REGISTER, OTHER_RUN
 from inference_service.fleet_location import FleetLocation
 from inference_service.identity import new_boot_id
 
@@ -86,7 +86,7 @@ class Registration:
         if self._patience_s is not None and self._waited_s > self._patience_s:
             raise FleetLost(
                 f"no fleet has answered at --register {self._register_option} for --patience-s {self._patience_s:g}: "
-                "this instance ends; start it again when there is a trainer"
+                f"this instance ends; start it again when there is a trainer; the last try: {self._state}"
             )
 
     def start(self) -> None:
@@ -132,7 +132,7 @@ class Registration:
             where = fleet.url
             answer = RegisterResponse.model_validate_json(fleet.post(FLEET_REGISTER, fleet.body))
         except _Refused as error:
-            self._has_answered = True
+            self._has_answered = error.is_of_its_fleet
             self._note(f"the fleet at {where} refused: {error}{error.remedy}", logging.WARNING)
         except ConfigError as error:
             # The trainer has moved to a host that this instance's address does not fit.
@@ -156,11 +156,11 @@ class Registration:
             NoAnswer: there is none at present.
             ConfigError: the instance cannot be registered there.
         """
-        url = self._location.url().rstrip("/")
-        if self._fleet is None or self._fleet.url != url:
-            own_url = self._own_url(url).rstrip("/")
+        address = self._location.address()
+        if self._fleet is None or self._fleet.address != address:
+            own_url = self._own_url(address.url).rstrip("/")
             body = _request(own_url, self._name or default_name(own_url), self._boot_id)
-            self._fleet = _Fleet(body, HttpClient(url, TIMEOUT_S, self._token))
+            self._fleet = _Fleet(address, body, HttpClient(address.url, TIMEOUT_S, self._token, address.run))
         return self._fleet
 
     def _note(self, state: str, level: int) -> None:
@@ -173,12 +173,13 @@ class Registration:
 class _Fleet:
     """A fleet endpoint, and what this instance tells it."""
 
+    address: FleetAddress
     body: RegisterRequest
     http: HttpClient
 
     @property
     def url(self) -> str:
-        return self.http.base_url
+        return self.address.url
 
     def post(self, path: str, body: BaseModel) -> bytes:
         """
@@ -212,10 +213,15 @@ class _Refused(Exception):
     """The fleet responded with an error; the text is its status and message."""
 
     def __init__(self, answer: HttpResponse) -> None:
+        self.is_of_its_fleet = False
+        """Another program may listen at the address of a trainer that has ended."""
         try:
-            words = ErrorResponse.model_validate_json(answer.body).error.message
+            error = ErrorResponse.model_validate_json(answer.body).error
         except ValidationError:
             words = answer.reason
+        else:
+            words = error.message
+            self.is_of_its_fleet = error.param != OTHER_RUN
         super().__init__(f"{answer.status} {words}")
         differs = answer.status == HTTPStatus.UNAUTHORIZED
         self.remedy = "; does ASYNC_RL_TOKEN differ from the trainer's?" if differs else ""

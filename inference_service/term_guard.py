@@ -12,7 +12,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from async_rl.net.http_guard import error_response
-from async_rl.protocol.routes import SUPERSEDED_TERM, TERM_HEADER
+from async_rl.protocol.routes import OPEN_PATHS, SUPERSEDED_TERM, TERM_HEADER
 
 logger = logging.getLogger("inference_service")
 
@@ -24,7 +24,11 @@ _VALUE: Final = re.compile(rb"([A-Za-z0-9-]{1,64}):([0-9]{1,12})")
 
 
 class TermGuard:
-    """Responds 409 to a term below the highest one of the same run, and 400 to a header that is none."""
+    """Responds 409 to a term below the highest one of the same run, and 400 to a header that is none.
+
+    It learns no term from a path that needs no token: whoever has none must neither fence a trainer nor have its run
+    forgotten.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -32,24 +36,29 @@ class TermGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         told = dict(scope["headers"]).get(_HEADER) if scope["type"] == "http" else None
-        if told is not None and (refusal := self._refusal(told)) is not None:
+        if told is not None and (refusal := self._refusal(told, scope["path"] not in OPEN_PATHS)) is not None:
             message, status = refusal
             await error_response(message, status, SUPERSEDED_TERM)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refusal(self, told: bytes) -> tuple[str, HTTPStatus] | None:
+    def _refusal(self, told: bytes, learns: bool) -> tuple[str, HTTPStatus] | None:
         match = _VALUE.fullmatch(told)
         if match is None:
             message = f"the header {TERM_HEADER} is {told.decode(errors='replace')!r}: expected RUN_UID:TERM"
             return message, HTTPStatus.BAD_REQUEST
         run, term = match[1], int(match[2])
-        # Taken out and put back: the dict's order is that of the last requests.
-        highest = max(self._highest.pop(run, term), term)
-        self._highest[run] = highest
-        if len(self._highest) > MAX_RUNS:
-            del self._highest[next(iter(self._highest))]
+        highest = max(self._highest.get(run, term), term)
+        if learns:
+            self._note(run, highest)
         if term < highest:
             name = run.decode()
             return f"run {name} is at term {highest}, this request is of term {term}", HTTPStatus.CONFLICT
         return None
+
+    def _note(self, run: bytes, term: int) -> None:
+        # Taken out and put back: the dict's order is that of the last requests.
+        self._highest.pop(run, None)
+        self._highest[run] = term
+        if len(self._highest) > MAX_RUNS:
+            del self._highest[next(iter(self._highest))]

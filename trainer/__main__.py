@@ -21,7 +21,7 @@ from async_rl.errors import AsyncRLError, ConfigError, RunStopped
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
-from async_rl.programs.failure_report import VARIABLE, report_failure
+from async_rl.programs.failure_report import VARIABLE, report_failure, report_unnamed_failure
 from trainer.process_end import end_now, end_with_torchrun, exit_code_of
 from trainer.stop_signal import StopSignal
 
@@ -31,7 +31,7 @@ log = logging.getLogger("trainer")
 def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     end_with_torchrun()
-    stop = StopSignal()
+    stop = StopSignal(_report_stop)
     stop.install()
     parser = make_parser()
     config_path = parser.parse_args(arguments).config
@@ -53,6 +53,12 @@ def main(arguments: list[str]) -> int:
         _say(error, logs)
         return exit_code_of(error)
     return 0
+
+
+def _report_stop() -> None:
+    """Reports that this rank was told to end while it has nothing to save: it would count as a fault otherwise."""
+    rank = os.environ.get("RANK", "0")
+    report_failure(RunStopped(f"training rank {rank} was told to end (SIGTERM) outside of training"), os.environ)
 
 
 def _say(error: AsyncRLError, logs: Path | None) -> None:
@@ -123,6 +129,7 @@ def run_process(arguments: list[str]) -> NoReturn:
     except SystemExit as end:
         code = end.code
     except BaseException as error:
+        report_unnamed_failure(os.environ)
         # As the interpreter does at exit, but without joining threads first.
         log.critical("%s: %s", type(error).__name__, error, exc_info=error)
         code = 1

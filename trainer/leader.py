@@ -41,11 +41,14 @@ class Leader:
         parallel: Parallel,
         token: str | None,
         pool: InferencePool,
+        run: str | None = None,
     ) -> None:
+        """`run`: the run's uid, on the main rank."""
         self._closing = closing
         self._config = config
         self._parallel = parallel
         self._token = token
+        self._run = run
         self._loop = EventLoopThread()
         closing.callback(self._loop.close)
         self._pool = pool
@@ -59,7 +62,9 @@ class Leader:
             ConfigError: the address is not available, or `pool.dns` is not valid.
         """
         config = self._config
-        self._server = FleetServer(self._pool, config.pool, self._token, config.run.dir, config.publish.master_address)
+        self._server = FleetServer(
+            self._pool, config.pool, self._token, config.run.dir, config.publish.master_address, self._run
+        )
         self._start(self._server)
         if config.pool.dns is not None:
             self._start(DnsMembership(self._pool, config.pool.dns))
@@ -78,8 +83,15 @@ class Leader:
         require_fit(self._config.rollout, longest, self._pool.max_model_len)
         self._pool.min_model_len = len(longest.token_ids) + self._config.rollout.max_response_tokens
 
-    def evaluator(self, tokenizer: Tokenizer, reward: Reward, first_iteration: int) -> Evaluator | None:
-        """The evaluator of the config's sets, or None without any.
+    def evaluator(
+        self,
+        tokenizer: Tokenizer,
+        reward: Reward,
+        first_iteration: int,
+        require_lease: Callable[[], None] = lambda: None,
+    ) -> Evaluator | None:
+        """The evaluator of the config's sets, or None without any; `require_lease` raises if its results may not be
+        written any more.
 
         Raises:
             ConfigError: a set cannot be loaded, or its longest prompt does not fit.
@@ -88,7 +100,7 @@ class Leader:
         if not config.evaluation.sets:
             return None
         sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed)
-        recorder = EvaluationRecorder(config.run.dir, first_iteration)
+        recorder = EvaluationRecorder(config.run.dir, first_iteration, require_lease)
         self._closing.callback(recorder.close)
         sampler = Sampler(
             self._pool,

@@ -93,16 +93,10 @@ class TrainingRank:
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
         self._ending.meet(may_stop=False)
         # The proof and the step that follow have the same result on all ranks.
-        gathered = self._megatron.gather(rows)
-        # They are recorded next.
-        self._require_lease()
-        return gathered
+        return self._megatron.gather(rows)
 
     def optimizer_step(self) -> StepStats:
-        stats = self._megatron.optimizer_step()
-        # The record of the iteration is written next.
-        self._require_lease()
-        return stats
+        return self._megatron.optimizer_step()
 
     def _publish(self, publisher: Publisher, version: WeightVersion) -> Publication:
         """The main rank's side: announces to the other ranks each operation that they take part in."""

@@ -5,7 +5,7 @@ Each replica's leader has its own pool client, rewards and producer; only the ma
 
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -107,13 +107,16 @@ def open_session(
             num_cut = cut_run_records(config.run.dir, saving.first_iteration)
             log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
         if parallel.is_leader:
-            side = Leader(closing, config, parallel, token, pool or InferencePool(config.pool, token, lease_name))
+            run = lease.run if lease is not None else None
+            side = Leader(closing, config, parallel, token, pool or InferencePool(config.pool, token, lease_name), run)
         fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
         if side is not None:
             side.wait_for_instances(fleet_url, prompts.longest)
-            evaluator = side.evaluator(tokenizer, reward, saving.first_iteration) if parallel.is_main else None
+            evaluator = None
+            if parallel.is_main:
+                evaluator = side.evaluator(tokenizer, reward, saving.first_iteration, require_lease)
             rollouts = side.producer(tokenizer, reward, evaluator, ending.watch)
-        recorder = _make_recorder(config, parallel, saving.first_iteration, side, reward, tokenizer)
+        recorder = _make_recorder(config, parallel, saving.first_iteration, side, reward, tokenizer, require_lease)
         closing.callback(recorder.close)
         yield Session(
             megatron,
@@ -128,7 +131,7 @@ def open_session(
             ),
             prompts,
             rollouts,
-            _make_ledger(config, parallel),
+            _make_ledger(config, parallel, require_lease),
             recorder,
             saving,
         )
@@ -141,6 +144,7 @@ def _make_recorder(
     side: Leader | None,
     reward: Reward,
     tokenizer: Tokenizer,
+    require_lease: Callable[[], None],
 ) -> Recorder:
     """Writes the records on the main rank; on other ranks it only measures times."""
     iterations = config.train.iterations
@@ -150,13 +154,16 @@ def _make_recorder(
     def decode(token_ids: Sequence[int]) -> str:
         return tokenizer.batch_decode([list(token_ids)], skip_special_tokens=False)[0]
 
-    return Recorder(config.run.dir, iterations, first_iteration, side.on_record, reward.correct_at, decode)
+    return Recorder(
+        config.run.dir, iterations, first_iteration, side.on_record, reward.correct_at, decode, require_lease
+    )
 
 
-def _make_ledger(config: Config, parallel: Parallel) -> Ledger:
+def _make_ledger(config: Config, parallel: Parallel, require_lease: Callable[[], None]) -> Ledger:
     """Checks on every rank, and writes on the main rank."""
     path = config.run.dir / "ledger.jsonl" if parallel.is_main else None
-    return Ledger(path, config.rollout.responses_per_prompt, noise_limits(config.train, config.model.dtype))
+    limits = noise_limits(config.train, config.model.dtype)
+    return Ledger(path, config.rollout.responses_per_prompt, limits, require_lease)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 
 REPEAT_S = 2.0
@@ -14,10 +15,15 @@ REPEAT_S = 2.0
 
 
 class StopSignal:
-    """Whether this process received SIGTERM. While `deferred`, the first one is only recorded: `Ending` acts on it."""
+    """Whether this process received SIGTERM. While `deferred`, the first one is only recorded: `Ending` acts on it.
 
-    def __init__(self) -> None:
+    Args:
+        on_end: called before the first one ends this process.
+    """
+
+    def __init__(self, on_end: Callable[[], object] = lambda: None) -> None:
         self.deferred = False
+        self._on_end = on_end
         self._told_s: float | None = None
 
     @property
@@ -34,6 +40,8 @@ class StopSignal:
         if self._told_s is None:
             self._told_s = now
             if not self.deferred:
+                # At once: an error of another rank that follows from this end must not be reported before.
+                self._on_end()
                 sys.exit(128 + signum)
         elif now - self._told_s > REPEAT_S:
             os._exit(128 + signum)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,14 +49,19 @@ class SetResult:
 
 
 class EvaluationRecorder:
-    """Writes the results of a run's evaluations; if the run resumes, earlier ones stay."""
+    """Writes the results of a run's evaluations; if the run resumes, earlier ones stay. `require_lease` is called right
+    before each write, and raises if another trainer writes the file by now."""
 
-    def __init__(self, run_dir: Path, first_iteration: int = 0) -> None:
+    def __init__(
+        self, run_dir: Path, first_iteration: int = 0, require_lease: Callable[[], None] = lambda: None
+    ) -> None:
         self._path = run_dir / FILE
+        self._require_lease = require_lease
         # In a directory of its own: TensorBoard follows one file of a directory at a time.
         self._scalars = ScalarFile(run_dir / "tensorboard" / "evaluation", first_iteration)
 
     def write(self, results: Sequence[SetResult]) -> None:
+        self._require_lease()
         append_lines(self._path, (json.dumps(result.record()) for result in results))
         for result in results:
             log.info("%s", _describe(result))

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
+from async_rl.fleet.run_guard import RunGuard
 from async_rl.net.http_guard import BearerToken, BodyLimit, error_response, invalid_request
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol import routes
@@ -35,9 +36,14 @@ HEARTBEATS_PER_TIMEOUT = 3
 
 
 def make_app(
-    pool: InferencePool, reports: LeaderReports, metrics: FleetMetrics, heartbeat_timeout_s: float, token: str | None
+    pool: InferencePool,
+    reports: LeaderReports,
+    metrics: FleetMetrics,
+    heartbeat_timeout_s: float,
+    token: str | None,
+    run: str | None = None,
 ) -> FastAPI:
-    """The application; with a `token`, all routes but health and metrics require it."""
+    """The application; with a `token`, all routes but health and metrics require it. `run` is the run's uid."""
     app = FastAPI(title="async-rl fleet", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_reading_routes(app, pool, metrics)
     _add_membership_routes(app, pool, min(MAX_HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT))
@@ -52,6 +58,8 @@ def make_app(
     app.add_exception_handler(UnknownInstance, _unknown)
     app.add_exception_handler(HTTPException, _as_fastapi_says)
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    if run is not None:
+        app.add_middleware(RunGuard, run=run)
     if token is not None:
         app.add_middleware(BearerToken, token=token, open_paths=OPEN_PATHS)
     return app

@@ -129,7 +129,8 @@ COMMANDS = {"ls": _list, "add": _add, "drain": _drain, "remove": _remove}
 def main(argv: Sequence[str]) -> int:
     command, arguments = Commands("async-rl fleet", "The instances of a run that goes on.", _parsers()).parse(argv)
     try:
-        client = FleetClient(find_endpoint(arguments.url, arguments.run), os.environ.get("ASYNC_RL_TOKEN"))
+        address = find_endpoint(arguments.url, arguments.run)
+        client = FleetClient(address.url, os.environ.get("ASYNC_RL_TOKEN"), address.run)
         COMMANDS[command](client, arguments)
     except (ConfigError, UnknownInstance) as error:
         print(f"async-rl fleet: {error}", file=sys.stderr)

@@ -1,6 +1,5 @@
 """Finds and calls a run's fleet endpoint from another program; for `async_rl.fleet.cli`."""
 
-import json
 from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
@@ -10,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from async_rl.errors import AsyncRLError, ConfigError, NoAnswer, UnknownInstance
 from async_rl.net.http_client import HttpClient, HttpResponse
 from async_rl.protocol.body import ErrorResponse
-from async_rl.protocol.fleet import ADDRESS_FILE, FleetInfo, InstanceInfo
+from async_rl.protocol.fleet import ADDRESS_FILE, FleetAddress, FleetInfo, InstanceInfo, read_address
 from async_rl.protocol.routes import FLEET
 
 ADDRESS_FILES = f"runs/*/{ADDRESS_FILE}"
@@ -24,14 +23,14 @@ class EndpointFailed(AsyncRLError):
 
 
 class FleetClient:
-    """Client of the endpoint at `url`, for the commands.
+    """Client of the endpoint at `url`, for the commands; that of another run than `run`, if given, refuses them.
 
     Raises:
         ConfigError: the token is not valid in a header.
     """
 
-    def __init__(self, url: str, token: str | None) -> None:
-        self._http = HttpClient(url, TIMEOUT_S, token)
+    def __init__(self, url: str, token: str | None, run: str | None = None) -> None:
+        self._http = HttpClient(url, TIMEOUT_S, token, run)
         self.url = self._http.base_url
 
     def info(self) -> FleetInfo:
@@ -84,8 +83,8 @@ class FleetClient:
         return kind(error.message)
 
 
-def find_endpoint(url: str | None, run_dir: Path | None) -> str:
-    """The endpoint's URL: as given, or as written by the run; by default that of the newest run under ./runs.
+def find_endpoint(url: str | None, run_dir: Path | None) -> FleetAddress:
+    """The endpoint's address: as given, or as written by the run; by default that of the newest run under ./runs.
 
     Raises:
         ConfigError: no run has written its endpoint's address.
@@ -93,7 +92,7 @@ def find_endpoint(url: str | None, run_dir: Path | None) -> str:
     if url is not None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url!r} is not a URL: write http://host:port")
-        return url
+        return FleetAddress(url=url)
     if run_dir is None:
         files = sorted(Path().glob(ADDRESS_FILES), key=_written_s)
         if not files:
@@ -104,10 +103,10 @@ def find_endpoint(url: str | None, run_dir: Path | None) -> str:
         run_dir = files[-1].parent
     file = run_dir / ADDRESS_FILE
     try:
-        return str(json.loads(file.read_text())["url"])
+        return read_address(run_dir)
     except FileNotFoundError as error:
         raise ConfigError(f"{str(file)!r} does not exist: the run has ended, or this is not its directory") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{str(file)!r} does not hold the address of an endpoint: {error}; use --url URL") from error
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import ipaddress
-import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from async_rl.fleet.metrics import FleetMetrics
 from async_rl.net.http_client import http_url
 from async_rl.net.local_address import address_for_others
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.protocol.fleet import ADDRESS_FILE
+from async_rl.protocol.fleet import ADDRESS_FILE, FleetAddress
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +35,7 @@ class FleetServer:
         run_dir: where the address is written; None writes no file.
         address: at which other hosts reach this one, if `pool.fleet_host` means all its interfaces; None determines
             one.
+        run: the run's uid: requests for another run are refused.
     """
 
     def __init__(
@@ -45,15 +45,17 @@ class FleetServer:
         token: str | None = None,
         run_dir: Path | None = None,
         address: str | None = None,
+        run: str | None = None,
     ) -> None:
         self.metrics = FleetMetrics(lambda: pool.members)
         """The content of /metrics; its `note` takes the records of the run."""
         self.url = ""
         """The endpoint's URL; known after `start`."""
         self._reports = LeaderReports(lambda: pool.members)
-        self._app = make_app(pool, self._reports, self.metrics, config.heartbeat_timeout_s, token)
+        self._app = make_app(pool, self._reports, self.metrics, config.heartbeat_timeout_s, token, run)
         self._config = config
         self._has_token = token is not None
+        self._run = run
         self._address_file = run_dir / ADDRESS_FILE if run_dir else None
         self._address = address
         self._server: _Server | None = None
@@ -99,7 +101,7 @@ class FleetServer:
         self._server = self._serving = None
 
     def _address_line(self) -> str:
-        return json.dumps({"url": self.url}) + "\n"
+        return FleetAddress(url=self.url, run=self._run).model_dump_json(exclude_none=True) + "\n"
 
     def _is_own(self, address_file: Path) -> bool:
         try:

@@ -13,6 +13,7 @@ import httpx
 from pydantic import BaseModel
 
 from async_rl.errors import ConfigError, NoAnswer
+from async_rl.protocol.routes import RUN_HEADER
 
 MAX_ANSWER_BYTES: Final = 16 * 2**20
 """The list of a fleet of ten thousand instances is smaller."""
@@ -36,17 +37,19 @@ class HttpClient:
 
     The proxies and credentials of the environment are not used: the server is in the run's own network, often this
     host. A redirect is returned like other responses, so that the token is sent to no other server. `timeout_s` limits
-    each wait for the server, and the time from the request to the end of the body.
+    each wait for the server, and the time from the request to the end of the body. `run` is the uid of the run that the
+    requests are for, where it is known: the fleet endpoint of another run refuses them.
 
     Raises:
         ConfigError: the token is not valid in a header.
     """
 
-    def __init__(self, base_url: str, timeout_s: float, token: str | None = None) -> None:
+    def __init__(self, base_url: str, timeout_s: float, token: str | None = None, run: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self._timeout_s = timeout_s
         # No compression: a few bytes may expand to gigabytes. As bytes, not as latin-1: see `authorization`.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | authorization(token)
+        headers |= {} if run is None else {RUN_HEADER: run}
         self._client = httpx.Client(
             headers=[(name.encode(), value.encode(errors="surrogateescape")) for name, value in headers.items()],
             # The system's certificate authorities, such as a company's own; httpx would use certifi's list.

@@ -9,6 +9,8 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 
@@ -19,6 +21,8 @@ DISCARD_PORT = 9
 SIOCGIFADDR = 0x8915
 IFREQ_BYTES = 40
 NAME_BYTES = 15
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+"""Linux has no ioctl for them."""
 
 
 def address_towards(host: str, port: int = DISCARD_PORT) -> str:
@@ -67,8 +71,9 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface with this IPv4 address; None if there is none."""
-    return next((name for name, own in _interfaces() if own == address), None)
+    """The name of the network interface with this address; None if there is none."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    return next((name for name, own in _interfaces() if ipaddress.ip_address(own) == wanted), None)
 
 
 def choose_interface(backend: str, address: str, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -102,7 +107,7 @@ def choose_interface_towards(host: str, backend: str, environment: MutableMappin
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Name and IPv4 address of each network interface that has one."""
+    """Name and address of each network interface, once for each of its addresses; IPv4 first."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             try:
@@ -110,3 +115,9 @@ def _interfaces() -> Iterator[tuple[str, str]]:
             except OSError:
                 continue
             yield name, socket.inet_ntoa(answer[20:24])
+    with suppress(OSError):
+        for line in IPV6_ADDRESSES.read_text().splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(int(digits, 16))
+            if not address.is_link_local:  # These mean something only together with an interface.
+                yield name, str(address)

@@ -1,17 +1,39 @@
 """Request and response bodies of the trainer's fleet endpoint, see `async_rl.fleet`."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 
 from async_rl.protocol.body import BaseUrl, Body
 
 ADDRESS_FILE = "fleet.json"
-"""In `run.dir` while the endpoint listens: `{"url": "http://host:port"}`."""
+"""In `run.dir` while the endpoint listens: a `FleetAddress`."""
 
 InstanceState = Literal["joining", "ready", "draining", "stale", "dead"]
 """joining: known, without weights of this run yet; ready: serves the version in training; draining: finishes its
 requests, takes no new ones; stale: responds, but has other weights until the next publish; dead: does not respond."""
+
+
+class FleetAddress(Body):
+    """Where a run's fleet endpoint listens, and the run's uid: a trainer that was killed leaves its file behind, and
+    the next one at that port may be another run's."""
+
+    url: str
+    run: str | None = None
+
+
+def read_address(run_dir: Path) -> FleetAddress:
+    """The address in a run's directory.
+
+    Raises:
+        OSError: there is none.
+        ValueError: the file is something else.
+    """
+    try:
+        return FleetAddress.model_validate_json((run_dir / ADDRESS_FILE).read_bytes())
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from error
 
 
 class InstanceInfo(Body):

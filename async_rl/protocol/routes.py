@@ -17,6 +17,8 @@ FINISH_WEIGHT_UPDATE = "/finish_weight_update"
 WEIGHT_INFO = "/weight_info"
 ABORT_REQUESTS = "/abort_requests"
 COLLECTIVE_RPC = "/collective_rpc"
+OPEN_PATHS = (HEALTH, "/ping", METRICS)
+"""An instance's paths without a token: those that load balancers and monitors query."""
 
 FINGERPRINT_METHOD = "weight_fingerprint"
 """Worker method behind `/collective_rpc` that returns the fingerprint of the last received weight stream."""
@@ -47,6 +49,12 @@ MAX_CONCURRENCY_HEADER = "X-Async-RL-Max-Concurrency"
 
 TERM_HEADER = "X-Async-RL-Term"
 """In every request of a trainer: `RUN_UID:TERM`, the lease on its run's directory (`async_rl.tracking.lease`)."""
+
+RUN_HEADER = "X-Async-RL-Run"
+"""In requests to a fleet endpoint that was found in a run's directory: the run's uid, as fleet.json has it."""
+
+OTHER_RUN = "run"
+"""`param` of a 409: the fleet endpoint is that of another run, whose trainer listens there by now."""
 
 SUPERSEDED_TERM = "term"
 """`param` of a 409: an instance has had a request of the same run with a higher term."""

@@ -25,7 +25,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Final
+
+from pydantic import TypeAdapter, ValidationError
 
 from async_rl.errors import AsyncRLError, Fenced, RunDirInUse
 from async_rl.files import named_write_errors, write_file
@@ -59,13 +61,16 @@ class Term:
     released: bool = False
 
 
+_TERM_CONTENT: Final = TypeAdapter(Term)
+
+
 def read_term(run_dir: Path) -> Term | None:
-    """The newest term of a run's directory; None before the first one, and while its file is being written."""
-    number = _newest(run_dir / LEASE_DIR)
-    if number == 0:
-        return None
+    """The newest term of a run's directory; None before the first one, and while its file is being written or cannot be
+    read."""
+    directory = run_dir / LEASE_DIR
     with suppress(OSError):
-        return _parsed(_path(run_dir / LEASE_DIR, number).read_bytes())
+        if number := _newest(directory):
+            return _parsed(_path(directory, number).read_bytes())
     return None
 
 
@@ -80,6 +85,11 @@ class Lease:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def run(self) -> str:
+        """The run's uid."""
+        return self._term.run
 
     @property
     def term(self) -> int:
@@ -285,9 +295,8 @@ def _encoded(term: Term) -> bytes:
 def _parsed(content: bytes) -> Term | None:
     """None for a file that is being written, or that something else has written."""
     try:
-        fields: dict[str, Any] = json.loads(content)
-        return Term(**fields | {"process": Process(**fields["process"])})
-    except (ValueError, TypeError, KeyError):
+        return _TERM_CONTENT.validate_json(content)
+    except ValidationError:
         return None
 
 

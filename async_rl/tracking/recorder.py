@@ -77,6 +77,7 @@ class Recorder:
         on_record: called with every record that is written.
         correct_at: the smallest reward of a correct response; None, and no accuracy, if the reward does not define it.
         decode: makes text of a prompt's tokens, for the samples.
+        require_lease: called right before each write; raises if another trainer writes the files by now.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class Recorder:
         on_record: Callable[[Mapping[str, Any]], None] | None = None,
         correct_at: float | None = None,
         decode: Decode | None = None,
+        require_lease: Callable[[], None] = lambda: None,
     ) -> None:
+        self._require_lease = require_lease
         self._run_dir = run_dir
         self._iterations = iterations
         self._on_record = on_record
@@ -102,7 +105,9 @@ class Recorder:
     def write_groups(self, record: IterationRecord, rows: Sequence[GroupProof]) -> None:
         """Writes the trained groups of a mini-batch; before its proof, so that they can be inspected if that fails."""
         if self._run_dir is not None:
-            TIMELINE.append(self._run_dir, timeline_rows(record.iteration, rows, record.times))
+            groups = list(timeline_rows(record.iteration, rows, record.times))
+            self._require_lease()
+            TIMELINE.append(self._run_dir, groups)
 
     def end(self, record: IterationRecord, publication: Publication) -> None:
         """Completes and writes the record of an iteration that passed its proof and whose steps have finished."""
@@ -113,7 +118,9 @@ class Recorder:
         self._recent.append(times)
         line["idle_training"], line["idle_inference"] = times.idle_training, times.idle_inference
         line["desired_instances"] = desired_instances(self._recent)
-        SAMPLES.append(self._run_dir, record.sampled.rows(self._decode))
+        samples = list(record.sampled.rows(self._decode))
+        self._require_lease()
+        SAMPLES.append(self._run_dir, samples)
         append_lines(self._run_dir / "metrics.jsonl", [json.dumps(line)])
         self._scalars.write(record.iteration, _scalars(line))
         if self._on_record is not None:

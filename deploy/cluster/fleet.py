@@ -1,16 +1,14 @@
 """What launchers read of a run's fleet, and tell it, at the trainer's endpoint."""
 
-import json
 from pathlib import Path
 from typing import Final
 
 from async_rl.errors import NoAnswer
 from async_rl.net.http_client import HttpClient
-from async_rl.protocol.fleet import FleetInfo, NameRequest
+from async_rl.protocol.fleet import FleetInfo, NameRequest, read_address
 from async_rl.protocol.routes import FLEET, FLEET_DRAIN
 from deploy.cluster.restarts import num_trained
 
-ADDRESS_FILE: Final = "fleet.json"
 TIMEOUT_S: Final = 5.0
 
 
@@ -19,7 +17,7 @@ def read_fleet(run_dir: Path, token: str | None) -> FleetInfo | None:
     try:
         answer = _client(run_dir, token).get(FLEET)
         return FleetInfo.model_validate_json(answer.body) if answer.is_success else None
-    except (OSError, ValueError, KeyError, NoAnswer):
+    except (OSError, ValueError, NoAnswer):
         return None
 
 
@@ -27,7 +25,7 @@ def drain(run_dir: Path, name: str, token: str | None) -> bool:
     """Asks for an instance to finish what it has and to end; whether the fleet agreed."""
     try:
         return _client(run_dir, token).post(FLEET_DRAIN, NameRequest(name=name)).is_success
-    except (OSError, ValueError, KeyError, NoAnswer):
+    except (OSError, ValueError, NoAnswer):
         return False
 
 
@@ -42,6 +40,7 @@ def _client(run_dir: Path, token: str | None) -> HttpClient:
     """A client of the trainer that listens now, wherever it runs.
 
     Raises:
-        OSError, ValueError, KeyError: no trainer has written its address.
+        OSError, ValueError: no trainer has written its address.
     """
-    return HttpClient(str(json.loads((run_dir / ADDRESS_FILE).read_text())["url"]), TIMEOUT_S, token)
+    address = read_address(run_dir)
+    return HttpClient(address.url, TIMEOUT_S, token, address.run)

@@ -5,15 +5,17 @@ iteration in `ledger.jsonl`; for an instance, one of whose tokens it sampled som
 again are no progress.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from async_rl import errors
+from deploy.cluster.record_lines import record_of, whole_lines
 
 MAX_DELAY_S: Final = 60.0
+MAX_DOUBLINGS: Final = 100
+"""Of the delay; twice as many as make a minute of a nanosecond, and still a number."""
 
 DONE: Final = 0
 BAD_INPUT: Final = 2
@@ -74,26 +76,24 @@ class Restarts:
         """Counts one more restart, and returns the seconds to wait before it; None if there were too many."""
         if self.without_progress >= self.limit:
             return None
-        delay_s = min(self.first_delay_s * 2.0**self.without_progress, MAX_DELAY_S)
+        delay_s = min(self.first_delay_s * 2.0 ** min(self.without_progress, MAX_DOUBLINGS), MAX_DELAY_S)
         self.without_progress += 1
         self.total += 1
         return delay_s
 
 
 def num_trained(run_dir: Path, took_part: Callable[[str], bool] | None = None) -> int:
-    """How many iterations of a run are proven, from the last line of its ledger.
+    """How many iterations of a run are proven, from the last proof in its ledger that can be read.
 
     Args:
         run_dir: may lack a ledger: 0 iterations.
         took_part: by an instance's URL, whether it is the one in question: the last iteration that it took part in
             counts. None counts every iteration.
     """
-    ledger = run_dir / LEDGER
-    if not ledger.exists():
-        return 0
-    # A line that is being written has no line end yet.
-    for line in reversed(ledger.read_bytes().split(b"\n")[:-1]):
-        row = json.loads(line)
-        if row["on_policy"] and (took_part is None or any(map(took_part, row["logprob_gaps"]["instances"]))):
-            return int(row["iteration"]) + 1
+    for line in reversed(whole_lines(run_dir / LEDGER)):
+        proof = record_of(line)
+        if proof is None or proof.get("on_policy") is not True or not isinstance(proof.get("iteration"), int):
+            continue
+        if took_part is None or any(map(took_part, proof["logprob_gaps"]["instances"])):
+            return int(proof["iteration"]) + 1
     return 0

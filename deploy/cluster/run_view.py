@@ -1,6 +1,5 @@
 """Shows a run's progress: tails `metrics.jsonl` into a live view, or into plain lines without a terminal."""
 
-import json
 import os
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.tracking.balance import IterationTimes, advise
+from deploy.cluster.record_lines import record_of
 
 Record = Mapping[str, Any]
 """One line of `metrics.jsonl`; see `async_rl.tracking.recorder` for its keys."""
@@ -39,19 +39,21 @@ class JsonlTail:
     def read_new(self) -> list[dict[str, Any]]:
         """Records completed since the last call; an incomplete line is left for the next call.
 
-        A file that was replaced, as when a run resumes, is read from its beginning.
+        A file that was replaced, as when a run resumes, is read from its beginning. One that cannot be read at the
+        moment is tried again with the next call.
         """
-        if not self._path.exists():
+        try:
+            with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if self._inode not in (None, inode):
+                    self._offset = 0
+                self._inode = inode
+                file.seek(self._offset)
+                *lines, _unfinished = file.read().split(b"\n")
+        except OSError:
             return []
-        with self._path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if self._inode not in (None, inode):
-                self._offset = 0
-            self._inode = inode
-            file.seek(self._offset)
-            *lines, _unfinished = file.read().split(b"\n")
         self._offset += sum(len(line) + 1 for line in lines)
-        return [json.loads(line) for line in lines]
+        return [record for line in lines if (record := record_of(line)) is not None]
 
 
 class RunView(Protocol):

@@ -8,12 +8,18 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Final, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from async_rl.errors import ConfigError
 from async_rl.files import write_file
+from async_rl.tracking.process_identity import Process
 
 LAUNCH_FILE = "launch.json"
 TASKS_FOLDER = "tasks"
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +49,26 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """`engine` is the launcher: local, ray, slurm or kubernetes."""
+    """`engine` is the launcher: local, ray, slurm or kubernetes. `launcher` is its process if they end with it."""
 
     engine: str
     tasks: tuple[Task, ...]
+    launcher: Process | None = None
 
 
-def write_launch(run_dir: Path, engine: str, tasks: Iterable[Task]) -> None:
+_LAUNCH: Final = TypeAdapter(Launch)
+_TASK: Final = TypeAdapter(Task)
+
+
+def write_launch(run_dir: Path, engine: str, tasks: Iterable[Task], launcher: Process | None = None) -> None:
     """Replaces the record of a run's tasks, those of an earlier launch included.
 
     Raises:
         WriteFailed: the old record is unchanged.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    content = {"engine": engine, "tasks": [asdict(task) for task in tasks]}
-    write_file(run_dir / LAUNCH_FILE, json.dumps(content, indent=1) + "\n")
+    launch = Launch(engine, tuple(tasks), launcher)
+    write_file(run_dir / LAUNCH_FILE, json.dumps(asdict(launch), indent=1) + "\n")
 
 
 def write_task(run_dir: Path, task: Task) -> None:
@@ -83,19 +94,33 @@ def read_launch(run_dir: Path) -> Launch:
     Raises:
         ConfigError: no launcher has written the record, or it is not one.
     """
-    file = run_dir / LAUNCH_FILE
-    try:
-        content = json.loads(file.read_text())
-        tasks = tuple(_newest(run_dir, Task(**task)) for task in content["tasks"])
-        return Launch(str(content["engine"]), tasks)
-    except FileNotFoundError as error:
+    launch = _read(run_dir / LAUNCH_FILE, _LAUNCH)
+    if launch is None:
         raise ConfigError(
-            f"{str(file)!r} does not exist: no launcher has started a run in this directory; name one with --run"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{str(file)!r} is not the record of a launcher: {error}") from error
+            f"{str(run_dir / LAUNCH_FILE)!r} does not exist: no launcher has started a run in this directory; name one "
+            "with --run"
+        )
+    return replace(launch, tasks=tuple(_newest(run_dir, task) for task in launch.tasks))
 
 
 def _newest(run_dir: Path, task: Task) -> Task:
-    file = run_dir / TASKS_FOLDER / f"{task.name}.json"
-    return replace(Task(**json.loads(file.read_text())), id=task.id) if file.exists() else task
+    newer = _read(run_dir / TASKS_FOLDER / f"{task.name}.json", _TASK)
+    return task if newer is None else replace(newer, id=task.id)
+
+
+def _read(file: Path, kind: TypeAdapter[Record]) -> Record | None:
+    """None if there is no such file.
+
+    Raises:
+        ConfigError: it cannot be read, or is something else.
+    """
+    try:
+        return kind.validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{str(file)!r} cannot be read: {error.strerror}; name a run with --run") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        raise ConfigError(f"{str(file)!r} is not the record of a launcher: {where}{first['msg']}") from error

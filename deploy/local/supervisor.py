@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from async_rl.config.sections import Config
+from async_rl.errors import WriteFailed
+from async_rl.tracking.process_identity import this_process
 from deploy.cluster.kept_process import ENDED, KeptProcess
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import Restarts, num_trained
@@ -82,7 +84,11 @@ class Supervisor:
         tasks = tuple(map(_task, [self._trainer, *self._instances]))
         if tasks != self._written:
             self._written = tasks
-            write_launch(self._run_dir, "local", tasks)
+            try:
+                write_launch(self._run_dir, "local", tasks, this_process())
+            except WriteFailed as error:
+                # No reason to end the run; a trainer that cannot write ends by itself, with the error to show.
+                self._say(f"async-rl status does not show the present state: {error}")
 
 
 def _task(kept: KeptProcess) -> Task:

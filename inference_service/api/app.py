@@ -20,9 +20,6 @@ from inference_service.engine_interface import Engine, EngineFault, PauseMode
 from inference_service.identity import Identity, identity_headers, new_boot_id
 from inference_service.term_guard import TermGuard
 
-OPEN_PATHS: Final = (routes.HEALTH, "/ping", routes.METRICS)
-"""Paths without a token: those that load balancers and monitors query."""
-
 MAX_BODY_BYTES: Final = 32 * 2**20
 """Enough for several million token ids; a longer body is a mistake or an attack."""
 
@@ -61,7 +58,7 @@ def make_app(
     # Inside the token's check: whoever has no token must not fence the trainer.
     app.add_middleware(TermGuard)
     if token is not None:
-        app.add_middleware(BearerToken, token=token, open_paths=OPEN_PATHS)
+        app.add_middleware(BearerToken, token=token, open_paths=routes.OPEN_PATHS)
     app.add_middleware(Identity, headers=identity or identity_headers(new_boot_id(), None))
     return app
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -48,6 +49,10 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> LoadedMod
         raise ConfigError("--device cuda, but torch sees no CUDA device: use --device cpu, or install torch for CUDA")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    except SafetensorError as error:
+        raise ConfigError(
+            f"the weights of the model {path!r} are damaged, or were copied only in part: {error}; copy them again"
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the model {path!r}: {_first_line(error)}") from error
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])

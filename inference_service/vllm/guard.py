@@ -5,7 +5,7 @@ import os
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from async_rl.net.http_guard import BearerToken
-from async_rl.protocol.routes import HEALTH, METRICS
+from async_rl.protocol.routes import OPEN_PATHS
 from inference_service.options import TOKEN_VARIABLE
 
 
@@ -16,7 +16,7 @@ class TokenGuard(BearerToken):
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        super().__init__(app, os.environ[TOKEN_VARIABLE], (HEALTH, "/ping", METRICS))
+        super().__init__(app, os.environ[TOKEN_VARIABLE], OPEN_PATHS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.errors import OnPolicyViolation
+from async_rl.errors import Fenced, OnPolicyViolation
 from async_rl.ledger import Ledger
 from async_rl.proof.gap_limits import NoiseLimits, noise_scale
 from async_rl.proof.logprob_gaps import LogprobGaps
@@ -111,3 +111,15 @@ def test_many_versions_are_cut_but_never_hidden(ledger: Ledger, tmp_path: Path) 
         ledger.require_on_policy(BATCH, PUBLICATION, rows)
     record = json.loads((tmp_path / "ledger.jsonl").read_text())
     assert len(record["versions"]) == 16 and record["num_violations"] == 1
+
+
+def test_nothing_is_written_once_another_trainer_writes_the_file(tmp_path: Path) -> None:
+    """A trainer may be stopped anywhere, also while it makes the line: it looks at its lease right before the write."""
+
+    def fenced() -> None:
+        raise Fenced("term 1 has ended")
+
+    ledger = Ledger(tmp_path / "ledger.jsonl", 2, LIMITS, fenced)
+    with pytest.raises(Fenced):
+        ledger.require_on_policy(BATCH, PUBLICATION, [row(2), row(0), row(1)])
+    assert list(tmp_path.iterdir()) == []

@@ -76,6 +76,20 @@ def test_a_trainer_killed_twice_trains_the_same_as_one_that_was_not(new_run: Cal
     assert_same_run(run, expected)
 
 
+def test_a_rank_that_is_killed_while_the_others_wait_is_no_request_to_end(new_run: Callable[[str], Run]) -> None:
+    """torchrun then sends SIGTERM to the others, which wait for rollouts and not for a collective."""
+    run = new_run("run")
+    settings = (*SETTINGS, *RESTARTS, "--train.iterations", "5", "--trainer.num_processes", "2")
+    run.start(*settings, "--reward.name", f"python:{run.reward}:slow")
+    run.wait_for_iterations(2)
+    time.sleep(0.4)  # Into the wait: 24 rewards of 0.15 s, on two cores, make an iteration of about a second.
+    ranks = [p for p in trainer_processes(run) if "torch.distributed.run" not in command_of(p)]
+    ranks[-1].kill()
+    assert run.finish() == 0, run.everything_said()
+    assert restarts(run)["trainer"] == 1
+    assert [proof["iteration"] for proof in run.lines("ledger.jsonl")] == list(range(5))
+
+
 def test_an_instance_that_is_killed_comes_back_and_serves_again(new_run: Callable[[str], Run]) -> None:
     run = new_run("run")
     settings = (*SETTINGS, *RESTARTS, "--train.iterations", "200", "--inference.num_instances", "2")

@@ -6,6 +6,7 @@ import json
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from async_rl.protocol.routes import OPEN_PATHS
 from inference_service.term_guard import MAX_RUNS, TermGuard
 
 
@@ -14,7 +15,7 @@ async def accepts(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"{}"})
 
 
-def ask(guard: TermGuard, term: str | None, kind: str = "http") -> tuple[int, dict[str, object]]:
+def ask(guard: TermGuard, term: str | None, path: str = "/pause", kind: str = "http") -> tuple[int, dict[str, object]]:
     """Status and body of the response to a request with this header."""
     messages: list[Message] = []
 
@@ -25,7 +26,7 @@ def ask(guard: TermGuard, term: str | None, kind: str = "http") -> tuple[int, di
         raise AssertionError("nothing is read")
 
     headers = [] if term is None else [(b"x-async-rl-term", term.encode())]
-    asyncio.run(guard({"type": kind, "headers": headers}, receive, send))
+    asyncio.run(guard({"type": kind, "path": path, "headers": headers}, receive, send))
     return messages[0]["status"], json.loads(messages[1]["body"])
 
 
@@ -68,3 +69,14 @@ def test_the_memory_is_bounded_and_keeps_the_runs_that_are_heard_of() -> None:
         ask(guard, "kept:5")
     assert ask(guard, "kept:4")[0] == 409
     assert ask(guard, "other-0:4")[0] == 200, "forgotten"
+
+
+@pytest.mark.parametrize("path", OPEN_PATHS)
+def test_whoever_has_no_token_neither_fences_a_trainer_nor_has_its_run_forgotten(path: str) -> None:
+    guard = TermGuard(accepts)
+    assert ask(guard, "run-a:2")[0] == 200
+    for number in range(MAX_RUNS + 10):
+        assert ask(guard, f"other-{number}:5", path)[0] == 200
+    assert ask(guard, "run-a:999999", path)[0] == 200
+    assert ask(guard, "run-a:2")[0] == 200, "not fenced"
+    assert ask(guard, "run-a:1")[0] == ask(guard, "run-a:1", path)[0] == 409, "not forgotten"

@@ -12,6 +12,7 @@ import pytest
 import trainer.__main__ as program
 from async_rl.config.sections import Config
 from async_rl.errors import RewardError
+from async_rl.programs.failure_report import read_failure
 from trainer.stop_signal import StopSignal
 
 CONFIG = """
@@ -59,6 +60,31 @@ def test_a_traceback_goes_to_a_log(
         assert "Traceback" in traceback.read_text() and str(traceback.relative_to(tmp_path)) in record.getMessage()
     told = json.loads((tmp_path / "error.json").read_text())["message"]
     assert told["extraInfo"]["py_callstack"] == "RewardError: reward x, prompt 3 failed"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_sigterm_before_the_loop_is_reported_as_a_request_to_end_and_no_other_exit_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    def run(config: Config, token: str | None, stop: StopSignal) -> None:
+        if told:
+            stop.note(signal.SIGTERM, None)
+        sys.exit(7)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("ASYNC_RL_FAILURE_FILE", str(tmp_path / "report"))
+    (tmp_path / "run.toml").write_text(CONFIG)
+    with pytest.raises(SystemExit) as end:
+        program.main(["run.toml"])
+    assert end.value.code == (143 if told else 7)
+    reported = read_failure(tmp_path / "report")
+    assert (reported is not None) == told
+    if reported is not None:
+        assert (reported.kind, reported.may_pass) == ("RunStopped", False)
+        assert reported.message == "training rank 1 was told to end (SIGTERM) outside of training"
 
 
 @pytest.mark.distributed

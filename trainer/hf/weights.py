@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from async_rl.errors import ConfigError
 from trainer.hf.weight_map import Layout, WeightEntry, tied_head, weight_map
@@ -59,7 +59,12 @@ def _open_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, Any]:
         raise ConfigError(f"checkpoint {str(checkpoint)!r} has no {missing[0]}: expected weights as safetensors")
     opened: dict[str, Any] = {}
     for name in names:
-        file = stack.enter_context(safe_open(checkpoint / name, framework="pt"))
+        try:
+            file = stack.enter_context(safe_open(checkpoint / name, framework="pt"))
+        except SafetensorError as error:
+            raise ConfigError(
+                f"checkpoint {str(checkpoint)!r}: {name} is damaged, or was copied only in part: {error}; copy it again"
+            ) from error
         opened.update(dict.fromkeys(file.keys(), file))
     return opened
 

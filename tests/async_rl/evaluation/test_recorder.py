@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from async_rl.errors import Fenced
 from async_rl.evaluation.recorder import FILE, EvaluationRecorder, SetResult
 from async_rl.tracking.records import cut_run_records
 
@@ -51,3 +52,14 @@ def test_a_set_of_which_nothing_was_done_is_recorded_without_figures(tmp_path: P
     recorder.close()
     record = json.loads((tmp_path / FILE).read_text())
     assert record["num_prompts"] == 0 and "reward_mean" not in record
+
+
+def test_nothing_is_written_once_another_trainer_writes_the_file(tmp_path: Path) -> None:
+    def fenced() -> None:
+        raise Fenced("term 1 has ended")
+
+    recorder = EvaluationRecorder(tmp_path, require_lease=fenced)
+    with pytest.raises(Fenced):
+        recorder.write([result(4)])
+    recorder.close()
+    assert not (tmp_path / FILE).exists()

@@ -134,9 +134,9 @@ def test_an_endpoint_is_the_url_given_or_that_of_the_run_or_of_the_newest_run(
     for i, age_s in enumerate((30, 10, 20)):
         write_address(tmp_path / "runs" / f"r{i}", f"http://r{i}:1", age_s)
     write_address(tmp_path / "elsewhere", "http://elsewhere:1")
-    assert find_endpoint(None, None) == "http://r1:1"
-    assert find_endpoint(None, tmp_path / "elsewhere") == "http://elsewhere:1"
-    assert find_endpoint("http://given:1", tmp_path / "runs" / "r0") == "http://given:1"
+    assert find_endpoint(None, None).url == "http://r1:1"
+    assert find_endpoint(None, tmp_path / "elsewhere").url == "http://elsewhere:1"
+    assert find_endpoint("http://given:1", tmp_path / "runs" / "r0").url == "http://given:1"
 
 
 def test_a_run_that_ended_at_this_very_moment_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_run_that_ended_at_this_very_moment_is_passed_over(tmp_path: Path, mon
     write_address(tmp_path / "runs" / "going", "http://going:1", age_s=10)
     (tmp_path / "runs" / "ended").mkdir()
     (tmp_path / "runs" / "ended" / ADDRESS_FILE).symlink_to(tmp_path / "gone")
-    assert find_endpoint(None, None) == "http://going:1"
+    assert find_endpoint(None, None).url == "http://going:1"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3", '"x"', "null"])

@@ -1,6 +1,7 @@
 """Which address of this host leads where, as far as one host can show it; tests/multihost has several."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,25 @@ def test_every_address_of_this_hosts_interfaces_leads_to_it() -> None:
     for name, address in found:
         assert interface_of(address) == name and leads_to_this_host(address)
         assert address_towards(address) == address or is_loopback(address_towards(address))
+
+
+def test_interfaces_are_found_by_ipv6_addresses_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    listed = tmp_path / "if_inet6"
+    listed.write_text(
+        "fe8000000000000000fc00fffe000001 04 40 20 80     eth7\n"
+        "fd00000a000000000000000000000002 04 40 00 82     eth7\n"
+        "00000000000000000000000000000001 01 80 10 80       lo\n"
+    )
+    monkeypatch.setattr(local_address, "IPV6_ADDRESSES", listed)
+    for written in ("fd00:a::2", "FD00:A:0:0:0:0:0:2", "fd00:a::2%eth7"):
+        assert interface_of(written) == "eth7"
+    assert interface_of("::1") == "lo" and interface_of("fd00:a::3") is None
+    assert interface_of("fe80::fc:ff:fe00:1") is None, "any interface may have it"
+    environment: dict[str, str] = {}
+    choose_interface("nccl", "fd00:a::2", environment)
+    assert environment == {"NCCL_SOCKET_IFNAME": "=eth7"}
+    monkeypatch.setattr(local_address, "IPV6_ADDRESSES", tmp_path / "none")
+    assert interface_of("fd00:a::2") is None and interface_of(LOOPBACK) == "lo"
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "", "256.0.0.1", "a" * 300])

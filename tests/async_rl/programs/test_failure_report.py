@@ -2,13 +2,21 @@
 
 import json
 import os
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
 
-from async_rl.errors import AsyncRLError, ConfigError, LeaderFailed, RewardError
-from async_rl.programs.failure_report import TORCHRUN_VARIABLE, VARIABLE, Failure, read_failure, report_failure
+from async_rl.errors import AsyncRLError, ConfigError, LeaderFailed, RewardError, RunStopped
+from async_rl.programs.failure_report import (
+    NUM_RANKS_VARIABLE,
+    TORCHRUN_VARIABLE,
+    VARIABLE,
+    Failure,
+    read_failure,
+    report_failure,
+    report_unnamed_failure,
+)
 
 
 def test_without_anybody_who_asks_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +54,35 @@ def test_a_report_that_is_being_written_and_other_files_are_not_read(tmp_path: P
     for name in ("failure.12.partial", "failure.txt", "other.12", "failure"):
         (tmp_path / name).write_text("{")
     assert read_failure(tmp_path / "failure") is None
+
+
+ENDS: dict[str, AsyncRLError | None] = {
+    "stopped": RunStopped("told to end"),
+    "raised": None,
+    "led": LeaderFailed("the leader failed"),
+    "reward": RewardError("it raised"),
+}
+
+
+@pytest.mark.parametrize("ends", [ends for number in (1, 2, 3) for ends in product((*ENDS, "killed"), repeat=number)])
+def test_a_request_to_end_is_the_reason_only_if_no_rank_died_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: tuple[str, ...]
+) -> None:
+    """The ranks of one host, in the order of their ends; one that was killed reports nothing."""
+    environment = {VARIABLE: str(tmp_path / "failure"), NUM_RANKS_VARIABLE: str(len(ends))}
+    for at, end in enumerate(ends):
+        monkeypatch.setattr("async_rl.programs.failure_report.time.time", lambda at=at: 1000.0 + at)
+        monkeypatch.setattr("async_rl.programs.failure_report.os.getpid", lambda at=at: 77 + at)
+        if end == "raised":
+            report_unnamed_failure(environment)
+        elif (error := ENDS.get(end)) is not None:
+            report_failure(error, environment)
+    found = read_failure(tmp_path / "failure")
+    if "reward" in ends:
+        assert found is not None and found.kind == "RewardError"
+    elif "led" in ends:
+        assert found is not None and found.kind == "LeaderFailed"
+    elif ends[0] == "stopped" and "killed" not in ends:
+        assert found is not None and found.kind == "RunStopped" and not found.may_pass
+    else:
+        assert found is None, "a fault, which the log shows"

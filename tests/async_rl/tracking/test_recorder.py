@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from async_rl.errors import Fenced
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten
@@ -172,3 +173,17 @@ def test_a_text_is_shortened_in_its_middle_and_never_made_longer() -> None:
     short = shorten(long)
     assert len(short) < MAX_CHARACTERS + 50
     assert short.startswith("aaa") and short.endswith("zzz") and f"[... {MAX_CHARACTERS} characters ...]" in short
+
+
+def test_nothing_is_written_once_another_trainer_writes_the_files(tmp_path: Path) -> None:
+    def fenced() -> None:
+        raise Fenced("term 1 has ended")
+
+    recorder = Recorder(tmp_path, iterations=1, require_lease=fenced)
+    record = recorder.begin(0)
+    with pytest.raises(Fenced):
+        recorder.write_groups(record, [GroupProof.of(group(0, 0.1), {"http://a": LogprobGaps(2)})])
+    with pytest.raises(Fenced):
+        run_iteration(recorder, 0, [group(0, 0.1)], train_s=0.01, num_instances=1)
+    recorder.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cluster.restarts import Restarts, may_restart, num_trained
+from deploy.cluster.restarts import MAX_DELAY_S, Restarts, may_restart, num_trained
 
 URL = "http://10.0.0.1:8001"
 
@@ -46,6 +46,11 @@ def test_delays_double_up_to_a_minute_and_end_with_the_limit() -> None:
     restarts = Restarts(limit=8, first_delay_s=1.0)
     assert [restarts.next_delay_s() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
     assert restarts.total == 8
+
+
+def test_delays_stay_a_minute_however_many_restarts_are_allowed() -> None:
+    restarts = Restarts(limit=3000, first_delay_s=1e-9)
+    assert [restarts.next_delay_s() for _ in range(3000)][-1] == MAX_DELAY_S
 
 
 def test_a_further_iteration_resets_count_and_delay_but_one_trained_again_does_not() -> None:

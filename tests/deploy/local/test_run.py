@@ -170,6 +170,16 @@ def test_with_no_instance_left_the_trainer_is_not_started_again(ground: Any) -> 
     assert ground.living() == {}
 
 
+def test_a_record_that_cannot_be_written_does_not_end_the_run(ground: Any) -> None:
+    record = ground.path / "run" / "launch.json"
+    record.mkdir(parents=True)
+    local = ground.start()
+    output, _ = local.communicate(timeout=200)
+    assert local.returncode == 0, output
+    assert "async-rl status does not show the present state: cannot write 'run/launch.json'" in output
+    assert ground.living() == {}
+
+
 def test_several_training_hosts_are_refused(ground: Any) -> None:
     local = ground.start("--cluster.training_nodes", "2", "--prompts.prompts_per_batch", "2")
     output, _ = local.communicate(timeout=200)

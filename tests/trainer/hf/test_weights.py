@@ -147,3 +147,14 @@ def test_weights_that_do_not_fit_the_config_are_refused(
     (unknown / WEIGHTS).unlink()
     with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
         make_trainer(unknown)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
+def test_weights_that_were_copied_in_part_are_bad_input(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path, share: float
+) -> None:
+    checkpoint = copied(tiny_model("qwen3"), tmp_path / "cut")
+    whole = (checkpoint / WEIGHTS).read_bytes()
+    (checkpoint / WEIGHTS).write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged, or was copied only in part: .*; copy it"):
+        make_trainer(checkpoint)
