@@ -44,7 +44,8 @@ def training_words(plan: ClusterPlan) -> list[str]:
 
 def instances_words(plan: ClusterPlan, training_job: str) -> list[str]:
     """`after`: once the training job has started, whatever becomes of it."""
-    return [f"--dependency=after:{training_job}", str(folder_of(plan.config.run.dir.resolve()) / INSTANCES)]
+    script = str(folder_of(plan.config.run.dir.resolve()) / INSTANCES)
+    return [f"--dependency=after:{training_job}", script, training_job]
 
 
 def launch(plan: ClusterPlan, token: str | None) -> tuple[str, str]:

@@ -18,6 +18,11 @@ from deploy.slurm.files import NODE, folder_of, token_file
 
 TRAINER = "trainer"
 INSTANCE = "instance-$SLURM_ARRAY_TASK_ID"
+FIRST_NODE = "$SLURM_LAUNCH_NODE_IPADDR"
+"""The address from which srun was started: by the batch process, so that of the job's first node."""
+
+TRAINING_JOB = "$1"
+"""The argument with which `instances.sbatch` is submitted."""
 
 GRES = {"cuda": "gpu", "npu": "npu"}
 """Slurm's names of the devices, by `trainer.device`."""
@@ -43,8 +48,6 @@ def training_script(plan: ClusterPlan) -> str:
         options,
         [
             *_exports(plan, plan.training_env),
-            # The batch process runs on the first node of the job.
-            'export MASTER_ADDRESS="$(hostname)"',
             *_kept(plan, TRAINER, "trainer", plan.training_grace_s, srun),
         ],
     )
@@ -52,7 +55,7 @@ def training_script(plan: ClusterPlan) -> str:
 
 def node_script(plan: ClusterPlan) -> str:
     """What srun starts on each training node; SIGURG asks torchrun to save and end, see `commands.end_steps`."""
-    argv = plan.training_argv(node_rank="$SLURM_NODEID", master_address="$MASTER_ADDRESS")
+    argv = plan.training_argv(node_rank="$SLURM_NODEID", master_address=FIRST_NODE)
     return _script(
         "torchrun on one training node.",
         [],
@@ -86,7 +89,7 @@ def instances_script(plan: ClusterPlan) -> str:
         [
             *_exports(plan, plan.instance_env),
             *_visible_devices(plan.instance),
-            *_kept(plan, INSTANCE, "instance", plan.instance_grace_s, argv),
+            *_kept(plan, INSTANCE, "instance", plan.instance_grace_s, argv, {"--training-job": TRAINING_JOB}),
         ],
     )
 
@@ -120,7 +123,9 @@ def _visible_devices(demand: Resources) -> list[str]:
     return [f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, range(demand.devices)))}"]
 
 
-def _kept(plan: ClusterPlan, name: str, role: str, grace_s: float, argv: Sequence[str]) -> list[str]:
+def _kept(
+    plan: ClusterPlan, name: str, role: str, grace_s: float, argv: Sequence[str], more: Mapping[str, str] | None = None
+) -> list[str]:
     """The last line: the batch process becomes the program that keeps the task going."""
     cluster = plan.config.cluster
     options: Mapping[str, object] = {
@@ -130,6 +135,7 @@ def _kept(plan: ClusterPlan, name: str, role: str, grace_s: float, argv: Sequenc
         "--grace-s": grace_s,
         "--max-restarts": cluster.max_restarts,
         "--restart-delay-s": cluster.restart_delay_s,
+        **(more or {}),
     }
     words = [*_python(plan), *(word for key, value in options.items() for word in (key, str(value)))]
     return [f"exec {_command(words)} \\\n    -- {_command(argv)}"]
@@ -145,7 +151,7 @@ def _run_dir(plan: ClusterPlan) -> Path:
 
 def _command(words: Iterable[str]) -> str:
     """A command for the shell, which expands the variables of the scripts and nothing else."""
-    variables = (INSTANCE, "$SLURM_NODEID", "$MASTER_ADDRESS")
+    variables = (INSTANCE, TRAINING_JOB, FIRST_NODE, "$SLURM_NODEID")
     return " ".join(f'"{word}"' if word in variables else shlex.quote(word) for word in words)
 
 

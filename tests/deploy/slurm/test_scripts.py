@@ -37,13 +37,12 @@ def test_the_training_job_has_all_training_nodes_and_what_each_needs(tmp_path: P
     assert {"--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=9", "--gres=gpu:8", "--requeue"} <= set(given)
     assert "--job-name=mine-training" in given and given[-1] == "--partition=gpu"
     assert "--signal=B:USR1@200" in given, "120 s to save, 20 s more to be killed, and a minute's margin"
-    assert 'export MASTER_ADDRESS="$(hostname)"' in training_script(plan)
     assert "srun --nodes=2 --ntasks-per-node=1" in training_script(plan)
 
 
 def test_each_node_starts_torchrun_with_its_own_rank(tmp_path: Path) -> None:
     script = node_script(make_plan(tmp_path, cluster={"training_nodes": 2}))
-    assert '--nnodes 2 --node-rank "$SLURM_NODEID"' in script and '--master-addr "$MASTER_ADDRESS"' in script
+    assert '--nnodes 2 --node-rank "$SLURM_NODEID"' in script and '--master-addr "$SLURM_LAUNCH_NODE_IPADDR"' in script
     assert "--run.seed=3" in script and "--run.resume=true" in script
 
 
@@ -53,6 +52,7 @@ def test_instances_are_an_array_whose_tasks_register_by_the_runs_directory(tmp_p
     assert {"--array=0-5", "--nodes=1", "--gres=gpu:2", "--cpus-per-task=3", "--requeue"} <= set(given)
     assert f"--output={tmp_path}/mine/logs/instance-%a.log" in given and given[-1] == "--nice=5"
     assert f'--register {tmp_path}/mine --name "instance-$SLURM_ARRAY_TASK_ID"' in script
+    assert '--training-job "$1"' in script
 
 
 def test_npus_are_taken_as_whole_nodes_since_slurm_does_not_tell_their_numbers(tmp_path: Path) -> None:
@@ -111,5 +111,8 @@ def test_the_plan_shows_every_script_and_the_commands_that_submit_them(tmp_path:
     shown = describe(plan)
     assert all(text in shown for text in scripts(plan).values())
     assert f"sbatch --parsable {tmp_path}/mine/slurm/training.sbatch" in shown
-    assert f"sbatch --parsable --dependency=after:TRAINING_JOB {tmp_path}/mine/slurm/instances.sbatch" in shown
+    assert (
+        f"sbatch --parsable --dependency=after:TRAINING_JOB {tmp_path}/mine/slurm/instances.sbatch TRAINING_JOB"
+        in shown
+    )
     assert not (tmp_path / "mine").exists(), "nothing is written"
