@@ -5,21 +5,22 @@ that none holds devices while the trainer is in the queue.
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, RunDirInUse
 from async_rl.files import write_file
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from deploy.cluster.plan import ClusterPlan, plan_cluster
 from deploy.cluster.process import log_path
 from deploy.cluster.stopping import explain_end
-from deploy.cluster.tasks import Task, remove_tasks, write_launch
-from deploy.slurm.commands import SlurmFailed, cancel, require_slurm, submit
+from deploy.cluster.tasks import LAUNCH_FILE, Task, read_launch, remove_tasks, write_launch
+from deploy.slurm.commands import cancel, own_jobs, require_slurm, submit
 from deploy.slurm.files import INSTANCES, NODE, TRAINING, folder_of, write_token
 from deploy.slurm.scripts import instances_script, node_script, training_script
 
@@ -33,8 +34,8 @@ def describe(plan: ClusterPlan) -> str:
     """The job scripts and the commands that submit them, as they would be written and run."""
     folder = folder_of(plan.config.run.dir.resolve())
     parts = [f"# {folder / name}\n{text}" for name, text in scripts(plan).items()]
-    commands = ["sbatch --parsable " + " ".join(training_words(plan))]
-    commands.append("sbatch --parsable " + " ".join(instances_words(plan, "TRAINING_JOB")))
+    commands = ["sbatch --parsable " + shlex.join(training_words(plan))]
+    commands.append("sbatch --parsable " + shlex.join(instances_words(plan, "TRAINING_JOB")))
     return "\n".join([*parts, "# submitted by", *commands])
 
 
@@ -52,10 +53,12 @@ def launch(plan: ClusterPlan, token: str | None) -> tuple[str, str]:
     """Writes the scripts and submits them; returns the ids of the training job and of the array of instances.
 
     Raises:
+        RunDirInUse: jobs of an earlier launch are in the queue.
         SlurmFailed: Slurm refuses a job; none is left in the queue.
         WriteFailed: a file cannot be written.
     """
     run_dir = plan.config.run.dir.resolve()
+    _require_no_jobs(run_dir)
     folder = folder_of(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     log_path(run_dir, "trainer").parent.mkdir(exist_ok=True)
@@ -66,7 +69,8 @@ def launch(plan: ClusterPlan, token: str | None) -> tuple[str, str]:
     training = submit(training_words(plan))
     try:
         array = submit(instances_words(plan, training))
-    except SlurmFailed:
+    except BaseException:
+        # Ctrl-C, too: without its instances it would wait in vain.
         cancel(training)
         raise
     instances = [f"instance-{i}" for i in range(plan.max_instances)]
@@ -76,6 +80,19 @@ def launch(plan: ClusterPlan, token: str | None) -> tuple[str, str]:
     ]
     write_launch(run_dir, "slurm", tasks)
     return training, array
+
+
+def _require_no_jobs(run_dir: Path) -> None:
+    """Two launches of a run would share its scripts, its records and its instances' names."""
+    if not (run_dir / LAUNCH_FILE).exists() or (launch := read_launch(run_dir)).engine != "slurm":
+        return
+    queued = {job.id.partition("_")[0] for job in own_jobs()}
+    jobs = {(task.id or "").partition("_")[0] for task in launch.tasks} & queued
+    if jobs:
+        raise RunDirInUse(
+            f"run.dir {str(run_dir)!r} has jobs in Slurm's queue: {', '.join(sorted(jobs))}; wait for their end, or "
+            f"`scancel {' '.join(sorted(jobs))}`, or name another directory"
+        )
 
 
 def make_parser() -> Parser:
@@ -110,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     run_dir = config.run.dir
     print(
         f"submitted: training job {training}, instances {array} (an array of {plan.max_instances})\n"
-        f"follow it:       async-rl status --run {run_dir}\n"
+        f"follow it:       async-rl status --run {shlex.quote(str(run_dir))}\n"
         f"save and end it: scancel --batch --signal=INT {training}\n"
         f"end it at once:  scancel {training} {array}"
     )

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from async_rl.errors import ConfigError
 from deploy.cluster.plan import ClusterPlan, Resources
 from deploy.cluster.process import log_path
 from deploy.slurm.files import NODE, folder_of, token_file
@@ -34,7 +35,7 @@ ENDING_MARGIN_S = 60.0
 def training_script(plan: ClusterPlan) -> str:
     """The job that trains."""
     options = [
-        shlex.quote(f"--job-name={plan.name}-training"),
+        _option(f"--job-name={plan.name}-training"),
         f"--nodes={plan.num_nodes}",
         *_common(plan, plan.node, plan.training_grace_s, TRAINER),
         *plan.config.cluster.slurm_training_options,
@@ -76,7 +77,7 @@ def node_script(plan: ClusterPlan) -> str:
 def instances_script(plan: ClusterPlan) -> str:
     """The array of instances."""
     options = [
-        shlex.quote(f"--job-name={plan.name}-instances"),
+        _option(f"--job-name={plan.name}-instances"),
         f"--array=0-{plan.max_instances - 1}",
         "--nodes=1",
         *_common(plan, plan.instance, plan.instance_grace_s, "instance-%a"),
@@ -102,11 +103,26 @@ def _common(plan: ClusterPlan, demand: Resources, grace_s: float, log: str) -> l
     whole = ["--exclusive"] if demand.kind == "npu" else []
     return [
         *("--ntasks-per-node=1", f"--cpus-per-task={demand.cores}", *devices, *whole),
-        *(shlex.quote(f"--chdir={Path.cwd()}"), shlex.quote(f"--output={file}"), "--open-mode=append"),
+        *(_option(f"--chdir={Path.cwd()}"), _option(f"--output={file}"), "--open-mode=append"),
         # Before the time limit the batch process alone is told, saves and is submitted again: deploy/slurm/task.py.
         *("--requeue", f"--signal=B:USR1@{math.ceil(grace_s + ENDING_MARGIN_S)}"),
         *plan.config.cluster.slurm_options,
     ]
+
+
+def _option(word: str) -> str:
+    """An option with a path, in quotes as sbatch reads them: it takes backslashes for escapes there, too.
+
+    Raises:
+        ConfigError: there is no way to write it.
+    """
+    if set(word) & set("\\\n\r"):
+        name, _, value = word.partition("=")
+        raise ConfigError(
+            f"{value!r} cannot be written as sbatch's {name}: name a run.dir without backslashes and line breaks, and "
+            "start the launcher in such a directory"
+        )
+    return shlex.quote(word)
 
 
 def _exports(plan: ClusterPlan, environment: Mapping[str, str]) -> list[str]:

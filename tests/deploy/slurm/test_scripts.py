@@ -74,10 +74,34 @@ def test_words_of_the_user_reach_the_program_as_they_are(tmp_path: Path) -> None
     assert "--model 'my model'\"'\"'s'" in instances_script(plan)
 
 
-@pytest.mark.parametrize("option", ["--time=1:00\n#SBATCH --uid=0", "partition=gpu", ""])
+@pytest.mark.parametrize("option", ["--time=1:00\n#SBATCH --uid=0", "--comment=\0", "partition=gpu", ""])
 def test_an_option_is_one_word_of_one_line(tmp_path: Path, option: str) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.slurm_options"):
         make_plan(tmp_path, cluster={"slurm_options": [option]})
+
+
+@pytest.mark.parametrize("name", ["", "1A", "A B", "A=B", "A;touch x", "$(id)", "A\nB", "Ä"])
+def test_a_variable_has_a_name_that_a_shell_takes_for_one(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.env"):
+        make_plan(tmp_path, cluster={"env": {name: "x"}})
+
+
+def test_a_token_in_the_environment_of_all_tasks_is_refused_and_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it in the environment of the launcher") as refused:
+        make_plan(tmp_path, cluster={"env": {"ASYNC_RL_TOKEN": "secret"}})
+    assert "secret" not in str(refused.value)
+
+
+def test_a_path_that_sbatch_would_misread_is_refused(tmp_path: Path) -> None:
+    """Backslashes are escapes for sbatch, within quotes too."""
+    for name in ("a\\b", "a\nb"):
+        with pytest.raises(ConfigError, match=r"name a run\.dir without backslashes"):
+            scripts(make_plan(tmp_path, run={"dir": str(tmp_path / name)}))
+
+
+def test_a_run_in_the_working_directory_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert make_plan(tmp_path, run={"dir": "."}).name == tmp_path.name
 
 
 def test_the_token_is_in_a_file_that_only_its_user_reads_and_in_no_script(
@@ -93,8 +117,10 @@ def test_the_token_is_in_a_file_that_only_its_user_reads_and_in_no_script(
         os.umask(before)
     assert stat.S_IMODE(token_file(run_dir).stat().st_mode) == 0o600
     assert "secret of the user" not in describe(plan)
+    token_file(run_dir).chmod(0o644)
     write_token(run_dir, None)
     assert token_file(run_dir).read_text() == "secret of the user", "a run that is launched again keeps its token"
+    assert stat.S_IMODE(token_file(run_dir).stat().st_mode) == 0o600
 
 
 def test_a_run_without_a_token_gets_one(tmp_path: Path) -> None:
