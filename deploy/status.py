@@ -60,16 +60,23 @@ class Status:
 def read_status(run_dir: Path, token: str | None) -> Status:
     """
     Raises:
-        ConfigError: no launcher has started a run there.
+        ConfigError: no launcher has started a run there, or its records are damaged.
     """
     launch = read_launch(run_dir)
     metrics = run_dir / "metrics.jsonl"
-    last = _last_record(metrics)
+    try:
+        last = _last_record(metrics)
+        num_iterations, trained = last.get("iterations"), num_trained(run_dir)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"metrics.jsonl or ledger.jsonl in {str(run_dir)!r} ends with a line that is none of a trainer's: "
+            f"{error!r}; name the directory of a run with --run"
+        ) from error
     return Status(
         run_dir=str(run_dir),
         engine=launch.engine,
-        num_trained=num_trained(run_dir),
-        num_iterations=last.get("iterations"),
+        num_trained=trained,
+        num_iterations=num_iterations,
         trained_s=metrics.stat().st_mtime if last else None,
         tasks=_tasks_now(launch),
         lease=read_term(run_dir),

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-from async_rl.errors import NoAnswer
+from async_rl.errors import NoAnswer, RunDirInUse
 from async_rl.net.http_client import HttpClient
 from async_rl.protocol.fleet import FleetInfo, NameRequest
 from async_rl.protocol.routes import FLEET, FLEET_DRAIN
@@ -13,21 +13,37 @@ from deploy.cluster.restarts import num_trained
 ADDRESS_FILE: Final = "fleet.json"
 TIMEOUT_S: Final = 5.0
 
+NO_ADDRESS: Final = (OSError, ValueError, KeyError, TypeError)
+"""What reading the address raises where no trainer has written one."""
+
 
 def read_fleet(run_dir: Path, token: str | None) -> FleetInfo | None:
     """The fleet of a run; None while no trainer answers, or where it does not accept the token."""
     try:
         answer = _client(run_dir, token).get(FLEET)
         return FleetInfo.model_validate_json(answer.body) if answer.is_success else None
-    except (OSError, ValueError, KeyError, NoAnswer):
+    except (*NO_ADDRESS, NoAnswer):
         return None
+
+
+def require_no_trainer(run_dir: Path, token: str | None) -> None:
+    """Two launches of a run would share its records and the names of its instances; wherever the other one is.
+
+    Raises:
+        RunDirInUse: a trainer of the run answers.
+    """
+    if read_fleet(run_dir, token) is not None:
+        raise RunDirInUse(
+            f"a trainer of run.dir {str(run_dir)!r} answers, see `async-rl status`: end that run, or name another "
+            "directory"
+        )
 
 
 def drain(run_dir: Path, name: str, token: str | None) -> bool:
     """Asks for an instance to finish what it has and to end; whether the fleet agreed."""
     try:
         return _client(run_dir, token).post(FLEET_DRAIN, NameRequest(name=name)).is_success
-    except (OSError, ValueError, KeyError, NoAnswer):
+    except (*NO_ADDRESS, NoAnswer):
         return False
 
 
@@ -42,6 +58,6 @@ def _client(run_dir: Path, token: str | None) -> HttpClient:
     """A client of the trainer that listens now, wherever it runs.
 
     Raises:
-        OSError, ValueError, KeyError: no trainer has written its address.
+        NO_ADDRESS
     """
     return HttpClient(str(json.loads((run_dir / ADDRESS_FILE).read_text())["url"]), TIMEOUT_S, token)

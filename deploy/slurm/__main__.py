@@ -16,12 +16,13 @@ from async_rl.errors import AsyncRLError, RunDirInUse
 from async_rl.files import write_file
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
+from deploy.cluster.fleet import require_no_trainer
 from deploy.cluster.plan import ClusterPlan, plan_cluster
 from deploy.cluster.process import log_path
 from deploy.cluster.stopping import explain_end
 from deploy.cluster.tasks import LAUNCH_FILE, Task, read_launch, remove_tasks, write_launch
 from deploy.slurm.commands import cancel, own_jobs, require_slurm, submit
-from deploy.slurm.files import INSTANCES, NODE, TRAINING, folder_of, write_token
+from deploy.slurm.files import INSTANCES, NODE, TRAINING, folder_of, read_token, write_token
 from deploy.slurm.scripts import instances_script, node_script, training_script
 
 
@@ -53,14 +54,17 @@ def launch(plan: ClusterPlan, token: str | None) -> tuple[str, str]:
     """Writes the scripts and submits them; returns the ids of the training job and of the array of instances.
 
     Raises:
-        RunDirInUse: jobs of an earlier launch are in the queue.
+        RunDirInUse: the run goes on already, or jobs of it are in the queue.
         SlurmFailed: Slurm refuses a job; none is left in the queue.
         WriteFailed: a file cannot be written.
     """
     run_dir = plan.config.run.dir.resolve()
     _require_no_jobs(run_dir)
+    require_no_trainer(run_dir, token or read_token(run_dir))
     folder = folder_of(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # Whatever the umask: the token is in there, and the scripts that the jobs run.
+    folder.mkdir(mode=0o700, exist_ok=True)
     log_path(run_dir, "trainer").parent.mkdir(exist_ok=True)
     for name, text in scripts(plan).items():
         write_file(folder / name, text)

@@ -1,6 +1,8 @@
 """What `async-rl launch slurm` leaves behind, with stand-ins for Slurm's commands in PATH."""
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,15 @@ def test_both_jobs_are_submitted_and_recorded(ground: Ground, plan: ClusterPlan)
     ]
     tasks = json.loads((plan.config.run.dir / "launch.json").read_text())["tasks"]
     assert [(task["name"], task["id"]) for task in tasks] == [("trainer", "17"), ("instance-0", "18_0")]
+
+
+def test_what_the_jobs_run_can_only_be_changed_by_their_user(ground: Ground, plan: ClusterPlan) -> None:
+    before = os.umask(0)
+    try:
+        launch(plan, None)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((plan.config.run.dir / "slurm").stat().st_mode) == 0o700
 
 
 def test_a_training_job_whose_instances_are_refused_is_taken_back(ground: Ground, plan: ClusterPlan) -> None:
