@@ -7,6 +7,7 @@ from threading import Thread
 import pytest
 
 from async_rl.errors import RunDirInUse
+from async_rl.tracking.lease import take_lease
 from deploy.cluster.fleet import read_fleet, require_no_trainer
 
 FLEET = '{"instances": [], "desired_instances": %s}'
@@ -53,7 +54,11 @@ def test_an_answer_of_something_else_is_that_of_no_trainer(trainer: Trainer, tmp
 
 
 def test_a_run_whose_trainer_answers_is_in_use(trainer: Trainer, tmp_path: Path) -> None:
-    require_no_trainer(tmp_path / "another", None)
     trainer.says = (FLEET % 3).encode()
+    lease = take_lease(tmp_path, 1.0)
+    require_no_trainer(tmp_path, None)  # Of another run: nobody renews this one's lease.
+    lease.keep(lambda fenced: None)
     with pytest.raises(RunDirInUse, match="end that run, or name another"):
         require_no_trainer(tmp_path, None)
+    lease.release()
+    require_no_trainer(tmp_path, None)
