@@ -296,8 +296,14 @@ class InferenceSection(Section):
         return self
 
 
-SlurmOption = Annotated[str, Field(pattern=r"^-[^\n\r]+$")]
+SlurmOption = Annotated[str, Field(pattern=r"^-[^\n\r\x00]+$")]
 """One line of a job script."""
+
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+
+TOKEN_VARIABLE = "ASYNC_RL_TOKEN"
 
 
 class ClusterSection(Section):
@@ -317,7 +323,9 @@ class ClusterSection(Section):
     instance_cores: int | None = Field(
         None, ge=1, description="CPU cores of an instance; by default one a worker and one more"
     )
-    env: dict[str, str] = Field(default_factory=dict, description="environment of all tasks; never put secrets here")
+    env: dict[VariableName, VariableValue] = Field(
+        default_factory=dict, description="environment of all tasks; never put secrets here"
+    )
     master_port: int = Field(29500, ge=1, le=65535, description="where the training nodes meet, on the first of them")
     max_restarts: int = Field(
         3, ge=0, description="restarts of the trainer, and of each instance, without progress in between"
@@ -347,6 +355,15 @@ class ClusterSection(Section):
     )
     slurm_training_options: tuple[SlurmOption, ...] = Field((), description="those of the training job alone")
     slurm_instance_options: tuple[SlurmOption, ...] = Field((), description="those of the instances alone")
+
+    @model_validator(mode="after")
+    def _environment_has_no_token(self) -> "ClusterSection":
+        if TOKEN_VARIABLE in self.env:
+            raise ValueError(
+                f"env has {TOKEN_VARIABLE}, which others could read in job scripts and manifests: remove it, and set "
+                "it in the environment of the launcher"
+            )
+        return self
 
 
 class EvaluationSet(Section):

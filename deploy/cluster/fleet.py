@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from async_rl.errors import NoAnswer
+from async_rl.errors import NoAnswer, RunDirInUse
 from async_rl.net.http_client import HttpClient
 from async_rl.protocol.fleet import FleetInfo, NameRequest, read_address
 from async_rl.protocol.routes import FLEET, FLEET_DRAIN
@@ -13,12 +13,25 @@ TIMEOUT_S: Final = 5.0
 
 
 def read_fleet(run_dir: Path, token: str | None) -> FleetInfo | None:
-    """The fleet of a run; None while no trainer answers, or where it does not accept the token."""
+    """The fleet of a run; None while no trainer of it answers, or where it does not accept the token."""
     try:
         answer = _client(run_dir, token).get(FLEET)
         return FleetInfo.model_validate_json(answer.body) if answer.is_success else None
     except (OSError, ValueError, NoAnswer):
         return None
+
+
+def require_no_trainer(run_dir: Path, token: str | None) -> None:
+    """Two launches of a run would share its records and the names of its instances; wherever the other one is.
+
+    Raises:
+        RunDirInUse: a trainer of the run answers.
+    """
+    if read_fleet(run_dir, token) is not None:
+        raise RunDirInUse(
+            f"a trainer of run.dir {str(run_dir)!r} answers, see `async-rl status`: end that run, or name another "
+            "directory"
+        )
 
 
 def drain(run_dir: Path, name: str, token: str | None) -> bool:

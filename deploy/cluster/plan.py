@@ -127,8 +127,14 @@ def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) ->
     node = _resources(config, workers=ranks, cores=cluster.training_cores)
     instance = _resources(config, workers=config.inference.tensor_parallel, cores=cluster.instance_cores)
     grace_s = config.checkpoint.grace_s + 2 * GRACE_S
+    fleet_port = config.pool.fleet_port or FLEET_PORT
+    if fleet_port == cluster.master_port:
+        raise ConfigError(
+            f"cluster.master_port is {cluster.master_port}, which is the fleet endpoint's port on the same host "
+            f"(pool.fleet_port, {FLEET_PORT} by default): set another one"
+        )
     return ClusterPlan(
-        name=config.run.dir.name,
+        name=config.run.dir.absolute().name,
         config_path=config_path.resolve(),
         config=config,
         overrides=tuple(overrides),
@@ -142,7 +148,7 @@ def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) ->
         instance=instance,
         instance_env=_environment(cluster.env, instance.cores, config.inference.tensor_parallel),
         instance_grace_s=INSTANCE_GRACE_S,
-        fleet_port=config.pool.fleet_port or FLEET_PORT,
+        fleet_port=fleet_port,
         master_port=cluster.master_port,
     )
 

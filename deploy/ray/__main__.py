@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
         plan = plan_cluster(arguments.config, config, parser.overrides)
         if arguments.dry_run:
             print(describe(plan), flush=True)
+            require_sound(config, trains=True, serves=True)
             return 0
         require_extras("async-rl launch ray", "ray")
         require_sound(config, trains=True, serves=True)

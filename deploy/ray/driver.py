@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from async_rl.errors import ConfigError
 from async_rl.files import named_write_errors, write_file
-from deploy.cluster.fleet import drain, read_fleet
+from deploy.cluster.fleet import drain, read_fleet, require_no_trainer
 from deploy.cluster.plan import ClusterPlan
 from deploy.cluster.process import log_path
 from deploy.cluster.run_view import JsonlTail, RunView
@@ -36,10 +36,12 @@ def run_on_ray(plan: ClusterPlan, token: str | None, view: RunView) -> None:
 
     Raises:
         ConfigError: no cluster is found.
+        RunDirInUse: the run goes on already.
         WriteFailed: the run's directory cannot be written.
         NotPlaced, ProcessFailed, RestartsExhausted: see `Supervisor.step`.
     """
     directory, launch_id = run_dir(plan), uuid.uuid4().hex
+    require_no_trainer(directory, token)
     with named_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     write_file(directory / SHARED_FILE, launch_id)
@@ -117,7 +119,7 @@ def _connected() -> Iterator[None]:
     try:
         _require_answer(address)
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
-    except (OSError, RuntimeError, RayError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
             f"cannot connect to the Ray cluster {where}: {error}. Start one with `ray start --head`, or set "
             "RAY_ADDRESS to HOST:PORT of its head; the launcher needs its releases of Ray and Python, and its token"

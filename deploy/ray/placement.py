@@ -23,6 +23,10 @@ NUM_CALLS = 4
 """Calls that an actor answers at once: `healthy`, `wait`, and others meanwhile."""
 
 
+GUARD_LIVES = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
+"""An actor that exits by itself, as without its launcher, would kill its guard, without the grace time of the task."""
+
+
 class RayCluster:
     """Places groups on the cluster that this process is connected to.
 
@@ -106,6 +110,7 @@ class RayGroup:
             resources={"NPU": asked["NPU"]} if "NPU" in asked else None,
             max_concurrency=NUM_CALLS,
             max_restarts=0,
+            runtime_env=GUARD_LIVES,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index),
         )
         return actor.remote(*self._actor)

@@ -116,9 +116,10 @@ class Slot:
         self.restarts.note_progress(self._trained(group))
         failure = ProcessFailed(fault.message, fault.kind)
         self.cause = fault.kind or fault.message.partition("\n")[0]
-        delay_s = self.restarts.next_delay_s() if fault.code is None or may_restart(fault.code, fault.kind) else None
+        may_pass = fault.code is None or may_restart(fault.code, fault.kind)
+        delay_s = self.restarts.next_delay_s() if may_pass else None
         if delay_s is None:
-            self.failure = self._final(failure)
+            self.failure = self._exhausted(failure) if may_pass else failure
             self._note(f"lost {fault.name}, it is not started again: {self.failure}")
             self._finish("failed", now_s)
             return
@@ -128,9 +129,9 @@ class Slot:
         self._place_at_s = now_s + delay_s
         self._finish("waiting", now_s)
 
-    def _final(self, failure: ProcessFailed) -> ProcessFailed | RestartsExhausted:
+    def _exhausted(self, failure: ProcessFailed) -> ProcessFailed | RestartsExhausted:
         limit = self.restarts.limit
-        if limit == 0 or self.restarts.without_progress < limit:
+        if limit == 0:
             return failure
         return RestartsExhausted(
             f"{self.spec.name} was started again {limit} times without another iteration in between "

@@ -1,7 +1,8 @@
 """The actor of one task: runs its process on the host where Ray placed it. `deploy.ray.placement` calls it remotely.
 
-The process has a guard in a session of its own, which Ray does not kill with the actor. The guard ends the process,
-with its grace time, whenever the actor has ended: asked to, killed, or because its host or the launcher was lost.
+The process has a guard in a session of its own, which Ray does not kill with the actor (`placement.GUARD_LIVES`). The
+guard ends the process, with its grace time, whenever the actor has ended: asked to, killed, or because its host or the
+launcher was lost.
 """
 
 import os
@@ -16,6 +17,7 @@ import ray.util
 
 from async_rl.errors import ConfigError
 from async_rl.net.http_client import HttpClient, answers_200, http_url
+from deploy.cluster.plan import ANY_HOST
 from deploy.cluster.process import Process, Running, start_process
 from deploy.cluster.restarts import DONE
 from deploy.ray.groups import Node, TaskEnd
@@ -60,7 +62,7 @@ class TaskActor:
             raise ConfigError(_not_shared(error.filename, error.strerror)) from error
         if found != launch_id:
             raise ConfigError(_not_shared(run_dir, "it has another directory there"))
-        self._node = Node(socket.gethostname(), address, _free_ports(address, NUM_PORTS))
+        self._node = Node(socket.gethostname(), address, _free_ports(NUM_PORTS))
         return self._node
 
     def run(self, process: Process) -> TaskEnd:
@@ -94,9 +96,10 @@ class TaskActor:
             self._running.request_end()
 
 
-def _free_ports(address: str, number: int) -> tuple[int, ...]:
+def _free_ports(number: int) -> tuple[int, ...]:
+    """Free at every address of the host, since instances and torchrun listen at all of them."""
     with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server((address, 0))) for _ in range(number)]
+        servers = [stack.enter_context(socket.create_server((ANY_HOST, 0))) for _ in range(number)]
         return tuple(int(server.getsockname()[1]) for server in servers)
 
 

@@ -1,5 +1,6 @@
 """Slurm's own commands, as the launcher, its tasks and `async-rl status` use them."""
 
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -38,10 +39,15 @@ def submit(words: Sequence[str]) -> str:
     """Submits a job script; returns the job's id.
 
     Raises:
-        SlurmFailed: Slurm refuses it.
+        SlurmFailed: Slurm refuses it, or an option keeps it from being submitted.
     """
-    # The output is ID, or ID;CLUSTER.
-    return _output(["sbatch", "--parsable", *words]).strip().partition(";")[0]
+    command = ["sbatch", "--parsable", *words]
+    # ID, or ID;CLUSTER.
+    output = _output(command).strip()
+    job = output.partition(";")[0]
+    if not job.isdecimal():
+        raise SlurmFailed(f"`{shlex.join(command)}` submitted no job; it said {output!r}")
+    return job
 
 
 def cancel(job: str) -> None:
@@ -79,7 +85,11 @@ def own_jobs() -> list[QueuedJob]:
     """
     lines = _output(["squeue", "--noheader", "--array", "--me", "--format=%i|%T|%N|%r"]).splitlines()
     jobs = [line.split("|", 3) for line in lines]
-    return [QueuedJob(job, state.lower(), host or None, reason) for job, state, host, reason in jobs]
+    # While a job waits, the nodes are those that it asks for.
+    return [
+        QueuedJob(job, state.lower(), host if host and state != "PENDING" else None, reason)
+        for job, state, host, reason in jobs
+    ]
 
 
 def _output(words: Sequence[str]) -> str:
@@ -90,7 +100,7 @@ def _output(words: Sequence[str]) -> str:
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, env=env
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SlurmFailed(f"`{' '.join(words)}` failed: {error}") from error
+        raise SlurmFailed(f"`{shlex.join(words)}` failed: {error}") from error
     if done.returncode:
-        raise SlurmFailed(f"`{' '.join(words)}` failed: {(done.stderr or done.stdout).strip()}")
+        raise SlurmFailed(f"`{shlex.join(words)}` failed: {(done.stderr or done.stdout).strip()}")
     return done.stdout

@@ -24,7 +24,7 @@ class Memory:
         self._name, self._job, self._num_requeues = name, job, num_requeues
 
     def recall(self, restarts: Restarts, num_trained: int) -> None:
-        """Takes over the counts of the job's earlier start, and counts its loss unless the task had asked for it.
+        """Takes over the counts of the job's earlier start, and counts its loss unless the task has `settled` it.
 
         Raises:
             RestartsExhausted: the job was lost too often without progress.
@@ -37,7 +37,7 @@ class Memory:
         restarts.total, restarts.without_progress = known["total"], known["without_progress"]
         restarts.most_trained = known["most_trained"]
         restarts.note_progress(num_trained)
-        was_lost = self._num_requeues > known["num_requeues"] and not known["asked"]
+        was_lost = self._num_requeues > known["num_requeues"] and not known["settled"]
         if was_lost and restarts.next_delay_s() is None:
             raise RestartsExhausted(
                 f"Slurm has started job {self._job} of {self._name} again {self._num_requeues} times, the last "
@@ -45,12 +45,12 @@ class Memory:
                 f"`sacct --duplicates --jobs={self._job}` has the nodes that were lost"
             )
 
-    def keep(self, restarts: Restarts, *, asked: bool = False) -> None:
-        """Writes the counts; `asked`: the task itself asks for the next start of its job.
+    def keep(self, restarts: Restarts, *, settled: bool) -> None:
+        """Writes the counts; `settled`: the next start of the job, if there is one, is no further loss.
 
         Raises:
             WriteFailed: the old counts stay.
         """
         counts = {name: value for name, value in asdict(restarts).items() if name not in ("limit", "first_delay_s")}
-        content = {"job": self._job, "num_requeues": self._num_requeues, "asked": asked, **counts}
+        content = {"job": self._job, "num_requeues": self._num_requeues, "settled": settled, **counts}
         write_file(self._file, json.dumps(content) + "\n")

@@ -12,12 +12,18 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from async_rl.errors import ConfigError
 from deploy.cluster.plan import ClusterPlan, Resources
 from deploy.cluster.process import log_path
 from deploy.slurm.files import NODE, folder_of, token_file
 
 TRAINER = "trainer"
 INSTANCE = "instance-$SLURM_ARRAY_TASK_ID"
+FIRST_NODE = "$SLURM_LAUNCH_NODE_IPADDR"
+"""The address from which srun was started: by the batch process, so that of the job's first node."""
+
+TRAINING_JOB = "$1"
+"""The argument with which `instances.sbatch` is submitted."""
 
 GRES = {"cuda": "gpu", "npu": "npu"}
 """Slurm's names of the devices, by `trainer.device`."""
@@ -29,7 +35,7 @@ ENDING_MARGIN_S = 60.0
 def training_script(plan: ClusterPlan) -> str:
     """The job that trains."""
     options = [
-        shlex.quote(f"--job-name={plan.name}-training"),
+        _option(f"--job-name={plan.name}-training"),
         f"--nodes={plan.num_nodes}",
         *_common(plan, plan.node, plan.training_grace_s, TRAINER),
         *plan.config.cluster.slurm_training_options,
@@ -43,8 +49,6 @@ def training_script(plan: ClusterPlan) -> str:
         options,
         [
             *_exports(plan, plan.training_env),
-            # The batch process runs on the first node of the job.
-            'export MASTER_ADDRESS="$(hostname)"',
             *_kept(plan, TRAINER, "trainer", plan.training_grace_s, srun),
         ],
     )
@@ -52,7 +56,7 @@ def training_script(plan: ClusterPlan) -> str:
 
 def node_script(plan: ClusterPlan) -> str:
     """What srun starts on each training node; SIGURG asks torchrun to save and end, see `commands.end_steps`."""
-    argv = plan.training_argv(node_rank="$SLURM_NODEID", master_address="$MASTER_ADDRESS")
+    argv = plan.training_argv(node_rank="$SLURM_NODEID", master_address=FIRST_NODE)
     return _script(
         "torchrun on one training node.",
         [],
@@ -73,7 +77,7 @@ def node_script(plan: ClusterPlan) -> str:
 def instances_script(plan: ClusterPlan) -> str:
     """The array of instances."""
     options = [
-        shlex.quote(f"--job-name={plan.name}-instances"),
+        _option(f"--job-name={plan.name}-instances"),
         f"--array=0-{plan.max_instances - 1}",
         "--nodes=1",
         *_common(plan, plan.instance, plan.instance_grace_s, "instance-%a"),
@@ -86,7 +90,7 @@ def instances_script(plan: ClusterPlan) -> str:
         [
             *_exports(plan, plan.instance_env),
             *_visible_devices(plan.instance),
-            *_kept(plan, INSTANCE, "instance", plan.instance_grace_s, argv),
+            *_kept(plan, INSTANCE, "instance", plan.instance_grace_s, argv, {"--training-job": TRAINING_JOB}),
         ],
     )
 
@@ -99,11 +103,26 @@ def _common(plan: ClusterPlan, demand: Resources, grace_s: float, log: str) -> l
     whole = ["--exclusive"] if demand.kind == "npu" else []
     return [
         *("--ntasks-per-node=1", f"--cpus-per-task={demand.cores}", *devices, *whole),
-        *(shlex.quote(f"--chdir={Path.cwd()}"), shlex.quote(f"--output={file}"), "--open-mode=append"),
+        *(_option(f"--chdir={Path.cwd()}"), _option(f"--output={file}"), "--open-mode=append"),
         # Before the time limit the batch process alone is told, saves and is submitted again: deploy/slurm/task.py.
         *("--requeue", f"--signal=B:USR1@{math.ceil(grace_s + ENDING_MARGIN_S)}"),
         *plan.config.cluster.slurm_options,
     ]
+
+
+def _option(word: str) -> str:
+    """An option with a path, in quotes as sbatch reads them: it takes backslashes for escapes there, too.
+
+    Raises:
+        ConfigError: there is no way to write it.
+    """
+    if set(word) & set("\\\n\r"):
+        name, _, value = word.partition("=")
+        raise ConfigError(
+            f"{value!r} cannot be written as sbatch's {name}: name a run.dir without backslashes and line breaks, and "
+            "start the launcher in such a directory"
+        )
+    return shlex.quote(word)
 
 
 def _exports(plan: ClusterPlan, environment: Mapping[str, str]) -> list[str]:
@@ -120,7 +139,9 @@ def _visible_devices(demand: Resources) -> list[str]:
     return [f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, range(demand.devices)))}"]
 
 
-def _kept(plan: ClusterPlan, name: str, role: str, grace_s: float, argv: Sequence[str]) -> list[str]:
+def _kept(
+    plan: ClusterPlan, name: str, role: str, grace_s: float, argv: Sequence[str], more: Mapping[str, str] | None = None
+) -> list[str]:
     """The last line: the batch process becomes the program that keeps the task going."""
     cluster = plan.config.cluster
     options: Mapping[str, object] = {
@@ -130,6 +151,7 @@ def _kept(plan: ClusterPlan, name: str, role: str, grace_s: float, argv: Sequenc
         "--grace-s": grace_s,
         "--max-restarts": cluster.max_restarts,
         "--restart-delay-s": cluster.restart_delay_s,
+        **(more or {}),
     }
     words = [*_python(plan), *(word for key, value in options.items() for word in (key, str(value)))]
     return [f"exec {_command(words)} \\\n    -- {_command(argv)}"]
@@ -145,7 +167,7 @@ def _run_dir(plan: ClusterPlan) -> Path:
 
 def _command(words: Iterable[str]) -> str:
     """A command for the shell, which expands the variables of the scripts and nothing else."""
-    variables = (INSTANCE, "$SLURM_NODEID", "$MASTER_ADDRESS")
+    variables = (INSTANCE, TRAINING_JOB, FIRST_NODE, "$SLURM_NODEID")
     return " ".join(f'"{word}"' if word in variables else shlex.quote(word) for word in words)
 
 

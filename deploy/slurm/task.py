@@ -1,7 +1,11 @@
 """Keeps one task of a Slurm run going: `python -m deploy.slurm.task OPTIONS -- COMMAND`, as the job's batch process.
 
 A command that died is started again in the same job; after the loss of a node Slurm starts the whole job again. Both
-count against `cluster.max_restarts`. The trainer's task ends the array of instances when the run is over.
+count against `cluster.max_restarts`. The last restart of a job of several nodes requeues it: a node may hang that Slurm
+has not found out about yet.
+
+The trainer's task ends the array of instances when the run is over; so does an instance's task that no longer finds the
+training job in the queue.
 
 | signal | from | consequence |
 |---|---|---|
@@ -18,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -33,6 +38,7 @@ from deploy.cluster.stopping import explain_end
 from deploy.cluster.tasks import Task, read_launch, write_task
 from deploy.slurm.commands import SlurmFailed, cancel, end_steps, requeue
 from deploy.slurm.files import folder_of
+from deploy.slurm.job import Job, TrainingJob
 from deploy.slurm.memory import Memory
 
 POLL_S: Final = 0.5
@@ -68,28 +74,34 @@ class SlurmTask:
     Args:
         process: the command, and the task's name, role and grace time.
         run_dir: shared by all hosts.
-        job: the job's id in Slurm.
-        num_requeues: how often Slurm has started the job again.
+        training: whose end is that of an instance; None for the trainer.
         token: of the fleet endpoint.
     """
 
     def __init__(
-        self, process: Process, run_dir: Path, restarts: Restarts, job: str, num_requeues: int, token: str | None
+        self,
+        process: Process,
+        run_dir: Path,
+        restarts: Restarts,
+        job: Job,
+        training: TrainingJob | None,
+        token: str | None,
     ) -> None:
-        self._run_dir, self._job = run_dir, job
+        self._run_dir, self._job, self._training = run_dir, job, training
         self._signals = Signals()
         self._restarts = restarts
-        self._memory = Memory(run_dir, process.name, job, num_requeues)
+        self._memory = Memory(run_dir, process.name, job.id, job.num_requeues)
         self._reports = folder_of(run_dir) / "failures"
         self._reports.mkdir(parents=True, exist_ok=True)
         self._written: Task | None = None
         self._killed_s: float | None = None
+        self._may_move = job.num_nodes > 1
         is_trainer = process.role == TRAINER
         trained = (
             partial(num_trained, run_dir) if is_trainer else partial(num_trained_with, run_dir, process.name, token)
         )
         self._memory.recall(restarts, trained())
-        self._memory.keep(restarts)
+        self._memory.keep(restarts, settled=False)
         self._kept = KeptProcess(self._start(process), self._start, restarts, trained)
 
     def run(self) -> int:
@@ -101,9 +113,14 @@ class SlurmTask:
         while self._kept.state not in ENDED and not (self._signals and self._kept.state == "waiting"):
             if event := self._kept.check():
                 self._say(event)
-                self._memory.keep(self._restarts)
+                # The loss of a node ends srun as well, shortly before the job: one loss.
+                self._memory.keep(self._restarts, settled=self._kept.state == "waiting")
             if self._signals:
                 self._end()
+            elif self._training is not None and self._training.is_over():
+                self._end_array(self._training)
+            elif self._is_last_restart() and self._moved():
+                return TOLD
             self._record()
             time.sleep(POLL_S)
         self._record()
@@ -115,7 +132,7 @@ class SlurmTask:
         if self._kept.failure is not None and not self._was_asked_to_end():
             raise self._kept.failure
         if signal.SIGUSR1 in self._signals:
-            self._requeue()
+            self._requeue("the time limit is near: the job goes back into the queue")
             return TOLD
         return INTERRUPTED
 
@@ -125,7 +142,7 @@ class SlurmTask:
         return bool(self._signals) and isinstance(failure, ProcessFailed) and failure.cause in (None, "RunStopped")
 
     def _start(self, process: Process) -> Running:
-        report = self._reports / f"{process.name}-{self._job}-{time.time_ns()}"
+        report = self._reports / f"{process.name}-{self._job.id}-{time.time_ns()}"
         return start_process(process, report)
 
     def _end(self) -> None:
@@ -138,22 +155,45 @@ class SlurmTask:
             self._say("told to end: saving, and ending")
             if self._kept.process.role == TRAINER:
                 # srun would take SIGTERM for an order to end its step within Slurm's KillWait.
-                end_steps(self._job)
+                end_steps(self._job.id)
             else:
                 self._kept.running.request_end()
         elif time.monotonic() > self._killed_s:
             self._kept.running.request_end()
 
-    def _requeue(self) -> None:
+    def _end_array(self, training: TrainingJob) -> None:
+        """Slurm then ends this task as well."""
+        self._say(f"the training job {training.id} is no longer in the queue: ending all instances")
+        with suppress(SlurmFailed):
+            # Tried again after the next look at the queue.
+            cancel(self._job.array or self._job.id)
+
+    def _is_last_restart(self) -> bool:
+        return self._kept.state == "waiting" and self._restarts.without_progress == self._restarts.limit
+
+    def _moved(self) -> bool:
+        """Whether the job is started again on nodes that Slurm selects anew: one of several may hang."""
+        if not self._may_move:
+            return False
+        try:
+            self._requeue("the last restart: the job goes back into the queue, and gets other nodes if one hangs")
+        except SlurmFailed as error:
+            self._may_move = False
+            self._say(f"started again in this job, as it cannot be requeued: {error}")
+        return self._may_move
+
+    def _requeue(self, why: str) -> None:
         """Puts the job back into the queue, where it starts again from the checkpoint; Slurm then kills this process.
 
         Raises:
             SlurmFailed: it was not requeued.
         """
-        self._say("the time limit is near: the job goes back into the queue")
-        self._memory.keep(self._restarts, asked=True)
-        requeue(self._job)
-        time.sleep(REQUEUE_S)
+        self._say(why)
+        self._memory.keep(self._restarts, settled=True)
+        requeue(self._job.id)
+        deadline_s = time.monotonic() + REQUEUE_S
+        while signal.SIGTERM not in self._signals and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
 
     def _record(self) -> None:
         kept = self._kept
@@ -196,6 +236,7 @@ def make_parser() -> Parser:
     parser.add_argument("--grace-s", type=float, required=True, help="from the request to end until it is killed")
     parser.add_argument("--max-restarts", type=int, required=True)
     parser.add_argument("--restart-delay-s", type=float, required=True)
+    parser.add_argument("--training-job", help="of an instance: it ends when this job is no longer in the queue")
     return parser
 
 
@@ -206,10 +247,11 @@ def main(argv: Sequence[str]) -> int:
     log = log_path(run_dir, options.name)
     process = Process(options.name, options.role, parser.rest, log, grace_s=options.grace_s)
     restarts = Restarts(options.max_restarts, options.restart_delay_s)
-    job, num_requeues = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    training = TrainingJob(options.training_job) if options.training_job else None
+    token = os.environ.get("ASYNC_RL_TOKEN")
     is_over = options.role == TRAINER
     try:
-        code = SlurmTask(process, run_dir, restarts, job, num_requeues, os.environ.get("ASYNC_RL_TOKEN")).run()
+        code = SlurmTask(process, run_dir, restarts, Job.of(os.environ), training, token).run()
         # Slurm itself ends or requeues the job; a user who ended it ends the array, too.
         is_over &= code != TOLD
     except AsyncRLError as error:

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.sections import ClusterSection
+from async_rl.errors import ConfigError
 from async_rl.tracking.lease import take_lease
+from deploy.cluster.fleet import drain
 from deploy.cluster.tasks import Task, write_launch
+from deploy.status import read_status
 
 pytestmark = pytest.mark.distributed
 
@@ -48,6 +51,21 @@ def test_json_has_the_same(run_dir: Path) -> None:
     told = json.loads(status("--run", str(run_dir), "--json").stdout)
     assert (told["engine"], told["num_trained"], told["num_iterations"]) == ("local", 3, 10)
     assert told["tasks"][0]["restarts"] == 2 and told["lease"] is None and told["fleet"] is None
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+@pytest.mark.parametrize("line", ["{bad", "[1]", "5"])
+def test_damaged_records_are_named(run_dir: Path, name: str, line: str) -> None:
+    (run_dir / name).write_text(line + "\n")
+    with pytest.raises(ConfigError, match=r"ends with a line that is none of a trainer's"):
+        read_status(run_dir, None)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "5", "{}", '{"url": 5}', '{"url": "http://[::1"}', '{"url": "h"}'])
+def test_an_address_that_is_none_is_that_of_no_trainer(run_dir: Path, text: str) -> None:
+    (run_dir / "fleet.json").write_text(text)
+    assert read_status(run_dir, None).fleet is None
+    assert not drain(run_dir, "instance-0", None)
 
 
 def test_by_default_it_is_the_run_that_was_launched_last(run_dir: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run on a Slurm cluster of three hosts that loses the node of an instance, and whose trainer is requeued."""
+"""Runs on a Slurm cluster of three hosts that loses nodes: an instance's, a training node."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ NETWORK = "data"
 OPTIONS = ('--cluster.slurm_training_options=["--nodelist=n1"]', '--cluster.slurm_instance_options=["--exclude=n1"]')
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     if (reason := simulated.why_not() or cluster.why_not()) is not None:
         pytest.skip(reason)
@@ -27,7 +27,7 @@ def hosts() -> Iterator[Hosts]:
     hosts.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def slurm(hosts: Hosts) -> Iterator[Slurm]:
     slurm = Slurm(hosts.hosts)
     yield slurm
@@ -59,5 +59,30 @@ def test_a_run_loses_an_instance_node_and_its_trainer_is_requeued(
 
     slurm.ask("scontrol", "requeue", training)
     took["the trainer is requeued, until its next iteration"] = run.wait_for_more()
+    run.finish(training, array)
+    print(took)
+
+
+def test_two_training_nodes_train_and_the_loss_of_one_requeues_them(
+    hosts: Hosts, slurm: Slurm, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    """Hosts know each other by address alone: no name of another one can be resolved."""
+    slurm.wait_for(lambda: set(slurm.nodes().values()) == {"idle"})
+    run = SlurmRun(slurm, tmp_path, tiny_model("qwen3", tied=True))
+    training, array = run.launch(
+        *OPTIONS, "--cluster.training_nodes=2", "--inference.num_instances=1", "--trainer.lost_after_s=8"
+    )
+    run.wait_for_more()
+    trains = slurm.ask("squeue", "--noheader", f"--jobs={training}", "--format=%N")
+    lost = next(name for name in ("n2", "n3") if name in slurm.ask("scontrol", "show", "hostnames", trains).split())
+    hosts[lost].cut(NETWORK)
+    begun = time.monotonic()
+    run.wait_for(lambda: slurm.nodes()[lost].startswith("down"))
+    took = {"Slurm counts the node as lost": time.monotonic() - begun}
+    run.wait_for_more()
+    took["the next iteration, on another node"] = time.monotonic() - begun
+    (trainer,) = [task for task in run.status()["tasks"] if task["role"] == "trainer"]
+    assert (trainer["state"], trainer["restarts"]) == ("running", 1), "one loss counts once"
+    hosts[lost].restore(NETWORK)
     run.finish(training, array)
     print(took)

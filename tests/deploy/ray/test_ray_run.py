@@ -106,12 +106,13 @@ def test_a_signal_lets_the_trainer_save_and_ends_every_task(run: RayRun) -> None
     assert "stopped by SIGTERM; all its processes have ended" in run.output.read_text()
 
 
-def test_a_killed_launcher_leaves_nothing_behind(run: RayRun) -> None:
-    run.start(*slow(run, 100))
+def test_a_killed_launcher_leaves_nothing_behind_and_lets_the_trainer_save(run: RayRun) -> None:
+    run.start(*slow(run, 100), "--checkpoint.every=1000")
     run.wait_for(lambda: len(run.lines("ledger.jsonl")) >= 1)
     tasks = run.tasks()
     run.kill()
     assert gone(tasks, timeout_s=60)
+    assert list(run.dir.glob("checkpoints/*")), "every task has its grace time"
 
 
 def test_a_group_without_room_fails_in_time_and_says_what_was_asked_and_what_was_free(run: RayRun) -> None:
@@ -122,8 +123,9 @@ def test_a_group_without_room_fails_in_time_and_says_what_was_asked_and_what_was
     assert "1 x CPU 64. Free: CPU" in said and "on all hosts together" in said, said
 
 
-def test_a_cluster_that_is_not_there_is_reported(run: RayRun) -> None:
-    run.address = "127.0.0.1:1"
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "garbage"])
+def test_a_cluster_that_is_not_there_is_reported(run: RayRun, address: str) -> None:
+    run.address = address
     run.start()
     assert run.finish(60) == 2
-    assert "cannot connect to the Ray cluster at RAY_ADDRESS = '127.0.0.1:1'" in run.output.read_text()
+    assert f"cannot connect to the Ray cluster at RAY_ADDRESS = '{address}'" in run.output.read_text()

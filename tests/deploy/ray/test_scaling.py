@@ -46,3 +46,11 @@ def test_a_trainer_that_does_not_answer_has_desired_nothing() -> None:
 def test_without_a_range_there_is_nothing_to_follow() -> None:
     assert not Scaler(least=2, most=2, up_after_s=30, down_after_s=300).follows
     assert scaler().follows
+
+
+def test_numbers_that_flip_faster_than_they_would_count_change_nothing() -> None:
+    asked = scaler()
+    assert {asked.note(5 if i % 2 else 2, 5.0 * i) for i in range(500)} == {2}
+    for now_s in (3000, 3030):
+        asked.note(5, now_s)
+    assert {asked.note(5 if i % 20 else 2, 3031 + 5.0 * i) for i in range(500)} == {5}

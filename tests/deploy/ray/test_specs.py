@@ -60,8 +60,9 @@ def test_the_dry_run_shows_groups_and_commands_and_no_secret(
     monkeypatch.setenv("ASYNC_RL_TOKEN", "between hosts")
     config = tmp_path / "run.toml"
     config.write_text(MINIMAL + "[cluster]\ntraining_nodes = 2\nmax_instances = 4\n[inference]\nnum_instances = 2\n")
-    assert main([str(config), "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    assert main([str(config), "--dry-run"]) == 2
+    said, wrong = capsys.readouterr()
+    assert "some/model" in wrong and "rows.jsonl" in wrong, "what is wrong is told after what would be run"
     assert "placement group training: STRICT_SPREAD [{'CPU': 2.0}, {'CPU': 2.0}]" in said
     assert said.count("placement group instance-") == 2 and "up to 4 instances in all" in said
     assert "torch.distributed.run --nnodes 2 --node-rank 1" in said and "--master-addr ADDRESS" in said

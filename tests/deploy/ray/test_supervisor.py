@@ -191,9 +191,14 @@ def test_training_nodes_that_do_not_end_are_removed_after_their_grace_time(groun
     assert first.is_removed and ground.states()["training"] == "waiting"
 
 
+@pytest.mark.parametrize("losses", [0, 2])
 @pytest.mark.parametrize("kind", ["ConfigError", "OnPolicyViolation"])
-def test_a_fault_that_no_restart_mends_ends_the_run_with_its_name(ground: Ground, kind: str) -> None:
-    ground.step(5)
+def test_a_fault_that_no_restart_mends_ends_the_run_with_its_name(ground: Ground, kind: str, losses: int) -> None:
+    """Also when it comes after the last restart."""
+    for _ in range(losses):
+        ground.step(4, seconds=3)
+        ground.cluster.of("training").ends_with(137)
+    ground.step(5, seconds=3)
     ground.cluster.of("training").ends_with(2 if kind == "ConfigError" else 4, kind)
     with pytest.raises(ProcessFailed, match="trainer-0 ended with") as failure:
         ground.step(2)

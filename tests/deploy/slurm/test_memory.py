@@ -19,7 +19,7 @@ def start(run_dir: Path, num_requeues: int, trained: int, job: str = "7") -> Res
     restarts = Restarts(limit=2, first_delay_s=1.0)
     memory = Memory(run_dir, "trainer", job, num_requeues)
     memory.recall(restarts, trained)
-    memory.keep(restarts)
+    memory.keep(restarts, settled=False)
     return restarts
 
 
@@ -32,16 +32,16 @@ def test_a_job_that_is_lost_again_and_again_without_progress_is_started_no_more(
 def test_progress_and_restarts_in_the_job_itself_count_as_well(run_dir: Path) -> None:
     restarts = start(run_dir, 0, trained=5)
     assert restarts.next_delay_s() == 1.0
-    Memory(run_dir, "trainer", "7", 0).keep(restarts)
+    Memory(run_dir, "trainer", "7", 0).keep(restarts, settled=False)
     assert start(run_dir, 1, trained=0).without_progress == 2
     assert start(run_dir, 2, trained=9).without_progress == 1
     assert start(run_dir, 3, trained=9).total == 4
 
 
-def test_a_start_that_the_task_asked_for_is_no_loss(run_dir: Path) -> None:
+def test_a_loss_that_the_task_has_counted_or_a_start_that_it_asked_for_is_no_further_loss(run_dir: Path) -> None:
     restarts = start(run_dir, 0, trained=5)
     for n in range(1, 6):
-        Memory(run_dir, "trainer", "7", n - 1).keep(restarts, asked=True)
+        Memory(run_dir, "trainer", "7", n - 1).keep(restarts, settled=True)
         restarts = start(run_dir, n, trained=5)
     assert restarts.total == 0
 

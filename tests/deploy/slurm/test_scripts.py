@@ -37,13 +37,12 @@ def test_the_training_job_has_all_training_nodes_and_what_each_needs(tmp_path: P
     assert {"--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=9", "--gres=gpu:8", "--requeue"} <= set(given)
     assert "--job-name=mine-training" in given and given[-1] == "--partition=gpu"
     assert "--signal=B:USR1@200" in given, "120 s to save, 20 s more to be killed, and a minute's margin"
-    assert 'export MASTER_ADDRESS="$(hostname)"' in training_script(plan)
     assert "srun --nodes=2 --ntasks-per-node=1" in training_script(plan)
 
 
 def test_each_node_starts_torchrun_with_its_own_rank(tmp_path: Path) -> None:
     script = node_script(make_plan(tmp_path, cluster={"training_nodes": 2}))
-    assert '--nnodes 2 --node-rank "$SLURM_NODEID"' in script and '--master-addr "$MASTER_ADDRESS"' in script
+    assert '--nnodes 2 --node-rank "$SLURM_NODEID"' in script and '--master-addr "$SLURM_LAUNCH_NODE_IPADDR"' in script
     assert "--run.seed=3" in script and "--run.resume=true" in script
 
 
@@ -53,6 +52,7 @@ def test_instances_are_an_array_whose_tasks_register_by_the_runs_directory(tmp_p
     assert {"--array=0-5", "--nodes=1", "--gres=gpu:2", "--cpus-per-task=3", "--requeue"} <= set(given)
     assert f"--output={tmp_path}/mine/logs/instance-%a.log" in given and given[-1] == "--nice=5"
     assert f'--register {tmp_path}/mine --name "instance-$SLURM_ARRAY_TASK_ID"' in script
+    assert '--training-job "$1"' in script
 
 
 def test_npus_are_taken_as_whole_nodes_since_slurm_does_not_tell_their_numbers(tmp_path: Path) -> None:
@@ -74,10 +74,34 @@ def test_words_of_the_user_reach_the_program_as_they_are(tmp_path: Path) -> None
     assert "--model 'my model'\"'\"'s'" in instances_script(plan)
 
 
-@pytest.mark.parametrize("option", ["--time=1:00\n#SBATCH --uid=0", "partition=gpu", ""])
+@pytest.mark.parametrize("option", ["--time=1:00\n#SBATCH --uid=0", "--comment=\0", "partition=gpu", ""])
 def test_an_option_is_one_word_of_one_line(tmp_path: Path, option: str) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.slurm_options"):
         make_plan(tmp_path, cluster={"slurm_options": [option]})
+
+
+@pytest.mark.parametrize("name", ["", "1A", "A B", "A=B", "A;touch x", "$(id)", "A\nB", "Ä"])
+def test_a_variable_has_a_name_that_a_shell_takes_for_one(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.env"):
+        make_plan(tmp_path, cluster={"env": {name: "x"}})
+
+
+def test_a_token_in_the_environment_of_all_tasks_is_refused_and_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it in the environment of the launcher") as refused:
+        make_plan(tmp_path, cluster={"env": {"ASYNC_RL_TOKEN": "secret"}})
+    assert "secret" not in str(refused.value)
+
+
+def test_a_path_that_sbatch_would_misread_is_refused(tmp_path: Path) -> None:
+    """Backslashes are escapes for sbatch, within quotes too."""
+    for name in ("a\\b", "a\nb"):
+        with pytest.raises(ConfigError, match=r"name a run\.dir without backslashes"):
+            scripts(make_plan(tmp_path, run={"dir": str(tmp_path / name)}))
+
+
+def test_a_run_in_the_working_directory_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert make_plan(tmp_path, run={"dir": "."}).name == tmp_path.name
 
 
 def test_the_token_is_in_a_file_that_only_its_user_reads_and_in_no_script(
@@ -93,8 +117,10 @@ def test_the_token_is_in_a_file_that_only_its_user_reads_and_in_no_script(
         os.umask(before)
     assert stat.S_IMODE(token_file(run_dir).stat().st_mode) == 0o600
     assert "secret of the user" not in describe(plan)
+    token_file(run_dir).chmod(0o644)
     write_token(run_dir, None)
     assert token_file(run_dir).read_text() == "secret of the user", "a run that is launched again keeps its token"
+    assert stat.S_IMODE(token_file(run_dir).stat().st_mode) == 0o600
 
 
 def test_a_run_without_a_token_gets_one(tmp_path: Path) -> None:
@@ -111,5 +137,8 @@ def test_the_plan_shows_every_script_and_the_commands_that_submit_them(tmp_path:
     shown = describe(plan)
     assert all(text in shown for text in scripts(plan).values())
     assert f"sbatch --parsable {tmp_path}/mine/slurm/training.sbatch" in shown
-    assert f"sbatch --parsable --dependency=after:TRAINING_JOB {tmp_path}/mine/slurm/instances.sbatch" in shown
+    assert (
+        f"sbatch --parsable --dependency=after:TRAINING_JOB {tmp_path}/mine/slurm/instances.sbatch TRAINING_JOB"
+        in shown
+    )
     assert not (tmp_path / "mine").exists(), "nothing is written"
