@@ -1,7 +1,7 @@
 """The tasks of a run as its launcher started them, for `async-rl status`: `run.dir/launch.json` and `run.dir/tasks/`.
 
 The launcher writes `launch.json`. A task that is kept going by a program of its own, on another host, writes
-`tasks/NAME.json`, which is newer than the launcher's record of it; only the id stays the launcher's.
+`tasks/NAME.json`, which is newer than the launcher's record of it; only the id stays the launcher's, if it knew one.
 """
 
 import json
@@ -96,6 +96,12 @@ def read_launch(run_dir: Path) -> Launch:
         raise ConfigError(f"{str(file)!r} is not the record of a launcher: {error}") from error
 
 
+def read_task(run_dir: Path, name: str) -> Task | None:
+    """What the program that keeps a task going has written last; None without a record."""
+    file = run_dir / TASKS_FOLDER / f"{name}.json"
+    return Task(**json.loads(file.read_text())) if file.exists() else None
+
+
 def _newest(run_dir: Path, task: Task) -> Task:
-    file = run_dir / TASKS_FOLDER / f"{task.name}.json"
-    return replace(Task(**json.loads(file.read_text())), id=task.id) if file.exists() else task
+    newest = read_task(run_dir, task.name)
+    return task if newest is None else replace(newest, id=task.id or newest.id)

@@ -96,6 +96,8 @@ class PodRunner:
     def __init__(self, objects: Sequence[Object], volume: Path, folder: Path) -> None:
         self.pods = list(pods_of(objects))
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.attempt = 0
+        """How often JobSet has started the training pods again."""
         self._objects = {(each["kind"], each["metadata"]["name"]): each for each in objects}
         self._volume = volume
         self._folder = folder
@@ -164,14 +166,21 @@ class PodRunner:
         for each in container["env"]:
             source = each.get("valueFrom", {})
             if "fieldRef" in source:
-                assert source["fieldRef"]["fieldPath"] == "metadata.name", "the only field that is known here"
-                yield each["name"], pod.name
+                yield each["name"], self._field(pod, source["fieldRef"]["fieldPath"])
             elif "secretKeyRef" in source:
                 asked = source["secretKeyRef"]
                 content = self._objects["Secret", asked["name"]]["data"][asked["key"]]
                 yield each["name"], base64.b64decode(content).decode()
             else:
                 yield each["name"], each["value"]
+
+    def _field(self, pod: Pod, path: str) -> str:
+        """A field of the pod, which Kubernetes and JobSet fill in."""
+        return {
+            "metadata.name": pod.name,
+            "spec.nodeName": f"node-of-{pod.name}",
+            "metadata.labels['jobset.sigs.k8s.io/restart-attempt']": str(self.attempt),
+        }[path]
 
     def _mounts(self, pod: Pod, container: Object) -> Iterator[str]:
         for source, target in ((ROOT, CHECKOUT), (Path(sys.prefix), ENVIRONMENT)):
@@ -205,5 +214,6 @@ def _bind(source: Path, target: str, *, read_only: bool) -> str:
 
 
 def _expanded(word: str, env: Mapping[str, str]) -> str:
-    """Kubernetes' own syntax: `$(NAME)` is replaced where NAME is a variable of the container, else left as it is."""
-    return re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), word)
+    """Kubernetes' own syntax: `$(NAME)` is replaced where NAME is a variable of the container, else left as it is; `$$`
+    stands for `$`."""
+    return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else env.get(found[2], found[0]), word)

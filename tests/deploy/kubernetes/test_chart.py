@@ -192,12 +192,15 @@ def test_training_pods_are_started_again_unless_their_exit_code_says_that_it_wou
     spec = one(objects_of("multi_node"), "JobSet")["spec"]
     job = spec["replicatedJobs"][0]["template"]["spec"]
     assert (job["completions"], job["parallelism"], job["backoffLimit"]) == (2, 2, 0)
-    assert spec["failurePolicy"]["maxRestarts"] == 3
-    [rule] = spec["failurePolicy"]["rules"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    lasting, other = spec["failurePolicy"]["rules"]
+    assert (lasting["action"], lasting["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    # The first pod counts them, by the number that JobSet gives to each attempt.
+    assert other == {"name": "may-pass", "action": "RestartJobSetAndIgnoreMaxRestarts"}
     actions = [(each["action"], each.get("onExitCodes", {}).get("values")) for each in job["podFailurePolicy"]["rules"]]
     assert actions == [("Ignore", None), ("Ignore", [5]), ("FailJob", [2, 4])]
     [container] = job["template"]["spec"]["containers"]
+    fields = {each["name"]: each["valueFrom"].get("fieldRef", {}) for each in container["env"] if "valueFrom" in each}
+    assert fields["RESTART_ATTEMPT"] == {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}
     assert container["name"] == "trainer" == job["podFailurePolicy"]["rules"][2]["onExitCodes"]["containerName"]
 
 

@@ -1,5 +1,6 @@
-"""The exit code of a training pod, after real torchrun, whose own code is always 1."""
+"""A training pod's exit code after real torchrun, whose own code is always 1; what it records; and its restarts."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from deploy.status import read_status
 
 pytestmark = pytest.mark.distributed
 
@@ -29,17 +32,28 @@ signal.pause()
 """
 
 
-def start(folder: Path, script: str) -> "subprocess.Popen[str]":
+def start(
+    folder: Path, script: str, *, attempt: int = 0, index: int = 0, max_restarts: int = 3
+) -> "subprocess.Popen[str]":
+    """One pod of two, in the given attempt of JobSet; its working directory is the volume."""
     program = folder / "rank.py"
     program.write_text(script)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(program)]
+    options = {"--run-dir": "run", "--pods": 2, "--index": index, "--max-restarts": max_restarts}
+    words = [str(word) for option in {**options, "--restart-delay-s": 0.01}.items() for word in option]
+    pod = {"POD_NAME": f"run-trainer-0-{index}-{attempt}", "NODE_NAME": "node-7", "RESTART_ATTEMPT": str(attempt)}
     return subprocess.Popen(
-        [sys.executable, "-m", "deploy.kubernetes.training_pod", "--", *torchrun],
+        [sys.executable, "-m", "deploy.kubernetes.training_pod", *words, "--", *torchrun],
         cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1", **pod},
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def end(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    said = process.communicate(timeout=120)[1]
+    return process.returncode, said
 
 
 @pytest.mark.parametrize(
@@ -57,9 +71,8 @@ def start(folder: Path, script: str) -> "subprocess.Popen[str]":
     ids=["trained", "unnamed", "killed", "may pass", "bad input", "lasting", "fenced", "stopped"],
 )
 def test_the_code_tells_what_ended_the_ranks(tmp_path: Path, script: str, code: int) -> None:
-    process = start(tmp_path, script)
-    said = process.communicate(timeout=120)[1]
-    assert process.returncode == code, said
+    returned, said = end(start(tmp_path, script))
+    assert returned == code, said
 
 
 def test_sigterm_reaches_the_ranks_which_save_first(tmp_path: Path) -> None:
@@ -72,3 +85,41 @@ def test_sigterm_reaches_the_ranks_which_save_first(tmp_path: Path) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 143
     assert (tmp_path / "saved").exists()
+
+
+def test_status_shows_the_pods_and_why_they_were_lost(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert end(start(tmp_path, RAISES.format(error="PublishError")))[0] == 1
+    first, second = read_status(run_dir, None).tasks
+    assert (first.name, first.host, first.id, first.state) == ("trainer-0", "node-7", "run-trainer-0-0-0", "waiting")
+    assert (first.restarts, first.cause, first.log) == (0, "PublishError: why", "kubectl logs run-trainer-0-0-0")
+    assert (second.name, second.state, second.id) == ("trainer-1", "submitted", None)
+
+    assert end(start(tmp_path, "", attempt=1))[0] == 0
+    assert end(start(tmp_path, "", attempt=1, index=1))[0] == 0
+    first, second = read_status(run_dir, None).tasks
+    assert (first.state, first.restarts, first.cause) == ("done", 1, "PublishError: why")
+    assert (second.state, second.restarts, second.id) == ("done", 1, "run-trainer-0-1-1")
+
+
+def test_pods_that_are_lost_again_and_again_without_progress_are_given_up(tmp_path: Path) -> None:
+    ledger, fails = tmp_path / "run" / "ledger.jsonl", RAISES.format(error="PublishError")
+
+    def attempt(number: int) -> tuple[int, str]:
+        return end(start(tmp_path, fails, attempt=number, max_restarts=1))
+
+    assert [attempt(0)[0], attempt(1)[0]] == [1, 1]
+    ledger.write_text(json.dumps({"iteration": 0, "on_policy": True}) + "\n")
+    # Progress: the limit counts anew.
+    assert attempt(2)[0] == 1
+    code, said = attempt(3)
+    assert code == 4 and "RestartsExhausted: the training pods were lost after 1 restarts without" in said
+    assert "(cluster.max_restarts = 1); the last time: PublishError: why" in said
+    [task, _] = read_status(tmp_path / "run", None).tasks
+    assert task.state == "failed" and task.cause is not None and "were lost after 1 restarts" in task.cause
+
+
+def test_a_volume_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    code, said = end(start(tmp_path, ""))
+    assert code == 4 and "WriteFailed: cannot write 'run'" in said

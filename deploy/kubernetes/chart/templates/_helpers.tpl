@@ -18,10 +18,13 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ .Values.token.existingSecret | default (printf "%s-token" .Release.Name) }}
 {{- end }}
 
-{{/* The environment of a container: dict "root" $ "env" (of the pool). Kubernetes expands $(NAME) in commands. */}}
+{{/* The environment of a container: dict "root" $ "env" (of the pool) "fields" (of the pod, optional). Kubernetes
+expands $(NAME) in commands. */}}
 {{- define "async-rl.env" -}}
-- name: POD_NAME
-  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- range $name, $path := merge (dict "POD_NAME" "metadata.name") (.fields | default dict) }}
+- name: {{ $name }}
+  valueFrom: {fieldRef: {fieldPath: {{ $path | quote }}}}
+{{- end }}
 - name: ASYNC_RL_TOKEN
   valueFrom: {secretKeyRef: {name: {{ include "async-rl.secret" .root }}, key: {{ .root.Values.token.key }}}}
 # Caches are written below it; the root file system is read-only.
@@ -79,7 +82,8 @@ volumes:
 {{- end }}
 {{- end }}
 
-{{/* A container without its probes: dict "root" $ "pool" "name" "image" "command" "ports", "readsOnly" (optional). */}}
+{{/* A container without its probes: dict "root" $ "pool" "name" "image" "command" "ports", "readsOnly" and
+"fields" (optional). */}}
 {{- define "async-rl.container" -}}
 name: {{ .name }}
 image: {{ .image | quote }}
@@ -89,7 +93,7 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 args: {{ toYaml . | nindent 2 }}
 {{- end }}
 workingDir: {{ .root.Values.storage.mountPath }}
-env: {{ include "async-rl.env" (dict "root" .root "env" .pool.env) | nindent 2 }}
+env: {{ include "async-rl.env" (dict "root" .root "env" .pool.env "fields" .fields) | nindent 2 }}
 {{- with .ports }}
 ports:
 {{- range $name, $port := . }}
