@@ -184,6 +184,10 @@ def test_the_network_policy_selects_all_pods_of_the_release_and_no_others(
     own, metrics = policy["ingress"]
     assert own == {"from": [{"podSelector": {"matchLabels": selector}}]}, "at all ports"
     assert metrics["ports"] == [{"protocol": "TCP", "port": 8600}]
+    to_own, names, more = policy["egress"]
+    assert to_own == {"to": [{"podSelector": {"matchLabels": selector}}]}, "at all ports"
+    assert names == {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
+    assert more == {"ports": [{"protocol": "TCP", "port": 443}]}, "what the cluster's values add"
 
 
 def test_training_pods_are_started_again_unless_their_exit_code_says_that_it_would_not_help(
