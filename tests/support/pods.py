@@ -148,17 +148,41 @@ class PodRunner:
         done = subprocess.run(self.host(pod).command([sys.executable, "-c", code]), capture_output=True, text=True)
         return done.stdout
 
+    def ask(self, pod: Pod, *words: str) -> str:
+        """The output of a program of the project on the pod's host, with the pod's variables, in the volume."""
+        [container] = pod.spec["containers"]
+        env = [f"{name}={value}" for name, value in self._environment(pod, container)]
+        command = self.host(pod).command(["env", f"PYTHONPATH={ROOT}", *env, sys.executable, *words])
+        return subprocess.run(command, cwd=self._volume, check=True, capture_output=True, text=True).stdout
+
+    def lose(self, pod: Pod) -> None:
+        """Ends all processes of the pod at once."""
+        left = subprocess.run(["ip", "netns", "pids", self.host(pod).namespace], capture_output=True, text=True)
+        if left.stdout.split():
+            subprocess.run(["kill", "-KILL", *left.stdout.split()], check=False)
+        self.running[pod.name].wait()
+
+    def start_again(self, pod: Pod) -> None:
+        """As JobSet does with training pods that were lost: another attempt, at another address."""
+        self.attempt += 1
+        host, old, new = self.host(pod), self.address(pod), f"10.79.1.{100 + self.attempt}"
+        for change in (["del", f"{old}/24"], ["add", f"{new}/24"]):
+            subprocess.run(["ip", "-n", host.namespace, "addr", *change, "dev", "pods"], check=True)
+        host.addresses["pods"] = new
+        for each in self.pods:
+            # In place: the pods that run have this file mounted.
+            file = ETC / self.host(each).namespace / "hosts"
+            file.write_text(file.read_text().replace(f"{old} ", f"{new} "))
+        self.start(pod)
+
     def close(self) -> None:
         for process in self.running.values():
             if process.poll() is None:
                 process.kill()
         for pod in self.pods:
             # A container's other processes end with it; here they are those of its namespace.
-            left = subprocess.run(["ip", "netns", "pids", self.host(pod).namespace], capture_output=True, text=True)
-            if left.stdout.split():
-                subprocess.run(["kill", "-KILL", *left.stdout.split()], check=False)
-        for process in self.running.values():
-            process.wait()
+            if pod.name in self.running:
+                self.lose(pod)
         self._hosts.close()
 
     def _environment(self, pod: Pod, container: Object) -> Iterator[tuple[str, str]]:
