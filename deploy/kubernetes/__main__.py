@@ -98,16 +98,7 @@ def install(values: dict[str, Any], release: str, namespace: str | None, files: 
     except OSError as error:
         raise ConfigError(f"cannot make {str(out)!r}: {error.strerror}; name another directory with --out") from error
     write_file(written, as_text(values))
-    try:
-        _run(_upgrade(release, namespace, [written, *files]))
-    except ProcessFailed as error:
-        if "immutable" not in str(error):
-            raise
-        raise ProcessFailed(
-            f"release {release} is there, and its training pods cannot be changed: they go on as before. To train with "
-            f"these values: kubectl delete jobset {release} (the trainer saves; rayjob with --engine ray), and launch "
-            f"again.\n{error}"
-        ) from error
+    _run(_upgrade(release, namespace, [written, *files]))
 
 
 def _upgrade(release: str, namespace: str | None, files: Sequence[Path | str]) -> list[str]:

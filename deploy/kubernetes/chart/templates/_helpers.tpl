@@ -104,6 +104,9 @@ args: {{ toYaml . | nindent 2 }}
 {{- end }}
 workingDir: {{ .root.Values.storage.mountPath | quote }}
 env: {{ include "async-rl.env" (dict "root" .root "env" .pool.env "fields" .fields) | nindent 2 }}
+{{- with .root.Values.envFrom }}
+envFrom: {{ toYaml . | nindent 2 }}
+{{- end }}
 {{- with .ports }}
 ports:
 {{- range $name, $port := . }}
