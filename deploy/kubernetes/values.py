@@ -103,7 +103,9 @@ def chart_values(
         values |= {"autoscaling": {"enabled": True}, "podMonitor": {"enabled": True}}
     if engine == "ray":
         python = plan.config.cluster.python or "python"
-        command = [python, "-m", "deploy.ray", str(CONFIG_PATH), *plan.overrides]
+        # Ray would take a free port; each pod has all of its own, and Prometheus must know this one.
+        port = f"--pool.fleet_port={plan.fleet_port}"
+        command = [python, "-m", "deploy.ray", str(CONFIG_PATH), *plan.overrides, port]
         values["ray"] = {"command": command, "backoffLimit": plan.config.cluster.max_restarts}
     return values
 

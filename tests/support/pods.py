@@ -97,7 +97,8 @@ class PodRunner:
         self.pods = list(pods_of(objects))
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.attempt = 0
-        """How often JobSet has started the training pods again."""
+        """How often JobSet has started the training pods again, as they are told."""
+        self._num_anew = 0
         self._objects = {(each["kind"], each["metadata"]["name"]): each for each in objects}
         self._volume = volume
         self._folder = folder
@@ -163,9 +164,9 @@ class PodRunner:
         self.running[pod.name].wait()
 
     def start_again(self, pod: Pod) -> None:
-        """As JobSet does with training pods that were lost: another attempt, at another address."""
-        self.attempt += 1
-        host, old, new = self.host(pod), self.address(pod), f"10.79.1.{100 + self.attempt}"
+        """Makes a pod that has ended anew: at another address, to which its name leads from now on."""
+        self._num_anew += 1
+        host, old, new = self.host(pod), self.address(pod), f"10.79.1.{100 + self._num_anew}"
         for change in (["del", f"{old}/24"], ["add", f"{new}/24"]):
             subprocess.run(["ip", "-n", host.namespace, "addr", *change, "dev", "pods"], check=True)
         host.addresses["pods"] = new

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from async_rl.config.file import load_config
 from async_rl.fleet.metrics import INSTANCE_GAUGES, RUN_GAUGES
 from deploy.kubernetes.__main__ import CHART
+from deploy.ray import __main__ as ray_launcher
 from tests.support import ROOT
 from tests.support.strict_schema import check
 
@@ -246,3 +249,23 @@ def test_the_dashboard_shows_every_metric_of_the_endpoint_and_no_other(objects_o
     assert shown == gauges | {f"async_rl_{name}" for name in others}
     listed = (ROOT / "docs" / "elastic_pool.md").read_text()
     assert all(name.removeprefix("async_rl_instance") in listed for name in shown)
+
+
+def test_the_entrypoint_of_a_ray_job_is_a_command_of_the_launcher_with_the_port_that_is_monitored(
+    objects_of: Callable[[str], list[Any]], tmp_path: Path
+) -> None:
+    objects = objects_of("ray")
+    job = one(objects, "RayJob")["spec"]
+    python, dash, module, path, *words = shlex.split(job["entrypoint"])
+    assert (python, dash, module) == ("python", "-m", ray_launcher.__name__.removesuffix(".__main__"))
+    assert path == "/etc/async-rl/run.toml"
+    config = tmp_path / "run.toml"
+    config.write_text(one(objects, "ConfigMap")["data"]["run.toml"])
+    parser = ray_launcher.make_parser()
+    parser.parse_args([str(config), *words])
+    loaded = load_config(config, parser.overrides)
+    assert loaded.cluster.max_instances == 3
+    [trainer] = [each for each in job["rayClusterSpec"]["workerGroupSpecs"] if each["groupName"] == "trainer"]
+    [container] = trainer["template"]["spec"]["containers"]
+    monitored = one(objects, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["port"]
+    assert {"name": monitored, "containerPort": loaded.pool.fleet_port} in container["ports"]

@@ -18,7 +18,8 @@ from tests.support.pods import PodRunner, why_no_pods
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
 FINISH_S = 300
-LOST_AFTER = 8
+REPLACED_AFTER = 4
+LOST_AFTER = 10
 FLEET = "http://grpo-trainer-0-0.grpo:8600"
 
 CLUSTER = """
@@ -60,7 +61,7 @@ def runner(manifests: list[Any], volume: Path, tmp_path: Path) -> Iterator[PodRu
     runner.close()
 
 
-def test_the_pods_of_a_release_train_a_proven_run_though_the_trainers_is_lost(
+def test_the_pods_of_a_release_train_a_proven_run_though_the_trainers_is_lost_and_an_instance_replaced(
     runner: PodRunner, volume: Path, manifests: list[Any]
 ) -> None:
     *instances, trainer = runner.pods
@@ -80,14 +81,21 @@ def test_the_pods_of_a_release_train_a_proven_run_though_the_trainers_is_lost(
     [endpoint] = monitor["podMetricsEndpoints"]
     [dashboard] = [each["data"]["async-rl.json"] for each in manifests if each["metadata"]["name"] == "grpo-dashboard"]
     ledger = volume / "grpo" / "ledger.jsonl"
-    deadline, metrics, status = time.monotonic() + FINISH_S, "", ""
+    deadline, metrics, status, num_replaced = time.monotonic() + FINISH_S, "", "", 0
     while runner.running[trainer.name].poll() is None:
         assert time.monotonic() < deadline, everything_said()
         for pod in instances:
             assert runner.running[pod.name].poll() is None, everything_said()
         num_trained = len(ledger.read_text().splitlines()) if ledger.exists() else 0
+        if num_replaced == 0 and num_trained >= REPLACED_AFTER:
+            # As an upgrade of the instances does with one pod after the other.
+            runner.running[instances[1].name].terminate()
+            assert runner.running[instances[1].name].wait(instances[1].spec["terminationGracePeriodSeconds"]) == 0
+            num_replaced += 1
+            runner.start_again(instances[1])
         if runner.attempt == 0 and num_trained >= LOST_AFTER:
             runner.lose(trainer)
+            runner.attempt = 1
             runner.start_again(trainer)
             metrics = ""
         metrics = runner.get(trainer, endpoint["port"], endpoint["path"]) or metrics
