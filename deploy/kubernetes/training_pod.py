@@ -4,8 +4,9 @@ torchrun exits with 1 whatever its ranks exited with. Kubernetes decides by the 
 again, so this program starts torchrun and exits with the code that the ranks' error stands for. It records its pod for
 `async-rl status`; the first pod also records the launch, and counts restarts.
 
-Exit codes: 0 trained to the end, 1 a fault that may pass with a restart, 2 bad input, 4 a fault that no restart mends,
-or too many restarts, 5 fenced: another trainer has taken over the run, 143 ended by SIGTERM.
+Exit codes: 0 trained to the end, 75 a fault that may pass with a restart, 2 bad input, 4 a fault that no restart mends,
+or too many restarts, 5 fenced: another trainer has taken over the run, 143 ended by SIGTERM; Kubernetes starts the pods
+again after 75, 137 and 143.
 """
 
 import json
@@ -27,10 +28,12 @@ from async_rl.files import named_write_errors
 from async_rl.programs.command_line import Parser
 from async_rl.programs.failure_report import TORCHRUN_VARIABLE
 from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, TOLD, Restarts, num_trained
-from deploy.cluster.tasks import Task, read_task, write_launch, write_task
+from deploy.cluster.tasks import Task, read_launch, read_task, write_launch, write_task
 from deploy.kubernetes.restart_count import count_attempt
 
-MAY_PASS: Final = 1
+MAY_PASS: Final = os.EX_TEMPFAIL
+"""75, which nothing else exits with: JobSet has no limit, so Kubernetes must not start again what never came so far as
+to count its attempts."""
 
 STATES: Final[Mapping[int, str]] = {DONE: "done", MAY_PASS: "waiting", TOLD: "stopped"}
 """Of the pod in `async-rl status`, by its exit code; all other codes mean that it has failed."""
@@ -148,13 +151,16 @@ def run(options: Any, command: Sequence[str], signals: Signals) -> int:
         write_launch(run_dir, "kubernetes", (Task(name_of(i), "trainer") for i in range(options.pods)))
         restarts = Restarts(options.max_restarts, options.restart_delay_s)
         try:
-            delay_s = count_attempt(run_dir, attempt, restarts, num_trained(run_dir), task.cause)
+            # A pod that was stopped, because another one had failed, has no cause itself.
+            causes = (f"{each.name}: {each.cause}" for each in read_launch(run_dir).tasks if each.cause)
+            delay_s = count_attempt(run_dir, attempt, restarts, num_trained(run_dir), next(causes, None))
         except RestartsExhausted as error:
             record(run_dir, replace(task, state="failed", cause=str(error)))
             raise
     end = End(TOLD) if signals.told.wait(delay_s) else train(command, signals)
     code = exit_code(end, told=signals.told.is_set())
-    cause = task.cause if code in (DONE, TOLD) else end.message or f"torchrun exited with code {end.code}"
+    causes_of = {DONE: task.cause, TOLD: None}
+    cause = causes_of.get(code, end.message or f"torchrun exited with code {end.code}")
     record(run_dir, replace(task, state=STATES.get(code, "failed"), cause=cause))
     return code
 

@@ -15,6 +15,7 @@ import yaml
 from async_rl.config.file import load_config
 from async_rl.fleet.metrics import INSTANCE_GAUGES, RUN_GAUGES
 from deploy.kubernetes.__main__ import CHART
+from deploy.kubernetes.training_pod import MAY_PASS
 from deploy.ray import __main__ as ray_launcher
 from tests.support import ROOT
 from tests.support.strict_schema import check
@@ -204,7 +205,8 @@ def test_training_pods_are_started_again_unless_their_exit_code_says_that_it_wou
     # The first pod counts them, by the number that JobSet gives to each attempt.
     assert other == {"name": "may-pass", "action": "RestartJobSetAndIgnoreMaxRestarts"}
     actions = [(each["action"], each.get("onExitCodes", {}).get("values")) for each in job["podFailurePolicy"]["rules"]]
-    assert actions == [("Ignore", None), ("Ignore", [5]), ("FailJob", [2, 4])]
+    assert actions == [("Ignore", None), ("Ignore", [5]), ("FailJob", [MAY_PASS, 137, 143])]
+    assert job["podFailurePolicy"]["rules"][2]["onExitCodes"]["operator"] == "NotIn"
     [container] = job["template"]["spec"]["containers"]
     fields = {each["name"]: each["valueFrom"].get("fieldRef", {}) for each in container["env"] if "valueFrom" in each}
     assert fields["RESTART_ATTEMPT"] == {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}
