@@ -74,7 +74,7 @@ def chart_values(
         ConfigError: the config asks for what the chart does not do.
     """
     plan = replace(plan, config_path=CONFIG_PATH)
-    _require_one_host_or_vllm(plan.config, hosts_per_instance)
+    _require_possible(plan.config, engine, hosts_per_instance)
     first_host = f"{release}-trainer-0-0.{release}"
     argv = plan.training_argv(node_rank=INDEX, master_address=first_host)
     values: dict[str, Any] = {
@@ -132,9 +132,13 @@ def _literal_env(env: Mapping[str, str]) -> dict[str, str]:
     return dict(zip(env, _literal(env.values()), strict=True))
 
 
-def _require_one_host_or_vllm(config: Config, hosts: int) -> None:
+def _require_possible(config: Config, engine: str, hosts: int) -> None:
     if hosts == 1:
         return
+    if hosts < 1 or engine != "jobset":
+        raise ConfigError(
+            f"--hosts-per-instance is {hosts} with --engine {engine}: expected at least 1, and more only with jobset"
+        )
     if config.inference.engine != "vllm":
         raise ConfigError(
             f"--hosts-per-instance is {hosts}, but inference.engine is {config.inference.engine!r}: "

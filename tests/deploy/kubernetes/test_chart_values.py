@@ -154,6 +154,8 @@ def test_names_that_services_and_pods_cannot_have_are_refused(
         ({"instances": {"port": 80}}, "instances.port is 80, but"),
         ({"instances": {"hosts": 2}}, "instances.workerCommand is empty"),
         ({"instances": {"min": 2}}, "instances.max is 1, less than instances.min, 2"),
+        ({"run": {"dir": "runs/../../x"}}, "may leave the volume"),
+        ({"storage": {"mountPath": "/tmp"}}, "where pods have another volume"),
         ({"run": {"fleetPort": 29500}}, "another --pool.fleet_port"),
     ],
     ids=str,
@@ -163,7 +165,7 @@ def test_values_that_contradict_the_commands_are_refused(
 ) -> None:
     values = values_of(release="run")
     for section, part in change.items():
-        values[section] |= part
+        values[section] = values.get(section, {}) | part
     with pytest.raises(ValueError, match=said):
         render(values, "cpu", release="run" if change else "other")
 

@@ -84,6 +84,10 @@ def test_an_instance_of_several_hosts_has_a_leader_with_the_api_and_workers_with
         values_of(asked, hosts_per_instance=3)
     with pytest.raises(ConfigError, match="only vllm spans hosts"):
         values_of(hosts_per_instance=2)
+    with pytest.raises(ConfigError, match="is 0 with --engine jobset: expected at least 1"):
+        values_of(asked, hosts_per_instance=0)
+    with pytest.raises(ConfigError, match=r"is 2 with --engine ray: .* more only with jobset"):
+        values_of(asked, hosts_per_instance=2, engine="ray")
 
 
 def test_a_range_of_instances_is_followed_by_an_autoscaler(values_of: VALUES) -> None:
