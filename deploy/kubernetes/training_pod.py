@@ -1,8 +1,8 @@
 """The first process of a training pod: `python -m deploy.kubernetes.training_pod OPTIONS -- torchrun ...`.
 
 torchrun exits with 1 whatever its ranks exited with. Kubernetes decides by the exit code whether to start the pods
-again, so this program starts torchrun and exits with the code that the ranks' error stands for. It records its pod for
-`async-rl status`; the first pod also records the launch, and counts restarts.
+again, so this program starts torchrun, when there is an instance, and exits with the code that the ranks' error stands
+for. It records its pod for `async-rl status`; the first pod also records the launch, and counts restarts.
 
 Exit codes: 0 trained to the end, 75 a fault that may pass with a restart, 2 bad input, 4 a fault that no restart mends,
 or too many restarts, 5 fenced: another trainer has taken over the run, 143 ended by SIGTERM; Kubernetes starts the pods
@@ -29,6 +29,7 @@ from async_rl.programs.command_line import Parser
 from async_rl.programs.failure_report import TORCHRUN_VARIABLE
 from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, TOLD, Restarts, num_trained
 from deploy.cluster.tasks import Task, read_launch, read_task, write_launch, write_task
+from deploy.kubernetes.first_instance import wait_for_instance
 from deploy.kubernetes.restart_count import count_attempt
 
 MAY_PASS: Final = os.EX_TEMPFAIL
@@ -129,6 +130,7 @@ def make_parser() -> Parser:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--pods", type=int, required=True, help="number of training pods")
     parser.add_argument("--index", type=int, required=True, help="of this one")
+    parser.add_argument("--instances", required=True, metavar="URL", help="of the service of the instances")
     parser.add_argument("--max-restarts", type=int, required=True)
     parser.add_argument("--restart-delay-s", type=float, required=True)
     return parser
@@ -157,7 +159,9 @@ def run(options: Any, command: Sequence[str], signals: Signals) -> int:
         except RestartsExhausted as error:
             record(run_dir, replace(task, state="failed", cause=str(error)))
             raise
-    end = End(TOLD) if signals.told.wait(delay_s) else train(command, signals)
+    if not signals.told.wait(delay_s):
+        wait_for_instance(options.instances, signals.told)
+    end = End(TOLD) if signals.told.is_set() else train(command, signals)
     code = exit_code(end, told=signals.told.is_set())
     causes_of = {DONE: task.cause, TOLD: None}
     cause = causes_of.get(code, end.message or f"torchrun exited with code {end.code}")

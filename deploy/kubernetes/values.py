@@ -82,7 +82,7 @@ def chart_values(
         "run": {"dir": str(plan.config.run.dir), "config": config_text, "fleetPort": plan.fleet_port},
         "training": {
             "nodes": plan.num_nodes,
-            "command": _literal([*_training_pod(plan, argv[0]), "--", *argv]),
+            "command": _literal([*_training_pod(plan, argv[0], release), "--", *argv]),
             "env": _literal_env(plan.training_env),
             "ports": {"master": plan.master_port},
             "gracePeriodSeconds": round(plan.training_grace_s),
@@ -110,12 +110,13 @@ def chart_values(
     return values
 
 
-def _training_pod(plan: ClusterPlan, python: str) -> list[str]:
+def _training_pod(plan: ClusterPlan, python: str, release: str) -> list[str]:
     cluster = plan.config.cluster
     options: Mapping[str, object] = {
         "--run-dir": plan.config.run.dir,
         "--pods": plan.num_nodes,
         "--index": INDEX,
+        "--instances": f"http://{release}-instance:{INSTANCE_PORT}",
         "--max-restarts": cluster.max_restarts,
         "--restart-delay-s": cluster.restart_delay_s,
     }

@@ -104,7 +104,8 @@ class PodRunner:
         self._folder = folder
         addresses = {pod.dns.partition(".")[0]: f"10.79.1.{i + 1}" for i, pod in enumerate(self.pods)}
         self._hosts = Hosts({"pods": "/24"}, {name: {"pods": address} for name, address in addresses.items()})
-        names = "".join(f"{self.address(pod)} {pod.dns}\n" for pod in self.pods)
+        # The name of a headless service leads to all its pods.
+        names = "".join(f"{self.address(pod)} {pod.dns} {pod.dns.partition('.')[2]}\n" for pod in self.pods)
         for pod in self.pods:
             with (ETC / self.host(pod).namespace / "hosts").open("a") as file:
                 file.write(names)
