@@ -99,7 +99,8 @@ def test_the_pods_of_a_release_train_a_proven_run_though_the_trainers_is_lost_an
             runner.start_again(trainer)
             metrics = ""
         metrics = runner.get(trainer, endpoint["port"], endpoint["path"]) or metrics
-        if runner.attempt == 1 and "async_rl_iteration" in metrics and not status:
+        # The trainer listens before the instances have registered again.
+        if runner.attempt == 1 and all(pod.name in metrics for pod in instances) and not status:
             # As `kubectl exec job/grpo-trainer-0 -- async-rl status --run grpo`.
             status = runner.ask(trainer, "-m", "deploy.status", "--run", "grpo", "--json")
         time.sleep(0.5)
