@@ -51,6 +51,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	test ! -x $(BIN)/hadolint || $(BIN)/hadolint deploy/docker/*Dockerfile
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

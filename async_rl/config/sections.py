@@ -343,7 +343,9 @@ class ClusterSection(Section):
         300.0, gt=0, description="ray: fewer instances must be desired for so long before any is drained"
     )
     patience_s: float = Field(
-        1800.0, gt=0, description="how long an instance waits for a trainer that does not answer before it ends"
+        1800.0,
+        gt=0,
+        description="how long an instance waits for a trainer before it ends; on Kubernetes it does not end",
     )
     lease_s: float = Field(
         20.0,

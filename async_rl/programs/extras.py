@@ -28,6 +28,7 @@ MODULES = {
         "fastapi",
         "numpy",
         "prometheus_client",
+        "psutil",
         "safetensors",
         "torch",
         "transformers",

@@ -1,7 +1,7 @@
 """The tasks of a run as its launcher started them, for `async-rl status`: `run.dir/launch.json` and `run.dir/tasks/`.
 
 The launcher writes `launch.json`. A task that is kept going by a program of its own, on another host, writes
-`tasks/NAME.json`, which is newer than the launcher's record of it; only the id stays the launcher's.
+`tasks/NAME.json`, which is newer than the launcher's record of it; only the id stays the launcher's, if it knew one.
 """
 
 import json
@@ -103,9 +103,18 @@ def read_launch(run_dir: Path) -> Launch:
     return replace(launch, tasks=tuple(_newest(run_dir, task) for task in launch.tasks))
 
 
+def read_task(run_dir: Path, name: str) -> Task | None:
+    """What the program that keeps a task going has written last; None without a record.
+
+    Raises:
+        ConfigError: the record is damaged.
+    """
+    return _read(run_dir / TASKS_FOLDER / f"{name}.json", _TASK)
+
+
 def _newest(run_dir: Path, task: Task) -> Task:
-    newer = _read(run_dir / TASKS_FOLDER / f"{task.name}.json", _TASK)
-    return task if newer is None else replace(newer, id=task.id)
+    newer = read_task(run_dir, task.name)
+    return task if newer is None else replace(newer, id=task.id or newer.id)
 
 
 def _read(file: Path, kind: TypeAdapter[Record]) -> Record | None:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,15 +60,24 @@ def helm_command(action: Sequence[str], release: str, namespace: str | None, fil
     return words
 
 
+def as_text(values: Mapping[str, Any]) -> str:
+    """Values as JSON that Helm, which reads it as YAML, understands: without pairs of surrogates for one character, and
+    without characters that YAML wants escaped."""
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    return "".join(
+        char if char.isprintable() or char == "\n" or ord(char) > 0xFFFF else f"\\u{ord(char):04x}" for char in text
+    )
+
+
 def show(values: dict[str, Any], release: str, namespace: str | None, files: Sequence[Path]) -> None:
     """Prints what would be installed.
 
     Raises:
         ProcessFailed: helm refuses the values.
     """
-    text = json.dumps(values, indent=2)
+    text = as_text(values)
     if shutil.which("helm") is None:
-        print(text)
+        print(text, end="")
         print(f"# helm is not installed; with it: {shlex.join(_upgrade(release, namespace, ['VALUES', *files]))}")
         return
     _run(helm_command(["template"], release, namespace, ["-", *files]), stdin=text)
@@ -88,7 +97,7 @@ def install(values: dict[str, Any], release: str, namespace: str | None, files: 
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make {str(out)!r}: {error.strerror}; name another directory with --out") from error
-    write_file(written, json.dumps(values, indent=2) + "\n")
+    write_file(written, as_text(values))
     _run(_upgrade(release, namespace, [written, *files]))
 
 

@@ -1,10 +1,12 @@
-"""The first process of a training pod: `python -m deploy.kubernetes.training_pod -- torchrun ...`.
+"""The first process of a training pod: `python -m deploy.kubernetes.training_pod OPTIONS -- torchrun ...`.
 
-torchrun exits with 1 whatever its ranks exited with. Kubernetes decides by the exit code whether to start the pod
-again, so this program starts torchrun and exits with the code that the ranks' error stands for.
+torchrun exits with 1 whatever its ranks exited with. Kubernetes decides by the exit code whether to start the pods
+again, so this program starts torchrun, when there is an instance, and exits with the code that the ranks' error stands
+for. It records its pod for `async-rl status`; the first pod also records the launch, and counts restarts.
 
-Exit codes: 0 trained to the end, 1 a fault that may pass with a restart, 2 bad input, 4 a fault that no restart mends,
-5 fenced: another trainer has taken over the run, 143 ended by SIGTERM.
+Exit codes: 0 trained to the end, 75 a fault that may pass with a restart, 2 bad input, 4 a fault that no restart mends,
+or too many restarts, 5 fenced: another trainer has taken over the run, 143 ended by SIGTERM; Kubernetes starts the pods
+again after 75, 137 and 143.
 """
 
 import json
@@ -13,70 +15,176 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any, Final
 
 from async_rl import errors
-from async_rl.errors import ConfigError, Fenced, RunStopped
+from async_rl.errors import AsyncRLError, ConfigError, Fenced, RestartsExhausted, RunStopped, WriteFailed
+from async_rl.files import named_write_errors
+from async_rl.programs.command_line import Parser
 from async_rl.programs.failure_report import TORCHRUN_VARIABLE
-from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, TOLD
+from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, TOLD, Restarts, num_trained
+from deploy.cluster.tasks import Task, read_launch, read_task, write_launch, write_task
+from deploy.kubernetes.first_instance import wait_for_instance
+from deploy.kubernetes.restart_count import count_attempt
 
-MAY_PASS = 1
+MAY_PASS: Final = os.EX_TEMPFAIL
+"""75, which nothing else exits with: JobSet has no limit, so Kubernetes must not start again what never came so far as
+to count its attempts."""
+
+STATES: Final[Mapping[int, str]] = {DONE: "done", MAY_PASS: "waiting", TOLD: "stopped"}
+"""Of the pod in `async-rl status`, by its exit code; all other codes mean that it has failed."""
 
 
-def exit_code(code: int, kind: str | None, *, told: bool) -> int:
-    """The pod's exit code.
+@dataclass(frozen=True, slots=True)
+class End:
+    """How torchrun ended: its exit code, and the error that a rank reported first, if any: its name and its text."""
 
-    Args:
-        code: torchrun's.
-        kind: the name of the error that a rank reported first, None if none did.
-        told: whether the pod was told to end.
-    """
-    if code == 0:
+    code: int
+    kind: str | None = None
+    message: str | None = None
+
+
+class Signals:
+    """SIGTERM and SIGINT to this process, which are passed on to torchrun."""
+
+    def __init__(self) -> None:
+        self.told = threading.Event()
+        self._torchrun: subprocess.Popen[bytes] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._pass_on)
+
+    def pass_on_to(self, torchrun: "subprocess.Popen[bytes]") -> None:
+        self._torchrun = torchrun
+        if self.told.is_set():
+            torchrun.terminate()
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self.told.set()
+        if self._torchrun is not None:
+            self._torchrun.send_signal(number)
+
+
+def exit_code(end: End, *, told: bool) -> int:
+    """The pod's exit code; `told`: the pod was told to end."""
+    if end.code == 0:
         return DONE
-    if kind == RunStopped.__name__ or (told and kind is None):
+    if end.kind == RunStopped.__name__ or (told and end.kind is None):
         return TOLD
-    if kind == Fenced.__name__:
+    return MAY_PASS if end.kind is None else _code_of(getattr(errors, end.kind))
+
+
+def _code_of(error: type[AsyncRLError]) -> int:
+    if issubclass(error, Fenced):
         return FENCED
-    if kind == ConfigError.__name__:
-        return BAD_INPUT
-    return MAY_PASS if kind is None or getattr(errors, kind).may_pass else LASTING
+    if error.may_pass:
+        return MAY_PASS
+    return BAD_INPUT if issubclass(error, ConfigError) else LASTING
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command after `--` until it ends; SIGTERM and SIGINT are passed on to it."""
-    command = list(argv[argv.index("--") + 1 :])
-    was_told = False
-    child: subprocess.Popen[bytes] | None = None
-
-    def pass_on(signum: int, _frame: FrameType | None) -> None:
-        nonlocal was_told
-        was_told = True
-        if child is not None:
-            child.send_signal(signum)
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, pass_on)
+def train(command: Sequence[str], signals: Signals) -> End:
+    """Runs torchrun until it ends."""
     with tempfile.TemporaryDirectory(prefix="async-rl-report-") as folder:
         report = Path(folder) / "error.json"
         # torchrun copies there what the first rank that failed has reported.
-        child = subprocess.Popen(command, env={**os.environ, TORCHRUN_VARIABLE: str(report)})
-        if was_told:
-            child.terminate()
-        code = child.wait()
-        kind = _kind(report)
-    return exit_code(code, kind, told=was_told)
+        torchrun = subprocess.Popen(command, env={**os.environ, TORCHRUN_VARIABLE: str(report)})
+        signals.pass_on_to(torchrun)
+        return _end(torchrun.wait(), report)
 
 
-def _kind(report: Path) -> str | None:
-    """The name of our error in a report of torchrun; None if it has none, as after a signal."""
+def _end(code: int, report: Path) -> End:
+    """After a signal there is no report, or one of torchrun."""
     if not report.exists():
-        return None
-    message = json.loads(report.read_text())["message"]
+        return End(code)
+    reported = json.loads(report.read_text())["message"]
     # torchrun reports its own exceptions in the same way, or as a plain text.
-    kind = message["message"].partition(":")[0] if isinstance(message, dict) else ""
-    return kind if hasattr(errors, kind) else None
+    message = reported["message"] if isinstance(reported, dict) else ""
+    kind = message.partition(":")[0]
+    return End(code, kind, message) if hasattr(errors, kind) else End(code)
+
+
+def name_of(index: int) -> str:
+    return f"trainer-{index}"
+
+
+def start_record(run_dir: Path, index: int, attempt: int, environment: Mapping[str, str]) -> Task:
+    """This pod's record, with the cause of its last loss if this is another attempt."""
+    pod = environment["POD_NAME"]
+    task = Task(
+        name_of(index), "trainer", environment.get("NODE_NAME"), pod, "running", attempt, log=f"kubectl logs {pod}"
+    )
+    last = read_task(run_dir, task.name) if attempt else None
+    if last is None:
+        return task
+    lost = f"{last.id} ended without a word: the pod or its node was lost" if last.state == "running" else last.cause
+    return replace(task, cause=lost)
+
+
+def make_parser() -> Parser:
+    parser = Parser("deploy.kubernetes.training_pod", "Runs torchrun in a training pod.", "OPTIONS -- COMMAND")
+    parser.keep_rest()
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--pods", type=int, required=True, help="number of training pods")
+    parser.add_argument("--index", type=int, required=True, help="of this one")
+    parser.add_argument("--instances", required=True, metavar="URL", help="of the service of the instances")
+    parser.add_argument("--max-restarts", type=int, required=True)
+    parser.add_argument("--restart-delay-s", type=float, required=True)
+    return parser
+
+
+def run(options: Any, command: Sequence[str], signals: Signals) -> int:
+    """Runs torchrun until it ends; returns the pod's exit code.
+
+    Raises:
+        RestartsExhausted: the pods were lost too often without progress.
+        WriteFailed: the volume cannot be written to.
+    """
+    run_dir, attempt = options.run_dir, int(os.environ.get("RESTART_ATTEMPT") or 0)
+    with named_write_errors(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    task = start_record(run_dir, options.index, attempt, os.environ)
+    record(run_dir, task)
+    delay_s = 0.0
+    if options.index == 0:
+        write_launch(run_dir, "kubernetes", (Task(name_of(i), "trainer") for i in range(options.pods)))
+        restarts = Restarts(options.max_restarts, options.restart_delay_s)
+        try:
+            # A pod that was stopped, because another one had failed, has no cause itself.
+            causes = (f"{each.name}: {each.cause}" for each in read_launch(run_dir).tasks if each.cause)
+            delay_s = count_attempt(run_dir, attempt, restarts, num_trained(run_dir), next(causes, None))
+        except RestartsExhausted as error:
+            record(run_dir, replace(task, state="failed", cause=str(error)))
+            raise
+    if not signals.told.wait(delay_s):
+        wait_for_instance(options.instances, signals.told)
+    end = End(TOLD) if signals.told.is_set() else train(command, signals)
+    code = exit_code(end, told=signals.told.is_set())
+    causes_of = {DONE: task.cause, TOLD: None}
+    cause = causes_of.get(code, end.message or f"torchrun exited with code {end.code}")
+    record(run_dir, replace(task, state=STATES.get(code, "failed"), cause=cause))
+    return code
+
+
+def record(run_dir: Path, task: Task) -> None:
+    """Writes the record, or says why it cannot: that must not change how the run ends."""
+    try:
+        write_task(run_dir, task)
+    except WriteFailed as error:
+        print(f"training_pod: async-rl status will not know this pod: {error}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    try:
+        return run(options, parser.rest, Signals())
+    except AsyncRLError as error:
+        print(f"training_pod: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return _code_of(type(error))
 
 
 if __name__ == "__main__":

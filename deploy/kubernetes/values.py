@@ -1,10 +1,10 @@
 """From the plan of a run to the values of the chart: pure data. The chart's `values.yaml` describes each of them.
 
-Every command of the chart is the plan's own. Kubernetes replaces `$(NAME)` in commands by the variable of that name.
+Every command of the chart is the plan's own.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,13 @@ DEVICE_RESOURCE: Final = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910
 
 SCHEDULERS: Final = {"npu": "volcano"}
 """Plain Kubernetes counts Ascend chips without regard to their connections; volcano's plugin knows them."""
+
+INDEX: Final = "$(JOB_COMPLETION_INDEX)"
+POD: Final = "$(POD_NAME)"
+LEADER: Final = "$(LWS_LEADER_ADDRESS)"
+WORKER: Final = "$(LWS_WORKER_INDEX)"
+VARIABLES: Final = frozenset({INDEX, POD, LEADER, WORKER})
+"""Words that Kubernetes replaces by the variable of that name."""
 
 MAX_NAME: Final = 40
 """Characters of a release; Kubernetes allows 63 in the names of the pods and Jobs made from it."""
@@ -42,8 +49,12 @@ def release_name(run_name: str) -> str:
 
 
 def for_pods(config: Config) -> Config:
-    """The config as its pods use it: `python` of their image unless another one is set."""
-    cluster = config.cluster.model_copy(update={"python": config.cluster.python or "python"})
+    """The config as its pods use it: `python` of their image unless another one is set, and instances without patience.
+
+    An instance that ended would be started again, and load its model again: Kubernetes keeps the number of pods, and
+    their devices, until somebody changes it.
+    """
+    cluster = config.cluster.model_copy(update={"python": config.cluster.python or "python", "patience_s": 0})
     return config.model_copy(update={"cluster": cluster})
 
 
@@ -63,19 +74,18 @@ def chart_values(
         ConfigError: the config asks for what the chart does not do.
     """
     plan = replace(plan, config_path=CONFIG_PATH)
-    _require_one_host_or_vllm(plan.config, hosts_per_instance)
+    _require_possible(plan.config, engine, hosts_per_instance)
     first_host = f"{release}-trainer-0-0.{release}"
-    argv = plan.training_argv(node_rank="$(JOB_COMPLETION_INDEX)", master_address=first_host)
+    argv = plan.training_argv(node_rank=INDEX, master_address=first_host)
     values: dict[str, Any] = {
         "engine": engine,
         "run": {"dir": str(plan.config.run.dir), "config": config_text, "fleetPort": plan.fleet_port},
         "training": {
             "nodes": plan.num_nodes,
-            "command": [argv[0], "-m", "deploy.kubernetes.training_pod", "--", *argv],
-            "env": dict(plan.training_env),
+            "command": _literal([*_training_pod(plan, argv[0], release), "--", *argv]),
+            "env": _literal_env(plan.training_env),
             "ports": {"master": plan.master_port},
             "gracePeriodSeconds": round(plan.training_grace_s),
-            "maxRestarts": plan.config.cluster.max_restarts,
             **_demand(plan.node, 1),
         },
         "instances": {
@@ -83,7 +93,7 @@ def chart_values(
             "max": plan.max_instances,
             "hosts": hosts_per_instance,
             **_instance_commands(plan, f"http://{first_host}:{plan.fleet_port}", hosts_per_instance),
-            "env": dict(plan.instance_env),
+            "env": _literal_env(plan.instance_env),
             "port": INSTANCE_PORT,
             "gracePeriodSeconds": round(plan.instance_grace_s),
             **_demand(plan.instance, hosts_per_instance),
@@ -93,13 +103,43 @@ def chart_values(
         values |= {"autoscaling": {"enabled": True}, "podMonitor": {"enabled": True}}
     if engine == "ray":
         python = plan.config.cluster.python or "python"
-        values["ray"] = {"command": [python, "-m", "deploy.ray", str(CONFIG_PATH), *plan.overrides]}
+        # Ray would take a free port; each pod has all of its own, and Prometheus must know this one.
+        port = f"--pool.fleet_port={plan.fleet_port}"
+        command = [python, "-m", "deploy.ray", str(CONFIG_PATH), *plan.overrides, port]
+        values["ray"] = {"command": command, "backoffLimit": plan.config.cluster.max_restarts}
     return values
 
 
-def _require_one_host_or_vllm(config: Config, hosts: int) -> None:
+def _training_pod(plan: ClusterPlan, python: str, release: str) -> list[str]:
+    cluster = plan.config.cluster
+    options: Mapping[str, object] = {
+        "--run-dir": plan.config.run.dir,
+        "--pods": plan.num_nodes,
+        "--index": INDEX,
+        "--instances": f"http://{release}-instance:{INSTANCE_PORT}",
+        "--max-restarts": cluster.max_restarts,
+        "--restart-delay-s": cluster.restart_delay_s,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    return [python, "-m", "deploy.kubernetes.training_pod", *words]
+
+
+def _literal(words: Iterable[str]) -> list[str]:
+    """Words of which Kubernetes replaces the chart's own variables and nothing else: it reads `$$` as `$`."""
+    return [word if word in VARIABLES else word.replace("$", "$$") for word in words]
+
+
+def _literal_env(env: Mapping[str, str]) -> dict[str, str]:
+    return dict(zip(env, _literal(env.values()), strict=True))
+
+
+def _require_possible(config: Config, engine: str, hosts: int) -> None:
     if hosts == 1:
         return
+    if hosts < 1 or engine != "jobset":
+        raise ConfigError(
+            f"--hosts-per-instance is {hosts} with --engine {engine}: expected at least 1, and more only with jobset"
+        )
     if config.inference.engine != "vllm":
         raise ConfigError(
             f"--hosts-per-instance is {hosts}, but inference.engine is {config.inference.engine!r}: "
@@ -124,11 +164,11 @@ def _demand(resources: Resources, hosts: int) -> dict[str, Any]:
 def _instance_commands(plan: ClusterPlan, register: str, hosts: int) -> Mapping[str, list[str]]:
     """The command of an instance; of one that spans hosts, also that of its other hosts."""
     if hosts == 1:
-        return {"command": plan.instance_argv(name="$(POD_NAME)", port=INSTANCE_PORT, register=register)}
-    together = ("--nnodes", str(hosts), "--master-addr", "$(LWS_LEADER_ADDRESS)", "--node-rank")
+        return {"command": _literal(plan.instance_argv(name=POD, port=INSTANCE_PORT, register=register))}
+    together = ("--nnodes", str(hosts), "--master-addr", LEADER, "--node-rank")
     options = plan.config.inference.engine_options
     argv = _with_engine_options(plan, (*options, *together, "0")).instance_argv(
-        name="$(POD_NAME)", port=INSTANCE_PORT, register=register
+        name=POD, port=INSTANCE_PORT, register=register
     )
     # Without API server and registration: workers of the leader's engine, with the same transport of weights.
     inference, model = plan.config.inference, plan.config.model
@@ -139,9 +179,9 @@ def _instance_commands(plan: ClusterPlan, register: str, hosts: int) -> Mapping[
         *("--max-num-seqs", str(inference.max_concurrency), "--max-model-len", str(max_len)),
         *("--weight-transfer-config", '{"backend": "async_rl"}'),
         *("--worker-extension-cls", "inference_service.vllm.worker.WorkerExtension"),
-        *(*options, *together, "$(LWS_WORKER_INDEX)"),
+        *(*options, *together, WORKER),
     ]
-    return {"command": argv, "workerCommand": worker}
+    return {"command": _literal(argv), "workerCommand": _literal(worker)}
 
 
 def _with_engine_options(plan: ClusterPlan, options: tuple[str, ...]) -> ClusterPlan:

@@ -96,12 +96,16 @@ class PodRunner:
     def __init__(self, objects: Sequence[Object], volume: Path, folder: Path) -> None:
         self.pods = list(pods_of(objects))
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.attempt = 0
+        """How often JobSet has started the training pods again, as they are told."""
+        self._num_anew = 0
         self._objects = {(each["kind"], each["metadata"]["name"]): each for each in objects}
         self._volume = volume
         self._folder = folder
         addresses = {pod.dns.partition(".")[0]: f"10.79.1.{i + 1}" for i, pod in enumerate(self.pods)}
         self._hosts = Hosts({"pods": "/24"}, {name: {"pods": address} for name, address in addresses.items()})
-        names = "".join(f"{self.address(pod)} {pod.dns}\n" for pod in self.pods)
+        # The name of a headless service leads to all its pods.
+        names = "".join(f"{self.address(pod)} {pod.dns} {pod.dns.partition('.')[2]}\n" for pod in self.pods)
         for pod in self.pods:
             with (ETC / self.host(pod).namespace / "hosts").open("a") as file:
                 file.write(names)
@@ -146,17 +150,41 @@ class PodRunner:
         done = subprocess.run(self.host(pod).command([sys.executable, "-c", code]), capture_output=True, text=True)
         return done.stdout
 
+    def ask(self, pod: Pod, *words: str) -> str:
+        """The output of a program of the project on the pod's host, with the pod's variables, in the volume."""
+        [container] = pod.spec["containers"]
+        env = [f"{name}={value}" for name, value in self._environment(pod, container)]
+        command = self.host(pod).command(["env", f"PYTHONPATH={ROOT}", *env, sys.executable, *words])
+        return subprocess.run(command, cwd=self._volume, check=True, capture_output=True, text=True).stdout
+
+    def lose(self, pod: Pod) -> None:
+        """Ends all processes of the pod at once."""
+        left = subprocess.run(["ip", "netns", "pids", self.host(pod).namespace], capture_output=True, text=True)
+        if left.stdout.split():
+            subprocess.run(["kill", "-KILL", *left.stdout.split()], check=False)
+        self.running[pod.name].wait()
+
+    def start_again(self, pod: Pod) -> None:
+        """Makes a pod that has ended anew: at another address, to which its name leads from now on."""
+        self._num_anew += 1
+        host, old, new = self.host(pod), self.address(pod), f"10.79.1.{100 + self._num_anew}"
+        for change in (["del", f"{old}/24"], ["add", f"{new}/24"]):
+            subprocess.run(["ip", "-n", host.namespace, "addr", *change, "dev", "pods"], check=True)
+        host.addresses["pods"] = new
+        for each in self.pods:
+            # In place: the pods that run have this file mounted.
+            file = ETC / self.host(each).namespace / "hosts"
+            file.write_text(file.read_text().replace(f"{old} ", f"{new} "))
+        self.start(pod)
+
     def close(self) -> None:
         for process in self.running.values():
             if process.poll() is None:
                 process.kill()
         for pod in self.pods:
             # A container's other processes end with it; here they are those of its namespace.
-            left = subprocess.run(["ip", "netns", "pids", self.host(pod).namespace], capture_output=True, text=True)
-            if left.stdout.split():
-                subprocess.run(["kill", "-KILL", *left.stdout.split()], check=False)
-        for process in self.running.values():
-            process.wait()
+            if pod.name in self.running:
+                self.lose(pod)
         self._hosts.close()
 
     def _environment(self, pod: Pod, container: Object) -> Iterator[tuple[str, str]]:
@@ -164,14 +192,21 @@ class PodRunner:
         for each in container["env"]:
             source = each.get("valueFrom", {})
             if "fieldRef" in source:
-                assert source["fieldRef"]["fieldPath"] == "metadata.name", "the only field that is known here"
-                yield each["name"], pod.name
+                yield each["name"], self._field(pod, source["fieldRef"]["fieldPath"])
             elif "secretKeyRef" in source:
                 asked = source["secretKeyRef"]
                 content = self._objects["Secret", asked["name"]]["data"][asked["key"]]
                 yield each["name"], base64.b64decode(content).decode()
             else:
                 yield each["name"], each["value"]
+
+    def _field(self, pod: Pod, path: str) -> str:
+        """A field of the pod, which Kubernetes and JobSet fill in."""
+        return {
+            "metadata.name": pod.name,
+            "spec.nodeName": f"node-of-{pod.name}",
+            "metadata.labels['jobset.sigs.k8s.io/restart-attempt']": str(self.attempt),
+        }[path]
 
     def _mounts(self, pod: Pod, container: Object) -> Iterator[str]:
         for source, target in ((ROOT, CHECKOUT), (Path(sys.prefix), ENVIRONMENT)):
@@ -205,5 +240,6 @@ def _bind(source: Path, target: str, *, read_only: bool) -> str:
 
 
 def _expanded(word: str, env: Mapping[str, str]) -> str:
-    """Kubernetes' own syntax: `$(NAME)` is replaced where NAME is a variable of the container, else left as it is."""
-    return re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), word)
+    """Kubernetes' own syntax: `$(NAME)` is replaced where NAME is a variable of the container, else left as it is; `$$`
+    stands for `$`."""
+    return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else env.get(found[2], found[0]), word)

@@ -86,7 +86,7 @@ def test_bases_are_pinned(file: Path) -> None:
     lines = instructions(file)
     bases = {words for name, words in lines if name == "ARG" and words.startswith("BASE=")}
     [base] = bases
-    assert re.fullmatch(r"BASE=[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*", base), base
+    assert re.fullmatch(r"BASE=[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*(@sha256:[0-9a-f]{64})?", base), base
     known = {"${BASE}"}
     for name, words in lines:
         if name == "FROM":

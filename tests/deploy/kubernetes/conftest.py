@@ -11,7 +11,7 @@ import yaml
 
 from async_rl.config.file import load_config
 from deploy.cluster.plan import plan_cluster
-from deploy.kubernetes.__main__ import CHART
+from deploy.kubernetes.__main__ import CHART, as_text
 from deploy.kubernetes.values import chart_values, for_pods
 from tests.support.helm import PACKAGE, find_helm
 from tests.support.minimal_config import MINIMAL
@@ -52,7 +52,7 @@ def render(helm: Path) -> Callable[..., list[Any]]:
         files = ["--values", "-", "--values", str(HERE / "values" / f"{cluster}.yaml")]
         done = subprocess.run(
             [helm, "template", release, CHART, *files, *options],
-            input=yaml.safe_dump(values),
+            input=as_text(values),
             text=True,
             capture_output=True,
         )

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from async_rl.config.file import load_config
 from async_rl.fleet.metrics import INSTANCE_GAUGES, RUN_GAUGES
 from deploy.kubernetes.__main__ import CHART
+from deploy.kubernetes.training_pod import MAY_PASS
+from deploy.ray import __main__ as ray_launcher
 from tests.support import ROOT
 from tests.support.strict_schema import check
 
@@ -184,6 +188,10 @@ def test_the_network_policy_selects_all_pods_of_the_release_and_no_others(
     own, metrics = policy["ingress"]
     assert own == {"from": [{"podSelector": {"matchLabels": selector}}]}, "at all ports"
     assert metrics["ports"] == [{"protocol": "TCP", "port": 8600}]
+    to_own, names, more = policy["egress"]
+    assert to_own == {"to": [{"podSelector": {"matchLabels": selector}}]}, "at all ports"
+    assert names == {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
+    assert more == {"ports": [{"protocol": "TCP", "port": 443}]}, "what the cluster's values add"
 
 
 def test_training_pods_are_started_again_unless_their_exit_code_says_that_it_would_not_help(
@@ -192,12 +200,16 @@ def test_training_pods_are_started_again_unless_their_exit_code_says_that_it_wou
     spec = one(objects_of("multi_node"), "JobSet")["spec"]
     job = spec["replicatedJobs"][0]["template"]["spec"]
     assert (job["completions"], job["parallelism"], job["backoffLimit"]) == (2, 2, 0)
-    assert spec["failurePolicy"]["maxRestarts"] == 3
-    [rule] = spec["failurePolicy"]["rules"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    lasting, other = spec["failurePolicy"]["rules"]
+    assert (lasting["action"], lasting["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    # The first pod counts them, by the number that JobSet gives to each attempt.
+    assert other == {"name": "may-pass", "action": "RestartJobSetAndIgnoreMaxRestarts"}
     actions = [(each["action"], each.get("onExitCodes", {}).get("values")) for each in job["podFailurePolicy"]["rules"]]
-    assert actions == [("Ignore", None), ("Ignore", [5]), ("FailJob", [2, 4])]
+    assert actions == [("Ignore", None), ("Ignore", [5]), ("FailJob", [MAY_PASS, 137, 143])]
+    assert job["podFailurePolicy"]["rules"][2]["onExitCodes"]["operator"] == "NotIn"
     [container] = job["template"]["spec"]["containers"]
+    fields = {each["name"]: each["valueFrom"].get("fieldRef", {}) for each in container["env"] if "valueFrom" in each}
+    assert fields["RESTART_ATTEMPT"] == {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}
     assert container["name"] == "trainer" == job["podFailurePolicy"]["rules"][2]["onExitCodes"]["containerName"]
 
 
@@ -239,3 +251,23 @@ def test_the_dashboard_shows_every_metric_of_the_endpoint_and_no_other(objects_o
     assert shown == gauges | {f"async_rl_{name}" for name in others}
     listed = (ROOT / "docs" / "elastic_pool.md").read_text()
     assert all(name.removeprefix("async_rl_instance") in listed for name in shown)
+
+
+def test_the_entrypoint_of_a_ray_job_is_a_command_of_the_launcher_with_the_port_that_is_monitored(
+    objects_of: Callable[[str], list[Any]], tmp_path: Path
+) -> None:
+    objects = objects_of("ray")
+    job = one(objects, "RayJob")["spec"]
+    python, dash, module, path, *words = shlex.split(job["entrypoint"])
+    assert (python, dash, module) == ("python", "-m", ray_launcher.__name__.removesuffix(".__main__"))
+    assert path == "/etc/async-rl/run.toml"
+    config = tmp_path / "run.toml"
+    config.write_text(one(objects, "ConfigMap")["data"]["run.toml"])
+    parser = ray_launcher.make_parser()
+    parser.parse_args([str(config), *words])
+    loaded = load_config(config, parser.overrides)
+    assert loaded.cluster.max_instances == 3
+    [trainer] = [each for each in job["rayClusterSpec"]["workerGroupSpecs"] if each["groupName"] == "trainer"]
+    [container] = trainer["template"]["spec"]["containers"]
+    monitored = one(objects, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["port"]
+    assert {"name": monitored, "containerPort": loaded.pool.fleet_port} in container["ports"]

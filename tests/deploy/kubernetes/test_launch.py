@@ -46,7 +46,7 @@ def test_helm_upgrades_the_release_with_the_runs_values_first_and_the_clusters_a
 
 def test_a_dry_run_prints_the_manifests_and_writes_nothing(launch: Launch, config: Path, tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.yaml"
-    cluster.write_text("image: {trainer: a, instance: b}\nstorage: {mountPath: /tmp}\n")
+    cluster.write_text(f"image: {{trainer: a, instance: b}}\nstorage: {{mountPath: {tmp_path}}}\n")
     done = launch(config, "--values", cluster, "--dry-run", "--name", "other")
     assert done.returncode == 0, done.stderr
     named = {(each["kind"], each["metadata"]["name"]) for each in yaml.safe_load_all(done.stdout) if each}

@@ -7,6 +7,7 @@ import pytest
 
 from async_rl.errors import ConfigError
 from deploy.kubernetes.values import release_name
+from inference_service.options import parse_options
 
 VALUES = Callable[..., dict[str, Any]]
 
@@ -26,8 +27,10 @@ def test_a_release_is_called_as_the_run_in_the_letters_that_kubernetes_allows() 
 def test_the_pods_find_rank_0_and_the_fleet_under_the_first_training_pods_name(values_of: VALUES) -> None:
     values = values_of({"cluster.training_nodes": 2, "cluster.python": "/opt/python"}, release="math")
     training, instance = values["training"]["command"], values["instances"]["command"]
-    assert training[:4] == ["/opt/python", "-m", "deploy.kubernetes.training_pod", "--"]
-    assert training[4:7] == ["/opt/python", "-m", "torch.distributed.run"]
+    pod, torchrun = training[: training.index("--")], training[training.index("--") + 1 :]
+    assert pod[:3] == ["/opt/python", "-m", "deploy.kubernetes.training_pod"]
+    assert option(pod, "--index") == "$(JOB_COMPLETION_INDEX)" and option(pod, "--pods") == "2"
+    assert torchrun[:3] == ["/opt/python", "-m", "torch.distributed.run"]
     assert option(training, "--master-addr") == "math-trainer-0-0.math"
     assert option(training, "--node-rank") == "$(JOB_COMPLETION_INDEX)"
     assert option(training, "--nnodes") == "2" == str(values["training"]["nodes"])
@@ -81,6 +84,10 @@ def test_an_instance_of_several_hosts_has_a_leader_with_the_api_and_workers_with
         values_of(asked, hosts_per_instance=3)
     with pytest.raises(ConfigError, match="only vllm spans hosts"):
         values_of(hosts_per_instance=2)
+    with pytest.raises(ConfigError, match="is 0 with --engine jobset: expected at least 1"):
+        values_of(asked, hosts_per_instance=0)
+    with pytest.raises(ConfigError, match=r"is 2 with --engine ray: .* more only with jobset"):
+        values_of(asked, hosts_per_instance=2, engine="ray")
 
 
 def test_a_range_of_instances_is_followed_by_an_autoscaler(values_of: VALUES) -> None:
@@ -93,3 +100,16 @@ def test_a_range_of_instances_is_followed_by_an_autoscaler(values_of: VALUES) ->
 def test_the_token_is_in_no_value(values_of: VALUES, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_RL_TOKEN", "do-not-tell")
     assert "do-not-tell" not in str(values_of())
+
+
+def test_instances_wait_without_limit_since_kubernetes_would_only_load_them_again(values_of: VALUES) -> None:
+    command = values_of({"cluster.patience_s": 60})["instances"]["command"]
+    assert parse_options(command[3:]).patience_s is None
+
+
+def test_words_with_dollars_reach_the_programs_as_they_are(values_of: VALUES) -> None:
+    values = values_of({"cluster.env": '{PRICE = "$(HOME) $$5"}'})
+    assert values["training"]["env"]["PRICE"] == "$$(HOME) $$$$5"
+    assert [word for word in values["training"]["command"] if word.startswith("$(")] == ["$(JOB_COMPLETION_INDEX)"] * 2
+    overridden = next(word for word in values["training"]["command"] if word.startswith("--cluster.env="))
+    assert "$$(HOME) $$$$5" in overridden

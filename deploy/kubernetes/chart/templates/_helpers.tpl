@@ -1,6 +1,6 @@
 {{- define "async-rl.labels" -}}
 app.kubernetes.io/name: async-rl
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "async-rl.metadata-labels" -}}
@@ -14,20 +14,28 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ .Values.storage.existingClaim | default (printf "%s-runs" .Release.Name) }}
 {{- end }}
 
+{{/* Another config is another object: a trainer that is started again reads the one that it began with. */}}
+{{- define "async-rl.config" -}}
+{{ .Release.Name }}-config-{{ .Values.run.config | sha256sum | trunc 8 }}
+{{- end }}
+
 {{- define "async-rl.secret" -}}
 {{ .Values.token.existingSecret | default (printf "%s-token" .Release.Name) }}
 {{- end }}
 
-{{/* The environment of a container: dict "root" $ "env" (of the pool). Kubernetes expands $(NAME) in commands. */}}
+{{/* The environment of a container: dict "root" $ "env" (of the pool) "fields" (of the pod, optional). Kubernetes
+expands $(NAME) in commands. */}}
 {{- define "async-rl.env" -}}
-- name: POD_NAME
-  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- range $name, $path := merge (dict "POD_NAME" "metadata.name") (.fields | default dict) }}
+- name: {{ $name }}
+  valueFrom: {fieldRef: {fieldPath: {{ $path | quote }}}}
+{{- end }}
 - name: ASYNC_RL_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "async-rl.secret" .root }}, key: {{ .root.Values.token.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "async-rl.secret" .root | quote }}, key: {{ .root.Values.token.key | quote }}}}
 # Caches are written below it; the root file system is read-only.
 - {name: HOME, value: /tmp}
 {{- range $name, $value := .env }}
-- {name: {{ $name }}, value: {{ $value | quote }}}
+- {name: {{ $name | quote }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end }}
 
@@ -37,10 +45,12 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* dict "root" $ "readsOnly" (optional): an instance reads the model and snapshots, and writes nothing. */}}
+{{/* dict "root" $ "readsOnly" (optional): an instance reads the model and snapshots alone, and writes nothing. */}}
 {{- define "async-rl.mounts" -}}
+{{- if not .readsOnly }}
 - {name: config, mountPath: /etc/async-rl, readOnly: true}
-- {name: runs, mountPath: {{ .root.Values.storage.mountPath }}, readOnly: {{ .readsOnly | default false }}}
+{{- end }}
+- {name: runs, mountPath: {{ .root.Values.storage.mountPath | quote }}, readOnly: {{ .readsOnly | default false }}}
 - {name: tmp, mountPath: /tmp}
 - {name: shm, mountPath: /dev/shm}
 {{- with .root.Values.extraVolumeMounts }}
@@ -48,14 +58,15 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end }}
 
-{{/* What the pods of a pool have in common: dict "root" $ "pool" (training or instances) "usesApi" (optional). */}}
+{{/* What the pods of a pool have in common: dict "root" $ "pool" (training or instances) "usesApi" and "readsOnly"
+(optional). */}}
 {{- define "async-rl.pod" -}}
 automountServiceAccountToken: {{ .usesApi | default false }}
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ .pool.gracePeriodSeconds }}
 securityContext: {{ toYaml .root.Values.podSecurityContext | nindent 2 }}
 {{- with .pool.schedulerName }}
-schedulerName: {{ . }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{ toYaml . | nindent 2 }}
@@ -70,16 +81,19 @@ tolerations: {{ toYaml . | nindent 2 }}
 affinity: {{ toYaml . | nindent 2 }}
 {{- end }}
 volumes:
-  - {name: config, configMap: {name: {{ .root.Release.Name }}-config}}
-  - {name: runs, persistentVolumeClaim: {claimName: {{ include "async-rl.claim" .root }}}}
+{{- if not .readsOnly }}
+  - {name: config, configMap: {name: {{ include "async-rl.config" .root }}}}
+{{- end }}
+  - {name: runs, persistentVolumeClaim: {claimName: {{ include "async-rl.claim" .root | quote }}}}
   - {name: tmp, emptyDir: {}}
-  - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .pool.shmSize }}}}
+  - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .pool.shmSize | quote }}}}
 {{- with .root.Values.extraVolumes }}
 {{ toYaml . | indent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* A container without its probes: dict "root" $ "pool" "name" "image" "command" "ports", "readsOnly" (optional). */}}
+{{/* A container without its probes: dict "root" $ "pool" "name" "image" "command" "ports", "readsOnly" and
+"fields" (optional). */}}
 {{- define "async-rl.container" -}}
 name: {{ .name }}
 image: {{ .image | quote }}
@@ -88,8 +102,11 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 # The words are those of the run's plan, after the image's entry point.
 args: {{ toYaml . | nindent 2 }}
 {{- end }}
-workingDir: {{ .root.Values.storage.mountPath }}
-env: {{ include "async-rl.env" (dict "root" .root "env" .pool.env) | nindent 2 }}
+workingDir: {{ .root.Values.storage.mountPath | quote }}
+env: {{ include "async-rl.env" (dict "root" .root "env" .pool.env "fields" .fields) | nindent 2 }}
+{{- with .root.Values.envFrom }}
+envFrom: {{ toYaml . | nindent 2 }}
+{{- end }}
 {{- with .ports }}
 ports:
 {{- range $name, $port := . }}
@@ -114,7 +131,7 @@ metadata:
   annotations: {{ toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  {{- include "async-rl.pod" (dict "root" . "pool" .Values.instances) | nindent 2 }}
+  {{- include "async-rl.pod" (dict "root" . "pool" .Values.instances "readsOnly" true) | nindent 2 }}
   containers:
     - {{ include "async-rl.container" (dict "root" . "pool" .Values.instances "name" "instance" "readsOnly" true "image" .Values.image.instance "command" .Values.instances.command "ports" (dict "http" .Values.instances.port)) | nindent 6 | trim }}
       # /health answers as soon as the engine does, with or without weights of the run.
