@@ -9,75 +9,16 @@ D head size; N slots of a shelf, L keys.
 """
 
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from inference_service.engine.kv_store import Place, Shelf
-from inference_service.engine.segments import Link
+from inference_service.engine.parts import MASKED, OwnPart, SharedPart, Span, StepParts
 
 NAME: Final = "shared_prompt"
-MASKED: Final = -1e38
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-@dataclass(slots=True, eq=False)
-class OwnPart:
-    """The own tokens of the responses in one shelf, all of its slots; `queries` are consecutive responses."""
-
-    shelf: Shelf
-    queries: slice
-    slots: torch.Tensor
-    """[queries]"""
-    query_of_slot: torch.Tensor
-    """[N], any response for a slot without one."""
-    positions: torch.Tensor
-    """[queries]: where the new keys belong."""
-    length: int
-    bias: torch.Tensor | None
-    """[N, 1, 1, L]; None if all are of one length."""
-
-
-@dataclass(slots=True, eq=False)
-class SharedPart:
-    """The segments in one shelf that responses attend to, all of its slots, with up to `width` responses each."""
-
-    shelf: Shelf
-    queries: torch.Tensor
-    """[N * width], repeated where there are fewer."""
-    width: int
-    length: int
-    bias: torch.Tensor | None
-    """[N, 1, width, L] or [N, 1, 1, L]; None if all are of one length."""
-    responses: torch.Tensor
-    """[M]: the responses in this part, each once."""
-    places: torch.Tensor
-    """[M]: where these are among `queries`."""
-    is_everyone: bool
-
-
-@dataclass(slots=True, eq=False)
-class Span:
-    """Consecutive new tokens of one segment: the queries, and where they belong."""
-
-    queries: slice
-    place: Place
-    start: int
-    links: tuple[Link, ...]
-
-
-@dataclass(slots=True, eq=False)
-class StepParts:
-    """Everything that attention needs to know of a step."""
-
-    num_responses: int
-    own: Listing[OwnPart]
-    shared: Listing[SharedPart]
-    spans: Listing[Span]
 
 
 def step_attention(
@@ -120,14 +61,16 @@ def _attend_responses(
     query_RKGD = query_RHD.reshape(num_responses, num_kv_heads, num_heads // num_kv_heads, head_dim)
     outputs, lses = [], []
     for part in parts.own:
-        keys, values = (x[layer][: len(part.shelf.places), :, : part.length] for x in (part.shelf.keys, part.shelf.values))
+        keys, values = (
+            x[layer][: part.shelf.num_in_use, :, : part.length] for x in (part.shelf.keys, part.shelf.values)
+        )
         out_NKGD, lse_NKG = attend(query_RKGD[part.query_of_slot], keys, values, part.bias, scaling)
         outputs.append(out_NKGD[part.slots])
         lses.append(lse_NKG[part.slots])
     out_RKGD, lse_RKG = (x[0] if len(x) == 1 else torch.cat(x) for x in (outputs, lses))
     for shared in parts.shared:
         out_MKGD, lse_MKG = _attend_shared(shared, layer, query_RKGD, scaling)
-        if shared.is_everyone:
+        if len(shared.responses) == parts.num_responses:
             out_RKGD, lse_RKG = merge(out_RKGD, lse_RKG, out_MKGD, lse_MKG)
         else:
             some = shared.responses
@@ -139,8 +82,8 @@ def _attend_shared(
     part: SharedPart, layer: int, query_RKGD: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_kv_heads, per_kv, head_dim = query_RKGD.shape[1:]
-    num_slots = len(part.shelf.places)
-    keys, values = (x[layer][:num_slots, :, : part.length] for x in (part.shelf.keys, part.shelf.values))
+    num_slots = part.slots.stop - part.slots.start
+    keys, values = (x[layer][part.slots, :, : part.length] for x in (part.shelf.keys, part.shelf.values))
     # The heads of a response are next to each other, so that a bias of each response is one of each row.
     query_NKWGD = query_RKGD[part.queries].view(num_slots, part.width, num_kv_heads, per_kv, head_dim).transpose(1, 2)
     out, lse = attend(query_NKWGD.reshape(num_slots, num_kv_heads, -1, head_dim), keys, values, part.bias, scaling)
@@ -194,7 +137,8 @@ def attend(
     if query.device.type == "cpu":
         if bias is not None and bias.shape[2] not in (1, query.shape[2]):
             bias = bias.repeat_interleave(query.shape[2] // bias.shape[2], dim=2)
-        return _flash(query, keys, values, 0.0, False, attn_mask=bias, scale=scaling)
+        out, lse = _flash(query, keys, values, 0.0, False, attn_mask=bias, scale=scaling)
+        return out, lse
     scores = (query @ keys.transpose(-1, -2)).float() * scaling
     if bias is not None:
         scores = scores + bias.repeat_interleave(query.shape[2] // bias.shape[2], dim=2)
@@ -207,18 +151,11 @@ def attend_causally(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attend`, with as many queries as keys, each over the keys up to its own; as many heads of both."""
     if query.device.type == "cpu":
-        return _flash(query, keys, values, 0.0, True, scale=scaling)
+        out, lse = _flash(query, keys, values, 0.0, True, scale=scaling)
+        return out, lse
     num = query.shape[2]
     bias = torch.full((num, num), MASKED, device=query.device).triu(1)
     return attend(query, keys, values, bias[None, None], scaling)
-
-
-def length_bias(lengths: Listing[int], longest: int, device: torch.device) -> torch.Tensor | None:
-    """[N, 1, 1, longest]: keys after a length are excluded; None if there are none."""
-    if all(length == longest for length in lengths):
-        return None
-    inside = torch.arange(longest, device=device) < torch.tensor(lengths, device=device).unsqueeze(-1)
-    return torch.zeros(inside.shape, device=device).masked_fill_(~inside, MASKED)[:, None, None, :]
 
 
 AttentionInterface.register(NAME, step_attention)

@@ -176,7 +176,8 @@ class Batching:
             self._schedule.end(run)
         self._on_sampled(sampled)
         if failed:
+            # Keys and values that are not finite would damage those who get their slots.
+            self._schedule.restart()
             self._on_failed(failed)
-        gone = set(failed)
-        if finished := [(run.sequence, None) for run in ended if run.sequence not in gone]:
-            self._on_finished(finished)
+        if finished := [run.sequence for run in ended if run.sequence not in failed]:
+            self._on_finished([(sequence, None) for sequence in finished])

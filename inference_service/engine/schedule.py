@@ -1,13 +1,17 @@
 """Which responses run, and what each step computes for them."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from typing import Final
 
 from inference_service.engine.kv_store import KVStore, NoRoom, Place
 from inference_service.engine.segments import Link, Segment, Segments, shortened
 from inference_service.engine.sequences import Sequence
+
+FREE_MARGIN: Final = 0.15
+"""No sequence is started when less than this share of the store is free: running ones grow."""
 
 
 @dataclass(slots=True, eq=False)
@@ -19,8 +23,9 @@ class Run:
     links: tuple[Link, ...]
     num_shared: int
     """Tokens that are in the links."""
-    place: Place
     num_fed: int = 0
+    place: Place | None = None
+    """Of its own tokens, from when the first one is to be fed."""
 
     @property
     def num_unfed(self) -> int:
@@ -72,7 +77,7 @@ class Schedule:
     def add(self, sequences: Iterable[Sequence]) -> None:
         self._waiting.extend(sequences)
 
-    def keep(self, live: "frozenset[Sequence] | set[Sequence]") -> None:
+    def keep(self, live: Collection[Sequence]) -> None:
         """Drops the sequences that are not among these."""
         for run in [run for run in self.running if run.sequence not in live]:
             self.end(run)
@@ -81,7 +86,8 @@ class Schedule:
 
     def end(self, run: Run) -> None:
         self.running.remove(run)
-        self._store.free(run.place)
+        if run.place is not None:
+            self._store.free(run.place)
         self._segments.give_back(run.segment)
 
     def restart(self) -> None:
@@ -93,8 +99,8 @@ class Schedule:
 
     def next(self) -> Work:
         """What to compute now; starts waiting sequences, and puts running ones back if the store is full."""
-        self._make_room()
         self._start_waiting()
+        self._make_room()
         decoding = [run for run in self.running if run.num_unfed == 1 and run.segment.is_done]
         return Work(decoding, list(self._to_feed()))
 
@@ -120,12 +126,19 @@ class Schedule:
     def _start_waiting(self) -> None:
         while self._waiting and len(self.running) < self._max_running:
             try:
+                self._require_margin()
                 self.running.append(self._start(self._waiting[0]))
             except NoRoom:
-                if self._segments.evict():
-                    continue
-                return
-            self._waiting.popleft()
+                if not self._segments.evict():
+                    if not self.running:
+                        raise
+                    return
+            else:
+                self._waiting.popleft()
+
+    def _require_margin(self) -> None:
+        if self.running and self._store.num_tokens > (1.0 - FREE_MARGIN) * self._store.max_tokens:
+            raise NoRoom
 
     def _start(self, sequence: Sequence) -> Run:
         segment = self._segments.take(sequence.prompt)
@@ -133,24 +146,31 @@ class Schedule:
         if segment.is_done and not sequence.samples:
             # Its logits are gone: the last token of the prompt is computed once more.
             num_shared -= 1
-        try:
-            place = self._store.new(max(1, sequence.num_tokens - num_shared))
-        except NoRoom:
-            self._segments.give_back(segment)
-            raise
-        return Run(sequence, segment, shortened(segment.links, num_shared), num_shared, place)
+        return Run(sequence, segment, shortened(segment.links, num_shared), num_shared)
 
     def _make_room(self) -> None:
-        """Room for the next token of each running sequence; the last ones wait again if there is none."""
+        """Room for the tokens that running sequences feed; the last ones wait again if there is none."""
         position = 0
         while position < len(self.running):
             run = self.running[position]
             try:
-                self._store.reserve(run.place, run.num_fed + max(run.num_unfed, 1))
+                self._reserve(run)
             except NoRoom:
                 if not self._segments.evict():
+                    if len(self.running) == 1:
+                        raise
                     last = self.running[-1]
                     self.end(last)
                     self._waiting.appendleft(last.sequence)
             else:
                 position += 1
+
+    def _reserve(self, run: Run) -> None:
+        num_tokens = run.num_fed + run.num_unfed
+        if not num_tokens or not run.segment.is_done:
+            return
+        if run.place is None:
+            run.place = self._store.new(num_tokens, is_shared=False)
+            self._store.use(run.place)
+        else:
+            self._store.reserve(run.place, num_tokens)

@@ -4,6 +4,7 @@ A prompt whose beginning is the beginning of another one shares that part, too: 
 first. So a continuation of a response shares its prompt with the group's other ones, and prompts share a system prompt.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import Final
@@ -18,6 +19,9 @@ Tokens = npt.NDArray[np.int64]
 MIN_SHARED: Final = 32
 """Tokens that a prompt must have in common with another one to share them: each part costs a call per layer."""
 
+MAX_IDLE: Final = 64
+"""Segments kept for later requests: each new prompt is compared with all."""
+
 MAX_DEPTH: Final = 4
 """Segments of a chain; a longer one costs more calls per layer than its sharing saves."""
 
@@ -30,11 +34,11 @@ class Segment:
     parent: "Segment | None"
     num_before: int
     place: Place
-    depth: int
     num_done: int = 0
     """Number of its own tokens whose keys and values are computed."""
-    users: int = 0
-    """Responses and other segments that attend to it."""
+    num_runs: int = 0
+    """Responses that attend to it."""
+    num_children: int = 0
     links: "tuple[Link, ...]" = field(init=False)
     """What a response after this prompt attends to: this segment, and the parents' parts."""
 
@@ -43,6 +47,11 @@ class Segment:
         rest = shortened(before, self.num_before)
         self.links = (Link(self.place, len(self)), *rest)
 
+    @property
+    def depth(self) -> int:
+        """Number of segments in its chain."""
+        return len(list(chain(self)))
+
     def __len__(self) -> int:
         """Number of its own tokens."""
         return len(self.prompt) - self.num_before
@@ -50,6 +59,14 @@ class Segment:
     @property
     def is_done(self) -> bool:
         return self.num_done == len(self)
+
+
+def chain(segment: Segment) -> Iterator[Segment]:
+    """The segment, its parent, and so on."""
+    each: Segment | None = segment
+    while each is not None:
+        yield each
+        each = each.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,76 +89,93 @@ def shortened(links: "tuple[Link, ...]", num_tokens: int) -> "tuple[Link, ...]":
 
 
 class Segments:
-    """All segments in the store, those without users too, as long as there is room for them."""
+    """All segments in the store; of those that nobody attends to the last `MAX_IDLE` ones, as long as there is room."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
-        self._all: dict[Segment, None] = {}
-        """In the order of their last use."""
+        self._all: dict[bytes, Segment] = {}
+        """By their prompts."""
+        self._idle: dict[Segment, None] = {}
+        """In the order in which they were last attended to."""
 
     def take(self, prompt: Listing[int]) -> Segment:
-        """The segment whose chain is the prompt, new unless there is one; the caller is one more user of it.
+        """The segment whose chain is the prompt, new unless there is one, for one more response.
 
         Raises:
             NoRoom: the store is full.
         """
         tokens = np.array(prompt, dtype=np.int64)
-        relative, common = self._nearest(tokens)
-        if relative is not None and common == len(tokens) == len(relative.prompt):
-            segment = relative
-        else:
-            parent = relative if relative is not None and common >= MIN_SHARED and relative.depth < MAX_DEPTH else None
-            # The last token is computed anew, for its logits.
-            num_before = min(common, len(tokens) - 1) if parent else 0
-            while parent is not None and parent.parent is not None and num_before <= parent.num_before:
-                parent = parent.parent
-            place = self._store.new(len(tokens) - num_before)
-            segment = Segment(tokens, parent, num_before, place, parent.depth + 1 if parent else 1)
-            if parent is not None:
-                parent.users += 1
-        self._all.pop(segment, None)
-        self._all[segment] = None
-        segment.users += 1
+        segment = self._all.get(tokens.tobytes())
+        if segment is None:
+            segment = self._all[tokens.tobytes()] = self._new(tokens, *self._nearest(tokens))
+        for each in chain(segment):
+            each.num_runs += 1
+            if each.num_runs == 1:
+                self._idle.pop(each, None)
+                self._store.use(each.place)
         return segment
 
+    def _new(self, tokens: Tokens, parent: Segment | None, common: int) -> Segment:
+        # The last token is computed anew, for its logits.
+        num_before = min(common, len(tokens) - 1)
+        while parent is not None and (num_before <= parent.num_before or parent.depth == MAX_DEPTH):
+            num_before = min(num_before, parent.num_before)
+            parent = parent.parent
+        if parent is None:
+            num_before = 0
+        place = self._store.new(len(tokens) - num_before, is_shared=True)
+        if parent is not None:
+            parent.num_children += 1
+        return Segment(tokens, parent, num_before, place)
+
     def give_back(self, segment: Segment) -> None:
-        """The caller is no longer a user. What is not computed yet is of no use to others."""
-        segment.users -= 1
-        if not segment.users and not segment.is_done:
-            self._remove(segment)
+        """The response has ended. What is not computed yet is of no use to others."""
+        for each in list(chain(segment)):
+            each.num_runs -= 1
+            if not each.num_runs:
+                self._store.put_aside(each.place)
+                self._idle[each] = None
+                if not each.is_done and not each.num_children:
+                    self._remove(each)
+        if len(self._idle) > MAX_IDLE:
+            self.evict()
 
     def evict(self) -> bool:
-        """Frees the segment without users that was used longest ago; false if there is none."""
-        for segment in self._all:
-            if not segment.users:
+        """Frees the segment that nobody attends to and that was used longest ago; false if there is none."""
+        for segment in self._idle:
+            if not segment.num_children:
                 self._remove(segment)
                 return True
         return False
 
     def clear(self) -> None:
         self._all.clear()
+        self._idle.clear()
 
     def unfinished(self) -> list[Segment]:
         """Those that are to be computed, and can be: after their parents."""
         return [
             segment
-            for segment in self._all
-            if not segment.is_done
+            for segment in self._all.values()
+            if segment.num_runs
+            and not segment.is_done
             and (segment.parent is None or segment.parent.num_done >= segment.num_before - segment.parent.num_before)
         ]
 
     def _remove(self, segment: Segment) -> None:
-        del self._all[segment]
+        del self._all[segment.prompt.tobytes()]
+        del self._idle[segment]
         self._store.free(segment.place)
         if segment.parent is not None:
-            self.give_back(segment.parent)
+            segment.parent.num_children -= 1
 
     def _nearest(self, tokens: Tokens) -> tuple[Segment | None, int]:
-        best, longest = None, 0
-        for segment in self._all:
+        """The one with the longest common beginning of at least `MIN_SHARED` tokens, and its length."""
+        best, longest = None, MIN_SHARED - 1
+        for segment in self._all.values():
             length = min(len(tokens), len(segment.prompt))
             differ = np.flatnonzero(segment.prompt[:length] != tokens[:length])
             common = int(differ[0]) if len(differ) else length
-            if common > longest or (common == longest and best is not None and len(segment.prompt) == len(tokens)):
+            if common > longest:
                 best, longest = segment, common
         return best, longest
