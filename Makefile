@@ -15,7 +15,7 @@ FAST := not distributed and not packaging and not vllm and not layouts and not g
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm containers check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
-	bench-between-hosts
+	bench-between-hosts bench-generation
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -62,6 +62,9 @@ bench-overlap: $(READY)
 
 bench-shared-prompt: $(READY)
 	$(BIN)/python -m benchmarks.shared_prompt --json $(ARGS)
+
+bench-generation: $(READY)
+	$(BIN)/python -m benchmarks.generation --json $(ARGS)
 
 bench-weight-sync: $(READY)
 	$(BIN)/python -m benchmarks.weight_sync --json $(ARGS)

@@ -1,38 +1,26 @@
-"""transformers' continuous batching as the engine uses it: submit, cancel, hold between two steps, empty the caches.
+"""Continuous batching: a thread that runs the model step by step, on whatever sequences are there.
 
-One `ContinuousBatchingManager` runs the generation loop in its own thread. All methods here are called from the event
-loop's thread, or (where they block) from the engine's control thread, never from both at once.
+All methods are called from the event loop's thread, or (where they block) from the engine's control thread, never from
+both at once.
 """
 
-import itertools
+import logging
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
-from contextlib import AbstractContextManager
 
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.generation.continuous_batching.continuous_api import OutputRouter
-from transformers.generation.continuous_batching.requests import GenerationOutput
+import torch
+from transformers import PreTrainedModel
 
-from inference_service.engine import ragged_attention
 from inference_service.engine.cache_size import CacheSize
+from inference_service.engine.kv_store import KVStore
+from inference_service.engine.sampling import sample_step
+from inference_service.engine.schedule import Run, Schedule
 from inference_service.engine.sequences import Sequence
-from inference_service.engine.token_sampler import TokenSampler
+from inference_service.engine.step import ModelStep
 from inference_service.engine_interface import EngineFault, LogprobsMode
 
-
-class FinishedRouter(OutputRouter):
-    """Passes finished requests, all of one step at a time, to one callback, in the generation thread."""
-
-    def __init__(self, on_outputs: Callable[[list[GenerationOutput]], None]) -> None:
-        super().__init__()
-        self._on_outputs = on_outputs
-
-    def deliver(self, output: GenerationOutput) -> None:
-        self._on_outputs([output])
-
-    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        self._on_outputs(outputs)
+logger = logging.getLogger(__name__)
 
 
 class Batching:
@@ -51,137 +39,145 @@ class Batching:
         on_finished: Callable[[list[tuple[Sequence, str | None]]], None],
         on_failed: Callable[[list[Sequence]], None],
     ) -> None:
-        self._sequences: dict[str, Sequence] = {}
-        self._ids: dict[Sequence, str] = {}
-        self._counter = itertools.count()
+        self.version = "default"
+        self.num_sampled = 0
+        self.fault: str | None = None
+        """Why the generation thread died, or None while it runs."""
+        self._mode = mode
+        self._on_sampled = on_sampled
         self._on_finished = on_finished
-        self._page_size = size.page_size
-        self._hold: AbstractContextManager[None] | None = None
-        self._sampler = TokenSampler(self._sequences, mode, on_sampled, on_failed)
-        config = ContinuousBatchingConfig(
-            page_size=size.page_size,
-            num_blocks=size.num_blocks,
-            max_batch_tokens=size.max_batch_tokens,
-            max_requests_per_batch=size.max_concurrency,
-            max_blocks_per_request=0,
-            use_async_batching=False,
-            use_cuda_graph=False,
-            auto_switch_to_flash=False,
+        self._on_failed = on_failed
+        self._step = ModelStep(model)
+        self._store = KVStore(
+            size.num_layers, size.num_kv_heads, size.head_dim, size.dtype, model.device, size.max_tokens
         )
-        greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
-        self._manager = ContinuousBatchingManager(model, greedy, config)  # type: ignore[arg-type]
-        # The manager accepts only its own attention names, but requests a mask from the model only when it runs.
-        model.set_attn_implementation(ragged_attention.NAME)
-        self._manager.logit_processor = self._sampler
-        self._manager.output_router = FinishedRouter(self._outputs)
+        self._schedule = Schedule(self._store, size.max_concurrency, size.prefill_tokens)
+        self._live: set[Sequence] = set()
+        """Those that were neither cancelled nor finished."""
+        self._submitted: list[Sequence] = []
+        self._changed = threading.Condition()
+        self._hold = False
+        self._stands_still = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     def start(self) -> None:
-        self._manager.start()
+        self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        self.release()
-        self._manager.stop(block=True, timeout=timeout_s, hard_stop=True)
-
-    @property
-    def fault(self) -> str | None:
-        """Why the generation thread died, or None while it runs."""
-        error = self._manager.background_thread_status.fatal_error
-        return None if error is None else f"the generation thread died: {error!r}"
-
-    @property
-    def version(self) -> str:
-        return self._sampler.version
-
-    @version.setter
-    def version(self, version: str) -> None:
-        self._sampler.version = version
-
-    @property
-    def num_sampled(self) -> int:
-        return self._sampler.num_sampled
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
 
     @property
     def cache_usage(self) -> float:
-        """Share of the cache in use, including prefixes kept for later requests."""
-        processor = self._manager.batch_processor
-        return 0.0 if processor is None else 1.0 - float(processor.cache.compute_free_capacity())
+        """Share of the cache in use, including prompts kept for later requests."""
+        return self._store.num_tokens / self._store.max_tokens
 
     def submit(self, sequences: Listing[Sequence]) -> None:
-        """Starts sequences of one prompt; new ones share one prefill of it.
+        """Starts sequences.
 
         Raises:
             EngineFault: the generation thread has ended.
         """
-        first = sequences[0]
-        prompt = first.token_ids()
-        # A shared prompt is computed up to its last token. If cached pages hold everything but that token, nothing is
-        # left to compute, and transformers 5.23 would run the model on an empty step, which fails.
-        if len(sequences) > 1 and len(prompt) % self._page_size == 1:
-            for sequence in sequences:
-                self.submit([sequence])
-            return
-        parent = f"{next(self._counter)}"
-        ids = [parent, *(f"{parent}__child#{i}" for i in range(len(sequences) - 1))]
-        for run_id, sequence in zip(ids, sequences, strict=True):
-            self._sequences[run_id] = sequence
-            self._ids[sequence] = run_id
-        self._manager.num_return_sequences = len(sequences)
-        accepted = self._manager.add_request(
-            prompt,
-            request_id=parent,
-            max_new_tokens=first.remaining_tokens,
-            eos_token_id=sorted(first.stop_ids),
-        )
-        if accepted is None:
-            raise EngineFault(self.fault or "the engine is stopping")
+        with self._changed:
+            if self._stopping or self.fault is not None:
+                raise EngineFault(self.fault or "the engine is stopping")
+            self._live.update(sequences)
+            self._submitted += sequences
+            self._changed.notify_all()
 
     def cancel(self, sequences: Listing[Sequence]) -> None:
-        """Drops sequences; tokens still generated for them are discarded. Unknown sequences are ignored."""
-        # The first of a group is cancelled first: the other sequences are forked from it.
-        for sequence in sequences:
-            run_id = self._ids.pop(sequence, None)
-            if run_id is not None:
-                del self._sequences[run_id]
-                self._manager.cancel_request(run_id)
+        """Drops sequences; a token that is being computed for them is discarded. Unknown sequences are ignored."""
+        with self._changed:
+            self._live.difference_update(sequences)
 
     def hold(self) -> None:
         """Stops the loop between two steps; blocks until the running step has finished."""
-        if self._hold is None:
-            hold = self._manager.pause()
-            hold.__enter__()
-            self._hold = hold
+        with self._changed:
+            self._hold = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._stands_still or not self._thread.is_alive())
 
     def release(self) -> None:
         """Lets the loop continue; running sequences continue where they stopped."""
-        hold, self._hold = self._hold, None
-        if hold is not None:
-            hold.__exit__(None, None, None)
+        with self._changed:
+            self._hold = False
+            self._changed.notify_all()
 
     def empty_caches(self) -> None:
-        """Drops all cached keys and values, including shared prefixes; running sequences will be computed again.
+        """Drops all keys and values, including kept prompts; running sequences will be computed again.
 
-        Only while held. Sequences are submitted again, with their tokens so far as part of the prompt.
+        Only while held.
         """
-        assert self._hold is not None, "the loop must stand still while its cache is emptied"
-        running = list(self._sequences.values())
-        # The loop may have taken a submission out of its queue just before it stopped, so a reset alone would miss
-        # some.
-        self.cancel(running)
-        processor = self._manager.batch_processor
-        assert processor is not None, "a held loop has a batch processor"
-        processor.reset()
-        processor.cache.reset()
-        for sequence in running:
-            self.submit([sequence])
+        assert self._hold, "the loop must stand still while its cache is emptied"
+        self._schedule.restart()
 
-    def _outputs(self, outputs: list[GenerationOutput]) -> None:
-        known = [(self._sequences.get(output.request_id), output.error) for output in outputs]
-        finished = [(sequence, error) for sequence, error in known if sequence is not None]
-        if finished:
-            self._on_finished(finished)
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._may_go_on():
+                    self._one_step()
+        # Whatever it is, requests must not wait for it.
+        except BaseException as error:
+            logger.exception("the generation thread died")
+            with self._changed:
+                self.fault = f"the generation thread died: {error!r}"
+                self._stands_still = True
+                self._changed.notify_all()
+            self._on_finished([(sequence, self.fault) for sequence in self._live])
 
-    def forget(self, sequence: Sequence) -> None:
-        """Removes a finished sequence."""
-        run_id = self._ids.pop(sequence, None)
-        if run_id is not None:
-            del self._sequences[run_id]
+    def _may_go_on(self) -> bool:
+        """Waits until there is something to compute; false at the end."""
+        with self._changed:
+            while True:
+                if self._stopping:
+                    return False
+                if not self._hold:
+                    self._stands_still = False
+                    self._schedule.add(self._submitted)
+                    self._submitted = []
+                    self._schedule.keep(self._live)
+                    if self._schedule.has_work:
+                        return True
+                else:
+                    self._stands_still = True
+                    self._changed.notify_all()
+                self._changed.wait()
+
+    def _one_step(self) -> None:
+        work = self._schedule.next()
+        drawing = self._step(work, self._store.generation)
+        if not drawing.runs:
+            return
+        sequences = [run.sequence for run in drawing.runs]
+        samples = sample_step(drawing.logits, sequences, self._mode, self.version)
+        sampled: list[Sequence] = []
+        failed: list[Sequence] = []
+        ended: list[Run] = []
+        with self._changed:
+            for run, sample in zip(drawing.runs, samples, strict=True):
+                sequence = run.sequence
+                if sequence not in self._live:
+                    continue
+                # NaN is the only value that differs from itself.
+                if sample.logprob != sample.logprob:
+                    failed.append(sequence)
+                    ended.append(run)
+                    continue
+                sequence.samples.append(sample)
+                sampled.append(sequence)
+                if sequence.reached_stop() or not sequence.remaining_tokens:
+                    ended.append(run)
+            self._live.difference_update(run.sequence for run in ended)
+        self.num_sampled += len(sampled)
+        for run in ended:
+            self._schedule.end(run)
+        self._on_sampled(sampled)
+        if failed:
+            # Keys and values that are not finite would damage those who get their slots.
+            self._schedule.restart()
+            self._on_failed(failed)
+        if finished := [run.sequence for run in ended if run.sequence not in failed]:
+            self._on_finished([(sequence, None) for sequence in finished])

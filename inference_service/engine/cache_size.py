@@ -1,10 +1,5 @@
-"""Sizes of the paged cache and of the steps of continuous batching, from the user's options.
+"""Size of the store of keys and values, from the user's options and the memory there is."""
 
-By default transformers takes most of the memory and sizes its index tensors accordingly, which makes a small model an
-order of magnitude slower.
-"""
-
-import math
 import os
 import re
 from dataclasses import dataclass
@@ -16,17 +11,14 @@ from transformers import PreTrainedConfig
 
 from async_rl.errors import ConfigError
 
-PAGE_SIZE: Final = 32
-"""Tokens per cache page; prefixes are shared by whole pages."""
-
 PREFILL_TOKENS: Final = 512
 """Prompt tokens that one step may process besides one token of every running response."""
 
-FREE_MARGIN: Final = 0.15
-"""The scheduler starts no new prompt when less than this share of the cache is free."""
+CAPACITY_FACTOR: Final = 2
+"""A segment has up to this many times the capacity of its tokens."""
 
 MEMORY_SHARE: Final = 0.4
-"""Share of the memory that is free after loading that the cache and its step tensors may take."""
+"""Share of the memory that is free after loading that the store may take."""
 
 
 MEMINFO: Final = Path("/proc/meminfo")
@@ -34,10 +26,15 @@ MEMINFO: Final = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
+    """`max_tokens` counts the capacity of segments, which have up to `CAPACITY_FACTOR` times their tokens."""
+
     max_concurrency: int
-    page_size: int
-    num_blocks: int
-    max_batch_tokens: int
+    prefill_tokens: int
+    max_tokens: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
 
 
 def plan_cache(
@@ -48,28 +45,25 @@ def plan_cache(
     Raises:
         ConfigError: not even one response of full length fits.
     """
-    blocks_per_response = math.ceil(max_model_len / PAGE_SIZE) + 1
-    max_batch_tokens = max_concurrency + PREFILL_TOKENS
-    wanted = math.ceil(max_concurrency * blocks_per_response / (1.0 - FREE_MARGIN)) + 1
-    budget = MEMORY_SHARE * free_memory_bytes(device)
-    affordable = int(budget / _bytes_per_block(config, dtype, max_batch_tokens))
-    if affordable < blocks_per_response:
-        raise ConfigError(
-            f"one response of {max_model_len} tokens needs {blocks_per_response} cache pages, but only {affordable} "
-            f"fit into {MEMORY_SHARE:.0%} of the free memory: lower --max-model-len"
-        )
-    return CacheSize(max_concurrency, PAGE_SIZE, min(wanted, affordable), max_batch_tokens)
-
-
-def _bytes_per_block(config: PreTrainedConfig, dtype: torch.dtype, max_batch_tokens: int) -> float:
-    """Keys and values of a page in all layers, and transformers' reserve per cached token for one step."""
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    keys_and_values = 2 * num_kv_heads * head_dim * config.num_hidden_layers
-    # transformers also counts a mask of [step tokens, cached tokens], although this engine's attention needs none.
-    reserved = (2 * num_heads + num_kv_heads) * head_dim + max_batch_tokens
-    return float(PAGE_SIZE * dtype.itemsize * (keys_and_values + reserved))
+    # The CPU's attention computes in float32.
+    dtype = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
+    bytes_per_token = 2 * num_kv_heads * head_dim * config.num_hidden_layers * dtype.itemsize
+    # Prompt and response, and the response's next place while it moves.
+    needed = CAPACITY_FACTOR * 2 * max_model_len
+    affordable = int(MEMORY_SHARE * free_memory_bytes(device) / bytes_per_token)
+    if affordable < needed:
+        raise ConfigError(
+            f"one response of {max_model_len} tokens needs {needed * bytes_per_token / 2**20:,.0f} MiB of cache, but "
+            f"{MEMORY_SHARE:.0%} of the free memory are {affordable * bytes_per_token / 2**20:,.0f} MiB: "
+            "lower --max-model-len"
+        )
+    max_tokens = min(max(CAPACITY_FACTOR * max_concurrency * max_model_len, needed), affordable)
+    return CacheSize(
+        max_concurrency, PREFILL_TOKENS, max_tokens, config.num_hidden_layers, num_kv_heads, head_dim, dtype
+    )
 
 
 def free_memory_bytes(device: torch.device) -> float:

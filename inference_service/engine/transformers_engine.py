@@ -1,4 +1,4 @@
-"""The embedded engine: transformers' continuous batching behind the Engine interface (CPU and CUDA).
+"""The embedded engine: a transformers model behind the Engine interface (CPU and CUDA).
 
 It uses three threads. The event loop owns the requests, and only it ends them. The generation thread runs the model,
 appends tokens to sequences, posts finished ones to the loop, and signals when streams have deltas. The control thread
@@ -215,7 +215,6 @@ class TransformersEngine:
             if error is not None:
                 request.fail(EngineFault(error))
                 continue
-            self._batching.forget(sequence)
             sequence.end("stop" if sequence.reached_stop() else "length")
             request.end_if_complete()
             if sequence.has_delta:

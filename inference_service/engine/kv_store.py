@@ -1,0 +1,179 @@
+"""Keys and values of token segments, in shelves of equal capacity, so that attention reads them without a gather.
+
+A segment is a run of tokens whose keys and values lie together: a prompt that responses share, or the own tokens of one
+response. A shelf holds the segments of one capacity (powers of two) one after the other, without gaps and those in use
+first: segments change their slots for that, and one that outgrows its shelf moves to the next.
+
+Shapes: N slots, K key-value heads, C capacity, D head size.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+MIN_CAPACITY: Final = 64
+GROWTH: Final = 1.5
+
+
+class NoRoom(Exception):
+    """The store is full."""
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where a segment lies; changes with the store's `generation` only."""
+
+    shelf: "Shelf"
+    slot: int
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.slot < self.shelf.num_in_use
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """The segments of one capacity; `keys` and `values` are [N, K, C, D] per layer, and the first slots are taken."""
+
+    capacity: int
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    places: list[Place] = field(default_factory=list)
+    num_in_use: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys[0].shape[0]
+
+    def resize(self, num_slots: int) -> None:
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                # What is masked must be finite all the same.
+                tensors[layer] = old.new_zeros((num_slots, *old.shape[1:]))
+                tensors[layer][: len(self.places)] = old[: len(self.places)]
+
+    def copy(self, slot: int, target: "Shelf", target_slot: int) -> None:
+        for mine, other in ((self.keys, target.keys), (self.values, target.values)):
+            for old, new in zip(mine, other, strict=True):
+                new[target_slot, :, : self.capacity] = old[slot]
+
+    def swap(self, place: Place, slot: int) -> None:
+        """Exchanges what lies at a place with what lies in a slot."""
+        other = self.places[slot]
+        if other is place:
+            return
+        for tensor in (*self.keys, *self.values):
+            tensor[[place.slot, slot]] = tensor[[slot, place.slot]]
+        self.places[place.slot], self.places[slot] = other, place
+        place.slot, other.slot = slot, place.slot
+
+
+class KVStore:
+    """At most `max_tokens` tokens, free slots and unused capacity included."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_tokens: int,
+    ) -> None:
+        self._num_layers = num_layers
+        self.max_tokens = max_tokens
+        self.generation = 0
+        """Changes whenever a segment gets another place, or is freed."""
+        self._shape = (num_kv_heads, head_dim)
+        self._dtype = dtype
+        self._device = device
+        self._shelves: dict[tuple[bool, int], Shelf] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Capacity of the segments in the store."""
+        return sum(shelf.capacity * len(shelf.places) for shelf in self._shelves.values())
+
+    def new(self, num_tokens: int, is_shared: bool) -> Place:
+        """A place for a segment of up to `num_tokens` tokens, not in use yet; prompts have shelves of their own.
+
+        Raises:
+            NoRoom: the store is full.
+        """
+        shelf = self._shelf(num_tokens, is_shared)
+        if len(shelf.places) == shelf.num_slots:
+            self._grow(shelf)
+        place = Place(shelf, len(shelf.places))
+        shelf.places.append(place)
+        self.generation += 1
+        return place
+
+    def use(self, place: Place) -> None:
+        """Puts the place among those that steps read."""
+        place.shelf.swap(place, place.shelf.num_in_use)
+        place.shelf.num_in_use += 1
+        self.generation += 1
+
+    def put_aside(self, place: Place) -> None:
+        """Steps read it no longer; what is in it stays."""
+        place.shelf.num_in_use -= 1
+        place.shelf.swap(place, place.shelf.num_in_use)
+        self.generation += 1
+
+    def reserve(self, place: Place, num_tokens: int) -> None:
+        """Makes a place of a response, which is in use, hold `num_tokens` tokens, with what is in it.
+
+        Raises:
+            NoRoom: the store is full; the place is unchanged.
+        """
+        if num_tokens <= place.shelf.capacity:
+            return
+        larger = self.new(num_tokens, is_shared=False)
+        place.shelf.copy(place.slot, larger.shelf, larger.slot)
+        self.free(place)
+        place.shelf, place.slot = larger.shelf, larger.slot
+        place.shelf.places[place.slot] = place
+        self.use(place)
+
+    def free(self, place: Place) -> None:
+        if place.is_in_use:
+            self.put_aside(place)
+        shelf = place.shelf
+        last = shelf.places.pop()
+        if last is not place:
+            shelf.copy(last.slot, shelf, place.slot)
+            shelf.places[place.slot] = last
+            last.slot = place.slot
+        self.generation += 1
+
+    def clear(self) -> None:
+        """Frees all places, and their memory."""
+        self._shelves.clear()
+        self.generation += 1
+
+    def _shelf(self, num_tokens: int, is_shared: bool) -> Shelf:
+        capacity = max(MIN_CAPACITY, 1 << (num_tokens - 1).bit_length())
+        if (is_shared, capacity) not in self._shelves:
+            num_kv_heads, head_dim = self._shape
+            keys, values = (
+                [
+                    torch.empty((0, num_kv_heads, capacity, head_dim), dtype=self._dtype, device=self._device)
+                    for _ in range(self._num_layers)
+                ]
+                for _ in range(2)
+            )
+            self._shelves[is_shared, capacity] = Shelf(capacity, keys, values)
+        return self._shelves[is_shared, capacity]
+
+    def _grow(self, shelf: Shelf) -> None:
+        if self._slots_left(shelf) < 1:
+            for other in self._shelves.values():
+                other.resize(len(other.places))
+        if (left := self._slots_left(shelf)) < 1:
+            raise NoRoom
+        shelf.resize(min(shelf.num_slots + left, max(4, int(GROWTH * shelf.num_slots))))
+
+    def _slots_left(self, shelf: Shelf) -> int:
+        allocated = sum(each.capacity * each.num_slots for each in self._shelves.values())
+        return (self.max_tokens - allocated) // shelf.capacity

@@ -1,0 +1,188 @@
+"""What attention reads in a step: the shelves of the store, and which query belongs to which slot.
+
+Shapes: R responses that decode, N slots in use of a shelf, L keys.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+import torch
+
+from inference_service.engine.kv_store import Place, Shelf
+from inference_service.engine.schedule import Run
+from inference_service.engine.segments import Link
+
+MASKED: Final = -1e38
+"""Added to the scores of keys that are excluded."""
+
+CALL_ROWS: Final = 32
+"""Responses whose attention costs about as much as one more call."""
+
+
+@dataclass(slots=True, eq=False)
+class OwnPart:
+    """The own tokens of the responses in one shelf, all of its slots; `queries` are consecutive responses."""
+
+    shelf: Shelf
+    queries: slice
+    slots: torch.Tensor
+    """[queries]"""
+    query_of_slot: torch.Tensor
+    """[N], any response for a slot without one."""
+    positions: torch.Tensor
+    """[queries]: where the new keys belong."""
+    length: int
+    bias: torch.Tensor | None
+    """[N, 1, 1, L]; None if all are of one length."""
+
+
+@dataclass(slots=True, eq=False)
+class SharedPart:
+    """Segments in consecutive slots of a shelf, with up to `width` responses each that attend to them."""
+
+    shelf: Shelf
+    slots: slice
+    queries: torch.Tensor
+    """[N * width], repeated where there are fewer."""
+    width: int
+    length: int
+    bias: torch.Tensor | None
+    """[N, 1, width, L] or [N, 1, 1, L]; None if all are of one length."""
+    responses: torch.Tensor
+    """[M]: the responses in this part, each once, in their order."""
+    places: torch.Tensor
+    """[M]: where these are among `queries`."""
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Consecutive new tokens of one segment: the queries, and where they belong."""
+
+    queries: slice
+    place: Place
+    start: int
+    links: tuple[Link, ...]
+
+
+@dataclass(slots=True, eq=False)
+class StepParts:
+    """Everything that attention needs to know of a step."""
+
+    num_responses: int
+    own: Listing[OwnPart]
+    shared: Listing[SharedPart]
+    spans: Listing[Span]
+
+
+def own_parts(decoding: Listing[Run], device: torch.device) -> list[OwnPart]:
+    """`decoding` is sorted by shelf."""
+    parts = []
+    begin = 0
+    for _, members in groupby(decoding, key=lambda run: place_of(run).shelf.capacity):
+        runs = list(members)
+        shelf = place_of(runs[0]).shelf
+        query_of_slot = [begin] * shelf.num_in_use
+        lengths = [1] * shelf.num_in_use
+        for query, run in enumerate(runs, start=begin):
+            slot = place_of(run).slot
+            query_of_slot[slot] = query
+            lengths[slot] = run.num_fed + 1
+        longest = max(lengths)
+        parts.append(
+            OwnPart(
+                shelf,
+                slice(begin, begin + len(runs)),
+                torch.tensor([place_of(run).slot for run in runs], device=device),
+                torch.tensor(query_of_slot, device=device),
+                torch.tensor([run.num_fed for run in runs], device=device),
+                longest,
+                length_bias(lengths, longest, device),
+            )
+        )
+        begin += len(runs)
+    return parts
+
+
+def place_of(run: Run) -> Place:
+    assert run.place is not None, "a run that feeds tokens has a place for them"
+    return run.place
+
+
+def shared_parts(decoding: Listing[Run], device: torch.device) -> list[SharedPart]:
+    """Each response is once in a part: the levels of chains are parts of their own."""
+    members: defaultdict[tuple[int, int], defaultdict[int, list[tuple[int, int]]]]
+    members = defaultdict(lambda: defaultdict(list))
+    shelves: dict[int, Shelf] = {}
+    for query, run in enumerate(decoding):
+        for level, link in enumerate(run.links):
+            shelf = link.place.shelf
+            shelves[shelf.capacity] = shelf
+            members[level, shelf.capacity][link.place.slot].append((query, link.length))
+    return [
+        _shared_part(shelves[capacity], slots, [by_slot[slot] for slot in range(slots.start, slots.stop)], device)
+        for (_, capacity), by_slot in members.items()
+        for slots in bands({slot: len(found) for slot, found in by_slot.items()})
+    ]
+
+
+def bands(widths: Mapping[int, int]) -> list[slice]:
+    """Ranges of slots to be read together; `widths` has the number of responses of those that are read at all.
+
+    One product is as wide as its widest slot for all of its slots, and a further product costs about `CALL_ROWS` rows.
+    """
+    found: list[slice] = []
+    widest = 0
+    for slot in sorted(widths):
+        if found:
+            start, stop = found[-1].start, found[-1].stop
+            together = (slot + 1 - start) * max(widest, widths[slot])
+            if together <= (stop - start) * widest + widths[slot] + CALL_ROWS:
+                found[-1], widest = slice(start, slot + 1), max(widest, widths[slot])
+                continue
+        found.append(slice(slot, slot + 1))
+        widest = widths[slot]
+    return found
+
+
+def _shared_part(
+    shelf: Shelf, slots: slice, members: Listing[Listing[tuple[int, int]]], device: torch.device
+) -> SharedPart:
+    """`members` has (response, length) pairs by slot."""
+    width = max(len(found) for found in members)
+    longest = max(length for found in members for _, length in found)
+    queries: list[int] = []
+    lengths: list[int] = []
+    place_of_response: dict[int, int] = {}
+    for i, found in enumerate(members):
+        place_of_response |= {query: i * width + j for j, (query, _) in enumerate(found)}
+        padded = [*found, *[found[0] if found else (0, 1)] * (width - len(found))]
+        queries += [query for query, _ in padded]
+        lengths += [length for _, length in padded]
+    bias = length_bias(lengths, longest, device)
+    if bias is not None:
+        bias = bias.view(len(members), 1, width, longest)
+        if all(len({length for _, length in found}) <= 1 for found in members):
+            bias = bias[:, :, :1]
+    responses = sorted(place_of_response)
+    return SharedPart(
+        shelf,
+        slots,
+        torch.tensor(queries, device=device),
+        width,
+        longest,
+        bias,
+        torch.tensor(responses, device=device),
+        torch.tensor([place_of_response[query] for query in responses], device=device),
+    )
+
+
+def length_bias(lengths: Listing[int], longest: int, device: torch.device) -> torch.Tensor | None:
+    """[N, 1, 1, longest]: keys after a length are excluded; None if there are none."""
+    if all(length == longest for length in lengths):
+        return None
+    inside = torch.arange(longest, device=device) < torch.tensor(lengths, device=device).unsqueeze(-1)
+    return torch.zeros(inside.shape, device=device).masked_fill_(~inside, MASKED)[:, None, None, :]

@@ -1,0 +1,85 @@
+"""One step of the model: the work of a schedule as tensors, and the logits that come out."""
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from inference_service.engine import attention
+from inference_service.engine.kv_store import Place
+from inference_service.engine.parts import SharedPart, Span, StepParts, own_parts, place_of, shared_parts
+from inference_service.engine.schedule import Fed, Run, Work
+from inference_service.engine.segments import Link, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """The runs that get a token now, and their logits, float32 [runs, V]."""
+
+    runs: Listing[Run]
+    logits: torch.Tensor
+
+
+class ModelStep:
+    """Runs a model on the work of one step after the other."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        model.set_attn_implementation(attention.NAME)
+        self._model = model
+        self._device = model.device
+        self._shared: tuple[object, list[SharedPart]] = (None, [])
+
+    def __call__(self, work: Work, generation: int) -> Drawing:
+        """Computes the work, and notes what is done; `generation` is the store's."""
+        decoding = sorted(work.decoding, key=lambda run: (place_of(run).shelf.capacity, place_of(run).slot))
+        token_ids = [run.unfed(1)[0] for run in decoding]
+        positions = [run.sequence.num_tokens - 1 for run in decoding]
+        spans, runs, rows = [], list(decoding), list(range(len(decoding)))
+        for fed in work.fed:
+            begin = len(token_ids)
+            start, links, place, before = _span_of(fed)
+            token_ids += fed.token_ids
+            positions += range(before, before + len(fed.token_ids))
+            spans.append(Span(slice(begin, len(token_ids)), place, start, links))
+            runs += fed.draws
+            rows += [len(token_ids) - 1] * len(fed.draws)
+        parts = StepParts(
+            len(decoding), own_parts(decoding, self._device), self._shared_parts(decoding, generation), spans
+        )
+        kept = sorted(set(rows))
+        logits = self._model(
+            input_ids=torch.tensor([token_ids], device=self._device),
+            position_ids=torch.tensor([positions], device=self._device),
+            attention_mask=None,
+            parts=parts,
+            use_cache=False,
+            logits_to_keep=torch.tensor(kept, dtype=torch.long, device=self._device),
+        ).logits[0]
+        for run in decoding:
+            run.num_fed += 1
+        for fed in work.fed:
+            if isinstance(fed.what, Segment):
+                fed.what.num_done += len(fed.token_ids)
+            else:
+                fed.what.num_fed += len(fed.token_ids)
+        if len(kept) != len(rows):
+            index = {row: i for i, row in enumerate(kept)}
+            logits = logits[torch.tensor([index[row] for row in rows], device=self._device)]
+        return Drawing(runs, logits.float())
+
+    def _shared_parts(self, decoding: Listing[Run], generation: int) -> list[SharedPart]:
+        """The same from step to step, as long as the same runs decode and no segment moved."""
+        key = (generation, tuple(decoding))
+        if self._shared[0] != key:
+            self._shared = (key, shared_parts(decoding, self._device))
+        return self._shared[1]
+
+
+def _span_of(fed: Fed) -> tuple[int, tuple[Link, ...], Place, int]:
+    """Where its tokens begin in their place, what is before that, the place, and the first position."""
+    if isinstance(fed.what, Segment):
+        segment = fed.what
+        return segment.num_done, segment.links[1:], segment.place, segment.num_before + segment.num_done
+    run = fed.what
+    return run.num_fed, run.links, place_of(run), run.num_shared + run.num_fed

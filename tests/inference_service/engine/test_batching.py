@@ -1,0 +1,144 @@
+"""The generation thread: it starts, stands still, forgets and ends as it is told, and nobody waits for a dead one."""
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from async_rl.protocol.inference import SamplingParams
+from benchmarks.common.random_model import random_model
+from inference_service.engine.batching import Batching
+from inference_service.engine.cache_size import plan_cache
+from inference_service.engine.sequences import Sequence
+from inference_service.engine_interface import EngineFault
+from tests.support.tiny_model import FAMILIES, MODEL_SIZE
+
+WAIT_S = 20.0
+
+
+class Recorder:
+    """A `Batching`, and what it told."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.finished: queue.Queue[tuple[Sequence, str | None]] = queue.Queue()
+        self.failed: list[Sequence] = []
+        size = plan_cache(model.config, torch.float32, torch.device("cpu"), 4, 128)
+        self.batching = Batching(
+            model,
+            size,
+            "processed_logprobs",
+            lambda sampled: None,
+            lambda ended: [self.finished.put(pair) for pair in ended] and None,
+            self.failed.extend,
+        )
+
+    def next_finished(self) -> tuple[Sequence, str | None]:
+        return self.finished.get(timeout=WAIT_S)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    config_class, own = FAMILIES["qwen3"]
+    return random_model(config_class(**{**own, **MODEL_SIZE})).eval()
+
+
+@pytest.fixture
+def recorder(model: PreTrainedModel) -> Iterator[Recorder]:
+    made = Recorder(model)
+    made.batching.start()
+    yield made
+    made.batching.stop(WAIT_S)
+
+
+def sequence(seed: int = 0, max_tokens: int = 20) -> Sequence:
+    return Sequence((5, 6, 7), SamplingParams(max_tokens=max_tokens), seed, frozenset())
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_all_finish_with_their_tokens(recorder: Recorder) -> None:
+    sequences = [sequence(seed) for seed in range(9)]
+    for each in sequences:
+        recorder.batching.submit([each])
+    assert {recorder.next_finished() for _ in sequences} == {(each, None) for each in sequences}
+    assert {len(each.samples) for each in sequences} == {20}
+    assert recorder.batching.num_sampled == 180 and recorder.batching.cache_usage > 0
+
+
+def test_held_between_two_steps_and_emptied_it_goes_on_with_the_same_tokens(recorder: Recorder) -> None:
+    undisturbed, disturbed = sequence(max_tokens=100), sequence(max_tokens=100)
+    recorder.batching.submit([undisturbed])
+    recorder.next_finished()
+    recorder.batching.submit([disturbed])
+    for _ in range(3):
+        reached = len(disturbed.samples)
+        wait_for(lambda reached=reached: len(disturbed.samples) > reached)
+        recorder.batching.hold()
+        reached = len(disturbed.samples)
+        recorder.batching.empty_caches()
+        time.sleep(0.02)
+        assert len(disturbed.samples) == reached
+        recorder.batching.release()
+    assert recorder.next_finished() == (disturbed, None)
+    assert [s.token_id for s in disturbed.samples] == [s.token_id for s in undisturbed.samples]
+
+
+def test_what_is_cancelled_gets_no_more_tokens_and_frees_its_place(recorder: Recorder) -> None:
+    batching = recorder.batching
+    cancelled = [sequence(seed, max_tokens=120) for seed in range(4)]
+    batching.submit(cancelled)
+    wait_for(lambda: all(each.samples for each in cancelled))
+    batching.cancel(cancelled)
+    counts = [len(each.samples) for each in cancelled]
+    last = sequence(9)
+    batching.submit([last])
+    assert recorder.next_finished() == (last, None)
+    assert [len(each.samples) for each in cancelled] == counts
+
+
+def test_damaged_weights_end_what_meets_them_and_nothing_after_their_repair(
+    recorder: Recorder, model: PreTrainedModel
+) -> None:
+    healthy = [parameter.detach().clone() for parameter in model.parameters()]
+    batching = recorder.batching
+    batching.hold()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    batching.release()
+    doomed = [sequence(seed) for seed in range(3)]
+    batching.submit(doomed)
+    wait_for(lambda: len(recorder.failed) == 3)
+    batching.hold()
+    with torch.no_grad():
+        for parameter, good in zip(model.parameters(), healthy, strict=True):
+            parameter.copy_(good)
+    batching.release()
+    sound = sequence(5)
+    batching.submit([sound])
+    assert recorder.next_finished() == (sound, None) and recorder.failed == doomed
+
+
+def test_when_the_thread_dies_everybody_is_told(
+    recorder: Recorder, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object, **__: object) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(model.model, "forward", die)
+    victim = sequence()
+    recorder.batching.submit([victim])
+    ended, error = recorder.next_finished()
+    assert ended is victim and error is not None and "no more" in error
+    assert recorder.batching.fault == error
+    with pytest.raises(EngineFault, match="no more"):
+        recorder.batching.submit([sequence()])
+    recorder.batching.hold()

@@ -1,0 +1,93 @@
+"""What lies in the store stays as it was put there, through every move; those in use come first."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_service.engine.kv_store import MIN_CAPACITY, KVStore, NoRoom, Place
+
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 2, 2, 3
+
+
+def make_store(max_tokens: int) -> KVStore:
+    return KVStore(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"), max_tokens)
+
+
+def put(place: Place, start: int, rows: torch.Tensor) -> None:
+    """`rows` is [layers, 2, K, tokens, D]."""
+    for layer in range(NUM_LAYERS):
+        for tensors, new in zip((place.shelf.keys, place.shelf.values), rows[layer], strict=True):
+            tensors[layer][place.slot, :, start : start + rows.shape[3]] = new
+
+
+def get(place: Place, length: int) -> torch.Tensor:
+    shelf = place.shelf
+    return torch.stack(
+        [
+            torch.stack([tensors[layer][place.slot, :, :length] for tensors in (shelf.keys, shelf.values)])
+            for layer in range(NUM_LAYERS)
+        ]
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32), st.integers(300, 6000))
+def test_contents_survive_any_order_of_operations(seed: int, max_tokens: int) -> None:
+    rng = random.Random(seed)
+    store = make_store(max_tokens)
+    contents: dict[Place, torch.Tensor] = {}
+    shared: set[Place] = set()
+    for _ in range(60):
+        action = rng.choice(["new", "new", "grow", "grow", "free", "use", "aside"])
+        place = rng.choice(list(contents)) if contents else None
+        before, length = store.generation, 0
+        try:
+            if action == "new" or place is None:
+                length, is_shared = rng.randint(1, 200), rng.random() < 0.5
+                place = store.new(length, is_shared)
+                contents[place] = torch.empty(NUM_LAYERS, 2, NUM_KV_HEADS, 0, HEAD_DIM)
+                if is_shared:
+                    shared.add(place)
+                else:
+                    store.use(place)
+                length = rng.randint(0, length)
+            elif action == "grow" and place not in shared:
+                length = contents[place].shape[3] + rng.randint(0, 90)
+                store.reserve(place, length)
+            elif action == "free":
+                store.free(place)
+                del contents[place]
+                shared.discard(place)
+                continue
+            elif action == "use" and not place.is_in_use:
+                store.use(place)
+            elif action == "aside" and place in shared and place.is_in_use:
+                store.put_aside(place)
+        except NoRoom:
+            capacity = max(MIN_CAPACITY, 1 << (length - 1).bit_length())
+            assert sum(each.shelf.capacity for each in contents) + capacity > max_tokens
+        else:
+            if length > contents[place].shape[3]:
+                added = torch.randn(NUM_LAYERS, 2, NUM_KV_HEADS, length - contents[place].shape[3], HEAD_DIM)
+                put(place, contents[place].shape[3], added)
+                contents[place] = torch.cat([contents[place], added], dim=3)
+        assert store.generation >= before
+        for each, expected in contents.items():
+            torch.testing.assert_close(get(each, expected.shape[3]), expected, rtol=0, atol=0)
+            assert each.shelf.places[each.slot] is each
+        assert store.num_tokens == sum(each.shelf.capacity for each in contents) <= max_tokens
+        for shelf in {each.shelf for each in contents}:
+            assert all(tensor.isfinite().all() for tensor in (*shelf.keys, *shelf.values))
+
+
+def test_memory_of_small_segments_becomes_that_of_large_ones() -> None:
+    store = make_store(16 * MIN_CAPACITY)
+    places = [store.new(MIN_CAPACITY, is_shared=False) for _ in range(16)]
+    with pytest.raises(NoRoom):
+        store.new(1, is_shared=False)
+    for place in places:
+        store.free(place)
+    assert store.new(16 * MIN_CAPACITY, is_shared=True).shelf.capacity == 16 * MIN_CAPACITY

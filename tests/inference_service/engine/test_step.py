@@ -1,0 +1,146 @@
+"""Whatever runs together, each token has the probability that the model alone gives it.
+
+Random prompts that share beginnings, in a store with little room and with steps of few prompt tokens, some of them
+cancelled, all of them sometimes computed anew; compared with a forward pass of transformers over each whole sequence.
+"""
+
+import random
+from collections.abc import Iterator
+from copy import deepcopy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from async_rl.protocol.inference import SamplingParams
+from benchmarks.common.random_model import random_model
+from inference_service.engine import segments
+from inference_service.engine.kv_store import KVStore, NoRoom
+from inference_service.engine.sampling import sample_step
+from inference_service.engine.schedule import Schedule, Work
+from inference_service.engine.sequences import Sequence
+from inference_service.engine.step import ModelStep
+from tests.support.tiny_model import FAMILIES, MODEL_SIZE
+
+SHORTEST_SHARED = 3
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    config_class, own = FAMILIES[request.param]
+    config: PreTrainedConfig = config_class(**{**own, **MODEL_SIZE})
+    return random_model(config).eval()
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "MIN_SHARED", SHORTEST_SHARED)
+
+
+class Engine:
+    """The parts of continuous batching, driven step by step."""
+
+    def __init__(self, model: PreTrainedModel, max_tokens: int, max_running: int, prefill_tokens: int) -> None:
+        config = model.config
+        self.store = KVStore(
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
+            torch.float32,
+            torch.device("cpu"),
+            max_tokens,
+        )
+        self.schedule = Schedule(self.store, max_running, prefill_tokens)
+        self.step = ModelStep(deepcopy(model))
+
+    def run_step(self) -> None:
+        self.compute(self.schedule.next())
+
+    @torch.inference_mode()
+    def compute(self, work: Work) -> None:
+        drawing = self.step(work, self.store.generation)
+        sequences = [run.sequence for run in drawing.runs]
+        if not sequences:
+            return
+        samples = sample_step(drawing.logits, sequences, "processed_logprobs", "v")
+        for run, sample in zip(drawing.runs, samples, strict=True):
+            run.sequence.samples.append(sample)
+            if not run.sequence.remaining_tokens:
+                self.schedule.end(run)
+
+
+def make_prompts(rng: random.Random, num: int, longest: int) -> list[tuple[int, ...]]:
+    """Some equal, some with a common beginning, some the beginning of others."""
+    prompts: list[tuple[int, ...]] = []
+    for _ in range(num):
+        base = list(rng.choice(prompts)) if prompts and rng.random() < 0.7 else []
+        kept = base[: rng.randint(0, len(base))] if rng.random() < 0.6 else base
+        added = rng.randint(0 if kept else 1, longest)
+        prompts.append(tuple([*kept, *(rng.randrange(2, 96) for _ in range(added))][:120]))
+    return prompts
+
+
+def in_rounds(rng: random.Random, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
+    while sequences:
+        number = rng.randint(1, 6)
+        yield sequences[:number]
+        sequences = sequences[number:]
+
+
+@torch.inference_mode()
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([2, 4, 16]), st.sampled_from([3, 17, 512]), st.booleans())
+def test_each_token_has_the_probability_that_the_model_alone_gives_it(
+    model: PreTrainedModel, seed: int, max_running: int, prefill_tokens: int, has_little_room: bool
+) -> None:
+    rng = random.Random(seed)
+    sequences = [
+        Sequence(prompt, SamplingParams(max_tokens=rng.randint(1, 90)), rng.randrange(2**32), frozenset())
+        for prompt in make_prompts(rng, rng.randint(1, 12), 70)
+        for _ in range(rng.choice([1, 1, 4]))
+    ]
+    engine = Engine(model, 1100 if has_little_room else 100_000, max_running, prefill_tokens)
+    live = set(sequences)
+    for some in in_rounds(rng, sequences):
+        engine.schedule.add(some)
+        for _ in range(rng.randint(0, 30)):
+            if engine.schedule.has_work:
+                engine.run_step()
+        if rng.random() < 0.2:
+            live.discard(rng.choice(sequences))
+            engine.schedule.keep(live)
+        if rng.random() < 0.15:
+            engine.schedule.restart()
+    while engine.schedule.has_work:
+        engine.run_step()
+    assert all(sequence.remaining_tokens == 0 for sequence in live)
+    for sequence in sequences:
+        tokens = sequence.token_ids()
+        logits = model(input_ids=torch.tensor([tokens])).logits[0].double()
+        expected = logits.log_softmax(-1)[len(sequence.prompt) - 1 : -1]
+        for sample, row in zip(sequence.samples, expected, strict=True):
+            assert sample.logprob == pytest.approx(float(row[sample.token_id]), abs=2e-5)
+
+
+def test_a_group_shares_its_prompt_and_continuations_share_it_too(model: PreTrainedModel) -> None:
+    engine = Engine(model, 100_000, 16, 512)
+    prompt = tuple(range(2, 72))
+    group = [Sequence(prompt, SamplingParams(max_tokens=5), seed, frozenset()) for seed in range(4)]
+    continued = [Sequence((*prompt, *(80 + i, 81 + i)), SamplingParams(max_tokens=5), i, frozenset()) for i in range(3)]
+    engine.schedule.add([*group, *continued])
+    num_computed = 0
+    while engine.schedule.has_work:
+        work = engine.schedule.next()
+        num_computed += sum(len(fed.token_ids) for fed in work.fed)
+        engine.compute(work)
+    assert num_computed == len(prompt) + 3 * 2
+
+
+def test_one_that_does_not_fit_alone_is_an_error_and_not_an_endless_loop(model: PreTrainedModel) -> None:
+    engine = Engine(model, 128, 4, 512)
+    engine.schedule.add([Sequence(tuple(range(2, 90)), SamplingParams(max_tokens=90), 0, frozenset())])
+    with pytest.raises(NoRoom):
+        while engine.schedule.has_work:
+            engine.run_step()
