@@ -2,9 +2,9 @@
 
     python -m benchmarks.between_hosts --json [--repeats N] [--size tiny] [--delay-ms D] [--mbit-per-s R] [--loss L]
 
-Needs root: trainer and two instances are network namespaces (`tests/support/hosts.py`), each with a link to a network
-"near", which is as fast as the machine, and to a network "far". The Publisher moves a random Qwen3 in bfloat16 to one
-and then to both instances; a producer has batches of a tiny model sampled. The last line is one JSON object:
+Needs root: trainer and two instances are network namespaces (`benchmarks/common/hosts.py`), each with a link to a
+network "near", which is as fast as the machine, and to a network "far". The Publisher moves a random Qwen3 in bfloat16
+to one and then to both instances; a producer has batches of a tiny model sampled. The last line is one JSON object:
 
 - `publish_s.NETWORK.N`: median seconds of a publish to N instances;
 - `first_publish_s.NETWORK.N`: of the one that also forms the weight group;
@@ -41,10 +41,10 @@ from async_rl.rewards import make_reward
 from async_rl.rollout.producer import Producer
 from async_rl.types import Batch, Prompt
 from async_rl.weights.stream import TensorSpec
+from benchmarks.common.hosts import Host, Hosts, environment, why_not
+from benchmarks.common.link import Link, why_no_link
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from benchmarks.common.running_instance import wait_for_url
-from tests.support.hosts import Host, Hosts, environment, why_not
-from tests.support.link import Link, why_no_link
 
 NETWORKS = ("near", "far")
 INSTANCES = ("one", "two")

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.support.hosts import why_not
-from tests.support.link import why_no_link
+from benchmarks.common.hosts import why_not
+from benchmarks.common.link import why_no_link
 
 pytestmark = pytest.mark.distributed
 

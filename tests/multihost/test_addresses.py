@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.hosts import Hosts, why_not
+from benchmarks.common.hosts import Hosts, why_not
 
 pytestmark = pytest.mark.distributed
 

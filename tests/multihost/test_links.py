@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import Disks, Hosts, why_not
-from tests.support.link import Link, netem_words, why_no_link
+from benchmarks.common.hosts import Disks, Hosts, why_not
+from benchmarks.common.link import Link, netem_words, why_no_link
 from tests.support.programs import Programs
 
 pytestmark = pytest.mark.distributed

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.hosts import Host, Hosts, environment, why_not
+from benchmarks.common.hosts import Host, Hosts, environment, why_not
 from tests.support.local_run import Run, command_of, gone
 from tests.support.ray_cluster import FASTER_CHECKS, OBJECT_STORE_BYTES, needs_ray, proven
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import Hosts, why_not
+from benchmarks.common.hosts import Hosts, why_not
 from tests.support.local_run import Run
 from tests.support.programs import Programs
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.hosts import Hosts
 from tests.support import hosts as simulated
 from tests.support import slurm as cluster
-from tests.support.hosts import Hosts
 from tests.support.slurm import Slurm
 from tests.support.slurm_run import SlurmRun
 

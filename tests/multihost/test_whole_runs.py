@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import why_not
-from tests.support.link import why_no_link
+from benchmarks.common.hosts import why_not
+from benchmarks.common.link import why_no_link
 from tests.support.programs import Programs
 from tests.support.same_run import assert_same_run
 from tests.support.several_hosts import SeveralHosts, on_one_host

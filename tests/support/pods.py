@@ -1,4 +1,4 @@
-"""Runs the containers of rendered manifests as processes, one pod on each host of `tests.support.hosts`.
+"""Runs the containers of rendered manifests as processes, one pod on each host of `benchmarks.common.hosts`.
 
 What a kubelet does is done here: variables from fields and secrets, `$(NAME)` in commands, volumes and mounts, the
 working directory, a read-only root file system, a user without rights, DNS names of headless services. The image is
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.hosts import ETC, Host, Hosts, why_not
 from tests.support import ROOT
-from tests.support.hosts import ETC, Host, Hosts, why_not
 
 CHECKOUT = "/image/checkout"
 ENVIRONMENT = "/image/environment"

@@ -1,4 +1,4 @@
-"""Python programs on hosts of `tests.support.hosts`, which end with the test."""
+"""Python programs on hosts of `benchmarks.common.hosts`, which end with the test."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.hosts import Host, environment
+from benchmarks.common.hosts import Host, environment
 
 TOKEN = "between hosts"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from async_rl.config.file import load_config
 from async_rl.protocol.fleet import FleetInfo, InstanceInfo
 from async_rl.protocol.routes import FLEET
+from benchmarks.common.hosts import Disks, Hosts
+from benchmarks.common.link import Link
 from deploy.cluster.plan import plan_cluster
-from tests.support.hosts import Disks, Hosts
-from tests.support.link import Link
 from tests.support.local_run import Run
 from tests.support.programs import TOKEN, Programs
 

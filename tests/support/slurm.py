@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.hosts import Host, environment
+from benchmarks.common.hosts import Host, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 WAIT_S = 60.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.hosts import Host, Hosts, environment, why_not
+from benchmarks.common.hosts import Host, Hosts, environment, why_not
 from trainer.lifeline import CLOSED, Silence
 
 WORKER = "tests.support.trainer.lifeline_worker"

@@ -1,6 +1,6 @@
-"""`python -m tests.support.link_relay LINK FILE FILE`: carries frames between two TAP devices until it is killed.
+"""`python -m benchmarks.common.link_relay LINK FILE FILE`: carries frames between two TAP devices until it is killed.
 
-LINK is a `tests.support.link.Link` as JSON, each FILE the number of an open one. A direction sends one frame after
+LINK is a `benchmarks.common.link.Link` as JSON, each FILE the number of an open one. A direction sends one frame after
 another at the link's rate, delivers each a delay later, and drops what would wait longer than a router lets it wait. A
 frame may stand for several segments of TCP, which are lost or delivered together.
 """
@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 
-from tests.support.link import Link
+from benchmarks.common.link import Link
 
 QUEUE_S = 0.05
 """How long a frame waits at most before it is sent."""

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces with separate networks between them, for tests that run as root.
+"""Several hosts on one machine: network namespaces with separate networks between them; needs root.
 
 A host has its own interfaces, /etc/hosts and name. Its processes share the file system with all other hosts, except for
 its disk, if it has one.
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.link import Link, Relay, has_netem, netem_words
+from benchmarks.common.link import Link, Relay, has_netem, netem_words
 
 ETC = Path("/etc/netns")
 OF_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "HCCL_IF_IP")
@@ -134,7 +134,7 @@ class Hosts:
             networks: prefix lengths by network name.
             hosts: by name, each host's address in every network it is part of. The host's own name resolves to its
                 first address; a key that is not a network may give a loopback address for that.
-            links: by network, what each host's link to it is like; see `tests.support.link.why_no_link`.
+            links: by network, what each host's link to it is like; see `benchmarks.common.link.why_no_link`.
             disks: by default the hosts share the file system.
         """
         self._prefix = f"arl{os.getpid()}-"

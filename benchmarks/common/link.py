@@ -1,8 +1,8 @@
-"""Links with a delay, a rate and loss between hosts that are network namespaces, for `tests.support.hosts`.
+"""Links with a delay, a rate and loss between hosts that are network namespaces, for `benchmarks.common.hosts`.
 
 The kernel's netem does it where it exists. Otherwise the link is two TAP devices with a process between them
-(`tests.support.link_relay`), which carries frames of up to 64 KiB as the kernel does for segmentation offload, so that
-it keeps up with a gigabit per second.
+(`benchmarks.common.link_relay`), which carries frames of up to 64 KiB as the kernel does for segmentation offload, so
+that it keeps up with a gigabit per second.
 """
 
 import fcntl
@@ -69,7 +69,7 @@ class Relay:
     def __init__(self, names: Sequence[str], link: Link) -> None:
         files = [_open_tap(name) for name in names]
         try:
-            words = [sys.executable, "-m", "tests.support.link_relay", json.dumps(asdict(link)), *map(str, files)]
+            words = [sys.executable, "-m", "benchmarks.common.link_relay", json.dumps(asdict(link)), *map(str, files)]
             self._process = subprocess.Popen(words, pass_fds=files)
         finally:
             for file in files:
