@@ -6,7 +6,7 @@ Every entry point loads it first and passes each part only its own section. Unkn
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from async_rl.config.keys import kinds_of
 from async_rl.errors import ConfigError
@@ -296,7 +296,18 @@ class InferenceSection(Section):
         return self
 
 
-SlurmOption = Annotated[str, Field(pattern=r"^-[^\n\r\x00]+$")]
+LAUNCHERS_OWN = ("--array", "-a", "--dependency", "-d", "--parsable", "--test-only", "--wait", "-W", "--wrap")
+"""Options of sbatch that decide what a job is, or whether it is submitted."""
+
+
+def _is_left_to_users(option: str) -> str:
+    name = option.partition("=")[0].split()[0]
+    if name in LAUNCHERS_OWN or (not name.startswith("--") and name[:2] in LAUNCHERS_OWN):
+        raise ValueError(f"{option!r} belongs to the launcher: leave it out")
+    return option
+
+
+SlurmOption = Annotated[str, Field(pattern=r"^-[^\n\r\x00]+$"), AfterValidator(_is_left_to_users)]
 """One line of a job script."""
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

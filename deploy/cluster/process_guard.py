@@ -6,8 +6,8 @@ end of the guard's standard input and never writes to it: when it closes that pi
 Linux it is also the subreaper of all its descendants, so workers in their own sessions (torchrun's, process pools') end
 with them.
 
-It exits with the command's own code, or 128 + N where signal N ended the command. Standard library only: it must start
-in milliseconds.
+It exits with the command's own code, or 128 + N where signal N ended the command, or 2 where the command cannot be run.
+Standard library only: it must start in milliseconds.
 """
 
 import argparse
@@ -24,6 +24,8 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
+BAD_INPUT = 2
+"""As in `deploy.cluster.restarts`, which is not imported: a program that cannot be run is not tried again."""
 
 
 def keep(command: Sequence[str], cores: Sequence[int], grace_s: float) -> int:
@@ -121,7 +123,13 @@ def main(argv: Sequence[str]) -> int:
     # process of a job; a handler, unlike SIG_IGN, is not inherited by the command, which has to act on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    return keep(command, cores, arguments.grace_s)
+    try:
+        return keep(command, cores, arguments.grace_s)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"cannot run {error.filename!r}: {error.strerror}", file=sys.stderr)
+        return BAD_INPUT
 
 
 if __name__ == "__main__":

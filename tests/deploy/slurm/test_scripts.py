@@ -80,6 +80,13 @@ def test_an_option_is_one_word_of_one_line(tmp_path: Path, option: str) -> None:
         make_plan(tmp_path, cluster={"slurm_options": [option]})
 
 
+@pytest.mark.parametrize("option", ["--array=0-3", "-a0-3", "--wrap=ls", "--wait", "-W", "--test-only", "-d after:1"])
+def test_an_option_that_decides_what_a_job_is_belongs_to_the_launcher(tmp_path: Path, option: str) -> None:
+    with pytest.raises(ConfigError, match="belongs to the launcher: leave it out"):
+        make_plan(tmp_path, cluster={"slurm_options": [option]})
+    make_plan(tmp_path, cluster={"slurm_options": ["--wait-all-nodes=1", "-w node-1", "--account=wrap", "-A", "- "]})
+
+
 @pytest.mark.parametrize("name", ["", "1A", "A B", "A=B", "A;touch x", "$(id)", "A\nB", "Ä"])
 def test_a_variable_has_a_name_that_a_shell_takes_for_one(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.env"):
