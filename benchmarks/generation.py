@@ -25,44 +25,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.protocol.inference import SamplingParams
-from benchmarks.common.random_model import save_random_qwen3
+from benchmarks.common.random_model import SIZES, save_random_qwen3
 from inference_service.engine.cache_size import plan_cache
 from inference_service.engine.model import load_model
 from inference_service.engine.transformers_engine import TransformersEngine
 
 RESPONSE_TOKENS = 64
 CPU = torch.device("cpu")
-
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "vocab_size": 256,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
-    "2M": {
-        "vocab_size": 2048,
-        "hidden_size": 192,
-        "intermediate_size": 576,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    "31M": {
-        "vocab_size": 16_384,
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-    },
-}
-
 
 class Case(NamedTuple):
     """`num_groups` prompts of `prompt_tokens` tokens, each with `group_size` responses."""

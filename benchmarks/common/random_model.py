@@ -17,6 +17,37 @@ from transformers import (
 EOS = 0
 """Ends a response, in the checkpoints of `save_random_qwen3`."""
 
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    "2M": {
+        "vocab_size": 2048,
+        "hidden_size": 192,
+        "intermediate_size": 576,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "31M": {
+        "vocab_size": 16_384,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+}
+"""Sizes that benchmarks compare engines at, by names that tell the number of parameters."""
+
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model of random float32 weights, a function of `config` and `seed`; so are later random numbers."""
