@@ -11,11 +11,13 @@ READY := $(VENV)/.ready
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
+PEERS_VENV := .venv-peers
+PEERS_READY := $(PEERS_VENV)/.ready
 FAST := not distributed and not packaging and not vllm and not layouts and not gpu and not npu
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm containers check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
-	bench-between-hosts bench-generation
+	bench-between-hosts bench-generation bench-peers
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -66,6 +68,9 @@ bench-shared-prompt: $(READY)
 bench-generation: $(READY)
 	$(BIN)/python -m benchmarks.generation --json $(ARGS)
 
+bench-peers: $(READY) $(PEERS_READY)
+	$(BIN)/python -m benchmarks.peers --json --trl-python $(PEERS_VENV)/bin/python $(ARGS)
+
 bench-weight-sync: $(READY)
 	$(BIN)/python -m benchmarks.weight_sync --json $(ARGS)
 
@@ -91,6 +96,13 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	touch $@
 
+# What a user may take instead, for `bench-peers`: with the same torch and transformers.
+$(PEERS_READY): Makefile
+	test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check trl==1.16.0 transformers==5.23.0
+	touch $@
+
 # vLLM for CPU, resolved together with what async-rl needs beside it. Without constraints.txt, whose versions are those of
 # the other environment. torchvision, torchaudio and torchcodec, which vLLM asks for, are built for another torch and do not
 # load with this one; vLLM does without them.
@@ -102,4 +114,4 @@ $(VLLM_READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

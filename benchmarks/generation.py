@@ -33,6 +33,7 @@ from inference_service.engine.transformers_engine import TransformersEngine
 RESPONSE_TOKENS = 64
 CPU = torch.device("cpu")
 
+
 class Case(NamedTuple):
     """`num_groups` prompts of `prompt_tokens` tokens, each with `group_size` responses."""
 

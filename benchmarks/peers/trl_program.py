@@ -9,6 +9,7 @@ number of tokens of all completions.
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Clock(TrainerCallback):
 def main() -> None:
     work = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    rows = [json.loads(line) for line in open(work["rows"])]
+    rows = [json.loads(line) for line in Path(work["rows"]).read_text().splitlines()]
     num_responses = work["num_groups"] * work["group_size"]
     tokenizer = AutoTokenizer.from_pretrained(work["model"])
     tokenizer.pad_token = tokenizer.eos_token

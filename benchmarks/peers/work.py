@@ -64,7 +64,8 @@ class Case:
         if size not in SIZES or not are_numbers:
             known = f"one of {', '.join(SIZES)}, and numbers from 1 on"
             raise argparse.ArgumentTypeError(f"{text!r}: expected SIZE:P:G:GROUPS, perhaps with +kl: {known}")
-        return cls(size, *map(int, rest), kl_coef=0.05 if text.endswith("+kl") else 0.0)
+        prompt_tokens, group_size, num_groups = map(int, rest)
+        return cls(size, prompt_tokens, group_size, num_groups, 0.05 if text.endswith("+kl") else 0.0)
 
     def __str__(self) -> str:
         numbers = f"{self.size}:{self.prompt_tokens}:{self.group_size}:{self.num_groups}"
