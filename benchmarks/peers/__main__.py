@@ -4,8 +4,9 @@
 
 `PYTHON` has TRL (`make bench-peers` makes an environment for it). Both sides train the same random Qwen3 in float32 on
 the same prompts, `GROUPS` of `P` tokens, each with `G` responses of exactly 64 tokens, with AdamW; a `CASE` is written
-`SIZE:P:G:GROUPS`, with `+kl` behind it if there is a reference. Every process has one thread. TRL generates with transformers' `generate` and trains with the fastest of the
-micro-batches that `MICRO_BATCHES` lists. async-rl is `async-rl run` with one instance of the embedded engine.
+`SIZE:P:G:GROUPS`, with `+kl` behind it if there is a reference. Every process has one thread. TRL generates with
+transformers' `generate` and trains with the fastest of the micro-batches that `MICRO_BATCHES` lists. async-rl is
+`async-rl run` with one instance of the embedded engine.
 
 Counted is the time from the end of the third iteration on. The last line is one JSON object, for each case:
 
