@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.hosts import Hosts
-from tests.support import hosts as simulated
+from benchmarks.common.hosts import Hosts, why_not
 from tests.support import slurm as cluster
 from tests.support.slurm import Slurm
 from tests.support.slurm_run import SlurmRun
@@ -20,7 +19,7 @@ OPTIONS = ('--cluster.slurm_training_options=["--nodelist=n1"]', '--cluster.slur
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    if (reason := simulated.why_not() or cluster.why_not()) is not None:
+    if (reason := why_not() or cluster.why_not()) is not None:
         pytest.skip(reason)
     hosts = Hosts({NETWORK: "/24"}, {f"n{i}": {NETWORK: f"10.78.3.{i}"} for i in (1, 2, 3)})
     yield hosts
