@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -25,40 +25,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.protocol.inference import SamplingParams
+from benchmarks.common.case import RESPONSE_TOKENS, Case
 from benchmarks.common.random_model import SIZES, save_random_qwen3
 from inference_service.engine.cache_size import plan_cache
 from inference_service.engine.model import load_model
 from inference_service.engine.transformers_engine import TransformersEngine
 
-RESPONSE_TOKENS = 64
 CPU = torch.device("cpu")
-
-
-class Case(NamedTuple):
-    """`num_groups` prompts of `prompt_tokens` tokens, each with `group_size` responses."""
-
-    size: str
-    prompt_tokens: int
-    group_size: int
-    num_groups: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Case":
-        size, *numbers = text.split(":")
-        are_numbers = all(number.isdecimal() and int(number) for number in numbers)
-        if size not in SIZES or len(numbers) != 3 or not are_numbers:
-            known = ", ".join(SIZES)
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: expected SIZE:P:G:GROUPS, numbers from 1 on, and one of {known}"
-            )
-        return cls(size, *map(int, numbers))
-
-    def __str__(self) -> str:
-        return ":".join(map(str, self))
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_groups * self.group_size * RESPONSE_TOKENS
 
 
 DEFAULT = ("2M:80:8:16", "2M:512:8:16", "2M:2048:8:8", "2M:80:1:128", "31M:80:8:16", "31M:512:8:8")
@@ -107,8 +80,7 @@ async def measure(case: Case, repeats: int) -> dict[str, float]:
         save_random_qwen3(Path(directory), dtype=torch.float32, max_position_embeddings=length, **SIZES[case.size])
         loaded = load_model(directory, CPU, torch.float32)
         reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    num_responses = case.num_groups * case.group_size
-    size = plan_cache(loaded.model.config, torch.float32, CPU, num_responses, length)
+    size = plan_cache(loaded.model.config, torch.float32, CPU, case.num_responses, length)
     engine = TransformersEngine(loaded, size, length, "processed_logprobs")
     await engine.start()
     pairs = [

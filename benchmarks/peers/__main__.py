@@ -1,10 +1,11 @@
 """The same GRPO work with async-rl and with TRL's GRPOTrainer, in turn.
 
-    python -m benchmarks.peers --json --trl-python PYTHON [--repeats N] [--iterations N] [--cases CASE ...]
+    python -m benchmarks.peers --json --trl-python PYTHON [--repeats N] [--iterations N] [--kl-coef C]
+        [--cases CASE ...]
 
 `PYTHON` has TRL (`make bench-peers` makes an environment for it). Both sides train the same random Qwen3 in float32 on
 the same prompts, `GROUPS` of `P` tokens, each with `G` responses of exactly 64 tokens, with AdamW; a `CASE` is written
-`SIZE:P:G:GROUPS`, with `+kl` behind it if there is a reference. Every process has one thread. TRL generates with
+`SIZE:P:G:GROUPS`, and with a `--kl-coef` there is a reference. Every process has one thread. TRL generates with
 transformers' `generate` and trains with the fastest of the micro-batches that `MICRO_BATCHES` lists. async-rl is
 `async-rl run` with one instance of the embedded engine.
 
@@ -32,7 +33,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import psutil
 
-from benchmarks.peers.work import Case, prepare
+from benchmarks.common.case import Case
+from benchmarks.peers.work import prepare
 
 TRL_PROGRAM = Path(__file__).with_name("trl_program.py")
 MICRO_BATCHES = (8, 32, 128)
@@ -43,7 +45,7 @@ WARM_UP = 3
 
 POLL_S = 0.05
 LIMIT_S = 1800.0
-DEFAULT = ("2M:80:8:16", "2M:80:8:16+kl", "2M:512:8:16", "31M:80:8:16", "31M:512:8:8")
+DEFAULT = ("2M:80:8:16", "2M:512:8:16", "31M:80:8:16", "31M:512:8:8")
 
 
 class Mark(NamedTuple):
@@ -64,10 +66,10 @@ def speed_between(begin: Mark, end: Mark, num_tokens: int) -> Speed:
     return Speed(num_tokens / (end.cpu_s - begin.cpu_s), num_tokens / (end.wall_s - begin.wall_s))
 
 
-def run_ours(case: Case, iterations: int) -> Speed:
+def run_ours(case: Case, kl_coef: float, iterations: int) -> Speed:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        prepare(case, directory, iterations)
+        prepare(case, kl_coef, directory, iterations)
         output = directory / "output.txt"
         with output.open("wb") as log:
             process = subprocess.Popen(
@@ -105,9 +107,9 @@ def _mark_of_tree(pid: int) -> Mark:
     return Mark(spent, time.monotonic())
 
 
-def run_trl(case: Case, iterations: int, python: str, micro_batch: int) -> Speed:
+def run_trl(case: Case, kl_coef: float, iterations: int, python: str, micro_batch: int) -> Speed:
     with tempfile.TemporaryDirectory() as name:
-        work = {**prepare(case, Path(name), iterations), "micro_batch": micro_batch}
+        work = {**prepare(case, kl_coef, Path(name), iterations), "micro_batch": micro_batch}
         done = subprocess.run(
             [python, str(TRL_PROGRAM), json.dumps(work)], capture_output=True, text=True, timeout=LIMIT_S
         )
@@ -117,16 +119,19 @@ def run_trl(case: Case, iterations: int, python: str, micro_batch: int) -> Speed
     return speed_between(marks[WARM_UP - 1], marks[-1], (iterations - WARM_UP) * case.num_tokens)
 
 
-def fastest_micro_batch(case: Case, python: str) -> int:
+def fastest_micro_batch(case: Case, kl_coef: float, python: str) -> int:
     fitting = [size for size in MICRO_BATCHES if case.num_responses % size == 0 and size % case.group_size == 0]
     if len(fitting) < 2:
         return fitting[0] if fitting else case.group_size
-    return max(fitting, key=lambda size: run_trl(case, WARM_UP + 2, python, size).per_cpu_s)
+    return max(fitting, key=lambda size: run_trl(case, kl_coef, WARM_UP + 2, python, size).per_cpu_s)
 
 
-def measure(case: Case, iterations: int, repeats: int, python: str) -> dict[str, float]:
-    micro_batch = fastest_micro_batch(case, python)
-    pairs = [(run_ours(case, iterations), run_trl(case, iterations, python, micro_batch)) for _ in range(repeats)]
+def measure(case: Case, kl_coef: float, iterations: int, repeats: int, python: str) -> dict[str, float]:
+    micro_batch = fastest_micro_batch(case, kl_coef, python)
+    pairs = [
+        (run_ours(case, kl_coef, iterations), run_trl(case, kl_coef, iterations, python, micro_batch))
+        for _ in range(repeats)
+    ]
     found = {f"trl_micro_batch.{case}": float(micro_batch)}
     for field, name in (("per_cpu_s", "cpu"), ("per_s", "wall")):
         ours, trl = ([getattr(pair[side], field) for pair in pairs] for side in (0, 1))
@@ -136,10 +141,10 @@ def measure(case: Case, iterations: int, repeats: int, python: str) -> dict[str,
     return found
 
 
-def run(cases: Sequence[Case], iterations: int, repeats: int, python: str) -> Mapping[str, Any]:
+def run(cases: Sequence[Case], kl_coef: float, iterations: int, repeats: int, python: str) -> Mapping[str, Any]:
     found: dict[str, float] = {}
     for case in cases:
-        found |= measure(case, iterations, repeats, python)
+        found |= measure(case, kl_coef, iterations, repeats, python)
         print(json.dumps(found), file=sys.stderr, flush=True)
     return {key: round(value, 3) for key, value in found.items()}
 
@@ -152,18 +157,19 @@ def main() -> None:
     parser.add_argument("--trl-python", required=True, help="interpreter of an environment with TRL")
     parser.add_argument("--repeats", type=int, default=3, help="pairs that are counted (default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=10, help="of each run, from 4 on (default: %(default)s)")
+    parser.add_argument("--kl-coef", type=float, default=0.0, help="weight of the KL to a reference; 0 has none")
     parser.add_argument(
         "--cases",
         type=Case.parse,
         nargs="+",
         default=[Case.parse(text) for text in DEFAULT],
-        metavar="SIZE:P:G:GROUPS[+kl]",
+        metavar="SIZE:P:G:GROUPS",
         help=f"by default {' '.join(DEFAULT)}",
     )
     options = parser.parse_args()
     if options.iterations <= WARM_UP:
         parser.error(f"--iterations {options.iterations}: the first {WARM_UP} are not counted, give more")
-    print(json.dumps(run(options.cases, options.iterations, options.repeats, options.trl_python)))
+    print(json.dumps(run(options.cases, options.kl_coef, options.iterations, options.repeats, options.trl_python)))
 
 
 if __name__ == "__main__":

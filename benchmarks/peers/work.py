@@ -1,17 +1,14 @@
 """The work that both sides do: its model, prompts, reward and config."""
 
-import argparse
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.case import RESPONSE_TOKENS, Case
 from benchmarks.common.random_model import SIZES, save_random_qwen3, save_word_tokenizer
-
-RESPONSE_TOKENS = 64
 
 REWARD = """
 def even_words(prompt, responses, row):
@@ -47,41 +44,7 @@ max_concurrency = {num_responses}
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """`num_groups` prompts of `prompt_tokens` tokens with `group_size` responses each, and a reference if `kl_coef`."""
-
-    size: str
-    prompt_tokens: int
-    group_size: int
-    num_groups: int
-    kl_coef: float
-
-    @classmethod
-    def parse(cls, text: str) -> "Case":
-        size, *rest = text.removesuffix("+kl").split(":")
-        are_numbers = len(rest) == 3 and all(number.isdecimal() and int(number) for number in rest)
-        if size not in SIZES or not are_numbers:
-            known = f"one of {', '.join(SIZES)}, and numbers from 1 on"
-            raise argparse.ArgumentTypeError(f"{text!r}: expected SIZE:P:G:GROUPS, perhaps with +kl: {known}")
-        prompt_tokens, group_size, num_groups = map(int, rest)
-        return cls(size, prompt_tokens, group_size, num_groups, 0.05 if text.endswith("+kl") else 0.0)
-
-    def __str__(self) -> str:
-        numbers = f"{self.size}:{self.prompt_tokens}:{self.group_size}:{self.num_groups}"
-        return numbers + ("+kl" if self.kl_coef else "")
-
-    @property
-    def num_responses(self) -> int:
-        return self.group_size * self.num_groups
-
-    @property
-    def num_tokens(self) -> int:
-        """Response tokens of one iteration."""
-        return self.num_responses * RESPONSE_TOKENS
-
-
-def prepare(case: Case, directory: Path, iterations: int) -> dict[str, Any]:
+def prepare(case: Case, kl_coef: float, directory: Path, iterations: int) -> dict[str, Any]:
     """Writes model, tokenizer, prompts, reward and config; returns what TRL's side needs to know."""
     size = SIZES[case.size]
     model = save_random_qwen3(
@@ -110,7 +73,7 @@ def prepare(case: Case, directory: Path, iterations: int) -> dict[str, Any]:
         "num_groups": case.num_groups,
         "num_responses": case.num_responses,
         "response_tokens": RESPONSE_TOKENS,
-        "kl_coef": case.kl_coef,
+        "kl_coef": kl_coef,
         "iterations": iterations,
     }
     (directory / "run.toml").write_text(CONFIG.format(**known))

@@ -126,7 +126,8 @@ class Batching:
                 self.fault = f"the generation thread died: {error!r}"
                 self._stands_still = True
                 self._changed.notify_all()
-            self._on_finished([(sequence, self.fault) for sequence in self._live])
+                abandoned = list(self._live)
+            self._on_finished([(sequence, self.fault) for sequence in abandoned])
 
     def _may_go_on(self) -> bool:
         """Waits until there is something to compute; false at the end."""

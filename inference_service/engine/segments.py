@@ -137,8 +137,8 @@ class Segments:
                 self._idle[each] = None
                 if not each.is_done and not each.num_children:
                     self._remove(each)
-        if len(self._idle) > MAX_IDLE:
-            self.evict()
+        while len(self._idle) > MAX_IDLE and self.evict():
+            pass
 
     def evict(self) -> bool:
         """Frees the segment that nobody attends to and that was used longest ago; false if there is none."""

@@ -4,7 +4,8 @@ import argparse
 
 import pytest
 
-from benchmarks.generation import Case, run
+from benchmarks.common.case import Case
+from benchmarks.generation import run
 
 
 def test_each_case_has_both_and_their_ratio() -> None:
@@ -19,3 +20,8 @@ def test_each_case_has_both_and_their_ratio() -> None:
 def test_a_case_that_is_none_is_refused_by_name(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="SIZE:P:G:GROUPS"):
         Case.parse(text)
+
+
+def test_a_case_is_written_as_it_is_read() -> None:
+    assert str(Case.parse("31M:512:8:4")) == "31M:512:8:4"
+    assert Case.parse("31M:512:8:4").num_responses == 32

@@ -2,8 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -45,23 +44,6 @@ async def score(prompt, responses, row):
                 pass
     return [sum(c in "aeiou" for c in r.text) / max(len(r.text), 1) for r in responses]
 '''
-
-
-@pytest.fixture
-def new_run(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Callable[[str], Run]]:
-    """Runs by name; what still runs at the end is ended."""
-    runs: list[Run] = []
-
-    def make(name: str) -> Run:
-        (tmp_path / name).mkdir()
-        runs.append(Run(tmp_path / name, tiny_model("qwen3", tied=True)))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        if run.process is not None and run.process.poll() is None:
-            run.process.terminate()
-            run.process.wait(60)
 
 
 def training_ranks(run: Run) -> list[psutil.Process]:

@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -15,23 +14,6 @@ pytestmark = pytest.mark.distributed
 
 RESTARTS = ("--cluster.restart_delay_s", "0.2")
 WAIT_S = 120
-
-
-@pytest.fixture
-def new_run(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Callable[[str], Run]]:
-    """Runs by name; what still runs at the end is ended."""
-    runs: list[Run] = []
-
-    def make(name: str) -> Run:
-        (tmp_path / name).mkdir()
-        runs.append(Run(tmp_path / name, tiny_model("qwen3", tied=True)))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        if run.process is not None and run.process.poll() is None:
-            run.process.terminate()
-            run.process.wait(60)
 
 
 def trainer_processes(run: Run) -> list[psutil.Process]:
