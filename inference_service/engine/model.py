@@ -13,7 +13,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from async_rl.cpu.memory import keep_freed_memory
 from async_rl.errors import ConfigError
+from inference_service.engine.linears import use_faster_products
 
 
 class Codec:
@@ -61,6 +63,9 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> LoadedMod
             f"the model {path!r} has layers of {sorted(kinds)}: the transformers engine serves full attention only; "
             "serve it with vLLM"
         )
+    if device.type == "cpu":
+        keep_freed_memory()
+        use_faster_products(model)
     # PreTrainedModel.to returns the model itself, but its annotation hides that.
     torch.nn.Module.to(model, device)
     return LoadedModel(

@@ -26,8 +26,12 @@ def rotary(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) ->
 
 @dataclass(frozen=True, slots=True)
 class LayerOps:
-    """`swiglu` takes [..., 2F] and returns silu(first half) * second half; None leaves it to Megatron's MLP."""
+    """`swiglu` takes [..., 2F] and returns silu(first half) * second half; None leaves it to Megatron's MLP.
+
+    `matmul` is for products outside of autograd, of which the log-probs consist.
+    """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm
     rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = rotary
+    matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul
     swiglu: Callable[[torch.Tensor], torch.Tensor] | None = None

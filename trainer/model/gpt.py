@@ -118,7 +118,9 @@ class SharedPromptGPT(GPTModel):
         if self.other_head is not None:
             weight_VH = self.other_head
         hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
-        return response_logprobs(hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature)
+        return response_logprobs(
+            hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature, self._ops.matmul
+        )
 
     def _rotation(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of the rotary angles of each position, [T, 1, D], in the model's dtype."""

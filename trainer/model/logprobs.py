@@ -1,18 +1,21 @@
 """Log-probabilities of response tokens from hidden rows, and the entropy of the distributions they were drawn from.
 
 Logits are computed in chunks of rows, in forward and again in backward, so that they are never all in memory at once.
+If there is a single chunk, its probabilities are kept for backward, which takes as much memory as computing them again.
 Each tensor-parallel rank has some rows of the output weights, and so a part of the vocabulary; the softmax is over the
 whole vocabulary.
 
 Shape legend: R rows with logits, C rows of one chunk, H hidden size, V vocabulary of this rank, N response tokens.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
+Matmul: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 CHUNK_BYTES = 256 * 2**20
 """Maximum size of one chunk's logits; two more tensors of that size exist at the same time."""
@@ -24,16 +27,20 @@ def response_logprobs(
     label_rows_N: torch.Tensor,
     labels_N: torch.Tensor,
     temperature: float,
+    matmul: Matmul = torch.matmul,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log softmax(logits / temperature) of each label at its row, with gradient; its entropy, without): [N] each.
 
     float32, or float64 if the hidden rows are; the products with the weights are in the weights' dtype. One row may
     have several labels (a prompt's last row has the first token of every response), so the softmax is computed once per
     row. The gradient of the hidden rows covers this rank's part of the vocabulary; the caller sums over ranks.
+
+    Args:
+        matmul: computes all products (`LayerOps.matmul`).
     """
     # `apply` is untyped in torch.
     made: tuple[torch.Tensor, torch.Tensor] = _ResponseLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, weight_VH, label_rows_N, labels_N, temperature
+        hidden_RH, weight_VH, label_rows_N, labels_N, temperature, matmul
     )
     return made
 
@@ -47,23 +54,29 @@ class _ResponseLogprobs(torch.autograd.Function):
         label_rows_N: torch.Tensor,
         labels_N: torch.Tensor,
         temperature: float,
+        matmul: Matmul,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         first_label = group.rank() * len(weight_VH) if group is not None else 0
         own_labels_N = labels_N - first_label
         label_logits_N = hidden_RH.new_zeros(len(labels_N), dtype=_wide(hidden_RH.dtype))
         lses, entropies = [], []
-        for rows in _chunks(hidden_RH, weight_VH):
-            logits_CV = _logits(hidden_RH[rows], weight_VH, temperature)
+        chunks = list(_chunks(hidden_RH, weight_VH))
+        for rows in chunks:
+            logits_CV = _logits(hidden_RH[rows], weight_VH, temperature, matmul)
             indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, logits_CV)
             label_logits_N += logits_CV[indices] * is_here_N
             lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
             logprobs_CV = logits_CV.sub_(lse_C1)
+            probs_CV = logprobs_CV.exp()
             lses.append(lse_C1[:, 0])
-            entropies.append(-logprobs_CV.exp().mul_(logprobs_CV).sum(-1))
+            entropies.append(-logprobs_CV.mul_(probs_CV).sum(-1))
         lse_R, entropy_R = _over_ranks(torch.cat(lses), torch.cat(entropies), label_logits_N, group)
+        # With one rank they are those of the whole vocabulary.
+        is_whole = len(chunks) == 1 and (group is None or group.size() == 1)
+        ctx.probs_RV = probs_CV if is_whole and ctx.needs_input_grad[0] else None
         ctx.save_for_backward(hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.matmul = temperature, matmul
         entropy_N = entropy_R[label_rows_N]
         ctx.mark_non_differentiable(entropy_N)
         return label_logits_N - lse_R[label_rows_N], entropy_N
@@ -72,21 +85,26 @@ class _ResponseLogprobs(torch.autograd.Function):
     def backward(ctx: Any, dlogprobs_N: torch.Tensor, _: torch.Tensor) -> Any:
         """d logits = sum over a row's labels of d logprob (onehot(label) - softmax)."""
         hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R = ctx.saved_tensors
-        sums_R = torch.zeros_like(lse_R).index_add_(0, label_rows_N, dlogprobs_N)
-        dhidden_RH = torch.empty_like(hidden_RH)
-        dweight_VH = torch.zeros_like(weight_VH, dtype=_wide(weight_VH.dtype))
+        dlogits_N = dlogprobs_N / ctx.temperature
+        sums_R = torch.zeros_like(lse_R).index_add_(0, label_rows_N, dlogits_N)
+        # Written to below.
+        probs_RV, ctx.probs_RV = ctx.probs_RV, None
+        dhidden, dweight_VH = [], None
         for rows in _chunks(hidden_RH, weight_VH):
-            logits_CV = _logits(hidden_RH[rows], weight_VH, ctx.temperature)
-            indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, logits_CV)
-            dlogits_CV = logits_CV.sub_(lse_R[rows, None]).exp_().mul_(-sums_R[rows, None])
-            dlogits_CV.index_put_(indices, dlogprobs_N * is_here_N, accumulate=True)
-            dscores_CV = dlogits_CV.div_(ctx.temperature).to(weight_VH.dtype)
-            torch.mm(dscores_CV, weight_VH, out=dhidden_RH[rows])
-            if dweight_VH.dtype == dscores_CV.dtype:
-                dweight_VH.addmm_(dscores_CV.T, hidden_RH[rows])
+            if probs_RV is None:
+                logits_CV = _logits(hidden_RH[rows], weight_VH, ctx.temperature, ctx.matmul)
+                probs_CV = logits_CV.sub_(lse_R[rows, None]).exp_()
             else:
-                dweight_VH += dscores_CV.T @ hidden_RH[rows]
-        return dhidden_RH, dweight_VH.to(weight_VH.dtype), None, None, None
+                probs_CV = probs_RV
+            indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, probs_CV)
+            dlogits_CV = probs_CV.mul_(-sums_R[rows, None])
+            dlogits_CV.index_put_(indices, dlogits_N * is_here_N, accumulate=True)
+            dscores_CV = dlogits_CV.to(weight_VH.dtype)
+            dhidden.append(ctx.matmul(dscores_CV, weight_VH))
+            part_VH = ctx.matmul(dscores_CV.T, hidden_RH[rows])
+            dweight_VH = part_VH.to(_wide(part_VH.dtype)) if dweight_VH is None else dweight_VH.add_(part_VH)
+        assert dweight_VH is not None, "no rows with logits"
+        return torch.cat(dhidden), dweight_VH.to(weight_VH.dtype), None, None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -100,9 +118,10 @@ def _chunks(hidden_RH: torch.Tensor, weight_VH: torch.Tensor) -> Iterator[slice]
         yield slice(start, min(start + num_rows, len(hidden_RH)))
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, matmul: Matmul) -> torch.Tensor:
     """This rank's logits over temperature, [C, V], a new tensor in float32 or float64."""
-    return (hidden_CH @ weight_VH.T).to(_wide(hidden_CH.dtype)).div_(temperature)
+    logits_CV = matmul(hidden_CH, weight_VH.T).to(_wide(hidden_CH.dtype))
+    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
 def _label_indices(

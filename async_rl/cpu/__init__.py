@@ -1,0 +1,1 @@
+"""What a trainer and an embedded engine do alike on a CPU."""

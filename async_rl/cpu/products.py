@@ -1,0 +1,62 @@
+"""Matrix products in float32 on a CPU, by the faster of the libraries that PyTorch includes.
+
+torch.matmul calls MKL, which uses AVX2 on processors of other makers than Intel; oneDNN uses AVX-512 on all of them.
+Which of the two computes a product depends on its shape and on the processor only, never on a measurement: a run that
+is repeated, or resumed, rounds as it did before.
+
+Shape legend: M rows, K summed over, N columns.
+"""
+
+import platform
+
+import torch
+
+MIN_ROWS = 256
+MIN_WEIGHTS = 2**20
+"""With fewer rows than `MIN_ROWS` and a matrix of fewer elements than `MIN_WEIGHTS`, a call of oneDNN costs more than
+it saves (`docs/benchmarks.md`)."""
+
+_linear = torch.ops.mkldnn._linear_pointwise
+
+
+def has_onednn() -> bool:
+    """Whether this process computes some products by oneDNN."""
+    return (
+        platform.machine() in ("x86_64", "AMD64")
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    )
+
+
+_HAS_ONEDNN = has_onednn()
+
+
+def matmul(left_MK: torch.Tensor, right_KN: torch.Tensor) -> torch.Tensor:
+    """`torch.matmul` of a tensor of any dimensions, [..., K], and a matrix; without gradients if by oneDNN.
+
+    Where autograd would record the product, it is torch's own.
+    """
+    if _by_onednn(left_MK, right_KN):
+        product: torch.Tensor = _linear(left_MK, right_KN.t(), None, "none", [], "")
+        return product
+    return torch.matmul(left_MK, right_KN)
+
+
+def linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """`torch.nn.functional.linear`, as `matmul` computes it."""
+    if _by_onednn(x_MK, weight_NK.t()):
+        product: torch.Tensor = _linear(x_MK, weight_NK, bias_N, "none", [], "")
+        return product
+    return torch.nn.functional.linear(x_MK, weight_NK, bias_N)
+
+
+def _by_onednn(left_MK: torch.Tensor, right_KN: torch.Tensor) -> bool:
+    if not _HAS_ONEDNN or right_KN.dim() != 2 or left_MK.dim() < 2:
+        return False
+    # oneDNN's product is unknown to autograd.
+    if torch.is_grad_enabled() and (left_MK.requires_grad or right_KN.requires_grad):
+        return False
+    tensors = (left_MK, right_KN)
+    if any(x.dtype != torch.float32 or x.device.type != "cpu" or x.numel() == 0 for x in tensors):
+        return False
+    return left_MK.numel() >= MIN_ROWS * left_MK.shape[-1] or right_KN.numel() >= MIN_WEIGHTS

@@ -1,0 +1,79 @@
+"""The products of either library against float64, at every side of the limits between them."""
+
+import itertools
+
+import pytest
+import torch
+
+from async_rl.cpu import products
+from async_rl.cpu.products import MIN_ROWS, MIN_WEIGHTS, linear, matmul
+
+ROWS = (1, 2, 7, MIN_ROWS - 1, MIN_ROWS, MIN_ROWS + 1, 1000)
+SIZES = ((1, 1), (5, 3), (64, 200), (300, 41), (1024, MIN_WEIGHTS // 1024))
+
+
+SHAPES = [(rows, *size) for rows, size in itertools.product(ROWS, SIZES)]
+
+
+def error(product: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> float:
+    """Relative to the largest element."""
+    exact = left.double() @ right.double()
+    return float((product.double() - exact).abs().max() / exact.abs().max())
+
+
+@pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), SHAPES, ids=str)
+def test_products_are_those_of_float64_in_any_layout(num_rows: int, num_inputs: int, num_outputs: int) -> None:
+    left, right = torch.randn(num_rows, num_inputs), torch.randn(num_inputs, num_outputs)
+    for one in (left, left.T.contiguous().T):
+        for other in (right, right.T.contiguous().T):
+            product = matmul(one, other)
+            assert product.shape == (num_rows, num_outputs)
+            assert error(product, left, right) <= 1e-5
+    bias = torch.randn(num_outputs)
+    assert error(linear(left, right.T, bias) - bias, left, right) <= 1e-5
+    assert torch.equal(linear(left[:, None], right.T, None)[:, 0], matmul(left, right))
+
+
+def test_leading_dimensions_are_rows() -> None:
+    left, right = torch.randn(3, MIN_ROWS, 16), torch.randn(16, 8)
+    product = matmul(left, right)
+    assert product.shape == (3, MIN_ROWS, 8)
+    assert error(product.flatten(0, 1), left.flatten(0, 1), right) <= 1e-5
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert matmul(torch.randn(0, 16), torch.randn(16, 8)).shape == (0, 8)
+    assert linear(torch.randn(2, 0, 16), torch.randn(8, 16), None).shape == (2, 0, 8)
+
+
+def test_products_that_autograd_records_have_gradients() -> None:
+    left = torch.randn(2 * MIN_ROWS, 16, requires_grad=True)
+    right = torch.randn(16, 8)
+    matmul(left, right).sum().backward()
+    torch.testing.assert_close(left.grad, right.sum(1).expand(2 * MIN_ROWS, 16))
+    with torch.no_grad():
+        assert not matmul(left, right).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_torchs_own(dtype: torch.dtype) -> None:
+    left, right = torch.randn(2 * MIN_ROWS, 16).to(dtype), torch.randn(16, 8).to(dtype)
+    assert torch.equal(matmul(left, right), left @ right)
+
+
+def test_library_depends_on_shape_and_processor_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*args: object) -> torch.Tensor:
+        calls.append(args)
+        return torch.empty(0)
+
+    monkeypatch.setattr(products, "_linear", counted)
+    small, wide, large = torch.randn(16, 8), torch.randn(16, MIN_WEIGHTS // 16), torch.randn(MIN_ROWS, 16)
+    for has_onednn, expected in ((True, 2), (False, 0)):
+        monkeypatch.setattr(products, "_HAS_ONEDNN", has_onednn)
+        calls.clear()
+        matmul(torch.randn(MIN_ROWS - 1, 16), small)
+        matmul(large, small)
+        matmul(torch.randn(1, 16), wide)
+        assert len(calls) == expected

@@ -1,0 +1,98 @@
+"""Operations of a decoder layer on a CPU, each with its own backward: fewer passes over memory than autograd's.
+
+Shape legend: T fed rows, H heads, D head dimension, N size of a norm; M rows, I inputs and O outputs of a linear layer.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from async_rl.cpu.products import matmul
+from trainer.devices import layer_ops
+
+WIDE = (torch.float32, torch.float64)
+"""In narrower dtypes the defaults of `layer_ops` compute, which widen inside."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `layer_ops.rms_norm`."""
+    if x.dtype not in WIDE:
+        return layer_ops.rms_norm(x, weight, eps)
+    # `apply` is untyped in torch.
+    normed: torch.Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+def rotary(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+    """As `layer_ops.rotary`; the angles of the two halves of D must be equal, and get no gradient."""
+    rotated: torch.Tensor = _Rotary.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With r = (mean(x^2) + eps)^(-1/2), n = x r and y = n w: dx = r (dy w - n mean(dy w n)), dw = sum of dy n."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
+        scale: torch.Tensor = (
+            torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        )
+        ctx.save_for_backward(x, weight_N, scale)
+        normed = x * scale
+        return normed.mul_(weight_N)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        x, weight_N, scale = ctx.saved_tensors
+        normed = x * scale
+        dweights = dout * normed
+        means = (dweights @ weight_N).div_(x.shape[-1]).unsqueeze(-1)
+        dx = normed.mul_(means.neg_()).addcmul_(dout, weight_N).mul_(scale)
+        return dx, dweights.flatten(0, -2).sum(0), None
+
+
+class _Rotary(torch.autograd.Function):
+    """A rotation; its transpose is the rotation by the negative angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos_T1D, sin_T1D)
+        return _rotated(x_THD, cos_T1D, sin_T1D, 1)
+
+    @staticmethod
+    def backward(ctx: Any, dout_THD: torch.Tensor) -> Any:
+        cos_T1D, sin_T1D = ctx.saved_tensors
+        return _rotated(dout_THD, cos_T1D, sin_T1D, -1), None, None
+
+
+def _rotated(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, sign: int) -> torch.Tensor:
+    out_THD = x_THD * cos_T1D
+    (first, second), (to_first, to_second) = x_THD.chunk(2, dim=-1), out_THD.chunk(2, dim=-1)
+    sin = sin_T1D.chunk(2, dim=-1)[0]
+    to_first.addcmul_(second, sin, value=-sign)
+    to_second.addcmul_(first, sin, value=sign)
+    return out_THD
+
+
+def faster_linear(megatron_linear: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Megatron's LinearWithGradAccumulationAndAsyncCommunication with the products of its backward by `matmul`.
+
+    Those of its forward are `torch.matmul`, which `trainer/devices/cpu.py` replaces.
+    """
+
+    class Linear(megatron_linear):  # type: ignore[misc,valid-type]  # a class that is known at run time only
+        @staticmethod
+        def backward(ctx: Any, dout: torch.Tensor) -> Any:
+            # Its input is gathered and its gradient scattered amid the products.
+            if ctx.sequence_parallel:
+                return megatron_linear.backward(ctx, dout)
+            x, weight_OI = ctx.saved_tensors
+            dx = matmul(dout, weight_OI)
+            if ctx.allreduce_dgrad:
+                dist.all_reduce(dx, group=ctx.tp_group)
+            dout_MO, x_MI = dout.flatten(0, -2), x.flatten(0, -2)
+            dbias_O = dout_MO.sum(0) if ctx.use_bias else None
+            return dx, matmul(dout_MO.T, x_MI), dbias_O, *[None] * 6
+
+    return Linear
