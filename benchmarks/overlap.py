@@ -27,7 +27,6 @@ import os
 import random
 import statistics
 import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,12 +37,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from async_rl.config.file import parse_config
-from async_rl.config.sections import Config, PoolSection, TrainSection
+from async_rl.config.sections import Config, PoolSection
 from async_rl.data.prompts import PromptSource
-from async_rl.loop import train
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Batch, Response
+from benchmarks.common.iteration import bound, run_iteration
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from benchmarks.common.running_instance import running_instance
 from trainer.devices import choose_device
@@ -152,19 +151,8 @@ def make_config(directory: Path, url: str, pairs: int, num_prompts: int) -> Conf
 
 
 def run_once(session: Session, config: Config, mode: str, number: int) -> dict[str, Any]:
-    """One iteration on batch `number`; returns its metrics record with `total_s`, the seconds from publish to step."""
-    section = TrainSection.model_validate({**config.train.model_dump(), "iterations": 1, "mode": mode})
-    prompts = OneBatch(session.prompts, number)
-    started = time.monotonic()
-    train(section, session.rank, prompts, session.rollouts, session.ledger, session.recorder)
-    total = time.monotonic() - started
-    record = json.loads((config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
-    return {**record, "total_s": total}
-
-
-def bound(record: dict[str, Any]) -> float:
-    overlapped = max(record["rollout_s"], record["first_group_s"] + record["train_s"])
-    return float(overlapped + record["publish_s"] + record["step_s"])
+    """One iteration on batch `number`."""
+    return run_iteration(session, config, mode, OneBatch(session.prompts, number))
 
 
 def balance(record: dict[str, Any]) -> float:

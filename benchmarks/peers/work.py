@@ -5,10 +5,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.common.case import RESPONSE_TOKENS, Case
-from benchmarks.common.random_model import SIZES, save_random_qwen3, save_word_tokenizer
+from benchmarks.common.random_model import SIZES, save_endless_qwen3, save_word_tokenizer
 
 REWARD = """
 def even_words(prompt, responses, row):
@@ -47,16 +45,7 @@ max_concurrency = {num_responses}
 def prepare(case: Case, kl_coef: float, directory: Path, iterations: int) -> dict[str, Any]:
     """Writes model, tokenizer, prompts, reward and config; returns what TRL's side needs to know."""
     size = SIZES[case.size]
-    model = save_random_qwen3(
-        directory / "model",
-        dtype=torch.float32,
-        max_position_embeddings=case.prompt_tokens + RESPONSE_TOKENS,
-        **size,
-    )
-    # Nothing ends a response early.
-    model.generation_config.eos_token_id = None
-    model.config.eos_token_id = None
-    model.save_pretrained(directory / "model")
+    save_endless_qwen3(directory / "model", max_position_embeddings=case.prompt_tokens + RESPONSE_TOKENS, **size)
     save_word_tokenizer(directory / "model", size["vocab_size"])
     rng = random.Random(0)
     prompts = [
