@@ -1,5 +1,6 @@
 """What the comparison counts; our side of it runs, on a case of seconds; nothing of it is left after a signal."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from benchmarks.common.case import Case
-from benchmarks.peers.__main__ import Contest, Measurement, Pair
+from benchmarks.peers.__main__ import DEFAULT, Contest, Measurement, Pair
 from benchmarks.peers.processes import Mark
 from benchmarks.peers.sides import Speed, run_ours, speed_between
 from benchmarks.peers.work import EMBEDDED
@@ -19,6 +20,7 @@ from tests.support import ROOT
 
 TINY = Case.parse("tiny:20:2:2")
 END_TIMEOUT_S = 20.0
+TRL_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 
 TREE = """#!/bin/sh
 sleep 1000 &
@@ -52,6 +54,18 @@ def test_no_pair_begins_after_the_deadline() -> None:
 def test_our_side_is_measured_in_a_real_run() -> None:
     speed = run_ours(TINY, 0.05, 4, EMBEDDED)
     assert speed.per_cpu_s > 0 and speed.per_s > 0
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not TRL_PYTHON.exists(), reason=f"{TRL_PYTHON} is missing: `make bench-peers` makes it")
+def test_both_sides_compute_the_same_loss_and_gradient_from_the_same_samples() -> None:
+    command = [sys.executable, "-m", "benchmarks.peers", "--json", "--trl-python", str(TRL_PYTHON), "--minutes", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    # Float32 on both sides; the second step begins with weights that were rounded differently.
+    assert found["loss_difference"] < 1e-6 and found["grad_norm_difference"] < 1e-4
+    assert len(found["left_out"]) == len(DEFAULT)
 
 
 @pytest.mark.distributed
