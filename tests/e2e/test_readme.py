@@ -136,7 +136,15 @@ def test_make_test_gpu_runs_where_there_is_none() -> None:
 
 
 def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
-    run_by_tests = {"quickstart", "bench-between-hosts", "bench-chaos", "bench-gpu", "test-gpu", *SMALL_BENCHMARKS}
+    run_by_tests = {
+        "quickstart",
+        "bench-between-hosts",
+        "bench-chaos",
+        "bench-gpu",
+        "bench-system",
+        "test-gpu",
+        *SMALL_BENCHMARKS,
+    }
     # It takes an hour; `make test` runs a cover of it.
     run_by_hand = {"test-layouts"}
     ci = (ROOT / ".ci" / "run").read_text() + (ROOT / ".github" / "workflows" / "ci.yml").read_text()
