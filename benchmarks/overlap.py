@@ -206,9 +206,10 @@ def next_attempt(measured: Sequence[tuple[int, float]]) -> int:
     slope = SLOPES[1]
     if len(measured) > 1:
         before, ratio_before = measured[-2]
-        slope = math.log(ratio_before / ratio) / math.log(last / before)
-    exponent = 1 / min(max(slope, SLOPES[0]), SLOPES[1])
-    wanted: float = last * ratio**exponent
+        found = math.log(ratio_before / ratio) / math.log(last / before)
+        # More responses never cost more, but beside other programs they may seem to.
+        slope = min(max(found, SLOPES[0]), SLOPES[1]) if found > 0 else SLOPES[1]
+    wanted: float = last * ratio ** (1 / slope)
     step = PIECE if wanted < MANY_RESPONSES else RESPONSES_PER_PROMPT
     return max(step, min(MAX_RESPONSES, step * round(wanted / step)))
 

@@ -200,8 +200,8 @@ def main() -> None:
         ("--prompt-tokens", 1024, "P: of every prompt"),
         ("--response-tokens", 128, "R: of every response"),
         ("--responses", 16, "G: of every prompt"),
-        ("--prompts", 6, "of one batch"),
-        ("--groups-at-once", 2, "at the instance"),
+        ("--prompts", 4, "of one batch"),
+        ("--groups-at-once", 1, "at the instance"),
     ):
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
     options = parser.parse_args()
