@@ -17,7 +17,7 @@ FAST := not distributed and not packaging and not vllm and not layouts and not g
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm containers check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
-	bench-between-hosts bench-generation bench-peers
+	bench-between-hosts bench-generation bench-peers bench-system
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -61,6 +61,9 @@ format: $(READY)
 
 bench-overlap: $(READY)
 	$(BIN)/python -m benchmarks.overlap --json $(ARGS)
+
+bench-system: $(READY)
+	$(BIN)/python -m benchmarks.system --json $(ARGS)
 
 bench-shared-prompt: $(READY)
 	$(BIN)/python -m benchmarks.shared_prompt --json $(ARGS)

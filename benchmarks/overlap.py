@@ -6,16 +6,19 @@ One instance of the embedded engine is pinned to one core, the Megatron trainer 
 response length, drawn from a long-tailed distribution and forced on the instance: both modes do the same work.
 
 Overlap helps most if generation and training take the same time, and which of them is faster differs between machines.
-So the benchmark balances them first: it trains a batch synchronously a few times and chooses how many groups the
+So the benchmark balances them first: it trains a batch synchronously a few times and chooses how many responses the
 instance gets at once, which determines the cost per token. The last line is one JSON object:
 
-- `groups_at_once`: the number chosen; `balance`: median of generation / training in the synchronous runs that count;
+- `responses_at_once`: the number chosen; `balance`: median of generation / training in the synchronous runs that count;
 - `ideal_speedup`: median of (generation + training) / the longer of the two, which no overlap can exceed;
 - `sync_s`, `periodic_s`: medians of the seconds of an iteration, from publish to step;
 - `speedup`: median over pairs of sync / periodic;
 - `bound_s`: median of max(generation span, time to first group + training time) + publish + step of the periodic runs,
   which no schedule of the same work on the same two cores can beat;
-- `overlap_efficiency`: median of bound / periodic, each from the same iteration.
+- `overlap_efficiency`: median of bound / periodic, each from the same iteration;
+- `generation_slowdown`, `training_slowdown`: medians over pairs of periodic / synchronous seconds of the same work.
+  Both sides share caches, memory and a host, and the trainer's process also receives and rewards the responses: what
+  this costs is in `bound_s`, too.
 """
 
 import argparse
@@ -27,7 +30,6 @@ import os
 import random
 import statistics
 import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,12 +40,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from async_rl.config.file import parse_config
-from async_rl.config.sections import Config, PoolSection, TrainSection
+from async_rl.config.sections import Config, PoolSection
 from async_rl.data.prompts import PromptSource
-from async_rl.loop import train
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Batch, Response
+from benchmarks.common.iteration import bound, run_iteration
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from benchmarks.common.running_instance import running_instance
 from trainer.devices import choose_device
@@ -56,12 +58,20 @@ MEDIAN_RESPONSE_TOKENS = 24
 MAX_RESPONSE_TOKENS = 160
 VOCAB_SIZE = 1024
 
-FIRST_GROUPS = 8
-MAX_GROUPS = 32
-"""Maximum number of groups at the instance at once; its cache has space for that many."""
-MAX_CALIBRATIONS = 5
+FIRST_RESPONSES = 64
+MAX_RESPONSES = 256
+"""Maximum number of responses at the instance at once; its cache has space for that many."""
+PIECE = 2
+"""Responses of one request where less than `MANY_RESPONSES` are at the instance at once, else those of a group.
+
+The pace is a multiple of it: with whole groups only, the smallest paces would be too far apart to balance anything.
+"""
+MANY_RESPONSES = 64
+MAX_CALIBRATIONS = 6
 BALANCED = 0.05
 """|log(generation / training)| below which another attempt would only follow the machine's noise."""
+SLOPES = (0.3, 1.0)
+"""Least and largest -d log(generation / training) / d log(responses at once) that a next attempt is derived from."""
 MODEL_SIZE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 512,
@@ -75,13 +85,14 @@ MODEL_SIZE: dict[str, Any] = {
 
 
 class Pace:
-    """The number of groups the instance gets at once; to be set between iterations."""
+    """The number of responses the instance gets at once; to be set between iterations."""
 
     def __init__(self) -> None:
-        self.slots = asyncio.Semaphore(MAX_GROUPS)
+        self.set(MAX_RESPONSES)
 
-    def set(self, groups_at_once: int) -> None:
-        self.slots = asyncio.Semaphore(groups_at_once)
+    def set(self, responses_at_once: int) -> None:
+        self.piece = PIECE if responses_at_once < MANY_RESPONSES else RESPONSES_PER_PROMPT
+        self.slots = asyncio.Semaphore(responses_at_once // self.piece)
 
 
 class PacedPool(InferencePool):
@@ -92,12 +103,22 @@ class PacedPool(InferencePool):
         self._pace = pace
 
     async def generate_group(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *arguments: Any
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str, *arguments: Any
     ) -> tuple[list[Response], int]:
         length = response_tokens(prompt_token_ids)
-        fixed = sampling.model_copy(update={"max_tokens": length, "min_tokens": length, "ignore_eos": True})
-        async with self._pace.slots:
-            return await super().generate_group(prompt_token_ids, fixed, *arguments)
+        fixed = {"max_tokens": length, "min_tokens": length, "ignore_eos": True, "n": self._pace.piece}
+        assert sampling.seed is not None
+
+        async def generate(seed: int) -> tuple[list[Response], int]:
+            piece = sampling.model_copy(update={**fixed, "seed": seed})
+            async with self._pace.slots:
+                return await super(PacedPool, self).generate_group(
+                    prompt_token_ids, piece, f"{request_id}-{seed}", *arguments
+                )
+
+        seeds = range(sampling.seed, sampling.seed + sampling.n, self._pace.piece)
+        pieces = await asyncio.gather(*map(generate, seeds))
+        return [response for responses, _ in pieces for response in responses], max(tries for _, tries in pieces)
 
 
 class OneBatch:
@@ -152,19 +173,8 @@ def make_config(directory: Path, url: str, pairs: int, num_prompts: int) -> Conf
 
 
 def run_once(session: Session, config: Config, mode: str, number: int) -> dict[str, Any]:
-    """One iteration on batch `number`; returns its metrics record with `total_s`, the seconds from publish to step."""
-    section = TrainSection.model_validate({**config.train.model_dump(), "iterations": 1, "mode": mode})
-    prompts = OneBatch(session.prompts, number)
-    started = time.monotonic()
-    train(section, session.rank, prompts, session.rollouts, session.ledger, session.recorder)
-    total = time.monotonic() - started
-    record = json.loads((config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
-    return {**record, "total_s": total}
-
-
-def bound(record: dict[str, Any]) -> float:
-    overlapped = max(record["rollout_s"], record["first_group_s"] + record["train_s"])
-    return float(overlapped + record["publish_s"] + record["step_s"])
+    """One iteration on batch `number`."""
+    return run_iteration(session, config, mode, OneBatch(session.prompts, number))
 
 
 def balance(record: dict[str, Any]) -> float:
@@ -173,24 +183,38 @@ def balance(record: dict[str, Any]) -> float:
 
 
 def calibrate(measure_at: Callable[[int], float], say: Callable[[str], None]) -> int:
-    """The number of groups at once that brings generation / training nearest to 1.
+    """The number of responses at once that brings generation / training nearest to 1.
 
     Args:
-        measure_at: runs a synchronous iteration with that many groups at once; returns generation / training.
+        measure_at: runs a synchronous iteration with that many responses at once; returns generation / training.
     """
     measured: dict[int, float] = {}
-    groups = FIRST_GROUPS
-    while groups not in measured and len(measured) < MAX_CALIBRATIONS:
-        measured[groups] = measure_at(groups)
-        say(f"calibration: {groups} groups at once, generation / training = {measured[groups]:.2f}")
-        if abs(math.log(measured[groups])) < BALANCED:
+    responses = FIRST_RESPONSES
+    while responses not in measured and len(measured) < MAX_CALIBRATIONS:
+        measured[responses] = measure_at(responses)
+        say(f"calibration: {responses} responses at once, generation / training = {measured[responses]:.2f}")
+        if abs(math.log(measured[responses])) < BALANCED:
             break
-        # A decoding step costs nearly the same for more sequences, until the core is saturated.
-        groups = max(1, min(MAX_GROUPS, round(groups * measured[groups])))
-    return min(measured, key=lambda groups: abs(math.log(measured[groups])))
+        responses = next_attempt(list(measured.items()))
+    return min(measured, key=lambda responses: abs(math.log(measured[responses])))
 
 
-def measure(pairs: int, num_prompts: int, groups_at_once: int | None, say: Callable[[str], None]) -> dict[str, Any]:
+def next_attempt(measured: Sequence[tuple[int, float]]) -> int:
+    """The number of responses at which the line through the last two measurements, on log scales, meets 1."""
+    last, ratio = measured[-1]
+    # A decoding step costs nearly the same for more sequences, until the core is saturated.
+    slope = SLOPES[1]
+    if len(measured) > 1:
+        before, ratio_before = measured[-2]
+        found = math.log(ratio_before / ratio) / math.log(last / before)
+        # More responses never cost more, but beside other programs they may seem to.
+        slope = min(max(found, SLOPES[0]), SLOPES[1]) if found > 0 else SLOPES[1]
+    wanted: float = last * ratio ** (1 / slope)
+    step = PIECE if wanted < MANY_RESPONSES else RESPONSES_PER_PROMPT
+    return max(step, min(MAX_RESPONSES, step * round(wanted / step)))
+
+
+def measure(pairs: int, num_prompts: int, responses_at_once: int | None, say: Callable[[str], None]) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -198,7 +222,7 @@ def measure(pairs: int, num_prompts: int, groups_at_once: int | None, say: Calla
         save_word_tokenizer(directory / "model", VOCAB_SIZE)
         make_rows(directory / "rows.jsonl", num_prompts * (pairs + 1))
         room: tuple[str, ...] = ("--max-model-len", str(PROMPT_TOKENS + MAX_RESPONSE_TOKENS))
-        room += ("--max-concurrency", str(MAX_GROUPS * RESPONSES_PER_PROMPT))
+        room += ("--max-concurrency", str(MAX_RESPONSES))
         with running_instance(directory / "model", *room, core=cores[0]) as url:
             os.sched_setaffinity(0, {cores[-1]})
             torch.set_num_threads(1)
@@ -208,15 +232,15 @@ def measure(pairs: int, num_prompts: int, groups_at_once: int | None, say: Calla
             with open_session(config, parallel, pool=PacedPool(pace, config.pool)) as session:
                 run_once(session, config, "periodic", pairs)  # compiles, allocates and connects
 
-                def measure_at(groups: int) -> float:
-                    pace.set(groups)
+                def measure_at(responses: int) -> float:
+                    pace.set(responses)
                     return balance(run_once(session, config, "synchronous", pairs))
 
-                chosen = groups_at_once or calibrate(measure_at, say)
+                chosen = responses_at_once or calibrate(measure_at, say)
                 pace.set(chosen)
                 runs = list(run_pairs(session, config, pairs, say))
             parallel.close()
-    return {"groups_at_once": chosen, **summarize(runs)}
+    return {"responses_at_once": chosen, **summarize(runs)}
 
 
 def run_pairs(
@@ -241,6 +265,10 @@ def ideal_speedup(record: dict[str, Any]) -> float:
     return float(sum(parts) / max(parts))
 
 
+def slowdown(runs: Sequence[tuple[dict[str, Any], dict[str, Any]]], part: str) -> float:
+    return float(statistics.median(periodic[part] / sync[part] for sync, periodic in runs))
+
+
 def summarize(runs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     median = statistics.median
     return {
@@ -252,6 +280,8 @@ def summarize(runs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str
         "ideal_speedup": round(median(ideal_speedup(sync) for sync, _ in runs), 4),
         "bound_s": round(median(bound(periodic) for _, periodic in runs), 4),
         "overlap_efficiency": round(median(bound(periodic) / periodic["total_s"] for _, periodic in runs), 4),
+        "generation_slowdown": round(slowdown(runs, "rollout_s"), 4),
+        "training_slowdown": round(slowdown(runs, "train_s"), 4),
         "generation_s": round(median(sync["rollout_s"] for sync, _ in runs), 4),
         "training_s": round(median(sync["train_s"] for sync, _ in runs), 4),
     }
@@ -262,11 +292,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     parser.add_argument("--pairs", type=int, default=5, help="batches, each run in both modes (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=96, help="of one batch (default: %(default)s)")
-    parser.add_argument("--groups-at-once", type=int, help="at the instance; by default what balances both sides")
+    parser.add_argument("--responses-at-once", type=int, help="at the instance; by default what balances both sides")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     say: Callable[[str], None] = (lambda line: None) if options.json else print
-    print(json.dumps(measure(options.pairs, options.prompts, options.groups_at_once, say)))
+    print(json.dumps(measure(options.pairs, options.prompts, options.responses_at_once, say)))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from async_rl.config.sections import TrainerSection
-from async_rl.types import Group, Prompt, Response
+from async_rl.types import Group
 from benchmarks.common.memory import allocated
+from benchmarks.common.random_group import random_group
 from trainer.attention.segments import Segments
 from trainer.batching.shared_prompt import GroupSlice, Labels, MicroBatch, Rows, make_micro_batch, num_rows
 from trainer.devices import choose_device
@@ -87,30 +88,7 @@ class Case:
 
 
 def make_group(case: Case, vocab_size: int) -> Group:
-    """A group of random tokens."""
-    tokens = torch.randint(vocab_size, (case.prompt + case.group * case.response,)).tolist()
-    prompt, rest = tokens[: case.prompt], tokens[case.prompt :]
-    responses = tuple(
-        Response(
-            token_ids=tuple(rest[i : i + case.response]),
-            logprobs=(0.0,) * case.response,
-            text="",
-            finish_reason="stop",
-            weight_spans=(),
-            instance="",
-        )
-        for i in range(0, len(rest), case.response)
-    )
-    return Group(
-        iteration=0,
-        index=0,
-        prompt=Prompt("p", tuple(prompt), {}),
-        responses=responses,
-        rewards=(0.0,) * case.group,
-        weight_version="",
-        started_s=0.0,
-        finished_s=0.0,
-    )
+    return random_group(case.prompt, case.response, case.group, vocab_size)
 
 
 def shared(model: SharedPromptGPT, group: Group, weights_GR: torch.Tensor, max_rows: int) -> None:

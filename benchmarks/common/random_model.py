@@ -45,6 +45,15 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 2,
         "head_dim": 64,
     },
+    "135M": {
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
 }
 """Sizes that benchmarks compare engines at, by names that tell the number of parameters."""
 
@@ -67,6 +76,14 @@ def save_random_qwen3(path: Path, *, dtype: torch.dtype = torch.float32, **size:
     model.generation_config = GenerationConfig(eos_token_id=EOS)
     model.save_pretrained(path)
     return model
+
+
+def save_endless_qwen3(path: Path, **size: Any) -> None:
+    """As `save_random_qwen3`, in float32, of a model whose responses nothing ends early."""
+    model = save_random_qwen3(path, **size)
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    model.save_pretrained(path)
 
 
 def save_word_tokenizer(path: Path, vocab_size: int) -> None:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 READY = re.compile(r"ready at (http://\S+)")
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
+"""Five seconds on a quiet machine; more than a minute was seen on a busy one."""
 END_TIMEOUT_S = 10.0
 
 

@@ -41,7 +41,8 @@ from async_rl.config.sections import (
 )
 from async_rl.errors import ConfigError
 from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, Prompt, Response
+from async_rl.types import Batch, Group
+from benchmarks.common.random_group import random_group
 from benchmarks.gpu.model import PASSES, PEAK_FLOPS, SIZES, device_name, make_checkpoint, model_flops
 from benchmarks.gpu.publish import measure_publish
 from trainer.attention.shared_attention import checked_kernel
@@ -75,33 +76,7 @@ MICRO_BATCHES_PER_STEP = 4
 
 
 def make_group(case: Case, vocab_size: int, index: int = 0) -> Group:
-    """A group of random tokens; every other response has reward 1."""
-
-    def tokens(number: int) -> tuple[int, ...]:
-        return tuple(torch.randint(vocab_size, (number,)).tolist())
-
-    responses = tuple(
-        Response(
-            token_ids=tokens(case.response),
-            logprobs=(0.0,) * case.response,
-            text="",
-            finish_reason="stop",
-            weight_spans=(),
-            instance="",
-        )
-        for _ in range(case.num_responses)
-    )
-    rewards = tuple(float(i % 2) for i in range(case.num_responses))
-    return Group(
-        iteration=0,
-        index=index,
-        prompt=Prompt("p", tokens(case.prompt), {}),
-        responses=responses,
-        rewards=rewards,
-        weight_version="",
-        started_s=0.0,
-        finished_s=0.0,
-    )
+    return random_group(case.prompt, case.response, case.num_responses, vocab_size, index)
 
 
 def make_micro_batches(group: Group, device: torch.device, shared: bool) -> list[MicroBatch]:

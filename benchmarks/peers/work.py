@@ -3,12 +3,10 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from benchmarks.common.case import RESPONSE_TOKENS, Case
-from benchmarks.common.random_model import SIZES, save_random_qwen3, save_word_tokenizer
+from benchmarks.common.random_model import SIZES, save_endless_qwen3, save_word_tokenizer
 
 REWARD = """
 def even_words(prompt, responses, row):
@@ -41,22 +39,25 @@ iterations = {iterations}
 every = 0
 [inference]
 max_concurrency = {num_responses}
+engine = "{engine}"
+{python}
 """
 
 
-def prepare(case: Case, kl_coef: float, directory: Path, iterations: int) -> dict[str, Any]:
+class Engine(NamedTuple):
+    """What async-rl's instance runs on; `python` by default is that of the benchmark."""
+
+    name: str = "transformers"
+    python: str | None = None
+
+
+EMBEDDED = Engine()
+
+
+def prepare(case: Case, kl_coef: float, directory: Path, iterations: int, engine: Engine = EMBEDDED) -> dict[str, Any]:
     """Writes model, tokenizer, prompts, reward and config; returns what TRL's side needs to know."""
     size = SIZES[case.size]
-    model = save_random_qwen3(
-        directory / "model",
-        dtype=torch.float32,
-        max_position_embeddings=case.prompt_tokens + RESPONSE_TOKENS,
-        **size,
-    )
-    # Nothing ends a response early.
-    model.generation_config.eos_token_id = None
-    model.config.eos_token_id = None
-    model.save_pretrained(directory / "model")
+    save_endless_qwen3(directory / "model", max_position_embeddings=case.prompt_tokens + RESPONSE_TOKENS, **size)
     save_word_tokenizer(directory / "model", size["vocab_size"])
     rng = random.Random(0)
     prompts = [
@@ -76,5 +77,6 @@ def prepare(case: Case, kl_coef: float, directory: Path, iterations: int) -> dic
         "kl_coef": kl_coef,
         "iterations": iterations,
     }
-    (directory / "run.toml").write_text(CONFIG.format(**known))
+    python = f"python = {json.dumps(engine.python)}" if engine.python else ""
+    (directory / "run.toml").write_text(CONFIG.format(**known, engine=engine.name, python=python))
     return {**known, "model": str(directory / "model"), "rows": str(rows)}

@@ -1,9 +1,33 @@
-"""What the comparison counts; our side of it runs, on a case of seconds."""
+"""What the comparison counts; our side of it runs, on a case of seconds; nothing of it is left after a signal."""
 
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
 import pytest
 
 from benchmarks.common.case import Case
-from benchmarks.peers.__main__ import Mark, run_ours, speed_between
+from benchmarks.peers.__main__ import DEFAULT, Contest, Measurement, Pair
+from benchmarks.peers.processes import Mark
+from benchmarks.peers.sides import Speed, run_ours, speed_between
+from benchmarks.peers.work import EMBEDDED
+from tests.support import ROOT
+
+TINY = Case.parse("tiny:20:2:2")
+END_TIMEOUT_S = 20.0
+TRL_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+
+TREE = """#!/bin/sh
+sleep 1000 &
+echo $$ $! > {pids}.new && mv {pids}.new {pids}
+wait
+"""
+"""In place of an interpreter with TRL: a process with a child."""
 
 
 def test_speeds_are_tokens_between_two_marks() -> None:
@@ -11,7 +35,61 @@ def test_speeds_are_tokens_between_two_marks() -> None:
     assert speed.per_cpu_s == 20.0 and speed.per_s == 40.0
 
 
+def test_figures_are_medians_over_the_pairs_of_each_contest() -> None:
+    measurement = Measurement(5, EMBEDDED, "", minutes=0.0)
+    contest = Contest(Case.parse("2M:80:1:1"), 0.05)
+    measurement.pairs[contest] = [Pair(Speed(a, 1.0), Speed(2.0, 1.0)) for a in (2.0, 4.0, 10.0)]
+    measurement._micro_batches[contest.case] = 8
+    figures = measurement.figures()
+    assert figures["cpu_ratio.2M:80:1:1:kl=0.05"] == 2.0 and figures["pairs.2M:80:1:1:kl=0.05"] == 3
+
+
+def test_no_pair_begins_after_the_deadline() -> None:
+    measurement = Measurement(5, EMBEDDED, "/no/python", minutes=-1.0)
+    measurement.add_pair(Contest(TINY, 0.0))
+    assert not measurement.pairs
+
+
 @pytest.mark.distributed
 def test_our_side_is_measured_in_a_real_run() -> None:
-    speed = run_ours(Case.parse("tiny:20:2:2"), kl_coef=0.05, iterations=5)
+    speed = run_ours(TINY, 0.05, 4, EMBEDDED)
     assert speed.per_cpu_s > 0 and speed.per_s > 0
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not TRL_PYTHON.exists(), reason=f"{TRL_PYTHON} is missing: `make bench-peers` makes it")
+def test_both_sides_compute_the_same_loss_and_gradient_from_the_same_samples() -> None:
+    command = [sys.executable, "-m", "benchmarks.peers", "--json", "--trl-python", str(TRL_PYTHON), "--minutes", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    # Float32 on both sides; the second step begins with weights that were rounded differently.
+    assert found["loss_difference"] < 1e-6 and found["grad_norm_difference"] < 1e-4
+    assert len(found["left_out"]) == len(DEFAULT)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_signal_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    pids, program = tmp_path / "pids", tmp_path / "python"
+    program.write_text(TREE.format(pids=pids))
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "benchmarks.peers", "--json", "--trl-python", str(program)]
+    benchmark = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+        wait_until(pids.exists)
+        tree = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        tree += psutil.Process(benchmark.pid).children(recursive=True)
+        benchmark.send_signal(number)
+        _, alive = psutil.wait_procs(tree, END_TIMEOUT_S)
+        assert not alive
+    finally:
+        benchmark.kill()
+        benchmark.communicate()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -115,7 +115,7 @@ def test_make_quickstart_leaves_everything_it_promises(tmp_path: Path) -> None:
 TINY_PRODUCER = "--prompts 8 --responses 4 --tokens 64 --small-responses 160 --pairs 1 --window-s 0.2 --warm-up-s 0.2"
 # Not how much overlap buys: beside other tests both pools share their cores, and it can gain nothing.
 SMALL_BENCHMARKS = {
-    "bench-overlap": ("--pairs 1 --prompts 12 --groups-at-once 4", {"speedup", "bound_s", "overlap_efficiency"}),
+    "bench-overlap": ("--pairs 1 --prompts 12 --responses-at-once 32", {"speedup", "bound_s", "overlap_efficiency"}),
     "bench-shared-prompt": ("--repeats 1 --case 40 8 4", {"cases"}),
     "bench-weight-sync": ("--repeats 1 --size tiny", {"publish_s", "bare_s", "gb_per_s", "ratio"}),
     "bench-producer": (TINY_PRODUCER, {"responses_per_s", "cpu_s_per_1000", "peak_bytes", "main_thread_slowdown"}),
@@ -136,7 +136,15 @@ def test_make_test_gpu_runs_where_there_is_none() -> None:
 
 
 def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
-    run_by_tests = {"quickstart", "bench-between-hosts", "bench-chaos", "bench-gpu", "test-gpu", *SMALL_BENCHMARKS}
+    run_by_tests = {
+        "quickstart",
+        "bench-between-hosts",
+        "bench-chaos",
+        "bench-gpu",
+        "bench-system",
+        "test-gpu",
+        *SMALL_BENCHMARKS,
+    }
     # It takes an hour; `make test` runs a cover of it.
     run_by_hand = {"test-layouts"}
     ci = (ROOT / ".ci" / "run").read_text() + (ROOT / ".github" / "workflows" / "ci.yml").read_text()
