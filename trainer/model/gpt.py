@@ -33,6 +33,9 @@ from trainer.model.moe import moe_options, use_router
 from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel
 
+Scores = tuple[torch.Tensor, torch.Tensor | None]
+"""Log-probs and, where they are wanted, entropies."""
+
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     # The feed-forward part saves the most activations per row, flash attention few.
@@ -72,12 +75,12 @@ class SharedPromptGPT(GPTModel):
             shape.head_dim,
         )
 
-    def forward(self, micro_batch: MicroBatch, temperature: float) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, micro_batch: MicroBatch, temperature: float, with_entropy: bool = True) -> torch.Tensor | Scores:
         """Log-probs and entropies of the response tokens (see `logprobs`); hidden rows on earlier stages."""
         hidden_T1H = self.hidden(micro_batch.rows)
         if not self.post_process:
             return hidden_T1H
-        return self.logprobs(self.rows_for_logits(hidden_T1H), micro_batch.labels, temperature)
+        return self.logprobs(self.rows_for_logits(hidden_T1H), micro_batch.labels, temperature, with_entropy)
 
     def hidden(self, rows: Rows, cache: PromptCache | None = None) -> torch.Tensor:
         """This stage's output, [T, 1, H]; with sequence parallelism this rank's share of the rows.
@@ -112,17 +115,17 @@ class SharedPromptGPT(GPTModel):
             rows_T1H = copy_to_tensor_model_parallel_region(hidden_T1H)
         return rows_T1H[:, 0]
 
-    def logprobs(self, rows_TH: torch.Tensor, labels: Labels, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, rows_TH: torch.Tensor, labels: Labels, temperature: float, with_entropy: bool = True) -> Scores:
         """Log-probs of the response tokens at `temperature`, with gradient, and entropies, without; float32 [N]."""
         weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
         if self.other_head is not None:
             weight_VH = self.other_head
         hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
-        return response_logprobs(hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature)
+        return response_logprobs(hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature, with_entropy)
 
     def _rotation(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of the rotary angles of each position, [T, 1, D], in the model's dtype."""
-        angles = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq.to(positions_T.device))
+        angles = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq)
         angles_T1D = torch.cat((angles, angles), dim=-1)[:, None]
         return angles_T1D.cos().to(self.config.params_dtype), angles_T1D.sin().to(self.config.params_dtype)
 
