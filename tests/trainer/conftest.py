@@ -156,13 +156,11 @@ def hf_gradients() -> Callable[[MegatronTrainer], dict[str, torch.Tensor]]:
 
     def read(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
         model = trainer.models.policy_model
-        parameters = dict(model.named_parameters())
+        gradients = {name: parameter.main_grad for name, parameter in model.named_parameters()}
         return {
             name: part.clone()
             for entry in weight_map(model.shape)
-            for name, part in zip(
-                entry.hf_shapes, entry.fusion.split(parameters[entry.megatron_name].main_grad), strict=True
-            )
+            for name, part in zip(entry.hf_shapes, entry.fusion.split(entry.of(gradients)), strict=True)
         }
 
     return read

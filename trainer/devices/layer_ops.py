@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from trainer.devices.grouped import grouped_linear
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's dtype (arXiv 1910.07467)."""
@@ -26,8 +28,12 @@ def rotary(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) ->
 
 @dataclass(frozen=True, slots=True)
 class LayerOps:
-    """`swiglu` takes [..., 2F] and returns silu(first half) * second half; None leaves it to Megatron's MLP."""
+    """`swiglu` takes [..., 2F] and returns silu(first half) * second half; None leaves it to Megatron's MLP.
+
+    `grouped_linear` is the product of each expert's rows with its weight (see `grouped.py`).
+    """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm
     rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = rotary
     swiglu: Callable[[torch.Tensor], torch.Tensor] | None = None
+    grouped_linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = grouped_linear

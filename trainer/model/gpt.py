@@ -27,6 +27,7 @@ from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
+from trainer.model.experts import use_stacked_experts
 from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops
 from trainer.model.logprobs import response_logprobs
 from trainer.model.moe import moe_options, use_router
@@ -178,19 +179,14 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
 
 
 def _mark_divided(model: SharedPromptGPT) -> None:
-    """Marks for Megatron which weights differ between tensor-parallel ranks, and which belong to experts.
+    """Marks for Megatron's gradient norm which weights differ between tensor-parallel ranks.
 
-    The first mark is for its gradient norm; Megatron sets it when it initializes weights, which is disabled here. The
-    second determines over which ranks gradients are summed and optimizer states divided. Megatron (0.16.1) sets it only
-    if expert parallelism is above 1, but the ranks that hold an expert are never exactly those that hold the same part
-    of a dense layer: each tensor-parallel rank routes its own rows.
+    Megatron sets the mark when it initializes weights, which is disabled here.
     """
     dimensions = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in model.modules():
         if type(module) in dimensions:
             for parameter in module.parameters(recurse=False):
-                if getattr(module, "is_expert", False):
-                    parameter.allreduce = False
                 # A tied output layer shares the embedding's weight, and has no parameter of its own.
                 if not hasattr(parameter, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(parameter, True, dimensions[type(module)], 1)
@@ -202,6 +198,7 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, ops: LayerOps) -> 
     )
     if shape.experts is not None:
         use_router(layer)
+        use_stacked_experts(layer, ops)
     layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
     use_layer_ops(layer, ops, shape.qk_norm)
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), norm_spec(ops))
