@@ -21,7 +21,7 @@ MakeTrainer = Callable[..., MegatronTrainer]
 
 def model_tensors(trainer: MegatronTrainer) -> Iterator[torch.Tensor]:
     models = trainer.models
-    for buffer in models.policy.buffers:
+    for buffer in (*models.policy.buffers, *models.policy.expert_parallel_buffers):
         yield buffer.grad_data
     for model in (models.policy_model, *(frozen._model for frozen in (models.old, models.reference) if frozen)):
         yield from (parameter.data for parameter in model.parameters())
@@ -62,6 +62,7 @@ def watch(traffic: HostTraffic, trainer: MegatronTrainer, run: Callable[[], obje
         run()
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 14], ids=["packed", "two stages"])
 @pytest.mark.parametrize(
     "options", [{"kl_coef": 0.0}, {"kl_coef": 0.1, "old_policy": "model"}], ids=["policy", "three models"]
@@ -69,13 +70,14 @@ def watch(traffic: HostTraffic, trainer: MegatronTrainer, run: Callable[[], obje
 def test_a_window_waits_once_for_its_ledger_rows(
     options: dict[str, object],
     micro_batch_tokens: int,
+    family: str,
     tiny_model: Callable[..., Path],
     make_trainer: MakeTrainer,
     ragged_groups: list[Group],
     traffic: HostTraffic,
     device: Watched,
 ) -> None:
-    trainer = make_trainer(tiny_model("qwen3"), device=device, micro_batch_tokens=micro_batch_tokens, **options)
+    trainer = make_trainer(tiny_model(family), device=device, micro_batch_tokens=micro_batch_tokens, **options)
     window = [[group] for group in ragged_groups] if micro_batch_tokens == 14 else [ragged_groups]
     watch(traffic, trainer, lambda: trainer.accumulate(window))
     assert traffic.mixed == []

@@ -19,7 +19,7 @@ DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.
 
 
 def grouped_linear(x_NK: torch.Tensor, weight_EMK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Rows from `ends_E[e - 1]` to `ends_E[e]` times the transpose of weight e, [N, M]; `ends_E` is int32, its end N."""
+    """Rows `ends_E[e - 1]` to `ends_E[e]`, int32, times the transpose of weight e: [N, M]; the last end is N."""
     if takes_grouped_mm(x_NK, weight_EMK):
         out_NM: torch.Tensor = F.grouped_mm(x_NK, weight_EMK.transpose(1, 2), offs=ends_E)
         return out_NM

@@ -27,6 +27,7 @@ from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
+from trainer.model.expert_rows import keep_rows_local
 from trainer.model.experts import use_stacked_experts
 from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops
 from trainer.model.logprobs import response_logprobs
@@ -63,6 +64,7 @@ class SharedPromptGPT(GPTModel):
             rope_scaling=shape.rope_factor is not None,
             rope_scaling_factor=shape.rope_factor or 1.0,
         )
+        keep_rows_local(self)
         self.shape = shape
         self.parallel = parallel
         self.other_head: torch.Tensor | None = None

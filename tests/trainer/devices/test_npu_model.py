@@ -52,7 +52,7 @@ class NPUOnCPU:
 def npu_on_cpu() -> NPUOnCPU:
     torch_npu: Any = FakeTorchNPU()
     ops = NPUOps(torch_npu)
-    return NPUOnCPU(NPUAttention(torch_npu), LayerOps(ops.rms_norm, ops.rotary, ops.swiglu))
+    return NPUOnCPU(NPUAttention(torch_npu), LayerOps(ops.rms_norm, ops.rotary, ops.swiglu, ops.grouped_linear))
 
 
 def answer(model: SharedPromptGPT, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
