@@ -28,6 +28,7 @@ from trainer.batching.shared_prompt import (
     split_group,
 )
 from trainer.model.gpt import SharedPromptGPT
+from trainer.model.pipeline_shapes import pipeline_arguments
 from trainer.parallel import Parallel
 
 LossOf = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -115,10 +116,11 @@ class PackedPass:
             data_iterator=iter(enumerate(self.micro_batches)),
             model=model,
             num_microbatches=len(self.micro_batches),
-            # Not read: stages send each other the size of each micro-batch.
+            # Not read: each micro-batch has its own number of rows.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
+            **pipeline_arguments(model.config, [batch.rows.segments.num_rows for batch in self.micro_batches]),
         )
 
 

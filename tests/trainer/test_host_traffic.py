@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from async_rl.types import Group
 from tests.support.devices.fake_flash import FakeFlash
@@ -20,7 +21,10 @@ MakeTrainer = Callable[..., MegatronTrainer]
 
 
 def model_tensors(trainer: MegatronTrainer) -> Iterator[torch.Tensor]:
+    """What a trainer on a device has there before a window."""
     models = trainer.models
+    if MoEAuxLossAutoScaler.main_loss_backward_scale is not None:
+        yield MoEAuxLossAutoScaler.main_loss_backward_scale
     for buffer in (*models.policy.buffers, *models.policy.expert_parallel_buffers):
         yield buffer.grad_data
     for model in (models.policy_model, *(frozen._model for frozen in (models.old, models.reference) if frozen)):

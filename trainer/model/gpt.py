@@ -166,7 +166,7 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
         expert_model_parallel_size=parallel.ep_size,
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence_parallel,
-        # Micro-batches have any number of rows; pipeline stages send each other the number.
+        # Micro-batches have any number of rows (see `pipeline_shapes.py`).
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # Keeps Megatron's DDP from averaging: gradients stay plain sums until the batch's count is known.
