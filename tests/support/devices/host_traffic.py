@@ -50,6 +50,10 @@ INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 """With a mask in place of indices, they wait for the number of its elements."""
 
 
+WITHOUT_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten._unsafe_view}
+"""They only reserve memory, or describe it."""
+
+
 class HostTraffic:
     """What happened between the host and the device inside the context of `watch`, each with the code that did it."""
 
@@ -153,7 +157,7 @@ class HostTraffic:
         result = operator(*args, **kwargs)
         if on_device or (not tensors and not self._makes_on_host):
             self.put_on_device(x for x in tree_iter(result) if isinstance(x, torch.Tensor))
-            if not operator.is_view:
+            if not operator.is_view and packet not in WITHOUT_KERNEL:
                 self.kernels.append(str(operator))
         return result
 
