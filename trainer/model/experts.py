@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
@@ -45,8 +46,11 @@ class StackedExperts(MegatronModule):
         ends_E = tokens_per_expert_E.cumsum(0, dtype=torch.int32)
         ends_E = ends_E if ends_E.device == hidden_NH.device else to_device(ends_E, hidden_NH.device)
         gate_up = self._ops.grouped_linear(hidden_NH, self.weight1, ends_E)
-        inner_NF = (swiglu if self._ops.swiglu is None else self._ops.swiglu)(gate_up)
-        inner_NF = (inner_NF * weights_N[:, None]).to(inner_NF.dtype)
+        if self._ops.swiglu is None and self.config.bias_activation_fusion:
+            inner_NF = weighted_bias_swiglu_impl(gate_up, None, weights_N[:, None])
+        else:
+            inner_NF = (swiglu if self._ops.swiglu is None else self._ops.swiglu)(gate_up)
+            inner_NF = (inner_NF * weights_N[:, None]).to(inner_NF.dtype)
         return self._ops.grouped_linear(inner_NF, self.weight2, ends_E), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class SharedPromptGPT(GPTModel):
         self.other_head: torch.Tensor | None = None
         """Replaces a tied head while it is set; of the same shape."""
         self._ops = parallel.device.LAYER_OPS
-        self._kernel = checked_kernel(
+        self.kernel = checked_kernel(
             parallel.device,
             config.params_dtype,
             shape.num_heads // parallel.tp_size,
@@ -99,7 +99,7 @@ class SharedPromptGPT(GPTModel):
             cos_T1D=cos_T1D,
             sin_T1D=sin_T1D,
             ops=self._ops,
-            kernel=self._kernel,
+            kernel=self.kernel,
             cache=cache,
         )
         out_T1H: torch.Tensor = self.decoder(

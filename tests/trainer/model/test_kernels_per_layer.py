@@ -1,4 +1,4 @@
-"""How many kernels a layer starts on a device, forward and backward: small layers there are as fast as their launches."""
+"""How many kernels a layer starts on a device, forward and backward: small layers are as fast as their launches."""
 
 from dataclasses import replace
 
@@ -18,9 +18,9 @@ from trainer.model.shape import Experts, ModelShape
 from trainer.parallel import Parallel
 
 DENSE_LAYER = 150
-"""About 75 of four norms, which a device with a fused one computes in two each; 24 of the rotary embedding of queries and
-keys; 20 of attention (two flash calls each way, the merge of their results, copies); 12 products of four linear layers;
-the rest is SwiGLU, residuals and sums of gradients."""
+"""About 75 of four norms, which a device with a fused one computes in two each; 24 of the rotary embedding of queries
+and keys; 20 of attention (two flash calls each way, the merge of their results, copies); 12 products of four linear
+layers; the rest is SwiGLU, residuals and sums of gradients."""
 
 EXPERTS_LAYER = DENSE_LAYER + 40
 """Besides, routing, sorting rows by expert and back; the products are six, each for all experts."""
