@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
 from async_rl.loop import Window
 from async_rl.types import Group
@@ -120,7 +121,9 @@ class PackedPass:
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
-            **pipeline_arguments(model.config, [batch.rows.segments.num_rows for batch in self.micro_batches]),
+            **pipeline_arguments(
+                get_model_config(model), [batch.rows.segments.num_rows for batch in self.micro_batches]
+            ),
         )
 
 
