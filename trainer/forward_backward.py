@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
 from async_rl.loop import Window
 from async_rl.types import Group
@@ -28,6 +29,7 @@ from trainer.batching.shared_prompt import (
     split_group,
 )
 from trainer.model.gpt import SharedPromptGPT
+from trainer.model.pipeline_shapes import pipeline_arguments
 from trainer.parallel import Parallel
 
 LossOf = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -88,30 +90,40 @@ class PackedPass:
     def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
         logprobs: list[torch.Tensor] = []
 
-        def keep(number: int, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> torch.Tensor:
+        def keep(number: int, logprobs_N: torch.Tensor, _: None) -> torch.Tensor:
             logprobs.append(logprobs_N)
             return logprobs_N.sum()
 
-        self._run(model, keep, forward_only=True)
+        self._run(model, keep, forward_only=True, with_entropy=False)
         return logprobs
 
     def train(self, policy: DistributedDataParallel, loss_of: LossOf) -> None:
         self._run(policy, loss_of, forward_only=False)
 
-    def _run(self, model: torch.nn.Module, loss_of: LossOf, forward_only: bool) -> None:
+    def _run(
+        self,
+        model: torch.nn.Module,
+        loss_of: Callable[..., torch.Tensor],
+        forward_only: bool,
+        with_entropy: bool = True,
+    ) -> None:
         def forward_step(numbered: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> Any:
             number, micro_batch = next(numbered)
-            return model(micro_batch, self._temperature), functools.partial(_with_count, loss_of, number)
+            made = model(micro_batch, self._temperature, with_entropy)
+            return made, functools.partial(_with_count, loss_of, number)
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(enumerate(self.micro_batches)),
             model=model,
             num_microbatches=len(self.micro_batches),
-            # Not read: stages send each other the size of each micro-batch.
+            # Not read: each micro-batch has its own number of rows.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
+            **pipeline_arguments(
+                get_model_config(model), [batch.rows.segments.num_rows for batch in self.micro_batches]
+            ),
         )
 
 
@@ -132,7 +144,7 @@ class TwoStagePass:
             loss_of(number, *outputs)
 
     def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
-        return [logprobs for logprobs, _ in self._forward(model, PromptCache())]
+        return [logprobs for logprobs, _ in self._forward(model, PromptCache(), with_entropy=False)]
 
     def train(self, policy: DistributedDataParallel, loss_of: LossOf) -> None:
         cache = PromptCache()
@@ -140,16 +152,19 @@ class TwoStagePass:
             loss_of(number, *outputs).backward()
         cache.backward()
 
-    def _forward(self, model: SharedPromptGPT, cache: PromptCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _forward(
+        self, model: SharedPromptGPT, cache: PromptCache, with_entropy: bool = True
+    ) -> Iterator[tuple[torch.Tensor, Any]]:
         prompt_TH = model.rows_for_logits(model.hidden(self._prompt_rows, cache))
         cache.begin_responses(prompt_TH[self._num_prompt_rows - 1 : self._num_prompt_rows])
         for micro_group in self.micro_batches:
             rows_TH = model.rows_for_logits(model.hidden(micro_group.rows, cache))
-            yield model.logprobs(torch.cat([cache.last_row(), rows_TH]), micro_group.labels, self._temperature)
+            rows_RH = torch.cat([cache.last_row(), rows_TH])
+            yield model.logprobs(rows_RH, micro_group.labels, self._temperature, with_entropy)
 
 
 def _with_count(
-    loss_of: LossOf, number: int, outputs: tuple[torch.Tensor, torch.Tensor]
+    loss_of: Callable[..., torch.Tensor], number: int, outputs: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """(loss, token count, report) for Megatron's schedule if losses are sums; tokens are counted elsewhere."""
     loss = loss_of(number, *outputs)

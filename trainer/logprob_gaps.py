@@ -3,13 +3,14 @@
 Shape legend: N response tokens of one micro-batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, MIXED, SMALLEST, LogprobGaps
 from async_rl.types import Group, Response
 from trainer.batching.shared_prompt import GroupSlice, MicroBatch
+from trainer.devices.host_copies import to_host
 
 LARGEST_EXPONENT = 700.0
 """exp(d) of a larger d overflows float64; its contribution to k3 exceeds any limit anyway."""
@@ -21,8 +22,8 @@ LARGEST_GAP = 1e30
 class GroupGaps:
     """The log-probs of the groups that were trained, until `take` computes their gaps.
 
-    `clip`: see `LogprobGaps`. Log-probs stay on the device until their group is taken: this avoids earlier
-    synchronizations with the device.
+    `clip`: see `LogprobGaps`. Log-probs stay on the device until their groups are taken, all in one copy: the device
+    is waited for once.
     """
 
     def __init__(self, clip: float) -> None:
@@ -35,16 +36,21 @@ class GroupGaps:
         for part, logprobs in zip(micro_batch.slices, logprobs_N.detach().split(sizes), strict=True):
             self._logprobs.setdefault(part.group.index, []).append((part, logprobs))
 
-    def take(self, group: Group) -> dict[str, LogprobGaps]:
-        """Instance -> the gaps of the tokens it sampled of the group; responses of several instances under `MIXED`."""
-        by_instance: dict[str, list[torch.Tensor]] = {}
-        for part, logprobs in self._logprobs.pop(group.index):
-            for response, gaps in _gaps_of(part, logprobs.double().cpu()):
-                by_instance.setdefault(_sampler_of(response), []).append(gaps)
-        return {instance: sums_of(torch.cat(gaps), self._clip) for instance, gaps in sorted(by_instance.items())}
+    def take(self, groups: Sequence[Group]) -> list[dict[str, LogprobGaps]]:
+        """Per group: instance -> the gaps of the tokens it sampled; responses of several instances under `MIXED`."""
+        of_groups = [self._logprobs.pop(group.index) for group in groups]
+        on_host = iter(to_host([logprobs for parts in of_groups for _, logprobs in parts]))
+        return [self._by_instance([(part, next(on_host)) for part, _ in parts]) for parts in of_groups]
 
     def clear(self) -> None:
         self._logprobs.clear()
+
+    def _by_instance(self, parts: Sequence[tuple[GroupSlice, torch.Tensor]]) -> dict[str, LogprobGaps]:
+        by_instance: dict[str, list[torch.Tensor]] = {}
+        for part, logprobs in parts:
+            for response, gaps in _gaps_of(part, logprobs.double()):
+                by_instance.setdefault(_sampler_of(response), []).append(gaps)
+        return {instance: sums_of(torch.cat(gaps), self._clip) for instance, gaps in sorted(by_instance.items())}
 
 
 def sums_of(gaps_N: torch.Tensor, clip: float) -> LogprobGaps:

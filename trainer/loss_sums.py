@@ -4,12 +4,14 @@ Shape legend: G responses and N response tokens of one micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import torch
 
 from async_rl.algorithms import Algorithm
 from async_rl.types import Group, GroupProof
 from trainer.batching.shared_prompt import MicroBatch
+from trainer.devices.host_copies import to_device, to_host
 from trainer.logprob_gaps import GroupGaps
 
 
@@ -51,12 +53,15 @@ class LossSums:
         self._append({"untrained": num_groups})
 
     def take_rows(self, groups: Sequence[Group]) -> list[GroupProof]:
-        """The ledger rows of groups that were added; to be called once per group."""
-        return [GroupProof.of(group, self._gaps.take(group)) for group in groups]
+        """The ledger rows of groups that were added; to be called once per group. Waits once for the device."""
+        return [GroupProof.of(group, gaps) for group, gaps in zip(groups, self._gaps.take(groups), strict=True)]
 
     def totals(self) -> dict[str, float]:
-        """All sums as Python floats."""
-        return {name: sum(float(term) for term in terms) for name, terms in self._terms.items()}
+        """All sums as Python floats. Waits once for the device."""
+        terms = [term for terms in self._terms.values() for term in terms]
+        on_host = iter(to_host([term.double() for term in terms if isinstance(term, torch.Tensor)]))
+        values = iter([float(next(on_host) if isinstance(term, torch.Tensor) else term) for term in terms])
+        return {name: sum(islice(values, len(terms))) for name, terms in self._terms.items()}
 
     def clear(self) -> None:
         self._terms.clear()
@@ -65,7 +70,7 @@ class LossSums:
     def _advantages(self, micro_batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
         """Advantages of all responses, each from the rewards of its whole group, [G]."""
         parts = [self._algorithm.advantages(part.group.rewards)[part.start : part.stop] for part in micro_batch.slices]
-        return torch.cat([torch.empty(0), *parts]).to(like.device, like.dtype)
+        return to_device(torch.cat([torch.empty(0), *parts]).to(like.dtype), like.device)
 
     def _append(self, terms: Mapping[str, float | torch.Tensor]) -> None:
         for name, term in terms.items():

@@ -83,7 +83,8 @@ class MegatronTrainer:
             needs_old=algorithm.old_policy != "reuse",
             needs_reference=self._algorithm.needs_reference,
         )
-        self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, section.distributed_optimizer)
+        shares_optimizer = section.shares_optimizer(parallel.num_replicas)
+        self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, shares_optimizer)
         self.export = WeightExport(self.models.policy_model)
         self.canary_weights = CanaryWeights(self.models.policy_model)
         self._feed = GroupFeed(parallel, section.micro_batch_tokens)

@@ -65,7 +65,9 @@ class GRPO:
         lengths_G: torch.Tensor,
     ) -> LossSum:
         config = self._config
-        advantages_N = advantages_G.repeat_interleave(lengths_G)
+        # With its size given, the host need not wait for the device to sum the lengths.
+        num_tokens = len(logprobs_N)
+        advantages_N = advantages_G.repeat_interleave(lengths_G, output_size=num_tokens)
         ratio_N = _exp(logprobs_N - old_logprobs_N)
         clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
         loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
@@ -76,7 +78,7 @@ class GRPO:
             loss_N = loss_N + config.kl_coef * kl_N
             metrics["kl"] = kl_N.sum().detach()
         if config.normalize == "sequence":
-            weights_N = (1.0 / lengths_G.to(loss_N.dtype)).repeat_interleave(lengths_G)
+            weights_N = (1.0 / lengths_G.to(loss_N.dtype)).repeat_interleave(lengths_G, output_size=num_tokens)
             return LossSum((loss_N * weights_N).sum(), len(lengths_G), metrics)
         return LossSum(loss_N.sum(), len(loss_N), metrics)
 

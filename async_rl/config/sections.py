@@ -217,7 +217,9 @@ class TrainerSection(Section):
     sequence_parallel: bool = Field(
         False, description="tensor-parallel ranks also share rows; a model of experts needs it under tensor_parallel"
     )
-    distributed_optimizer: bool = Field(False, description="replicas share the optimizer's state")
+    distributed_optimizer: bool | None = Field(
+        None, description="replicas share the optimizer's state; by default where there are several"
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in backward: none, feed-forward parts, or whole layers"
     )
@@ -239,6 +241,10 @@ class TrainerSection(Section):
     def num_local_ranks(self) -> int:
         """Training ranks of `async-rl run`."""
         return self.num_processes or self.ranks_per_replica
+
+    def shares_optimizer(self, num_replicas: int) -> bool:
+        """Whether the replicas, of which there are `num_replicas`, share the optimizer's state."""
+        return num_replicas > 1 if self.distributed_optimizer is None else self.distributed_optimizer
 
     def num_replicas(self, num_ranks: int) -> int:
         """How many replicas this number of training ranks forms.

@@ -12,6 +12,8 @@ of at least 8k rows each. The last line is one JSON object:
   (windows, layout, passes, sums, ledger rows and their exchange, gradient scaling, clipping, Adam); tokens per second
   and model FLOPs utilisation. `step_with_reference` is the same with `kl_coef` > 0; its utilisation counts the
   reference's forward pass, too;
+- `parts`: seconds of a group's parts: its layout; the layers forward and backward, of which attention both ways; the
+  log-probs, both ways; the optimizer's step, gradient norm included;
 - `publish`: the weights sent to a second process of this machine, or why that was skipped.
 
 MFU counts the matrix products of forward and backward over the time, against the peak of `PEAK_FLOPS`; null if the
@@ -45,9 +47,10 @@ from async_rl.types import Batch, Group
 from benchmarks.common.random_group import random_group
 from benchmarks.gpu.model import PASSES, PEAK_FLOPS, SIZES, device_name, make_checkpoint, model_flops
 from benchmarks.gpu.publish import measure_publish
-from trainer.attention.shared_attention import checked_kernel
+from trainer.attention.shared_attention import checked_kernel, shared_prompt_attention
 from trainer.batching.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
 from trainer.devices import choose_device
+from trainer.model.gpt import SharedPromptGPT
 from trainer.parallel import Parallel, init_parallel
 from trainer.trainer import MegatronTrainer
 
@@ -134,7 +137,7 @@ class Bench:
         stats = self.trainer.optimizer_step()
         assert len(rows) == len(groups) and not stats.skipped and stats.num_untrained == 0, f"no whole step: {stats}"
 
-    def seconds(self, function: Callable[[], None]) -> float:
+    def seconds(self, function: Callable[[], object]) -> float:
         """Median of the repeats, after one uncounted run, which compiles, allocates and connects."""
         times = []
         for _ in range(self._repeats + 1):
@@ -183,6 +186,43 @@ def measure_case(bench: Bench, case: Case) -> dict[str, Any]:
     return result
 
 
+def measure_parts(bench: Bench, case: Case) -> dict[str, float]:
+    """Seconds of the parts of one group's forward and backward, and of a step on what they left."""
+    model, device = bench.trainer.models.policy_model, bench.device
+    group = make_group(case, bench.shape.vocab_size)
+    (micro_batch,) = make_micro_batches(group, device, shared=True)
+    hidden_TH = model.rows_for_logits(model.hidden(micro_batch.rows)).detach().requires_grad_()
+
+    def logprobs() -> None:
+        model.logprobs(hidden_TH, micro_batch.labels, 1.0)[0].sum().backward()
+
+    def step() -> None:
+        bench.trainer.optimizer.step(bench.trainer.optimizer.gradient_norm())
+
+    seconds = {
+        "layout_s": bench.seconds(lambda: make_micro_batches(group, device, shared=True)),
+        "layers_forward_s": bench.seconds(lambda: model.hidden(micro_batch.rows)),
+        "attention_s": bench.shape.num_layers * bench.seconds(partial(attend, model, micro_batch)),
+        "logprobs_s": bench.seconds(logprobs),
+    }
+    whole = bench.seconds(lambda: bench.forward_backward([micro_batch]))
+    seconds["layers_backward_s"] = whole - seconds["layers_forward_s"] - seconds["logprobs_s"]
+    seconds["optimizer_s"] = bench.seconds(step)
+    bench.trainer.discard()
+    return {name: round(value, 5) for name, value in seconds.items()}
+
+
+def attend(model: SharedPromptGPT, micro_batch: MicroBatch) -> None:
+    """One layer's attention, both ways, on rows of zeros: its time does not depend on the values."""
+    segments = micro_batch.rows.segments
+    shape, device = model.shape, model.parallel.device.DEVICE
+    query, key, value = (
+        torch.zeros(segments.num_rows, heads, shape.head_dim, dtype=DTYPE, device=device, requires_grad=True)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    shared_prompt_attention(query, key, value, segments, shape.head_dim**-0.5, model.kernel).sum().backward()
+
+
 def measure_step(bench: Bench, case: Case) -> dict[str, Any]:
     groups = [make_group(case, bench.shape.vocab_size, index) for index in range(MICRO_BATCHES_PER_STEP)]
     seconds = bench.seconds(lambda: bench.step(groups))
@@ -216,6 +256,8 @@ def measure(parallel: Parallel, size: str, repeats: int, say: Callable[[str], No
         for case in CASES[size]:
             result["cases"].append(measure_case(bench, case))
             say(f"case: {result['cases'][-1]}")
+        result["parts"] = measure_parts(bench, CASES[size][0])
+        say(f"parts: {result['parts']}")
         result["step"] = measure_step(bench, CASES[size][0])
         say(f"step: {result['step']}")
         export = bench.trainer.export

@@ -13,6 +13,8 @@ from benchmarks.gpu.model import PASSES, SIZES, model_flops, num_pairs
 from tests.support import ROOT
 
 CPU = torch.device("cpu")
+PARTS = {"layout_s", "layers_forward_s", "layers_backward_s", "attention_s", "logprobs_s", "optimizer_s"}
+"""The backward pass is what the others leave of the whole, on a busy machine maybe nothing."""
 
 
 @pytest.mark.distributed
@@ -29,6 +31,9 @@ def test_benchmark_ends_with_its_figures() -> None:
     assert case["unshared_rows"] == 4 * (12 + 5)
     assert case["mfu"] is None, "a CPU is not in the table of peaks"
     assert min(case["shared_s"], case["unshared_s"], figures["publish"]["publish_s"]) > 0
+    assert figures["parts"].keys() == PARTS and all(
+        figures["parts"][part] > 0 for part in PARTS - {"layers_backward_s"}
+    )
     for step in (figures["step"], figures["step_with_reference"]):
         assert step["step_s"] > 0 and step["micro_batches"] == 4 and step["rows"] == 4 * case["shared_rows"]
     # bf16 weights, each sent once: the embedding is the output layer's too.

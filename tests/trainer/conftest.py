@@ -20,6 +20,7 @@ from async_rl.config.sections import (
 )
 from async_rl.types import Group, Prompt, Response, WeightSpan
 from tests.support.trainer.grpo_reference import expected_advantages, sample_distributions
+from trainer.devices import Device
 from trainer.hf.weights import weight_map
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
@@ -33,12 +34,14 @@ RAGGED = ((7, (5, 1, 9)), (1, (1, 4)), (12, (6,)), (3, (1, 1, 1, 1)), (4, (8, 2,
 def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
     """`make_trainer(path, kl_coef=0.1, temperature=0.7)`; options go to the section that has them."""
 
-    def make(path: Path, *, dtype: str = "float32", **options: float | str) -> MegatronTrainer:
+    def make(
+        path: Path, *, dtype: str = "float32", device: Device | None = None, **options: float | str
+    ) -> MegatronTrainer:
         def section(kind: type) -> dict[str, float | str]:
             return {name: value for name, value in options.items() if name in kind.model_fields}
 
         return MegatronTrainer(
-            parallel,
+            parallel if device is None else replace(parallel, device=device),
             TrainerSection(**section(TrainerSection)),
             ModelSection(path=str(path), dtype=dtype),
             RolloutSection(**section(RolloutSection)),
@@ -153,13 +156,11 @@ def hf_gradients() -> Callable[[MegatronTrainer], dict[str, torch.Tensor]]:
 
     def read(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
         model = trainer.models.policy_model
-        parameters = dict(model.named_parameters())
+        gradients = {name: parameter.main_grad for name, parameter in model.named_parameters()}
         return {
             name: part.clone()
             for entry in weight_map(model.shape)
-            for name, part in zip(
-                entry.hf_shapes, entry.fusion.split(parameters[entry.megatron_name].main_grad), strict=True
-            )
+            for name, part in zip(entry.hf_shapes, entry.fusion.split(entry.of(gradients)), strict=True)
         }
 
     return read

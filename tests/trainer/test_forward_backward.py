@@ -60,7 +60,7 @@ def in_transformers(path: Path, groups: Sequence[Group]) -> Reference:
 def alone_under_a_dense_mask(path: Path, groups: Sequence[Group], parallel: Parallel) -> Reference:
     """Every sample run alone, in float64 throughout, by plain masked attention and a plain log-softmax."""
     model = load(path, torch.float64, "none", parallel)
-    model._kernel = None
+    model.kernel = None
     logprobs = []
     for group in groups:
         for i in range(len(group.responses)):

@@ -17,6 +17,7 @@ import torch
 from async_rl.types import Group
 from trainer.attention.segments import Segments
 from trainer.devices.attention_part import Part
+from trainer.devices.host_copies import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +132,13 @@ def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, multipl
     padding = -len(tokens) % multiple_of if tokens else multiple_of
     segment_lens = [len(part.prompt) for part in ordered] + [n for part in ordered for n in part.fed_lens]
     attended = [part for part in ordered if part.fed_lens]
-    rows = _rows(
-        tokens + [0] * padding,
-        positions + list(range(padding)),
-        Segments(
-            _self_part([*segment_lens, padding] if padding else segment_lens, device),
-            _cross_part(attended, [len(part.prompt) for part in attended], device),
-            cross_q_start=num_prompt_rows,
-        ),
-        device,
+    segments = Segments(
+        _self_part([*segment_lens, padding] if padding else segment_lens, device),
+        _cross_part(attended, [len(part.prompt) for part in attended], device),
+        cross_q_start=num_prompt_rows,
     )
-    return MicroBatch(tuple(slices), rows, _labels(slices, prompt_ends, first_rows, device))
+    rows = (tokens + [0] * padding, positions + list(range(padding)))
+    return _micro_batch(slices, rows, segments, _labels(slices, prompt_ends, first_rows), device)
 
 
 def make_prompt_rows(group: Group, device: torch.device, multiple_of: int = 1) -> Rows:
@@ -150,7 +147,8 @@ def make_prompt_rows(group: Group, device: torch.device, multiple_of: int = 1) -
     padding = -num_prompt % multiple_of
     lens = [num_prompt, padding] if padding else [num_prompt]
     tokens, positions = [*group.prompt.token_ids, *[0] * padding], [*range(num_prompt), *range(padding)]
-    return _rows(tokens, positions, Segments(_self_part(lens, device), None), device)
+    tokens_T, positions_T = _integers((tokens, positions), device)
+    return Rows(tokens_T, positions_T, Segments(_self_part(lens, device), None))
 
 
 def make_micro_group(part: GroupSlice, device: torch.device, multiple_of: int = 1) -> MicroBatch:
@@ -169,14 +167,20 @@ def make_micro_group(part: GroupSlice, device: torch.device, multiple_of: int = 
         _cross_part([part] if part.fed_lens else [], [num_prompt], device),
         self_kv_start=num_prompt + -num_prompt % multiple_of,
     )
-    labels = _labels([part], {id(part): 1}, {id(part): 1}, device)
-    rows = _rows(tokens + [0] * padding, positions + list(range(padding)), segments, device)
-    return MicroBatch((part,), rows, labels)
+    rows = (tokens + [0] * padding, positions + list(range(padding)))
+    return _micro_batch([part], rows, segments, _labels([part], {id(part): 1}, {id(part): 1}), device)
 
 
-def _rows(tokens: list[int], positions: list[int], segments: Segments, device: torch.device) -> Rows:
-    as_tensor = torch.tensor([tokens, positions], dtype=torch.int64).to(device)
-    return Rows(as_tensor[0], as_tensor[1], segments)
+def _micro_batch(
+    slices: Sequence[GroupSlice],
+    rows: tuple[list[int], list[int]],
+    segments: Segments,
+    labels: tuple[list[int], ...],
+    device: torch.device,
+) -> MicroBatch:
+    """A micro-batch of these tokens and positions, and of the fields of `Labels`."""
+    tokens_T, positions_T, *of_labels = _integers((*rows, *labels), device)
+    return MicroBatch(tuple(slices), Rows(tokens_T, positions_T, segments), Labels(*of_labels))
 
 
 def _self_part(lens: Sequence[int], device: torch.device) -> Part:
@@ -190,9 +194,12 @@ def _cross_part(attended: Sequence[GroupSlice], prompt_lens: Sequence[int], devi
 
 
 def _labels(
-    slices: Sequence[GroupSlice], prompt_ends: dict[int, int], first_rows: dict[int, int], device: torch.device
-) -> Labels:
-    """Labels of `slices`, whose prompts end before row `prompt_ends` and whose responses begin at `first_rows`."""
+    slices: Sequence[GroupSlice], prompt_ends: dict[int, int], first_rows: dict[int, int]
+) -> tuple[list[int], ...]:
+    """The fields of the `Labels` of `slices`, whose prompts end before row `prompt_ends`.
+
+    Their responses begin at `first_rows`.
+    """
     logit_rows: list[int] = [] if slices else [0]
     label_rows: list[int] = []
     labels: list[int] = []
@@ -206,7 +213,13 @@ def _labels(
             next_row += len(response) - 1
             labels += response
             lengths.append(len(response))
-    return Labels(*(torch.tensor(x, dtype=torch.int64).to(device) for x in (logit_rows, label_rows, labels, lengths)))
+    return logit_rows, label_rows, labels, lengths
+
+
+def _integers(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Each list as an int64 tensor on the device, all in one copy."""
+    whole = to_device(torch.tensor([x for some in lists for x in some], dtype=torch.int64), device)
+    return torch.split(whole, [len(some) for some in lists])
 
 
 def _range(start: int, length: int) -> Iterator[int]:

@@ -6,6 +6,8 @@ from itertools import accumulate
 
 import torch
 
+from trainer.devices.host_copies import to_device
+
 
 @dataclass(frozen=True)
 class Part:
@@ -20,15 +22,18 @@ class Part:
     causal: bool
     device: torch.device
 
-    @cached_property
+    @property
     def cu_seqlens_q(self) -> torch.Tensor:
         """Where each entry's queries begin, and the end: int32 [entries + 1]."""
-        return self._offsets(self.q_lens)
+        return self._offsets[0]
 
-    @cached_property
+    @property
     def cu_seqlens_k(self) -> torch.Tensor:
         """Where each entry's keys begin, and the end: int32 [entries + 1]."""
-        return self._offsets(self.kv_lens)
+        return self._offsets[1]
 
-    def _offsets(self, lens: tuple[int, ...]) -> torch.Tensor:
-        return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=self.device)
+    @cached_property
+    def _offsets(self) -> torch.Tensor:
+        """Both in one copy to the device."""
+        rows = [[0, *accumulate(lens)] for lens in (self.q_lens, self.kv_lens)]
+        return to_device(torch.tensor(rows, dtype=torch.int32), self.device)

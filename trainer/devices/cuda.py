@@ -29,6 +29,8 @@ MODEL_OPTIONS: dict[str, Any] = {
     "bias_activation_fusion": _has_compiler(),
     # Weight gradients are added to Megatron's fp32 buffers by an extension that is part of Apex.
     "gradient_accumulation_fusion": find_spec("fused_weight_gradient_mlp_cuda") is not None,
+    # Waits for the device after each exchange between pipeline stages, for old versions of PyTorch.
+    "batch_p2p_sync": False,
 }
 
 ATTENTION = CUDAAttention()

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from trainer.devices.grouped import grouped_linear
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's dtype (arXiv 1910.07467)."""
@@ -28,10 +30,12 @@ def rotary(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) ->
 class LayerOps:
     """`swiglu` takes [..., 2F] and returns silu(first half) * second half; None leaves it to Megatron's MLP.
 
-    `matmul` is for products outside of autograd, of which the log-probs consist.
+    `matmul` is for products outside of autograd, of which the log-probs consist. `grouped_linear` is the product of each
+    expert's rows with its weight (see `grouped.py`).
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm
     rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = rotary
     matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul
     swiglu: Callable[[torch.Tensor], torch.Tensor] | None = None
+    grouped_linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = grouped_linear

@@ -100,7 +100,7 @@ class WeightExport:
             start = 0
             for entry, wholes in targets:
                 if entry.divided is not None:
-                    own = self._parameters[entry.megatron_name]
+                    own = entry.of(self._parameters)
                     theirs = part[start : start + own.numel()].view(own.shape)
                     start += own.numel()
                     self._place(entry, wholes, entry.fusion.split(theirs), tp_rank)
@@ -111,11 +111,11 @@ class WeightExport:
             whole[entry.shard(tuple(whole.shape), tp_rank, self._parallel.tp_size)].copy_(part)
 
     def _own_tensors(self, entry: WeightEntry) -> list[torch.Tensor]:
-        return entry.fusion.split(self._parameters[entry.megatron_name].detach())
+        return entry.fusion.split(entry.of(self._parameters).detach())
 
     def _own_part(self, parcel: Parcel, receive_from: int | None = None) -> torch.Tensor:
         """A tensor-parallel rank's contribution to a parcel: its part of every divided parameter, [elements]."""
-        own = [self._parameters[entry.megatron_name].detach() for entry in parcel.entries if entry.divided is not None]
+        own = [entry.of(self._parameters).detach() for entry in parcel.entries if entry.divided is not None]
         part = torch.empty(sum(p.numel() for p in own), dtype=self._dtype, device=self._device)
         if receive_from is not None:
             dist.recv(part, receive_from)

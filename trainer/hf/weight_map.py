@@ -77,7 +77,8 @@ class WeightEntry:
     """One Megatron parameter and the Hugging Face tensors that it holds, in the order `fusion` takes them.
 
     `megatron_name` is its name on the ranks that have it: those of pipeline stage `stage` and, for an expert, of
-    expert-parallel rank `ep_rank`. `hf_shapes` are the shapes of the whole tensors; each is divided along `divided`
+    expert-parallel rank `ep_rank`. An expert is one of the matrices that are stacked in its parameter, at `index`.
+    `hf_shapes` are the shapes of the whole tensors; each is divided along `divided`
     among the stage's tensor-parallel ranks, or is complete on each of them (None).
     """
 
@@ -87,6 +88,12 @@ class WeightEntry:
     stage: int = 0
     divided: int | None = None
     ep_rank: int | None = None
+    index: int | None = None
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Its part of the parameters under their names, or of their gradients: a view."""
+        tensor = tensors[self.megatron_name]
+        return tensor if self.index is None else tensor[self.index]
 
     def is_on(self, parallel: Parallel) -> bool:
         return self.stage == parallel.pp_rank and self.ep_rank in (None, parallel.ep_rank)
@@ -136,9 +143,10 @@ class _LayerNames:
         fusion: Fusion | None = None,
         divided: int | None = None,
         ep_rank: int | None = None,
+        index: int | None = None,
     ) -> WeightEntry:
         theirs = {self._theirs + hf_name: hf_shape for hf_name, hf_shape in hf_shapes.items()}
-        return WeightEntry(self._ours + name, theirs, fusion or Stacked(), self._stage, divided, ep_rank)
+        return WeightEntry(self._ours + name, theirs, fusion or Stacked(), self._stage, divided, ep_rank, index)
 
 
 def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
@@ -173,7 +181,8 @@ def _experts_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[Weig
     yield entry("mlp.router.weight", {"mlp.gate.weight": (shape.experts.num_experts, H)})
     for expert in range(shape.experts.num_experts):
         ep_rank, local_expert = divmod(expert, shape.experts.num_experts // layout.ep_size)
-        ours, theirs = f"mlp.experts.local_experts.{local_expert}.", f"mlp.experts.{expert}."
+        theirs = f"mlp.experts.{expert}."
         gate_up = {f"{theirs}gate_proj.weight": (F, H), f"{theirs}up_proj.weight": (F, H)}
-        yield entry(f"{ours}linear_fc1.weight", gate_up, Stacked(2), ep_rank=ep_rank)
-        yield entry(f"{ours}linear_fc2.weight", {f"{theirs}down_proj.weight": (H, F)}, ep_rank=ep_rank)
+        down = {f"{theirs}down_proj.weight": (H, F)}
+        yield entry("mlp.experts.weight1", gate_up, Stacked(2), ep_rank=ep_rank, index=local_expert)
+        yield entry("mlp.experts.weight2", down, ep_rank=ep_rank, index=local_expert)

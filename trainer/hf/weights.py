@@ -43,7 +43,7 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
                     files[name].get_slice(name)[entry.shard(shape, parallel.tp_rank, parallel.tp_size)]
                     for name, shape in entry.hf_shapes.items()
                 ]
-                merged, parameter = entry.fusion.merge(parts), parameters[entry.megatron_name]
+                merged, parameter = entry.fusion.merge(parts), entry.of(parameters)
                 assert merged.shape == parameter.shape, f"{entry.megatron_name}: {merged.shape} != {parameter.shape}"
                 parameter.copy_(merged)
 

@@ -27,11 +27,16 @@ from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
+from trainer.model.expert_rows import keep_rows_local
+from trainer.model.experts import use_stacked_experts
 from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops
 from trainer.model.logprobs import response_logprobs
 from trainer.model.moe import moe_options, use_router
 from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel
+
+Scores = tuple[torch.Tensor, torch.Tensor | None]
+"""Log-probs and, where they are wanted, entropies."""
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -59,12 +64,13 @@ class SharedPromptGPT(GPTModel):
             rope_scaling=shape.rope_factor is not None,
             rope_scaling_factor=shape.rope_factor or 1.0,
         )
+        keep_rows_local(self)
         self.shape = shape
         self.parallel = parallel
         self.other_head: torch.Tensor | None = None
         """Replaces a tied head while it is set; of the same shape."""
         self._ops = parallel.device.LAYER_OPS
-        self._kernel = checked_kernel(
+        self.kernel = checked_kernel(
             parallel.device,
             config.params_dtype,
             shape.num_heads // parallel.tp_size,
@@ -72,12 +78,12 @@ class SharedPromptGPT(GPTModel):
             shape.head_dim,
         )
 
-    def forward(self, micro_batch: MicroBatch, temperature: float) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, micro_batch: MicroBatch, temperature: float, with_entropy: bool = True) -> torch.Tensor | Scores:
         """Log-probs and entropies of the response tokens (see `logprobs`); hidden rows on earlier stages."""
         hidden_T1H = self.hidden(micro_batch.rows)
         if not self.post_process:
             return hidden_T1H
-        return self.logprobs(self.rows_for_logits(hidden_T1H), micro_batch.labels, temperature)
+        return self.logprobs(self.rows_for_logits(hidden_T1H), micro_batch.labels, temperature, with_entropy)
 
     def hidden(self, rows: Rows, cache: PromptCache | None = None) -> torch.Tensor:
         """This stage's output, [T, 1, H]; with sequence parallelism this rank's share of the rows.
@@ -93,7 +99,7 @@ class SharedPromptGPT(GPTModel):
             cos_T1D=cos_T1D,
             sin_T1D=sin_T1D,
             ops=self._ops,
-            kernel=self._kernel,
+            kernel=self.kernel,
             cache=cache,
         )
         out_T1H: torch.Tensor = self.decoder(
@@ -112,19 +118,19 @@ class SharedPromptGPT(GPTModel):
             rows_T1H = copy_to_tensor_model_parallel_region(hidden_T1H)
         return rows_T1H[:, 0]
 
-    def logprobs(self, rows_TH: torch.Tensor, labels: Labels, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, rows_TH: torch.Tensor, labels: Labels, temperature: float, with_entropy: bool = True) -> Scores:
         """Log-probs of the response tokens at `temperature`, with gradient, and entropies, without; float32 [N]."""
         weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
         if self.other_head is not None:
             weight_VH = self.other_head
         hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
         return response_logprobs(
-            hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature, self._ops.matmul
+            hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature, with_entropy, self._ops.matmul
         )
 
     def _rotation(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of the rotary angles of each position, [T, 1, D], in the model's dtype."""
-        angles = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq.to(positions_T.device))
+        angles = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq)
         angles_T1D = torch.cat((angles, angles), dim=-1)[:, None]
         return angles_T1D.cos().to(self.config.params_dtype), angles_T1D.sin().to(self.config.params_dtype)
 
@@ -162,7 +168,7 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
         expert_model_parallel_size=parallel.ep_size,
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence_parallel,
-        # Micro-batches have any number of rows; pipeline stages send each other the number.
+        # Micro-batches have any number of rows (see `pipeline_shapes.py`).
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # Keeps Megatron's DDP from averaging: gradients stay plain sums until the batch's count is known.
@@ -177,19 +183,14 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
 
 
 def _mark_divided(model: SharedPromptGPT) -> None:
-    """Marks for Megatron which weights differ between tensor-parallel ranks, and which belong to experts.
+    """Marks for Megatron's gradient norm which weights differ between tensor-parallel ranks.
 
-    The first mark is for its gradient norm; Megatron sets it when it initializes weights, which is disabled here. The
-    second determines over which ranks gradients are summed and optimizer states divided. Megatron (0.16.1) sets it only
-    if expert parallelism is above 1, but the ranks that hold an expert are never exactly those that hold the same part
-    of a dense layer: each tensor-parallel rank routes its own rows.
+    Megatron sets the mark when it initializes weights, which is disabled here.
     """
     dimensions = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in model.modules():
         if type(module) in dimensions:
             for parameter in module.parameters(recurse=False):
-                if getattr(module, "is_expert", False):
-                    parameter.allreduce = False
                 # A tied output layer shares the embedding's weight, and has no parameter of its own.
                 if not hasattr(parameter, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(parameter, True, dimensions[type(module)], 1)
@@ -201,6 +202,7 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, ops: LayerOps) -> 
     )
     if shape.experts is not None:
         use_router(layer)
+        use_stacked_experts(layer, ops)
     layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
     use_layer_ops(layer, ops, shape.qk_norm)
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), norm_spec(ops))

@@ -62,10 +62,10 @@ def use_layer_ops(layer: ModuleSpec, ops: LayerOps, qk_norm: bool) -> None:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = norm_spec(ops)
     if ops.swiglu is not None:
-        feed_forward = layer.submodules.mlp.submodules
-        # With experts, each expert is such an MLP.
-        mlp = feed_forward if isinstance(feed_forward, MLPSubmodules) else feed_forward.experts.submodules
-        mlp.activation_func = ModuleSpec(module=SwiGLU, params={"op": ops.swiglu})
+        mlp = layer.submodules.mlp.submodules
+        # Experts have their own (see `experts.py`).
+        if isinstance(mlp, MLPSubmodules):
+            mlp.activation_func = ModuleSpec(module=SwiGLU, params={"op": ops.swiglu})
 
 
 def swiglu_options(ops: LayerOps) -> dict[str, Any]:

@@ -27,20 +27,22 @@ def response_logprobs(
     label_rows_N: torch.Tensor,
     labels_N: torch.Tensor,
     temperature: float,
+    with_entropy: bool = True,
     matmul: Matmul = torch.matmul,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(log softmax(logits / temperature) of each label at its row, with gradient; its entropy, without): [N] each.
 
     float32, or float64 if the hidden rows are; the products with the weights are in the weights' dtype. One row may
     have several labels (a prompt's last row has the first token of every response), so the softmax is computed once per
-    row. The gradient of the hidden rows covers this rank's part of the vocabulary; the caller sums over ranks.
+    row. The entropy, two more passes over the logits, is None without `with_entropy`. The gradient of the hidden rows
+    covers this rank's part of the vocabulary; the caller sums over ranks.
 
     Args:
         matmul: computes all products (`LayerOps.matmul`).
     """
     # `apply` is untyped in torch.
-    made: tuple[torch.Tensor, torch.Tensor] = _ResponseLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, weight_VH, label_rows_N, labels_N, temperature, matmul
+    made: tuple[torch.Tensor, torch.Tensor | None] = _ResponseLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_RH, weight_VH, label_rows_N, labels_N, temperature, with_entropy, matmul
     )
     return made
 
@@ -54,8 +56,9 @@ class _ResponseLogprobs(torch.autograd.Function):
         label_rows_N: torch.Tensor,
         labels_N: torch.Tensor,
         temperature: float,
+        with_entropy: bool,
         matmul: Matmul,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         first_label = group.rank() * len(weight_VH) if group is not None else 0
         own_labels_N = labels_N - first_label
@@ -67,22 +70,27 @@ class _ResponseLogprobs(torch.autograd.Function):
             indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, logits_CV)
             label_logits_N += logits_CV[indices] * is_here_N
             lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
-            logprobs_CV = logits_CV.sub_(lse_C1)
-            probs_CV = logprobs_CV.exp()
             lses.append(lse_C1[:, 0])
-            entropies.append(-logprobs_CV.mul_(probs_CV).sum(-1))
-        lse_R, entropy_R = _over_ranks(torch.cat(lses), torch.cat(entropies), label_logits_N, group)
+            if with_entropy:
+                logprobs_CV = logits_CV.sub_(lse_C1)
+                probs_CV = logprobs_CV.exp()
+                entropies.append(-logprobs_CV.mul_(probs_CV).sum(-1))
+        entropies_R = torch.cat(entropies) if with_entropy else None
+        lse_R, entropy_R = _over_ranks(torch.cat(lses), entropies_R, label_logits_N, group)
         # With one rank they are those of the whole vocabulary.
         is_whole = len(chunks) == 1 and (group is None or group.size() == 1)
-        ctx.probs_RV = probs_CV if is_whole and ctx.needs_input_grad[0] else None
+        ctx.probs_RV = probs_CV if with_entropy and is_whole and ctx.needs_input_grad[0] else None
         ctx.save_for_backward(hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R)
         ctx.temperature, ctx.matmul = temperature, matmul
+        logprobs_N = label_logits_N - lse_R[label_rows_N]
+        if entropy_R is None:
+            return logprobs_N, None
         entropy_N = entropy_R[label_rows_N]
         ctx.mark_non_differentiable(entropy_N)
-        return label_logits_N - lse_R[label_rows_N], entropy_N
+        return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, dlogprobs_N: torch.Tensor, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, dlogprobs_N: torch.Tensor, _: torch.Tensor | None) -> Any:
         """d logits = sum over a row's labels of d logprob (onehot(label) - softmax)."""
         hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R = ctx.saved_tensors
         dlogits_N = dlogprobs_N / ctx.temperature
@@ -104,7 +112,7 @@ class _ResponseLogprobs(torch.autograd.Function):
             part_VH = ctx.matmul(dscores_CV.T, hidden_RH[rows])
             dweight_VH = part_VH.to(_wide(part_VH.dtype)) if dweight_VH is None else dweight_VH.add_(part_VH)
         assert dweight_VH is not None, "no rows with logits"
-        return torch.cat(dhidden), dweight_VH.to(weight_VH.dtype), None, None, None, None
+        return torch.cat(dhidden), dweight_VH.to(weight_VH.dtype), None, None, None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -138,9 +146,9 @@ def _label_indices(
 
 
 def _over_ranks(
-    lse_R: torch.Tensor, entropy_R: torch.Tensor, label_logits_N: torch.Tensor, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-sum-exp and entropy over the whole vocabulary, from each rank's; sums `label_logits_N` in place.
+    lse_R: torch.Tensor, entropy_R: torch.Tensor | None, label_logits_N: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-sum-exp and any entropy over the whole vocabulary, from each rank's; sums `label_logits_N` in place.
 
     With a rank's share w_k = exp(lse_k - lse) of the probability, the entropy is sum_k w_k (entropy_k - log w_k).
     """
@@ -149,8 +157,9 @@ def _over_ranks(
     highest_R = lse_R.clone()
     dist.all_reduce(highest_R, dist.ReduceOp.MAX, group)
     weight_R = (lse_R - highest_R).exp()
-    sums = torch.cat([weight_R, weight_R * (entropy_R - lse_R + highest_R), label_logits_N])
+    weighted_R = lse_R[:0] if entropy_R is None else weight_R * (entropy_R - lse_R + highest_R)
+    sums = torch.cat([weight_R, weighted_R, label_logits_N])
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-    total_R, weighted_R, label_sums_N = sums.split([len(lse_R), len(lse_R), len(label_logits_N)])
+    total_R, weighted_R, label_sums_N = sums.split([len(lse_R), len(weighted_R), len(label_logits_N)])
     label_logits_N.copy_(label_sums_N)
-    return highest_R + total_R.log(), weighted_R / total_R + total_R.log()
+    return highest_R + total_R.log(), None if entropy_R is None else weighted_R / total_R + total_R.log()

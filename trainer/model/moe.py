@@ -44,7 +44,7 @@ def moe_options(experts: Experts | None, recompute: str) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_expert_capacity_factor": None,
-        # One matrix product per expert: the grouped one is a CUDA extension.
+        # Names Megatron's own grouped experts, in place of which the layers have `StackedExperts`.
         "moe_grouped_gemm": False,
     }
     if recompute == "selective":

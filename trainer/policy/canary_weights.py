@@ -111,7 +111,7 @@ class CanaryWeights:
         found = []
         for entry in (*weight_map(model.shape, layout), *([head] if head else [])):
             if entry.is_on(model.parallel):
-                bits = by_name[entry.megatron_name].detach().view(BITS[self._dtype])
+                bits = entry.of(by_name).detach().view(BITS[self._dtype])
                 parts = entry.fusion.split(bits)
                 classes = (HEAD,) if entry is head else tuple(map(class_of, entry.hf_shapes))
                 is_zero = tuple(not bool(part.any()) for part in parts)

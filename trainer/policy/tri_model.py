@@ -72,6 +72,6 @@ def load_tri_model(
     old = frozen_copy() if needs_old else None
     reference = frozen_copy() if needs_reference else None
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed_optimizer
+        grad_reduce_in_fp32=True, use_distributed_optimizer=section.shares_optimizer(parallel.num_replicas)
     )
     return TriModel(DistributedDataParallel(policy.config, ddp_config, policy), old, reference)

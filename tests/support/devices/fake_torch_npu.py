@@ -143,6 +143,35 @@ class FakeTorchNPU:
         first, second = input.chunk(2, dim)
         return F.silu(first) * second
 
+    def npu_grouped_matmul(
+        self,
+        x: list[torch.Tensor],
+        weight: list[torch.Tensor],
+        *,
+        bias: None = None,
+        group_list: torch.Tensor,
+        split_item: int = 0,
+        group_type: int,
+        group_list_type: int = 0,
+    ) -> list[torch.Tensor]:
+        """Without a derivative, as the real one; `group_list` has cumulative sizes."""
+        assert bias is None and split_item in (2, 3) and group_list_type == 0
+        (x1,), (w1,) = x, weight
+        _check(group_list.dtype == torch.int64, "group_list must be int64")
+        _check(x1.dtype == w1.dtype, "x and weight must have the same dtype")
+        ends = group_list.tolist()
+        groups = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        with torch.no_grad():
+            if group_type == 0:
+                _check(
+                    (x1.dim(), w1.dim()) == (2, 3) and ends[-1] == len(x1), "group_type 0 takes [N, K] and [E, K, M]"
+                )
+                return [torch.cat([x1[rows] @ w1[e] for e, rows in enumerate(groups)])]
+            _check(group_type == 2, f"group_type {group_type}")
+            _check((x1.dim(), w1.dim()) == (2, 2) and ends[-1] == len(w1), "group_type 2 takes [M, N] and [N, K]")
+            _check(x1.stride(0) == 1, "group_type 2 takes x as a transposed view")
+            return [torch.stack([x1[:, rows] @ w1[rows] for rows in groups])]
+
     def npu_rotary_mul(
         self, input: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_mode: str = "half"
     ) -> torch.Tensor:

@@ -52,7 +52,7 @@ class NPUOnCPU:
 def npu_on_cpu() -> NPUOnCPU:
     torch_npu: Any = FakeTorchNPU()
     ops = NPUOps(torch_npu)
-    return NPUOnCPU(NPUAttention(torch_npu), LayerOps(ops.rms_norm, ops.rotary, ops.swiglu))
+    return NPUOnCPU(NPUAttention(torch_npu), LayerOps(ops.rms_norm, ops.rotary, ops.swiglu, ops.grouped_linear))
 
 
 def answer(model: SharedPromptGPT, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -63,19 +63,34 @@ def answer(model: SharedPromptGPT, micro_batch: MicroBatch) -> dict[str, torch.T
     return {"logprobs": logprobs.detach(), "entropies": entropies, **gradients}
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("shape", [DENSE, WITH_EXPERTS], ids=["dense", "experts"])
-def test_model_on_npu_operators_gives_the_same_logprobs_and_gradients(
-    shape: ModelShape, recompute: str, parallel: Parallel, ragged_groups: list[Group]
-) -> None:
+def answers(shape: ModelShape, parallel: Parallel, groups: list[Group], device: NPUOnCPU, recompute: str) -> Any:
+    """Those of a model on `device`, and of the same on the CPU."""
     section = TrainerSection(recompute=recompute)
     expected_model = build_model(shape, torch.float32, parallel, section)
     with torch.no_grad():
         for name, parameter in expected_model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    device = npu_on_cpu()
     model = build_model(shape, torch.float32, replace(parallel, device=device), section)
     model.load_state_dict(expected_model.state_dict())
-    assert model._kernel is device.ATTENTION
-    micro_batch = make_micro_batch([GroupSlice.whole(group) for group in ragged_groups], cpu.DEVICE)
-    torch.testing.assert_close(answer(model, micro_batch), answer(expected_model, micro_batch), atol=1e-4, rtol=1e-4)
+    assert model.kernel is device.ATTENTION
+    micro_batch = make_micro_batch([GroupSlice.whole(group) for group in groups], cpu.DEVICE)
+    return answer(model, micro_batch), answer(expected_model, micro_batch)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("shape", [DENSE, WITH_EXPERTS], ids=["dense", "experts"])
+def test_model_on_npu_operators_gives_the_same_logprobs_and_gradients(
+    shape: ModelShape, recompute: str, parallel: Parallel, ragged_groups: list[Group]
+) -> None:
+    actual, expected = answers(shape, parallel, ragged_groups, npu_on_cpu(), recompute)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [DENSE, WITH_EXPERTS], ids=["dense", "experts"])
+def test_model_with_the_fused_activation_of_cuda_gives_the_same(
+    shape: ModelShape, parallel: Parallel, ragged_groups: list[Group]
+) -> None:
+    options = cpu.MODEL_OPTIONS | {"bias_activation_fusion": True}
+    device = NPUOnCPU(cpu.ATTENTION, cpu.LAYER_OPS, MODEL_OPTIONS=options)
+    actual, expected = answers(shape, parallel, ragged_groups, device, "none")
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)

@@ -66,7 +66,7 @@ def test_every_layout_has_the_weights_of_the_whole_model_once_and_in_its_order(m
     for layout in LAYOUTS:
         entries = list(weight_map(model, layout))
         assert [(name, size) for entry in entries for name, size in entry.hf_shapes.items()] == whole
-        places = [(entry.stage, entry.ep_rank, entry.megatron_name) for entry in entries]
+        places = [(entry.stage, entry.ep_rank, entry.megatron_name, entry.index) for entry in entries]
         assert len(set(places)) == len(places), "no rank has two weights of one name"
         assert {entry.stage for entry in entries} == set(range(layout.pp_size))
         ep_ranks = {entry.ep_rank for entry in entries} - {None}
@@ -76,15 +76,13 @@ def test_every_layout_has_the_weights_of_the_whole_model_once_and_in_its_order(m
 def test_every_stage_and_every_rank_of_experts_calls_its_weights_alike() -> None:
     """Megatron numbers layers and experts anew on each of them."""
     model, layout = SHAPES[-1], Layout(pp_size=3, ep_size=2)
-    names: dict[tuple[int, int | None], set[str]] = {}
+    names: dict[tuple[int, int | None], set[tuple[str, int | None]]] = {}
     for entry in weight_map(model, layout):
         if entry.megatron_name.startswith("decoder.layers."):
-            names.setdefault((entry.stage, entry.ep_rank), set()).add(entry.megatron_name)
+            names.setdefault((entry.stage, entry.ep_rank), set()).add((entry.megatron_name, entry.index))
     for ep_rank in (None, 0, 1):
         assert names[0, ep_rank] == names[1, ep_rank] == names[2, ep_rank]
-    assert (
-        names[0, 0] == names[0, 1] and "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight" in names[0, 0]
-    )
+    assert names[0, 0] == names[0, 1] and ("decoder.layers.3.mlp.experts.weight1", 5) in names[0, 0]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 12])

@@ -102,6 +102,13 @@ def test_gradients_are_those_of_finite_differences(rng: random.Random) -> None:
     assert torch.autograd.gradcheck(lambda *x: response_logprobs(*x, *inputs.arguments[2:])[0], leaves)
 
 
+def test_without_entropy_the_log_probs_are_the_same_bits(rng: random.Random) -> None:
+    inputs = make_inputs(rng, torch.float32)
+    expected, _ = response_logprobs(*inputs.arguments)
+    logprobs_N, entropy_N = response_logprobs(*inputs.arguments, with_entropy=False)
+    assert entropy_N is None and torch.equal(logprobs_N, expected)
+
+
 def test_entropy_has_no_gradient(rng: random.Random) -> None:
     inputs = make_inputs(rng, torch.float32)
     logprobs_N, entropy_N = response_logprobs(inputs.hidden_RH.requires_grad_(), *inputs.arguments[1:])

@@ -1,0 +1,107 @@
+"""The experts of one rank with one weight for all of them, so that a layer needs two products instead of two each.
+
+Shape legend: N rows, sorted by expert; E experts of this rank; H hidden size, F feed-forward size of an expert.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.devices.host_copies import to_device
+from trainer.devices.layer_ops import LayerOps
+
+
+class StackedExperts(MegatronModule):
+    """SwiGLU experts in place of Megatron's SequentialMLP, under the same names in checkpoints.
+
+    Megatron's own grouped experts need an extension for CUDA or Transformer Engine.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection, *, ops: LayerOps
+    ) -> None:
+        super().__init__(config=config)
+        self._ops = ops
+        self._first_expert = pg_collection.ep.rank() * num_local_experts
+        self._dp_rank = pg_collection.expt_dp.rank()
+        size = config.moe_ffn_hidden_size
+        self.weight1 = self._parameter(num_local_experts, 2 * size, config.hidden_size)
+        """Gate and up, [E, 2F, H]."""
+        self.weight2 = self._parameter(num_local_experts, config.hidden_size, size)
+        """Down, [E, H, F]."""
+
+    def forward(
+        self, hidden_NH: torch.Tensor, tokens_per_expert_E: torch.Tensor, weights_N: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """(The experts' outputs times the router's weights, [N, H]; no bias)."""
+        ends_E = tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+        ends_E = ends_E if ends_E.device == hidden_NH.device else to_device(ends_E, hidden_NH.device)
+        gate_up = self._ops.grouped_linear(hidden_NH, self.weight1, ends_E)
+        if self._ops.swiglu is None and self.config.bias_activation_fusion:
+            inner_NF = weighted_bias_swiglu_impl(gate_up, None, weights_N[:, None])
+        else:
+            inner_NF = (swiglu if self._ops.swiglu is None else self._ops.swiglu)(gate_up)
+            inner_NF = (inner_NF * weights_N[:, None]).to(inner_NF.dtype)
+        return self._ops.grouped_linear(inner_NF, self.weight2, ends_E), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Each expert under its own number, gate and up separately, whole on the rank that has it."""
+        assert not sharded_offsets, "layers are saved under their own numbers"
+        return {
+            f"{prefix}weight1": self._sharded(f"{prefix}weight1", self.weight1, prefix, _gate_and_up),
+            f"{prefix}weight2": self._sharded(f"{prefix}weight2", self.weight2, prefix, _down),
+        }
+
+    def _sharded(
+        self,
+        key: str,
+        weight: torch.nn.Parameter,
+        prefix: str,
+        parts: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+    ) -> ShardedTensorFactory:
+        def build(_: str, stacked: torch.Tensor, replica_id: Any, flattened_range: None) -> list[ShardedTensor]:
+            return [
+                ShardedTensor.from_rank_offsets(f"{prefix}experts.{number}.{name}", part, replica_id=replica_id)
+                for number, expert in enumerate(stacked, start=self._first_expert)
+                for name, part in parts(expert).items()
+            ]
+
+        return ShardedTensorFactory(key, weight, build, torch.stack, replica_id=(0, 0, self._dp_rank))
+
+    def _parameter(self, *shape: int) -> torch.nn.Parameter:
+        parameter = torch.nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype))
+        # Determines over which ranks gradients are summed and optimizer states divided. Megatron's own experts (0.16.1)
+        # have it only if expert parallelism is above 1, but the ranks that hold an expert are never exactly those that
+        # hold the same part of a dense layer: each tensor-parallel rank routes its own rows.
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        return parameter
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half: [..., 2F] -> [..., F]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def use_stacked_experts(layer: ModuleSpec, ops: LayerOps) -> None:
+    """Sets `StackedExperts` in the spec of a layer with experts, in place."""
+    layer.submodules.mlp.submodules.experts = ModuleSpec(module=StackedExperts, params={"ops": ops})
+
+
+def _gate_and_up(expert: torch.Tensor) -> dict[str, torch.Tensor]:
+    gate, up = expert.chunk(2)
+    return {"linear_fc1.weight_w": gate, "linear_fc1.weight_v": up}
+
+
+def _down(expert: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"linear_fc2.weight": expert}
