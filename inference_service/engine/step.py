@@ -7,6 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from inference_service.engine import attention
+from inference_service.engine.exact_model import use_exact
+from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.kv_store import Place
 from inference_service.engine.parts import SharedPart, Span, StepParts, own_parts, place_of, shared_parts
 from inference_service.engine.schedule import Fed, Run, Work
@@ -24,7 +26,10 @@ class Drawing:
 class ModelStep:
     """Runs a model on the work of one step after the other."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: Kernels = FASTEST) -> None:
+        if kernels.is_exact:
+            use_exact(model)
+        self._kernels = kernels
         model.set_attn_implementation(attention.NAME)
         self._model = model
         self._device = model.device
@@ -44,10 +49,19 @@ class ModelStep:
             spans.append(Span(slice(begin, len(token_ids)), place, start, links))
             runs += fed.draws
             rows += [len(token_ids) - 1] * len(fed.draws)
+        num_padding = max(0, self._kernels.min_rows - len(token_ids))
+        token_ids += [0] * num_padding
+        positions += [0] * num_padding
         parts = StepParts(
-            len(decoding), own_parts(decoding, self._device), self._shared_parts(decoding, generation), spans
+            self._kernels,
+            len(decoding),
+            own_parts(decoding, self._device, self._kernels.width),
+            self._shared_parts(decoding, generation),
+            spans,
+            num_padding,
         )
         kept = sorted(set(rows))
+        kept += [len(token_ids) - 1] * (self._kernels.min_rows - len(kept) if kept else 0)
         logits = self._model(
             input_ids=torch.tensor([token_ids], device=self._device),
             position_ids=torch.tensor([positions], device=self._device),
@@ -63,7 +77,7 @@ class ModelStep:
                 fed.what.num_done += len(fed.token_ids)
             else:
                 fed.what.num_fed += len(fed.token_ids)
-        if len(kept) != len(rows):
+        if kept != rows:
             index = {row: i for i, row in enumerate(kept)}
             logits = logits[torch.tensor([index[row] for row in rows], device=self._device)]
         return Drawing(runs, logits.float())
@@ -72,7 +86,7 @@ class ModelStep:
         """The same from step to step, as long as the same runs decode and no segment moved."""
         key = (generation, tuple(decoding))
         if self._shared[0] != key:
-            self._shared = (key, shared_parts(decoding, self._device))
+            self._shared = (key, shared_parts(decoding, self._device, self._kernels.width))
         return self._shared[1]
 
 

@@ -24,10 +24,30 @@ def rotary(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) ->
     return x_THD * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D
 
 
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two disjoint sets of keys, from the outputs [M, H, D] and log-sum-exps [M, H] over each.
+
+    In the wider dtype of the log-sum-exps: a difference of two half-precision numbers loses the bits that their sum
+    keeps.
+    """
+    weight = torch.sigmoid(other_lse - lse).unsqueeze(-1)
+    return torch.lerp(out.to(weight.dtype), other.to(weight.dtype), weight), torch.logaddexp(lse, other_lse)
+
+
+Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerOps:
-    """`swiglu` takes [..., 2F] and returns silu(first half) * second half; None leaves it to Megatron's MLP."""
+    """`swiglu` takes [..., 2F] and returns silu(first half) * second half; None leaves it to Megatron's MLP.
+
+    `exact`: these are operations of `async_rl.kernels.exact`, and so has everything else to be.
+    """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm
     rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = rotary
     swiglu: Callable[[torch.Tensor], torch.Tensor] | None = None
+    merge: Merge = merge
+    exact: bool = False

@@ -27,6 +27,7 @@ from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
+from trainer.model.exact_logprobs import exact_logprobs
 from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops
 from trainer.model.logprobs import response_logprobs
 from trainer.model.moe import moe_options, use_router
@@ -118,7 +119,8 @@ class SharedPromptGPT(GPTModel):
         if self.other_head is not None:
             weight_VH = self.other_head
         hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
-        return response_logprobs(hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature)
+        logprobs_of = exact_logprobs if self._ops.exact else response_logprobs
+        return logprobs_of(hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature)
 
     def _rotation(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of the rotary angles of each position, [T, 1, D], in the model's dtype."""
