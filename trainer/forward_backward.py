@@ -15,7 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from async_rl.kernels.exact import MIN_ROWS
+from async_rl.kernels.exact import ROW_MULTIPLE
 from async_rl.loop import Window
 from async_rl.types import Group
 from trainer.attention.prompt_cache import PromptCache
@@ -163,7 +163,7 @@ def _lay_out(slices: Sequence[GroupSlice], parallel: Parallel) -> MicroBatch:
 
 def _row_multiple(parallel: Parallel) -> int:
     if parallel.device.LAYER_OPS.exact:
-        return MIN_ROWS
+        return ROW_MULTIPLE
     return parallel.tp_size if parallel.sequence_parallel else 1
 
 

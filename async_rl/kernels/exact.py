@@ -4,14 +4,16 @@ The trainer runs a prompt and its responses as rows of one micro-batch; the embe
 pieces, beside other ones. Log-probs are equal bit for bit if each output element is made by the same sequence of
 operations in both. torch's kernels on a CPU do that under these conditions (measured: `docs/exact.md`):
 
-- a product of matrices, if it has at least `MIN_ROWS` rows: fewer take other kernels;
-- flash attention, if queries come in multiples of `MIN_ROWS` and keys in widths of `key_width`: MKL adds up to
+- a product of matrices, if its number of rows is a multiple of `ROW_MULTIPLE`: one to three rows take other kernels,
+  and threads divide other numbers into such;
+- flash attention, if queries come in multiples of `ROW_MULTIPLE` and keys in widths of `key_width`: MKL adds up to
   `STRAIGHT` products in one chain and divides longer sums by their length; vectors have `VECTOR` elements, and the rest
   of a row takes scalar code. Keys beyond a query's own are masked: exp gives 0, and adding 0 changes nothing;
 - exp, log, sqrt, sin, cos, sums along rows, and what IEEE 754 defines (+, -, *, /, max). Not sigmoid, silu and
   logaddexp, whose vectorized and scalar versions differ.
 
-Shapes: B entries, H query heads, K key-value heads, Q queries, L keys, D head size, R rows, V vocabulary, F feed-forward.
+Shapes: B entries, H query heads, K key-value heads, Q queries, L keys, D head size, R rows, V vocabulary, F the size
+of feed-forward parts.
 """
 
 from typing import Any, Final
@@ -19,7 +21,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-MIN_ROWS: Final = 4
+ROW_MULTIPLE: Final = 4
 VECTOR: Final = 16
 STRAIGHT: Final = 192
 KEY_BLOCK: Final = 512
@@ -50,7 +52,7 @@ def attend(
 
     L is a `key_width`; `bias`, [B, 1, Q or 1, L] or with fewer rows that divide Q, excludes what is padding.
     """
-    num_queries, padding = query.shape[2], -query.shape[2] % MIN_ROWS
+    num_queries, padding = query.shape[2], -query.shape[2] % ROW_MULTIPLE
     if bias is not None and bias.shape[2] not in (1, num_queries):
         bias = bias.repeat_interleave(num_queries // bias.shape[2], dim=2)
     if padding:
@@ -102,10 +104,10 @@ def merge(
 
 def linear(rows_RH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
     """Products of rows with the rows of a weight, [R, V]."""
-    num_rows = len(rows_RH)
-    if num_rows >= MIN_ROWS:
+    padding = -len(rows_RH) % ROW_MULTIPLE
+    if not padding:
         return rows_RH @ weight_VH.T
-    return (F.pad(rows_RH, (0, 0, 0, MIN_ROWS - num_rows)) @ weight_VH.T)[:num_rows]
+    return (F.pad(rows_RH, (0, 0, 0, padding)) @ weight_VH.T)[: len(rows_RH)]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -156,7 +158,7 @@ def block_masses(weights_RV: torch.Tensor) -> torch.Tensor:
 
 
 def log_normalizer(highest_R1: torch.Tensor, masses_RB: torch.Tensor) -> torch.Tensor:
-    """log sum exp of each row of logits, float32 [R, 1], from its highest one and the masses of exp(logit - highest)."""
+    """log sum exp of logits, float32 [R, 1], from each row's highest and the masses of exp(logit - highest)."""
     return highest_R1 + masses_RB.sum(dim=-1, keepdim=True).log().to(highest_R1.dtype)
 
 

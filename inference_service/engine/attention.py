@@ -108,8 +108,8 @@ def _attend_span(
     for stored, new in ((shelf.keys, key), (shelf.values, value)):
         stored[layer][slot, :, span.start : stop] = new[0, :, span.queries]
     query_1HQD = query[:, :, span.queries].to(shelf.keys[layer].dtype)
-    own = (x[layer][slot : slot + 1] for x in (shelf.keys, shelf.values))
-    out, lse = kernels.attend_from(query_1HQD, *own, span.start, scaling)
+    own_keys, own_values = (x[layer][slot : slot + 1] for x in (shelf.keys, shelf.values))
+    out, lse = kernels.attend_from(query_1HQD, own_keys, own_values, span.start, scaling)
     for link in span.links:
         if not link.length:
             continue

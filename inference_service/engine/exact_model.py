@@ -1,4 +1,4 @@
-"""Gives a transformers model the operations of `async_rl.kernels.exact` where its own depend on what is beside a row."""
+"""Gives a transformers model operations of `async_rl.kernels.exact` where its own depend on what is beside a row."""
 
 import torch
 from transformers import PreTrainedModel
@@ -6,6 +6,13 @@ from transformers.activations import ACT2FN
 
 from async_rl.errors import ConfigError
 from async_rl.kernels import exact
+
+
+class BiasLast(torch.nn.Linear):
+    """Adds the bias to the whole product, as Megatron's layers do; torch's own starts some sums with it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input @ self.weight.T + self.bias
 
 
 class ExactSiLU(torch.nn.Module):
@@ -16,13 +23,16 @@ class ExactSiLU(torch.nn.Module):
 
 
 def use_exact(model: PreTrainedModel) -> None:
-    """Replaces the activations; norms, rotary embedding and products of matrices are exact as they are.
+    """Replaces activations and biases; norms, rotary embedding and products of matrices are exact as they are.
 
     Raises:
         ConfigError: another activation than SiLU.
     """
     silu = type(ACT2FN["silu"])
     for module in model.modules():
+        if type(module) is torch.nn.Linear and module.bias is not None:
+            # A module around it would change the names of the weights.
+            module.__class__ = BiasLast
         activation = getattr(module, "act_fn", None)
         if activation is None:
             continue

@@ -33,9 +33,9 @@ class Kernels:
     is_exact: bool = False
 
     @property
-    def min_rows(self) -> int:
-        """Of products of matrices."""
-        return exact.MIN_ROWS if self.is_exact else 1
+    def row_multiple(self) -> int:
+        """Of the rows in products of matrices."""
+        return exact.ROW_MULTIPLE if self.is_exact else 1
 
 
 def merge(

@@ -49,7 +49,7 @@ class ModelStep:
             spans.append(Span(slice(begin, len(token_ids)), place, start, links))
             runs += fed.draws
             rows += [len(token_ids) - 1] * len(fed.draws)
-        num_padding = max(0, self._kernels.min_rows - len(token_ids))
+        num_padding = -len(token_ids) % self._kernels.row_multiple
         token_ids += [0] * num_padding
         positions += [0] * num_padding
         parts = StepParts(
@@ -61,7 +61,7 @@ class ModelStep:
             num_padding,
         )
         kept = sorted(set(rows))
-        kept += [len(token_ids) - 1] * (self._kernels.min_rows - len(kept) if kept else 0)
+        kept += [len(token_ids) - 1] * (-len(kept) % self._kernels.row_multiple)
         logits = self._model(
             input_ids=torch.tensor([token_ids], device=self._device),
             position_ids=torch.tensor([positions], device=self._device),

@@ -1,7 +1,7 @@
 """Exact mode: the trainer's log-probs are the engine's, bit for bit, however either of them divides the work."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config.sections import TrainerSection
+from async_rl.kernels.exact import ROW_MULTIPLE
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Group, Prompt, Response, WeightSpan
 from benchmarks.common.random_model import save_random_qwen3
@@ -21,6 +22,7 @@ from inference_service.engine.schedule import Schedule
 from inference_service.engine.sequences import Sequence as Generated
 from inference_service.engine.step import ModelStep
 from trainer.batching.packing import pack
+from trainer.batching.shared_prompt import GroupSlice, make_micro_batch
 from trainer.devices import Device, cpu_exact
 from trainer.forward_backward import make_passes
 from trainer.hf.weights import load_hf_weights
@@ -132,7 +134,7 @@ def generate(model: PreTrainedModel, rng: random.Random, longest: int, temperatu
             before[key] = old
             waiting.append((key, continued(old, temperature)))
             sequences[key] = waiting[-1][1]
-            engine.schedule.keep({s for s in sequences.values()})
+            engine.schedule.keep(set(sequences.values()))
     return [
         Group(
             iteration=0,
@@ -199,12 +201,53 @@ def different(model: SharedPromptGPT, groups: list[Group], max_tokens: int, temp
     return float(torch.stack(gaps).max())
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("seed", range(10))
-def test_log_probs_are_the_engines_bit_for_bit(checkpoint: Path, exactly: Parallel, seed: int) -> None:
+def test_log_probs_are_the_engines_bit_for_bit(
+    checkpoint: Path, exactly: Parallel, threads: Callable[[int], None], seed: int
+) -> None:
     rng = random.Random(seed)
     temperature = rng.choice([1.0, 0.7, 1.3])
     engine_model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    threads(rng.choice([1, 2]))
     groups = generate(engine_model, rng, LONGEST // 2 if seed < 2 else rng.choice([5, 40, 130]), temperature)
+    threads(rng.choice([1, 2]))
     model = load(checkpoint, exactly)
     for max_tokens in (16, 300, 4096):
         assert different(model, groups, max_tokens, temperature) == 0.0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_family_without_experts_is_exact(tiny_model: Callable[..., Path], exactly: Parallel, family: str) -> None:
+    # As wide as the models that MKL divides into several sums.
+    path = tiny_model(family, tied=family == "qwen2", hidden_size=448, intermediate_size=480, num_attention_heads=8)
+    groups = generate(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), random.Random(7), 60, 0.9)
+    assert different(load(path, exactly), groups, 512, 0.9) == 0.0
+
+
+def test_gradients_are_the_ordinary_ones(checkpoint: Path, exactly: Parallel, parallel: Parallel) -> None:
+    groups = generate(AutoModelForCausalLM.from_pretrained(checkpoint).eval(), random.Random(3), 60, 0.8)
+    gradients = []
+    for of, recompute in ((parallel, "none"), (exactly, "none"), (exactly, "full")):
+        model = load(checkpoint, of, recompute)
+        slices = [GroupSlice.whole(group) for group in groups]
+        logprobs_N, _ = model(make_micro_batch(slices, torch.device("cpu"), ROW_MULTIPLE), 0.8)
+        (logprobs_N * torch.arange(1.0, 1.0 + len(logprobs_N)).sin()).sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        for actual in gradients[1:]:
+            error = float((actual[name] - expected).norm() / expected.norm())
+            assert error < 1e-4, f"{name}: {error:.1e}"
+
+
+def test_without_it_they_differ(checkpoint: Path, parallel: Parallel) -> None:
+    """What the other tests find equal is not equal anyway."""
+    engine_model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    groups = generate(engine_model, random.Random(1), 130, 1.0)
+    assert 0 < different(load(checkpoint, parallel), groups, 512, 1.0) < 5e-5

@@ -14,7 +14,7 @@ from async_rl.errors import ConfigError
 from trainer.devices.attention_part import Part
 from trainer.devices.layer_ops import LayerOps
 
-DEVICE_NAMES = ("cpu", "cuda", "npu")
+DEVICE_NAMES = ("cpu", "cuda", "npu", "cpu_exact")
 
 
 class AttentionKernel(Protocol):
