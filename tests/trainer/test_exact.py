@@ -30,8 +30,8 @@ from trainer.model.gpt import SharedPromptGPT, build_model
 from trainer.model.shape import read_model_shape
 from trainer.parallel import Parallel
 
-LONGEST = 900
-"""Tokens of a prompt and a response: keys of more than one block of flash attention, and of all widths below one."""
+LONGEST = 1200
+"""Tokens of a prompt and a response of equal length: each may be longer than a block of flash attention."""
 
 SIZES = {
     # Sizes that fill no vector, and a dot product longer than MKL's longest chain.
@@ -76,7 +76,7 @@ class Engine:
         self.store = KVStore(
             config.num_hidden_layers,
             config.num_key_value_heads,
-            config.head_dim,
+            getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
             torch.float32,
             torch.device("cpu"),
             max_tokens,
@@ -107,14 +107,15 @@ def generate(model: PreTrainedModel, rng: random.Random, longest: int, temperatu
         prefill_tokens=rng.choice([7, 64, 2048]),
     )
     prompts: list[tuple[int, ...]] = []
-    for _ in range(rng.randint(1, 4)):
+    most = 2 if longest > 200 else 4
+    for _ in range(rng.randint(1, most)):
         begin = rng.choice(prompts)[: rng.randint(0, longest)] if prompts and rng.random() < 0.5 else ()
         own = [rng.randrange(1, model.config.vocab_size) for _ in range(rng.randint(1, longest))]
         prompts.append((*begin, *own)[:longest])
     sequences = {
         (p, i): new_sequence(prompt, rng.randint(1, longest), rng.randrange(2**32), temperature)
         for p, prompt in enumerate(prompts)
-        for i in range(rng.randint(1, 5))
+        for i in range(rng.randint(1, most))
     }
     before: dict[tuple[int, int], Generated] = {}
     waiting = list(sequences.items())
@@ -208,7 +209,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(8))
 def test_log_probs_are_the_engines_bit_for_bit(
     checkpoint: Path, exactly: Parallel, threads: Callable[[int], None], seed: int
 ) -> None:
@@ -216,7 +217,7 @@ def test_log_probs_are_the_engines_bit_for_bit(
     temperature = rng.choice([1.0, 0.7, 1.3])
     engine_model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     threads(rng.choice([1, 2]))
-    groups = generate(engine_model, rng, LONGEST // 2 if seed < 2 else rng.choice([5, 40, 130]), temperature)
+    groups = generate(engine_model, rng, LONGEST // 2 if seed == 0 else rng.choice([5, 40, 120]), temperature)
     threads(rng.choice([1, 2]))
     model = load(checkpoint, exactly)
     for max_tokens in (16, 300, 4096):
@@ -251,3 +252,8 @@ def test_without_it_they_differ(checkpoint: Path, parallel: Parallel) -> None:
     engine_model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     groups = generate(engine_model, random.Random(1), 130, 1.0)
     assert 0 < different(load(checkpoint, parallel), groups, 512, 1.0) < 5e-5
+
+
+def test_its_activation_has_no_part_in_checkpoints(checkpoint: Path, exactly: Parallel, parallel: Parallel) -> None:
+    names = [set(load(checkpoint, of).sharded_state_dict()) for of in (exactly, parallel)]
+    assert names[0] == names[1]

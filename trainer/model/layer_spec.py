@@ -49,6 +49,10 @@ class SwiGLU(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._op(x)
 
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """No weights for a checkpoint: Megatron's MLP asks all of its modules."""
+        return {}
+
 
 def norm_spec(ops: LayerOps) -> ModuleSpec:
     """The spec of a norm, in a layer or after the last one."""
