@@ -198,7 +198,7 @@ def different(model: SharedPromptGPT, groups: list[Group], max_tokens: int, temp
                     for response in part.group.responses[part.start : part.stop]
                     for logprob in response.logprobs
                 ]
-                gaps.append((logprobs_N.double() - torch.tensor(rollout, dtype=torch.float64)).abs().max())
+                gaps.append((logprobs_N.detach().double() - torch.tensor(rollout, dtype=torch.float64)).abs().max())
     return float(torch.stack(gaps).max())
 
 
