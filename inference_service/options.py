@@ -34,6 +34,7 @@ class Options:
     max_concurrency: int
     max_model_len: int | None
     logprobs_mode: LogprobsMode
+    exact: bool
     served_model_name: str | None
     register: str | None
     advertise: str | None
@@ -73,6 +74,11 @@ def parse_options(arguments: Sequence[str]) -> Options:
         help="log-probs after temperature and truncation, as a trainer compares them, or of the raw model "
         "(default: %(default)s)",
     )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="compute the same bits as a trainer with train.exact, in float32 on a CPU",
+    )
     parser.add_argument("--served-model-name", default=None, help="the name clients use (default: --model)")
     parser.add_argument(
         "--register",
@@ -103,6 +109,11 @@ def _require_possible(options: Options, parser: Parser) -> None:
             parser.error("--device npu needs --engine vllm (with vllm-ascend)")
         if options.engine_options:
             parser.error(f"arguments after -- are for --engine vllm: {' '.join(options.engine_options)}")
+    if options.exact and (options.engine, options.device, options.dtype) != ("transformers", "cpu", "float32"):
+        parser.error(
+            f"--exact needs --engine transformers --device cpu --dtype float32, not {options.engine} on "
+            f"{options.device} in {options.dtype}"
+        )
     if options.register is None and (options.advertise or options.name or options.patience_s):
         parser.error("--advertise, --name and --patience-s are for an instance that joins a fleet: give --register too")
 

@@ -15,6 +15,7 @@ from async_rl.errors import ConfigError
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
 from inference_service.api.app import ServerInfo, make_app
 from inference_service.engine.cache_size import plan_cache
+from inference_service.engine.kernels import EXACT, FASTEST
 from inference_service.engine.model import LoadedModel, load_model
 from inference_service.engine.transformers_engine import TransformersEngine
 from inference_service.identity import identity_headers, new_boot_id
@@ -99,8 +100,9 @@ def _make_engine(options: Options, loaded: LoadedModel, device: torch.device, dt
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the model's {loaded.max_positions} positions: lower it"
         )
-    size = plan_cache(loaded.model.config, dtype, device, options.max_concurrency, max_model_len)
-    return TransformersEngine(loaded, size, max_model_len, options.logprobs_mode)
+    kernels = EXACT if options.exact else FASTEST
+    size = plan_cache(loaded.model.config, dtype, device, options.max_concurrency, max_model_len, kernels.width)
+    return TransformersEngine(loaded, size, max_model_len, options.logprobs_mode, kernels)
 
 
 def _run(app: FastAPI, engine: TransformersEngine, listener: socket.socket, registration: Registration | None) -> None:

@@ -92,7 +92,7 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
     from async_rl.loop import train
     from trainer.devices import choose_device
 
-    device = choose_device(config.trainer.device)
+    device = choose_device(config.trainer.device, config.train.exact)
     # On an NPU, MindSpeed must be loaded before Megatron.
     from trainer.ending import Ending
     from trainer.lifeline import Lifeline

@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
+from async_rl.cpu.exact import ROW_MULTIPLE
 from async_rl.loop import Window
 from async_rl.types import Group
 from trainer.attention.prompt_cache import PromptCache
@@ -176,6 +177,8 @@ def _lay_out(slices: Sequence[GroupSlice], parallel: Parallel) -> MicroBatch:
 
 
 def _row_multiple(parallel: Parallel) -> int:
+    if parallel.device.LAYER_OPS.exact:
+        return ROW_MULTIPLE
     return parallel.tp_size if parallel.sequence_parallel else 1
 
 

@@ -147,8 +147,9 @@ class Leader:
         config = self._config
         snapshots = admission = probe = canary = None
         if config.publish.canary != "off":
-            noise = noise_limits(config.train, config.model.dtype).noise
-            canary = Canary(config.publish, config.rollout, probe_prompt.token_ids, noise, config.model.dtype)
+            noise, dtype = noise_limits(config.train, config.model.dtype).noise, config.model.dtype
+            exact = config.train.exact
+            canary = Canary(config.publish, config.rollout, probe_prompt.token_ids, noise, dtype, exact=exact)
         if config.publish.snapshot_dir is not None:
             snapshots = SnapshotStore(config.publish.snapshot_dir, run_id)
             self._closing.callback(snapshots.close)

@@ -191,6 +191,12 @@ class TrainSection(Section):
         "what the rounding of model.dtype explains (see proof.md)",
     )
 
+    exact: bool = Field(
+        False,
+        description="trainer and embedded engine compute log-probs that are equal bit for bit, and the proof demands "
+        "it; float32 on CPUs of one kind (see exact.md)",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _no_largest_gap(cls, tree: Any) -> Any:

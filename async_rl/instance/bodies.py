@@ -52,6 +52,6 @@ def generate_request(prompt: list[int], params: SamplingParams, request_id: str)
 
 
 def completion_request(prompt: list[int], params: SamplingParams, request_id: str) -> CompletionRequest:
-    # Servers without the generate route do not know `stream_interval`.
-    fields = params.model_dump(exclude={"stream_interval"})
+    # Servers without the generate route do not know these.
+    fields = params.model_dump(exclude={"stream_interval", "num_continued"})
     return CompletionRequest(prompt=prompt, request_id=request_id, **fields)

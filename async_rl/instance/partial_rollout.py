@@ -57,7 +57,8 @@ def request_of(
     or there is a single one, whose tokens so far become part of the prompt. Seeds are sent if the server's noise is a
     function of seed and position, so that a continuation gets exactly the noise it would have got. For other servers
     they would have no benefit: results depend on the batch too, and a continuation under the same seed would repeat the
-    noise that generated the prefix.
+    noise that generated the prefix. The same servers are told where the prompt ends, so that they attend to it as to
+    the prompt of the other responses.
     """
     first, length = partials[0], len(partials[0].token_ids)
     seed = first.seed if noise_by_position else None
@@ -70,5 +71,6 @@ def request_of(
         "max_tokens": sampling.max_tokens - length,
         "min_tokens": max(0, sampling.min_tokens - length),
         "seed": seed,
+        "num_continued": length if noise_by_position else None,
     }
     return [*prompt_token_ids, *first.token_ids], sampling.model_copy(update=rest)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.data import require_evaluation_sets, require_prompts
+from async_rl.preflight.exact import require_exact
 from async_rl.preflight.model import ModelFiles, require_divisible, require_fit, require_tokens, require_trainable
 from async_rl.preflight.paths import require_paths
 from async_rl.preflight.reward import require_reward
@@ -46,6 +47,8 @@ def _require_model(config: Config, trains: bool, serves: bool) -> None:
     faults: list[ConfigError] = []
     if trains:
         _note(faults, lambda: require_trainable(config, files))
+    if trains:
+        _note(faults, lambda: require_exact(config, files))
     if trains and serves:
         _note(faults, lambda: require_divisible(config, files))
     if serves:

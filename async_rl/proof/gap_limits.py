@@ -76,6 +76,8 @@ class NoiseLimits:
     """Limits for engines whose d has an RMS of at most HEADROOM x `noise` nats."""
 
     noise: float
+    exact: bool = False
+    """Whether d has to be 0: no rounding differs (`train.exact`)."""
 
     @property
     def clip(self) -> float:
@@ -92,6 +94,12 @@ class NoiseLimits:
 
     def excesses(self, whose: str, gaps: LogprobGaps) -> list[str]:
         """Messages for figures too large to be noise; none if there are too few tokens."""
+        if self.exact and gaps.largest > 0:
+            return [
+                f"{whose}: trainer - rollout log-probs differ by up to {gaps.largest:.3g} nats among {gaps.count} "
+                "tokens, train.exact allows no difference: other weights, an instance that was started without "
+                "--exact, or another kind of processor or release of torch than the trainer's"
+            ]
         if gaps.count < MIN_TOKENS or not math.isfinite(self.noise):
             return []
         figures = (
@@ -134,7 +142,7 @@ class NoiseLimits:
 
 def noise_limits(section: TrainSection, dtype: str) -> NoiseLimits:
     """The limits of a run that trains in `dtype`."""
-    return NoiseLimits(noise_scale(dtype) if section.logprob_noise is None else section.logprob_noise)
+    return NoiseLimits(noise_scale(dtype) if section.logprob_noise is None else section.logprob_noise, section.exact)
 
 
 def rank_sigmas(own: Sequence[float], others: Sequence[float]) -> float:

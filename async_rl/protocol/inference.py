@@ -19,6 +19,8 @@ class SamplingParams(Body):
 
     `logprobs`: None for none, 0 for the sampled token's own, k for the top k as well. `top_k` 0 or -1 means off.
     `stream_interval`: the number of tokens of a response in each chunk of a streaming response.
+    `num_continued`: how many of the prompt's last tokens are the beginning of the response, in a request that continues
+    one; the embedded engine's only.
     """
 
     n: int = Field(1, ge=1, le=1024)
@@ -34,6 +36,7 @@ class SamplingParams(Body):
     ignore_eos: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     stream_interval: int | None = Field(None, ge=1)
+    num_continued: int | None = Field(None, ge=1)
 
 
 class GenerateRequest(Body):

@@ -75,17 +75,26 @@ class Canary:
     """
 
     def __init__(
-        self, config: PublishSection, rollout: RolloutSection, prompt_token_ids: Sequence[int], noise: float, dtype: str
+        self,
+        config: PublishSection,
+        rollout: RolloutSection,
+        prompt_token_ids: Sequence[int],
+        noise: float,
+        dtype: str,
+        *,
+        exact: bool = False,
     ) -> None:
         """Args:
         noise: RMS of log-prob differences of correct engines, see `gap_limits.NoiseLimits`.
         dtype: of the published weights.
+        exact: whether log-probs must be equal.
         """
         self._is_always = config.canary == "always"
         self._timeout_s = config.timeout_s
         self._prompt = list(prompt_token_ids)[:MAX_PROMPT_TOKENS]
         self._noise = noise
         self._dtype = dtype
+        self._exact = exact
         self._passed: set[Kind] = set()
         self.kinds: dict[Member, Kind] = {}
         """The kind that each instance reported."""
@@ -198,6 +207,12 @@ class Canary:
         own = _distance(answered, expected)
         if not math.isfinite(own):
             return "answers with log-probs that are no finite numbers"
+        if self._exact and own > 0:
+            return (
+                f"answers with log-probs {own:.3g} nats per token from those of the weights it was sent, and "
+                "train.exact allows no difference: start it with --exact, on the trainer's kind of processor and "
+                "release of torch"
+            )
         names = [name for name in scores if name]
         distances = {name: _distance(answered, other) for name, other in zip(names, others, strict=True)}
         visible = [name for name, other in zip(names, others, strict=True) if self._is_visible(other, expected)]

@@ -99,6 +99,8 @@ class ClusterPlan:
         argv = [python, "-m", "inference_service"]
         for key, value in options.items():
             argv += [key, str(value)]
+        if config.train.exact:
+            argv.append("--exact")
         return [*argv, *(["--", *config.inference.engine_options] if config.inference.engine_options else [])]
 
 

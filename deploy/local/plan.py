@@ -130,6 +130,8 @@ def _instance(config: Config, index: int, port: int, share: Share) -> Process:
     argv = [config.inference.python or sys.executable, "-m", "inference_service"]
     for key, value in options.items():
         argv += [key, str(value)]
+    if config.train.exact:
+        argv.append("--exact")
     if config.inference.engine_options:
         argv += ["--", *config.inference.engine_options]
     return _process(config, name, "instance", argv, share)

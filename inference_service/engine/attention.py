@@ -14,11 +14,10 @@ from typing import Any, Final
 import torch
 from transformers import AttentionInterface
 
-from inference_service.engine.parts import MASKED, OwnPart, SharedPart, Span, StepParts
+from inference_service.engine.kernels import Kernels, group_rows, length_bias
+from inference_service.engine.parts import OwnPart, SharedPart, Span, StepParts
 
 NAME: Final = "shared_prompt"
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def step_attention(
@@ -43,7 +42,9 @@ def step_attention(
         _store(parts.own, layer, key_TKD, value_TKD)
         outputs.append(_attend_responses(parts, layer, query_THD[responses], key.shape[1], scaling))
     for span in parts.spans:
-        outputs.append(_attend_span(span, layer, query, key, value, scaling))
+        outputs.append(_attend_span(parts.kernels, span, layer, query, key, value, scaling))
+    if parts.num_padding:
+        outputs.append(query_THD.new_zeros(parts.num_padding, *query_THD.shape[1:]))
     output_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output_THD.to(query.dtype).unsqueeze(0), None
 
@@ -59,17 +60,17 @@ def _attend_responses(
 ) -> torch.Tensor:
     num_responses, num_heads, head_dim = query_RHD.shape
     query_RKGD = query_RHD.reshape(num_responses, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    outputs, lses = [], []
+    outputs, lses, merge = [], [], parts.kernels.merge
     for part in parts.own:
         keys, values = (
             x[layer][: part.shelf.num_in_use, :, : part.length] for x in (part.shelf.keys, part.shelf.values)
         )
-        out_NKGD, lse_NKG = attend(query_RKGD[part.query_of_slot], keys, values, part.bias, scaling)
+        out_NKGD, lse_NKG = parts.kernels.attend(query_RKGD[part.query_of_slot], keys, values, part.bias, scaling)
         outputs.append(out_NKGD[part.slots])
         lses.append(lse_NKG[part.slots])
     out_RKGD, lse_RKG = (x[0] if len(x) == 1 else torch.cat(x) for x in (outputs, lses))
     for shared in parts.shared:
-        out_MKGD, lse_MKG = _attend_shared(shared, layer, query_RKGD, scaling)
+        out_MKGD, lse_MKG = _attend_shared(parts.kernels, shared, layer, query_RKGD, scaling)
         if len(shared.responses) == parts.num_responses:
             out_RKGD, lse_RKG = merge(out_RKGD, lse_RKG, out_MKGD, lse_MKG)
         else:
@@ -79,83 +80,48 @@ def _attend_responses(
 
 
 def _attend_shared(
-    part: SharedPart, layer: int, query_RKGD: torch.Tensor, scaling: float
+    kernels: Kernels, part: SharedPart, layer: int, query_RKGD: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_kv_heads, per_kv, head_dim = query_RKGD.shape[1:]
     num_slots = part.slots.stop - part.slots.start
     keys, values = (x[layer][part.slots, :, : part.length] for x in (part.shelf.keys, part.shelf.values))
     # The heads of a response are next to each other, so that a bias of each response is one of each row.
     query_NKWGD = query_RKGD[part.queries].view(num_slots, part.width, num_kv_heads, per_kv, head_dim).transpose(1, 2)
-    out, lse = attend(query_NKWGD.reshape(num_slots, num_kv_heads, -1, head_dim), keys, values, part.bias, scaling)
+    rows = query_NKWGD.reshape(num_slots, num_kv_heads, -1, head_dim)
+    out, lse = kernels.attend(rows, keys, values, part.bias, scaling)
     out, lse = (x.unflatten(2, (part.width, per_kv)).transpose(1, 2).flatten(0, 1) for x in (out, lse))
     return out[part.places], lse[part.places]
 
 
 def _attend_span(
-    span: Span, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    kernels: Kernels,
+    span: Span,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
 ) -> torch.Tensor:
     """[queries, H, D]: causal among the new tokens, and all of what is before them."""
     shelf, slot = span.place.shelf, span.place.slot
     stop = span.start + span.queries.stop - span.queries.start
     for stored, new in ((shelf.keys, key), (shelf.values, value)):
         stored[layer][slot, :, span.start : stop] = new[0, :, span.queries]
-    query_HQD = query[0, :, span.queries].to(shelf.keys[layer].dtype)
-    num_heads, num_queries, head_dim = query_HQD.shape
-    num_kv_heads = key.shape[1]
-    per_kv = num_heads // num_kv_heads
-    new_keys, new_values = (
-        x[layer][slot : slot + 1, :, span.start : stop].repeat_interleave(per_kv, dim=1)
-        for x in (shelf.keys, shelf.values)
-    )
-    out, lse = attend_causally(query_HQD.unsqueeze(0), new_keys, new_values, scaling)
-    before = [(link.place, link.length) for link in span.links if link.length]
-    if span.start:
-        before.append((span.place, span.start))
-    for place, length in before:
+    query_1HQD = query[:, :, span.queries].to(shelf.keys[layer].dtype)
+    own_keys, own_values = (x[layer][slot : slot + 1] for x in (shelf.keys, shelf.values))
+    out, lse = kernels.attend_from(query_1HQD, own_keys, own_values, span.start, scaling)
+    for link in span.links:
+        if not link.length:
+            continue
+        width = kernels.width(link.length)
         keys, values = (
-            x[layer][place.slot : place.slot + 1, :, :length] for x in (place.shelf.keys, place.shelf.values)
+            x[layer][link.place.slot : link.place.slot + 1, :, :width]
+            for x in (link.place.shelf.keys, link.place.shelf.values)
         )
-        query_rows = query_HQD.reshape(1, num_kv_heads, per_kv * num_queries, head_dim)
-        other, other_lse = attend(query_rows, keys, values, None, scaling)
-        out, lse = merge(out, lse, other.reshape(out.shape), other_lse.reshape(lse.shape))
+        bias = length_bias([link.length], width, query.device)
+        other, other_lse = kernels.attend(group_rows(query_1HQD, keys), keys, values, bias, scaling)
+        out, lse = kernels.merge(out, lse, other.reshape(out.shape), other_lse.reshape(lse.shape))
     return out[0].transpose(0, 1)
-
-
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two disjoint sets of keys, from the outputs [..., D] and log-sum-exps [...] over each."""
-    weight = torch.sigmoid(other_lse - lse)
-    return torch.lerp(out, other, weight.unsqueeze(-1)), torch.logaddexp(lse, other_lse)
-
-
-def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [B, K, Q, D] and log-sum-exps [B, K, Q] of `query` [B, K, Q, D] over all keys [B, K, L, D]."""
-    query = query.to(keys.dtype)
-    if query.device.type == "cpu":
-        if bias is not None and bias.shape[2] not in (1, query.shape[2]):
-            bias = bias.repeat_interleave(query.shape[2] // bias.shape[2], dim=2)
-        out, lse = _flash(query, keys, values, 0.0, False, attn_mask=bias, scale=scaling)
-        return out, lse
-    scores = (query @ keys.transpose(-1, -2)).float() * scaling
-    if bias is not None:
-        scores = scores + bias.repeat_interleave(query.shape[2] // bias.shape[2], dim=2)
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp().to(values.dtype) @ values, lse
-
-
-def attend_causally(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attend`, with as many queries as keys, each over the keys up to its own; as many heads of both."""
-    if query.device.type == "cpu":
-        out, lse = _flash(query, keys, values, 0.0, True, scale=scaling)
-        return out, lse
-    num = query.shape[2]
-    bias = torch.full((num, num), MASKED, device=query.device).triu(1)
-    return attend(query, keys, values, bias[None, None], scaling)
 
 
 AttentionInterface.register(NAME, step_attention)

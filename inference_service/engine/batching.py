@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inference_service.engine.cache_size import CacheSize
+from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.kv_store import KVStore
 from inference_service.engine.sampling import sample_step
 from inference_service.engine.schedule import Run, Schedule
@@ -38,6 +39,7 @@ class Batching:
         on_sampled: Callable[[list[Sequence]], None],
         on_finished: Callable[[list[tuple[Sequence, str | None]]], None],
         on_failed: Callable[[list[Sequence]], None],
+        kernels: Kernels = FASTEST,
     ) -> None:
         self.version = "default"
         self.num_sampled = 0
@@ -47,11 +49,17 @@ class Batching:
         self._on_sampled = on_sampled
         self._on_finished = on_finished
         self._on_failed = on_failed
-        self._step = ModelStep(model)
+        self._step = ModelStep(model, kernels)
         self._store = KVStore(
-            size.num_layers, size.num_kv_heads, size.head_dim, size.dtype, model.device, size.max_tokens
+            size.num_layers,
+            size.num_kv_heads,
+            size.head_dim,
+            size.dtype,
+            model.device,
+            size.max_tokens,
+            kernels.width,
         )
-        self._schedule = Schedule(self._store, size.max_concurrency, size.prefill_tokens)
+        self._schedule = Schedule(self._store, size.max_concurrency, size.prefill_tokens, kernels.is_exact)
         self._live: set[Sequence] = set()
         """Those that were neither cancelled nor finished."""
         self._submitted: list[Sequence] = []

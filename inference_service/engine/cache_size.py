@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from async_rl.errors import ConfigError
+from inference_service.engine.kernels import Width
 
 PREFILL_TOKENS: Final = 512
 """Prompt tokens that one step may process besides one token of every running response."""
@@ -38,7 +39,12 @@ class CacheSize:
 
 
 def plan_cache(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, max_concurrency: int, max_model_len: int
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_concurrency: int,
+    max_model_len: int,
+    width: Width = int,
 ) -> CacheSize:
     """Space for `max_concurrency` responses of full length, or for as many as fit into the memory.
 
@@ -52,7 +58,8 @@ def plan_cache(
     dtype = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
     bytes_per_token = 2 * num_kv_heads * head_dim * config.num_hidden_layers * dtype.itemsize
     # Prompt and response, and the response's next place while it moves.
-    needed = CAPACITY_FACTOR * 2 * max_model_len
+    max_width = width(max_model_len)
+    needed = CAPACITY_FACTOR * 2 * max_width
     affordable = int(MEMORY_SHARE * free_memory_bytes(device) / bytes_per_token)
     if affordable < needed:
         raise ConfigError(
@@ -60,7 +67,7 @@ def plan_cache(
             f"{MEMORY_SHARE:.0%} of the free memory are {affordable * bytes_per_token / 2**20:,.0f} MiB: "
             "lower --max-model-len"
         )
-    max_tokens = min(max(CAPACITY_FACTOR * max_concurrency * max_model_len, needed), affordable)
+    max_tokens = min(max(CAPACITY_FACTOR * max_concurrency * max_width, needed), affordable)
     return CacheSize(
         max_concurrency, PREFILL_TOKENS, max_tokens, config.num_hidden_layers, num_kv_heads, head_dim, dtype
     )

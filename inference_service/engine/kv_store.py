@@ -7,6 +7,7 @@ first: segments change their slots for that, and one that outgrows its shelf mov
 Shapes: N slots, K key-value heads, C capacity, D head size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -80,7 +81,10 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device,
         max_tokens: int,
+        width: Callable[[int], int] = int,
     ) -> None:
+        """`width`: the number of keys that attention over some number of them reads."""
+        self._width = width
         self._num_layers = num_layers
         self.max_tokens = max_tokens
         self.generation = 0
@@ -127,7 +131,7 @@ class KVStore:
         Raises:
             NoRoom: the store is full; the place is unchanged.
         """
-        if num_tokens <= place.shelf.capacity:
+        if self._width(num_tokens) <= place.shelf.capacity:
             return
         larger = self.new(num_tokens, is_shared=False)
         place.shelf.copy(place.slot, larger.shelf, larger.slot)
@@ -153,7 +157,7 @@ class KVStore:
         self.generation += 1
 
     def _shelf(self, num_tokens: int, is_shared: bool) -> Shelf:
-        capacity = max(MIN_CAPACITY, 1 << (num_tokens - 1).bit_length())
+        capacity = max(MIN_CAPACITY, 1 << (self._width(num_tokens) - 1).bit_length())
         if (is_shared, capacity) not in self._shelves:
             num_kv_heads, head_dim = self._shape
             keys, values = (

@@ -15,7 +15,6 @@ from transformers import (
 
 from async_rl.cpu.memory import keep_freed_memory
 from async_rl.errors import ConfigError
-from inference_service.engine.linears import use_faster_products
 
 
 class Codec:
@@ -65,7 +64,6 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> LoadedMod
         )
     if device.type == "cpu":
         keep_freed_memory()
-        use_faster_products(model)
     # PreTrainedModel.to returns the model itself, but its annotation hides that.
     torch.nn.Module.to(model, device)
     return LoadedModel(

@@ -12,12 +12,10 @@ from typing import Final
 
 import torch
 
+from inference_service.engine.kernels import Kernels, Width, length_bias
 from inference_service.engine.kv_store import Place, Shelf
 from inference_service.engine.schedule import Run
 from inference_service.engine.segments import Link
-
-MASKED: Final = -1e38
-"""Added to the scores of keys that are excluded."""
 
 CALL_ROWS: Final = 32
 """Responses whose attention costs about as much as one more call."""
@@ -72,13 +70,16 @@ class Span:
 class StepParts:
     """Everything that attention needs to know of a step."""
 
+    kernels: Kernels
     num_responses: int
     own: Listing[OwnPart]
     shared: Listing[SharedPart]
     spans: Listing[Span]
+    num_padding: int = 0
+    """Rows after all others that nothing reads."""
 
 
-def own_parts(decoding: Listing[Run], device: torch.device) -> list[OwnPart]:
+def own_parts(decoding: Listing[Run], device: torch.device, key_width: Width = int) -> list[OwnPart]:
     """`decoding` is sorted by shelf."""
     parts = []
     begin = 0
@@ -91,7 +92,7 @@ def own_parts(decoding: Listing[Run], device: torch.device) -> list[OwnPart]:
             slot = place_of(run).slot
             query_of_slot[slot] = query
             lengths[slot] = run.num_fed + 1
-        longest = max(lengths)
+        longest = key_width(max(lengths))
         parts.append(
             OwnPart(
                 shelf,
@@ -112,7 +113,7 @@ def place_of(run: Run) -> Place:
     return run.place
 
 
-def shared_parts(decoding: Listing[Run], device: torch.device) -> list[SharedPart]:
+def shared_parts(decoding: Listing[Run], device: torch.device, key_width: Width = int) -> list[SharedPart]:
     """Each response is once in a part: the levels of chains are parts of their own."""
     members: defaultdict[tuple[int, int], defaultdict[int, list[tuple[int, int]]]]
     members = defaultdict(lambda: defaultdict(list))
@@ -123,7 +124,9 @@ def shared_parts(decoding: Listing[Run], device: torch.device) -> list[SharedPar
             shelves[shelf.capacity] = shelf
             members[level, shelf.capacity][link.place.slot].append((query, link.length))
     return [
-        _shared_part(shelves[capacity], slots, [by_slot[slot] for slot in range(slots.start, slots.stop)], device)
+        _shared_part(
+            shelves[capacity], slots, [by_slot[slot] for slot in range(slots.start, slots.stop)], device, key_width
+        )
         for (_, capacity), by_slot in members.items()
         for slots in bands({slot: len(found) for slot, found in by_slot.items()})
     ]
@@ -149,11 +152,15 @@ def bands(widths: Mapping[int, int]) -> list[slice]:
 
 
 def _shared_part(
-    shelf: Shelf, slots: slice, members: Listing[Listing[tuple[int, int]]], device: torch.device
+    shelf: Shelf,
+    slots: slice,
+    members: Listing[Listing[tuple[int, int]]],
+    device: torch.device,
+    key_width: Width,
 ) -> SharedPart:
     """`members` has (response, length) pairs by slot."""
     width = max(len(found) for found in members)
-    longest = max(length for found in members for _, length in found)
+    longest = key_width(max(length for found in members for _, length in found))
     queries: list[int] = []
     lengths: list[int] = []
     place_of_response: dict[int, int] = {}
@@ -178,11 +185,3 @@ def _shared_part(
         torch.tensor(responses, device=device),
         torch.tensor([place_of_response[query] for query in responses], device=device),
     )
-
-
-def length_bias(lengths: Listing[int], longest: int, device: torch.device) -> torch.Tensor | None:
-    """[N, 1, 1, longest]: keys after a length are excluded; None if there are none."""
-    if all(length == longest for length in lengths):
-        return None
-    inside = torch.arange(longest, device=device) < torch.tensor(lengths, device=device).unsqueeze(-1)
-    return torch.zeros(inside.shape, device=device).masked_fill_(~inside, MASKED)[:, None, None, :]

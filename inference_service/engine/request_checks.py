@@ -25,6 +25,12 @@ def check_request(prompt: Sequence[int], params: SamplingParams, limits: Limits)
             f"model's maximum of {limits.max_model_len}: shorten the prompt or lower max_tokens",
             "max_tokens",
         )
+    if (params.num_continued or 0) >= len(prompt):
+        raise RequestRefused(
+            f"num_continued is {params.num_continued}, but the prompt, which includes these tokens, has {len(prompt)}: "
+            "expected fewer",
+            "num_continued",
+        )
     if params.min_tokens > params.max_tokens:
         raise RequestRefused(
             f"min_tokens is {params.min_tokens}, more than max_tokens {params.max_tokens}", "min_tokens"

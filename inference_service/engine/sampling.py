@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from async_rl.cpu.exact import MASS_BLOCK as BLOCK
+from async_rl.cpu.exact import block_masses, log_normalizer
 from async_rl.protocol.inference import SamplingParams
 from inference_service.engine.sequences import Sequence
 from inference_service.engine_interface import LogprobsMode, Sample
@@ -21,9 +23,6 @@ Bits: TypeAlias = npt.NDArray[np.uint64]
 UNIFORM_BITS: Final = 40
 """Bits of one uniform number: few enough that u * total < total in float64, so no draw falls after the last token."""
 
-
-BLOCK: Final = 128
-"""Tokens whose weights are summed before the cumulative sum."""
 
 BELOW_ONE: Final = 1.0 - 2.0**-UNIFORM_BITS
 
@@ -66,7 +65,7 @@ def sample_step(logits_RV: torch.Tensor, rows: Rows[Sequence], mode: LogprobsMod
     processed_RV = _process(logits_RV, rows)
     highest_R1 = processed_RV.amax(dim=-1, keepdim=True)
     weights_RV = (processed_RV - highest_R1).exp_()
-    masses_RB = _block_masses(weights_RV)
+    masses_RB = block_masses(weights_RV)
     is_drawn = [not is_greedy(row.params) for row in rows]
     if any(is_drawn):
         u_R = torch.from_numpy(uniforms([row.seed for row in rows], [row.num_tokens for row in rows]))
@@ -78,20 +77,8 @@ def sample_step(logits_RV: torch.Tensor, rows: Rows[Sequence], mode: LogprobsMod
     if mode == "raw_logprobs" and processed_RV is not logits_RV:
         normalizer_R1 = logits_RV.logsumexp(dim=-1, keepdim=True)
         return _samples(logits_RV, normalizer_R1, tokens_R, rows, version)
-    normalizer_R1 = highest_R1 + masses_RB.sum(dim=-1, keepdim=True).log()
+    normalizer_R1 = log_normalizer(highest_R1, masses_RB)
     return _samples(processed_RV, normalizer_R1, tokens_R, rows, version)
-
-
-def _block_masses(weights_RV: torch.Tensor) -> torch.Tensor:
-    """Sums of consecutive `BLOCK` weights, float64 [R, blocks]; the last block may be shorter."""
-    num_whole = weights_RV.shape[-1] // BLOCK * BLOCK
-    masses = []
-    if num_whole:
-        masses.append(weights_RV[:, :num_whole].unflatten(-1, (-1, BLOCK)).sum(dim=-1))
-    if num_whole < weights_RV.shape[-1]:
-        masses.append(weights_RV[:, num_whole:].sum(dim=-1, keepdim=True))
-    # MPS and some NPUs have no float64; the engine runs only where it exists (CPU, CUDA).
-    return torch.cat(masses, dim=-1).double()
 
 
 def _inverse_cdf(weights_RV: torch.Tensor, masses_RB: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:

@@ -62,10 +62,12 @@ class Work:
 class Schedule:
     """Sequences in the order of their arrival, at most `max_running` at once. Used by one thread at a time."""
 
-    def __init__(self, store: KVStore, max_running: int, prefill_tokens: int) -> None:
+    def __init__(self, store: KVStore, max_running: int, prefill_tokens: int, exact: bool = False) -> None:
+        """`exact`: a token attends to its prompt and its response as in the trainer: as two parts, each whole."""
+        self._exact = exact
         self.running: list[Run] = []
         self._store = store
-        self._segments = Segments(store)
+        self._segments = Segments(store, chains=not exact)
         self._waiting: deque[Sequence] = deque()
         self._max_running = max_running
         self._prefill_tokens = prefill_tokens
@@ -141,11 +143,14 @@ class Schedule:
             raise NoRoom
 
     def _start(self, sequence: Sequence) -> Run:
-        segment = self._segments.take(sequence.prompt)
-        num_shared = len(sequence.prompt)
-        if segment.is_done and not sequence.samples:
+        num_shared = len(sequence.prompt) - sequence.num_continued
+        segment = self._segments.take(sequence.prompt[:num_shared])
+        if segment.is_done and num_shared == sequence.num_tokens:
             # Its logits are gone: the last token of the prompt is computed once more.
-            num_shared -= 1
+            if self._exact:
+                segment.num_done -= 1
+            else:
+                num_shared -= 1
         return Run(sequence, segment, shortened(segment.links, num_shared), num_shared)
 
     def _make_room(self) -> None:

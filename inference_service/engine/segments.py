@@ -91,8 +91,10 @@ def shortened(links: "tuple[Link, ...]", num_tokens: int) -> "tuple[Link, ...]":
 class Segments:
     """All segments in the store; of those that nobody attends to the last `MAX_IDLE` ones, as long as there is room."""
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVStore, chains: bool = True) -> None:
+        """`chains`: whether different prompts share their beginning."""
         self._store = store
+        self._chains = chains
         self._all: dict[bytes, Segment] = {}
         """By their prompts."""
         self._idle: dict[Segment, None] = {}
@@ -172,7 +174,7 @@ class Segments:
     def _nearest(self, tokens: Tokens) -> tuple[Segment | None, int]:
         """The one with the longest common beginning of at least `MIN_SHARED` tokens, and its length."""
         best, longest = None, MIN_SHARED - 1
-        for segment in self._all.values():
+        for segment in self._all.values() if self._chains else ():
             length = min(len(tokens), len(segment.prompt))
             differ = np.flatnonzero(segment.prompt[:length] != tokens[:length])
             common = int(differ[0]) if len(differ) else length

@@ -23,6 +23,8 @@ class Sequence:
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]
+    num_continued: int = 0
+    """How many of the prompt's last tokens are the beginning of a response that is continued here."""
     samples: list[Sample] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     due_at: int | None = None

@@ -7,7 +7,10 @@ import torch
 from transformers import PreTrainedModel
 
 from inference_service.engine import attention
+from inference_service.engine.exact_model import use_exact
+from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.kv_store import Place
+from inference_service.engine.linears import use_faster_products
 from inference_service.engine.parts import SharedPart, Span, StepParts, own_parts, place_of, shared_parts
 from inference_service.engine.schedule import Fed, Run, Work
 from inference_service.engine.segments import Link, Segment
@@ -24,7 +27,12 @@ class Drawing:
 class ModelStep:
     """Runs a model on the work of one step after the other."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: Kernels = FASTEST) -> None:
+        if kernels.is_exact:
+            use_exact(model)
+        elif model.device.type == "cpu":
+            use_faster_products(model)
+        self._kernels = kernels
         model.set_attn_implementation(attention.NAME)
         self._model = model
         self._device = model.device
@@ -44,10 +52,19 @@ class ModelStep:
             spans.append(Span(slice(begin, len(token_ids)), place, start, links))
             runs += fed.draws
             rows += [len(token_ids) - 1] * len(fed.draws)
+        num_padding = -len(token_ids) % self._kernels.row_multiple
+        token_ids += [0] * num_padding
+        positions += [0] * num_padding
         parts = StepParts(
-            len(decoding), own_parts(decoding, self._device), self._shared_parts(decoding, generation), spans
+            self._kernels,
+            len(decoding),
+            own_parts(decoding, self._device, self._kernels.width),
+            self._shared_parts(decoding, generation),
+            spans,
+            num_padding,
         )
         kept = sorted(set(rows))
+        kept += [len(token_ids) - 1] * (-len(kept) % self._kernels.row_multiple)
         logits = self._model(
             input_ids=torch.tensor([token_ids], device=self._device),
             position_ids=torch.tensor([positions], device=self._device),
@@ -63,7 +80,7 @@ class ModelStep:
                 fed.what.num_done += len(fed.token_ids)
             else:
                 fed.what.num_fed += len(fed.token_ids)
-        if len(kept) != len(rows):
+        if kept != rows:
             index = {row: i for i, row in enumerate(kept)}
             logits = logits[torch.tensor([index[row] for row in rows], device=self._device)]
         return Drawing(runs, logits.float())
@@ -72,7 +89,7 @@ class ModelStep:
         """The same from step to step, as long as the same runs decode and no segment moved."""
         key = (generation, tuple(decoding))
         if self._shared[0] != key:
-            self._shared = (key, shared_parts(decoding, self._device))
+            self._shared = (key, shared_parts(decoding, self._device, self._kernels.width))
         return self._shared[1]
 
 

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 from async_rl.protocol.inference import InitInfo, SamplingParams, UpdateInfo
 from inference_service.engine.batching import Batching
 from inference_service.engine.cache_size import CacheSize
+from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.model import LoadedModel
 from inference_service.engine.request_checks import check_request
 from inference_service.engine.sequences import Request, Sequence
@@ -41,13 +42,15 @@ STOP_TIMEOUT_S: Final = 1.0
 class TransformersEngine:
     """Implements `engine_interface.Engine`. Create it anywhere; call `start` and everything else in the event loop."""
 
-    def __init__(self, loaded: LoadedModel, size: CacheSize, max_model_len: int, mode: LogprobsMode) -> None:
+    def __init__(
+        self, loaded: LoadedModel, size: CacheSize, max_model_len: int, mode: LogprobsMode, kernels: Kernels = FASTEST
+    ) -> None:
         self._limits = Limits(max_model_len, int(loaded.model.config.vocab_size))
         self._eos_ids = loaded.eos_ids
         self._requests: set[Request] = set()
         self._waker = StreamWaker(self._requests)
         self._batching = Batching(
-            loaded.model, size, mode, self._waker.note_step, self._post_finished, self._post_failed
+            loaded.model, size, mode, self._waker.note_step, self._post_finished, self._post_failed, kernels
         )
         self._update = WeightUpdate(loaded.model)
         self._max_concurrency = size.max_concurrency
@@ -159,7 +162,8 @@ class TransformersEngine:
     def _open(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
         seed = random.getrandbits(64) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
-        sequences = [Sequence(prompt, params, seed + j, stop_ids) for j in range(params.n)]
+        num_continued = params.num_continued or 0
+        sequences = [Sequence(prompt, params, seed + j, stop_ids, num_continued) for j in range(params.n)]
         request = Request(request_id, sequences, asyncio.get_running_loop().create_future())
         self._requests.add(request)
         self._owner.update((sequence, request) for sequence in sequences)

@@ -51,6 +51,13 @@ def test_a_run_learns_on_policy_and_leaves_a_loadable_model(run: Run) -> None:
     assert model(tokens).logits.isfinite().all()
 
 
+def test_in_exact_mode_every_log_prob_is_that_of_the_rollout(run: Run) -> None:
+    run.start("--train.exact=true")
+    assert run.finish() == 0, run.everything_said()
+    assert_proven(run, 3)
+    assert [record["max_logprob_gap"] for record in run.lines("metrics.jsonl")] == [0.0, 0.0, 0.0]
+
+
 EVALUATION = """
 [evaluation]
 every = 2

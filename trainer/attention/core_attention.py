@@ -64,5 +64,7 @@ class SharedPromptAttention(torch.nn.Module):
         value_SKD = value_T1KD[:, 0]
         if params.cache is not None:
             key_SKD, value_SKD = params.cache.extend(self._layer_number, key_SKD, value_SKD)
-        out_THD = shared_prompt_attention(query_THD, key_SKD, value_SKD, params.segments, self._scale, params.kernel)
+        out_THD = shared_prompt_attention(
+            query_THD, key_SKD, value_SKD, params.segments, self._scale, params.kernel, params.ops.merge
+        )
         return out_THD.flatten(1)[:, None]

@@ -23,6 +23,7 @@ from trainer.attention.dense_attention import dense_attention
 from trainer.attention.segments import Segments
 from trainer.devices import AttentionKernel, Device
 from trainer.devices.attention_part import Part
+from trainer.devices.layer_ops import Merge, merge
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def shared_prompt_attention(
     segments: Segments,
     scale: float,
     kernel: AttentionKernel | None,
+    merge: Merge = merge,
 ) -> torch.Tensor:
     """Attention output [T, H, D], in the inputs' dtype, with gradients for query, key and value.
 
@@ -59,7 +61,7 @@ def shared_prompt_attention(
         return dense_attention(query_THD, key_SKD, value_SKD, segments, scale)
     # `apply` is untyped in torch.
     out_THD: torch.Tensor = _TwoPartAttention.apply(  # type: ignore[no-untyped-call]
-        query_THD, key_SKD, value_SKD, segments, scale, kernel
+        query_THD, key_SKD, value_SKD, segments, scale, kernel, merge
     )
     return out_THD
 
@@ -74,13 +76,14 @@ class _TwoPartAttention(torch.autograd.Function):
         segments: Segments,
         scale: float,
         kernel: AttentionKernel,
+        merge: Merge,
     ) -> torch.Tensor:
         own = slice(segments.self_kv_start, None)
         out_THD, lse_HT = kernel.forward(query_THD, key_SKD[own], value_SKD[own], segments.self_part, scale)
         if segments.cross_part is not None:
             rows, keys = _cross_slices(segments, segments.cross_part)
             cross = kernel.forward(query_THD[rows], key_SKD[keys], value_SKD[keys], segments.cross_part, scale)
-            _merge(out_THD[rows], lse_HT[:, rows], *cross)
+            _put_merged(merge, out_THD[rows], lse_HT[:, rows].T, cross[0], cross[1].T)
         ctx.save_for_backward(query_THD, key_SKD, value_SKD, out_THD, lse_HT)
         ctx.segments, ctx.scale, ctx.kernel = segments, scale, kernel
         return out_THD
@@ -109,7 +112,7 @@ class _TwoPartAttention(torch.autograd.Function):
             dquery[rows] += dquery_M
             dkey[keys] += dkey_P
             dvalue[keys] += dvalue_P
-        return dquery, dkey, dvalue, None, None, None
+        return dquery, dkey, dvalue, None, None, None, None
 
 
 def _cross_slices(segments: Segments, part: Part) -> tuple[slice, slice]:
@@ -117,15 +120,12 @@ def _cross_slices(segments: Segments, part: Part) -> tuple[slice, slice]:
     return slice(start, start + sum(part.q_lens)), slice(0, sum(part.kv_lens))
 
 
-def _merge(
-    out_MHD: torch.Tensor, lse_HM: torch.Tensor, cross_out_MHD: torch.Tensor, cross_lse_HM: torch.Tensor
+def _put_merged(
+    merge: Merge, out_MHD: torch.Tensor, lse_MH: torch.Tensor, cross_out_MHD: torch.Tensor, cross_lse_MH: torch.Tensor
 ) -> None:
-    """Merges the cross part into the self part's output and log-sum-exp, in place."""
-    weight_MH1 = torch.sigmoid(cross_lse_HM - lse_HM).T[..., None]
-    # In the wider dtype of the log-sum-exps: a difference of two half-precision numbers loses the bits that their sum
-    # keeps.
-    out_MHD.copy_(torch.lerp(out_MHD.to(weight_MH1.dtype), cross_out_MHD.to(weight_MH1.dtype), weight_MH1))
-    lse_HM.copy_(torch.logaddexp(lse_HM, cross_lse_HM))
+    merged_MHD, merged_MH = merge(out_MHD, lse_MH, cross_out_MHD, cross_lse_MH)
+    out_MHD.copy_(merged_MHD)
+    lse_MH.copy_(merged_MH)
 
 
 def _grown(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "train")
 _MAY_CHANGE = {
-    *("train.iterations", "train.logprob_noise", "train.on_nonfinite"),
+    *("train.iterations", "train.logprob_noise", "train.on_nonfinite", "train.exact"),
     *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.on_error", "reward.max_attempts"),
     *("optimizer.learning_rate", "optimizer.min_learning_rate_ratio", "optimizer.warmup_iterations"),
 }

@@ -68,14 +68,14 @@ class Device(Hashable, Protocol):
         ...
 
 
-def choose_device(name: str) -> Device:
-    """The prepared device module called `name`.
+def choose_device(name: str, exact: bool = False) -> Device:
+    """The prepared device module called `name`; with `exact`, which only the CPU has, its variant for `train.exact`.
 
     Raises:
         ConfigError: there is no such device.
     """
     if name not in DEVICE_NAMES:
         raise ConfigError(f"trainer.device is {name!r}: expected one of {', '.join(DEVICE_NAMES)}")
-    device = cast(Device, import_module(f"trainer.devices.{name}"))
+    device = cast(Device, import_module(f"trainer.devices.{name}_exact" if exact else f"trainer.devices.{name}"))
     device.prepare()
     return device

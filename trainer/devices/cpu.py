@@ -19,7 +19,7 @@ import torch
 from async_rl.cpu.memory import keep_freed_memory
 from async_rl.cpu.products import matmul
 from trainer.devices.cpu_attention import CPUAttention
-from trainer.devices.cpu_ops import faster_linear, rms_norm, rotary
+from trainer.devices.cpu_ops import linear, rms_norm, rotary
 from trainer.devices.layer_ops import LayerOps
 
 BACKEND = "gloo"
@@ -31,7 +31,7 @@ MODEL_OPTIONS: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
 }
 
-LAYER_OPS = LayerOps(rms_norm=rms_norm, rotary=rotary, matmul=matmul)
+LAYER_OPS = LayerOps(rms_norm=rms_norm, rotary=rotary, linear=linear, matmul=matmul)
 ATTENTION = CPUAttention()
 
 _MEGATRON_MODULES = (
@@ -40,7 +40,6 @@ _MEGATRON_MODULES = (
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.optimizer",
     "megatron.core.parallel_state",
-    "megatron.core.tensor_parallel.layers",
     "megatron.core.tensor_parallel.random",
     "megatron.core.transformer.moe.token_dispatcher",
 )
@@ -78,16 +77,14 @@ def prepare() -> None:
     )
     # Gradient norm, loss scale and token counts are made with device="cuda".
     factories = {name: _made_on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "ones", "empty")}
-    stand_in = _StandIn(torch, cuda=cuda, matmul=matmul, **factories)
+    stand_in = _StandIn(torch, cuda=cuda, **factories)
     with _without_compilation():
-        *_, layers, megatron_random, token_dispatcher = map(import_module, _MEGATRON_MODULES)
+        *_, megatron_random, token_dispatcher = map(import_module, _MEGATRON_MODULES)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core"):
             if vars(module).get("torch") is torch:
                 vars(module)["torch"] = stand_in
             _undo_compilation(module)
-    name = "LinearWithGradAccumulationAndAsyncCommunication"
-    vars(layers)[name] = faster_linear(vars(layers)[name])
     vars(token_dispatcher)["maybe_move_tensor_to_cpu"] = _to_host
     vars(megatron_random).update(_get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state)
     # The mixed-precision optimizer sorts parameters by the names of their CUDA tensor types.

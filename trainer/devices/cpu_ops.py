@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from async_rl.cpu.products import matmul
+from async_rl.cpu import products
 from trainer.devices import layer_ops
 
 WIDE = (torch.float32, torch.float64)
@@ -28,6 +28,23 @@ def rotary(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) ->
     """As `layer_ops.rotary`; the angles of the two halves of D must be equal, and get no gradient."""
     rotated: torch.Tensor = _Rotary.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call]
     return rotated
+
+
+def linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    allreduce_dgrad: bool,
+    tp_group: dist.ProcessGroup | None,
+    **_: Any,
+) -> torch.Tensor:
+    """Megatron's `linear_with_grad_accumulation_and_async_allreduce` without sequence parallelism, [..., O].
+
+    The other arguments are for fused kernels of CUDA.
+    """
+    group = tp_group if allreduce_dgrad else None
+    out: torch.Tensor = _Linear.apply(input, weight, bias, group)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -75,24 +92,23 @@ def _rotated(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, 
     return out_THD
 
 
-def faster_linear(megatron_linear: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Megatron's LinearWithGradAccumulationAndAsyncCommunication with the products of its backward by `matmul`.
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b, whose dx is summed over the ranks that have a part of W's rows, if there are several."""
 
-    Those of its forward are `torch.matmul`, which `trainer/devices/cpu.py` replaces.
-    """
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        ctx.has_bias, ctx.group = bias_O is not None, group
+        return products.linear(x, weight_OI, bias_O)
 
-    class Linear(megatron_linear):  # type: ignore[misc,valid-type]  # a class that is known at run time only
-        @staticmethod
-        def backward(ctx: Any, dout: torch.Tensor) -> Any:
-            # Its input is gathered and its gradient scattered amid the products.
-            if ctx.sequence_parallel:
-                return megatron_linear.backward(ctx, dout)
-            x, weight_OI = ctx.saved_tensors
-            dx = matmul(dout, weight_OI)
-            if ctx.allreduce_dgrad:
-                dist.all_reduce(dx, group=ctx.tp_group)
-            dout_MO, x_MI = dout.flatten(0, -2), x.flatten(0, -2)
-            dbias_O = dout_MO.sum(0) if ctx.use_bias else None
-            return dx, matmul(dout_MO.T, x_MI), dbias_O, *[None] * 6
-
-    return Linear
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        x, weight_OI = ctx.saved_tensors
+        dx = products.matmul(dout, weight_OI)
+        if ctx.group is not None:
+            dist.all_reduce(dx, group=ctx.group)
+        dout_MO, x_MI = dout.flatten(0, -2), x.flatten(0, -2)
+        dbias_O = dout_MO.sum(0) if ctx.has_bias else None
+        return dx, products.matmul(dout_MO.T, x_MI), dbias_O, None

@@ -26,16 +26,36 @@ def rotary(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) ->
     return x_THD * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D
 
 
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two disjoint sets of keys, from the outputs [M, H, D] and log-sum-exps [M, H] over each.
+
+    In the wider dtype of the log-sum-exps: a difference of two half-precision numbers loses the bits that their sum
+    keeps.
+    """
+    weight = torch.sigmoid(other_lse - lse).unsqueeze(-1)
+    return torch.lerp(out.to(weight.dtype), other.to(weight.dtype), weight), torch.logaddexp(lse, other_lse)
+
+
+Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerOps:
     """`swiglu` takes [..., 2F] and returns silu(first half) * second half; None leaves it to Megatron's MLP.
 
-    `matmul` is for products outside of autograd, of which the log-probs consist. `grouped_linear` is the product of each
-    expert's rows with its weight (see `grouped.py`).
+    `linear` is what the linear layers of Megatron call, by its names of the arguments; None leaves it to Megatron.
+    `matmul` is for products outside of autograd, of which the log-probs consist. `grouped_linear` is the product of
+    each expert's rows with its weight (see `grouped.py`). `exact`: these are operations of `async_rl.cpu.exact`, and so
+    has everything else to be.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm
     rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = rotary
+    linear: Callable[..., torch.Tensor] | None = None
     matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul
     swiglu: Callable[[torch.Tensor], torch.Tensor] | None = None
     grouped_linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = grouped_linear
+    merge: Merge = merge
+    exact: bool = False

@@ -33,7 +33,7 @@ MODEL_OPTIONS: dict[str, Any] = {
 ATTENTION = NPUAttention()
 
 _OPS = NPUOps()
-LAYER_OPS = LayerOps(_OPS.rms_norm, _OPS.rotary, _OPS.swiglu, _OPS.grouped_linear)
+LAYER_OPS = LayerOps(rms_norm=_OPS.rms_norm, rotary=_OPS.rotary, swiglu=_OPS.swiglu, grouped_linear=_OPS.grouped_linear)
 
 MEGATRON_SERIES = "0.16"
 """The megatron-core series that MindSpeed's branch core_r0.16.0 patches."""

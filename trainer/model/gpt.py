@@ -27,9 +27,10 @@ from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
+from trainer.model.exact_logprobs import exact_logprobs
 from trainer.model.expert_rows import keep_rows_local
 from trainer.model.experts import use_stacked_experts
-from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops
+from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops, use_linear
 from trainer.model.logprobs import response_logprobs
 from trainer.model.moe import moe_options, use_router
 from trainer.model.shape import ModelShape
@@ -124,6 +125,8 @@ class SharedPromptGPT(GPTModel):
         if self.other_head is not None:
             weight_VH = self.other_head
         hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
+        if self._ops.exact:
+            return exact_logprobs(hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature)
         return response_logprobs(
             hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature, with_entropy, self._ops.matmul
         )
@@ -179,6 +182,7 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
     )
     model: SharedPromptGPT = SharedPromptGPT(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
     _mark_divided(model)
+    use_linear(model, parallel.device.LAYER_OPS)
     return model
 
 

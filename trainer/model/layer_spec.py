@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -49,6 +50,10 @@ class SwiGLU(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._op(x)
 
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """No weights for a checkpoint: Megatron's MLP asks all of its modules."""
+        return {}
+
 
 def norm_spec(ops: LayerOps) -> ModuleSpec:
     """The spec of a norm, in a layer or after the last one."""
@@ -71,3 +76,12 @@ def use_layer_ops(layer: ModuleSpec, ops: LayerOps, qk_norm: bool) -> None:
 def swiglu_options(ops: LayerOps) -> dict[str, Any]:
     """TransformerConfig fields with which Megatron's MLP takes its activation from the spec, if `ops` has one."""
     return {} if ops.swiglu is None else {"use_te_activation_func": True}
+
+
+def use_linear(model: torch.nn.Module, ops: LayerOps) -> None:
+    """Sets the function of Megatron's linear layers, in place, except those that exchange rows amid their products."""
+    if ops.linear is None:
+        return
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.sequence_parallel:
+            module._forward_impl = ops.linear

@@ -141,6 +141,16 @@ def test_the_noise_follows_from_the_dtype_unless_it_is_set() -> None:
     assert noise_limits(TrainSection(iterations=1, logprob_noise=0.5), "float32").noise == 0.5
 
 
+def test_in_exact_mode_the_smallest_difference_of_one_token_is_a_violation() -> None:
+    limits = noise_limits(TrainSection(iterations=1, exact=True), "float32")
+    gaps = torch.zeros(MIN_TOKENS - 1, dtype=torch.float64)
+    assert limits.excesses("all", sums_of(gaps, limits.clip)) == []
+    gaps[7] = -(2.0**-24)
+    (message,) = limits.excesses("all", sums_of(gaps, limits.clip))
+    assert "differ by up to 5.96e-08 nats among 255 tokens" in message and "--exact" in message
+    assert NoiseLimits(limits.noise).excesses("all", sums_of(gaps, limits.clip)) == []
+
+
 def test_the_old_setting_is_refused_and_its_replacement_named() -> None:
     tree = {
         "run": {"dir": "x"},

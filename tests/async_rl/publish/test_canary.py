@@ -52,9 +52,9 @@ def publishing(loop: EventLoopThread) -> Iterator[Publishing]:
     publishing.close()
 
 
-def make_canary(mode: str = "first") -> Canary:
+def make_canary(mode: str = "first", exact: bool = False) -> Canary:
     rollout = RolloutSection(max_response_tokens=24)
-    return Canary(PublishSection(canary=mode), rollout, PROMPT, noise_scale("float32"), "float32")
+    return Canary(PublishSection(canary=mode), rollout, PROMPT, noise_scale("float32"), "float32", exact=exact)
 
 
 @pytest.mark.distributed
@@ -96,6 +96,20 @@ def test_a_pool_that_fails_the_canary_as_a_whole_ends_the_publish_with_the_class
     with pytest.raises(PublishError, match="computes with a stale copy of q"):
         publisher.publish("run-0", SPECS, trainer.stream, canary_trainer=trainer)
     assert trainer.strengths == {}
+
+
+@pytest.mark.distributed
+def test_in_exact_mode_an_instance_with_any_difference_fails_the_canary(
+    start_receivers_once: Callable[..., list[Any]], publishing: Publishing
+) -> None:
+    (rounds_otherwise,) = start_receivers_once({"shift": 1e-7})
+    publisher, _ = publishing.make(rounds_otherwise, canary=make_canary(exact=True), probe_tokens=0)
+    trainer = ScriptedTrainer()
+    with pytest.raises(PublishError, match=r"1e-07 nats per token .* train.exact allows no difference: start it with"):
+        publisher.publish("run-0", SPECS, trainer.stream, canary_trainer=trainer)
+    rounds_otherwise.rescript(shift=0.0)
+    publisher, _ = publishing.make(rounds_otherwise, canary=make_canary(exact=True), probe_tokens=0)
+    assert publisher.publish("run-1", SPECS, trainer.stream, canary_trainer=trainer).instances
 
 
 def test_a_late_joiner_of_a_kind_that_has_not_passed_waits_for_the_next_publish() -> None:

@@ -7,6 +7,7 @@ import pytest
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from deploy.cluster.plan import plan_cluster
 from deploy.local.machine import Machine
 from deploy.local.plan import describe, num_ports, plan, plan_instances
 
@@ -59,6 +60,14 @@ def test_an_instance_of_vllm_runs_under_its_own_python_with_its_own_arguments() 
     assert process.argv[:3] == ("other/bin/python", "-m", "inference_service")
     assert option(process.argv, "--engine") == "vllm" and option(process.argv, "--tp") == "2"
     assert process.argv[-3:] == ("--", "--enforce-eager", "--seed=3")
+
+
+def test_instances_of_an_exact_run_compute_exactly() -> None:
+    for is_exact in (False, True):
+        config = make_config(train={"iterations": 3, "exact": is_exact}, model={"path": "a-model", "dtype": "float32"})
+        made = plan(Path("c.toml"), config, [], machine=Machine(), ports=[8001, 8002])
+        argv = plan_cluster(Path("c.toml"), config, []).instance_argv(name="i", port=0, register="r")
+        assert all(("--exact" in argv) == is_exact for argv in (*(i.argv for i in made.instances), argv))
 
 
 def test_the_trainer_runs_under_torchrun_with_overrides_and_the_instances() -> None:

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_service.engine.attention import attend, attend_causally, merge
-from inference_service.engine.parts import CALL_ROWS, bands, length_bias
+from inference_service.engine.kernels import attend, attend_causally, length_bias, merge
+from inference_service.engine.parts import CALL_ROWS, bands
 
 
 def expected(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,7 @@ def test_exactly_what_can_be_generated_passes(
         ([1, 9], {}, "token id 9 is out of vocabulary: expected 0 to 8"),
         ([1] * 20, {"max_tokens": 1}, "has 20 tokens and max_tokens is 1, .* maximum of 20: shorten the prompt or"),
         ([1], {"max_tokens": 2, "min_tokens": 3}, "min_tokens is 3, more than max_tokens 2"),
+        ([1, 2], {"num_continued": 2}, "num_continued is 2, but the prompt, .*, has 2: expected fewer"),
         ([1], {"stop_token_ids": [-1]}, "stop_token_ids has -1: expected 0 to 8"),
         (
             [1],

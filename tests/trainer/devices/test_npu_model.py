@@ -52,7 +52,10 @@ class NPUOnCPU:
 def npu_on_cpu() -> NPUOnCPU:
     torch_npu: Any = FakeTorchNPU()
     ops = NPUOps(torch_npu)
-    return NPUOnCPU(NPUAttention(torch_npu), LayerOps(ops.rms_norm, ops.rotary, ops.swiglu, ops.grouped_linear))
+    return NPUOnCPU(
+        NPUAttention(torch_npu),
+        LayerOps(rms_norm=ops.rms_norm, rotary=ops.rotary, swiglu=ops.swiglu, grouped_linear=ops.grouped_linear),
+    )
 
 
 def answer(model: SharedPromptGPT, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:

@@ -1,0 +1,259 @@
+"""Exact mode: the trainer's log-probs are the engine's, bit for bit, however either of them divides the work."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from async_rl.config.sections import TrainerSection
+from async_rl.cpu.exact import ROW_MULTIPLE
+from async_rl.protocol.inference import SamplingParams
+from async_rl.types import Group, Prompt, Response, WeightSpan
+from benchmarks.common.random_model import save_random_qwen3
+from inference_service.engine.kernels import EXACT
+from inference_service.engine.kv_store import KVStore
+from inference_service.engine.sampling import sample_step
+from inference_service.engine.schedule import Schedule
+from inference_service.engine.sequences import Sequence as Generated
+from inference_service.engine.step import ModelStep
+from trainer.batching.packing import pack
+from trainer.batching.shared_prompt import GroupSlice, make_micro_batch
+from trainer.devices import Device, cpu_exact
+from trainer.forward_backward import make_passes
+from trainer.hf.weights import load_hf_weights
+from trainer.model.gpt import SharedPromptGPT, build_model
+from trainer.model.shape import read_model_shape
+from trainer.parallel import Parallel
+
+LONGEST = 1200
+"""Tokens of a prompt and a response of equal length: each may be longer than a block of flash attention."""
+
+SIZES = {
+    # Sizes that fill no vector, and a dot product longer than MKL's longest chain.
+    "ragged": {
+        "vocab_size": 203,
+        "hidden_size": 72,
+        "intermediate_size": 212,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+    },
+    "wide": {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    save_random_qwen3(path, **SIZES[request.param])
+    return path
+
+
+@pytest.fixture
+def exactly(parallel: Parallel) -> Parallel:
+    return replace(parallel, device=cast(Device, cpu_exact))
+
+
+class Engine:
+    """The parts of continuous batching, driven step by step."""
+
+    def __init__(self, model: PreTrainedModel, max_tokens: int, max_running: int, prefill_tokens: int) -> None:
+        config = model.config
+        self.store = KVStore(
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
+            torch.float32,
+            torch.device("cpu"),
+            max_tokens,
+            EXACT.width,
+        )
+        self.schedule = Schedule(self.store, max_running, prefill_tokens, exact=True)
+        self._step = ModelStep(model, EXACT)
+
+    def run_step(self) -> None:
+        drawing = self._step(self.schedule.next(), self.store.generation)
+        sequences = [run.sequence for run in drawing.runs]
+        if not sequences:
+            return
+        samples = sample_step(drawing.logits, sequences, "processed_logprobs", "v")
+        for run, sample in zip(drawing.runs, samples, strict=True):
+            run.sequence.samples.append(sample)
+            if not run.sequence.remaining_tokens:
+                self.schedule.end(run)
+
+
+@torch.inference_mode()
+def generate(model: PreTrainedModel, rng: random.Random, longest: int, temperature: float) -> list[Group]:
+    """Groups whose responses were sampled in an engine with little room, some of them in two requests."""
+    engine = Engine(
+        model,
+        max_tokens=rng.choice([8, 80]) * max(2 * longest, 64),
+        max_running=rng.choice([2, 5, 16]),
+        prefill_tokens=rng.choice([7, 64, 2048]),
+    )
+    prompts: list[tuple[int, ...]] = []
+    most = 2 if longest > 200 else 4
+    for _ in range(rng.randint(1, most)):
+        begin = rng.choice(prompts)[: rng.randint(0, longest)] if prompts and rng.random() < 0.5 else ()
+        own = [rng.randrange(1, model.config.vocab_size) for _ in range(rng.randint(1, longest))]
+        prompts.append((*begin, *own)[:longest])
+    sequences = {
+        (p, i): new_sequence(prompt, rng.randint(1, longest), rng.randrange(2**32), temperature)
+        for p, prompt in enumerate(prompts)
+        for i in range(rng.randint(1, most))
+    }
+    before: dict[tuple[int, int], Generated] = {}
+    waiting = list(sequences.items())
+    rng.shuffle(waiting)
+    while waiting or engine.schedule.has_work:
+        if (waiting and rng.random() < 0.3) or (waiting and not engine.schedule.has_work):
+            engine.schedule.add([waiting.pop()[1]])
+        if rng.random() < 0.02:
+            engine.schedule.restart()
+        engine.run_step()
+        key = rng.choice(list(sequences))
+        if (
+            rng.random() < 0.05
+            and key not in before
+            and 0 < len((old := sequences[key]).samples) < old.params.max_tokens
+        ):
+            before[key] = old
+            waiting.append((key, continued(old, temperature)))
+            sequences[key] = waiting[-1][1]
+            engine.schedule.keep(set(sequences.values()))
+    return [
+        Group(
+            iteration=0,
+            index=p,
+            prompt=Prompt(str(p), prompt, {}),
+            responses=tuple(
+                response_of([*(before[key].samples if key in before else ()), *sequences[key].samples])
+                for key in sorted(sequences)
+                if key[0] == p
+            ),
+            rewards=tuple(0.0 for key in sequences if key[0] == p),
+            weight_version="v",
+            started_s=0.0,
+            finished_s=0.0,
+        )
+        for p, prompt in enumerate(prompts)
+    ]
+
+
+def new_sequence(prompt: tuple[int, ...], num_tokens: int, seed: int, temperature: float) -> Generated:
+    return Generated(prompt, SamplingParams(max_tokens=num_tokens, temperature=temperature), seed, frozenset())
+
+
+def continued(old: Generated, temperature: float) -> Generated:
+    """The rest of a response, as the request of another instance would generate it."""
+    tokens = tuple(old.token_ids())
+    num_left = old.params.max_tokens - len(old.samples)
+    sequence = new_sequence(tokens, num_left, old.seed, temperature)
+    sequence.num_continued = len(old.samples)
+    return sequence
+
+
+def response_of(samples: Sequence[object]) -> Response:
+    tokens = tuple(sample.token_id for sample in samples)  # type: ignore[attr-defined]
+    return Response(
+        token_ids=tokens,
+        logprobs=tuple(sample.logprob for sample in samples),  # type: ignore[attr-defined]
+        text="",
+        finish_reason="length",
+        weight_spans=(WeightSpan("v", 0, len(tokens)),),
+        instance="here",
+    )
+
+
+def load(path: Path, parallel: Parallel, recompute: str = "none") -> SharedPromptGPT:
+    model = build_model(read_model_shape(path), torch.float32, parallel, TrainerSection(recompute=recompute))
+    load_hf_weights(model, path)
+    return model
+
+
+def different(model: SharedPromptGPT, groups: list[Group], max_tokens: int, temperature: float) -> float:
+    """The largest gap of all tokens."""
+    gaps = []
+    for window in pack(groups, max_tokens):
+        for each in make_passes([window], model.parallel, temperature, max_tokens):
+            for micro_batch, logprobs_N in zip(each.micro_batches, each.logprobs(model), strict=True):
+                rollout = [
+                    logprob
+                    for part in micro_batch.slices
+                    for response in part.group.responses[part.start : part.stop]
+                    for logprob in response.logprobs
+                ]
+                gaps.append((logprobs_N.detach().double() - torch.tensor(rollout, dtype=torch.float64)).abs().max())
+    return float(torch.stack(gaps).max())
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_log_probs_are_the_engines_bit_for_bit(
+    checkpoint: Path, exactly: Parallel, threads: Callable[[int], None], seed: int
+) -> None:
+    rng = random.Random(seed)
+    temperature = rng.choice([1.0, 0.7, 1.3])
+    engine_model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    threads(rng.choice([1, 2]))
+    groups = generate(engine_model, rng, LONGEST // 2 if seed == 0 else rng.choice([5, 40, 120]), temperature)
+    threads(rng.choice([1, 2]))
+    model = load(checkpoint, exactly)
+    for max_tokens in (16, 300, 4096):
+        assert different(model, groups, max_tokens, temperature) == 0.0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_family_without_experts_is_exact(tiny_model: Callable[..., Path], exactly: Parallel, family: str) -> None:
+    # As wide as the models that MKL divides into several sums.
+    path = tiny_model(family, tied=family == "qwen2", hidden_size=448, intermediate_size=480, num_attention_heads=8)
+    groups = generate(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), random.Random(7), 60, 0.9)
+    assert different(load(path, exactly), groups, 512, 0.9) == 0.0
+
+
+def test_gradients_are_the_ordinary_ones(checkpoint: Path, exactly: Parallel, parallel: Parallel) -> None:
+    groups = generate(AutoModelForCausalLM.from_pretrained(checkpoint).eval(), random.Random(3), 60, 0.8)
+    gradients = []
+    for of, recompute in ((parallel, "none"), (exactly, "none"), (exactly, "full")):
+        model = load(checkpoint, of, recompute)
+        slices = [GroupSlice.whole(group) for group in groups]
+        logprobs_N, _ = model(make_micro_batch(slices, torch.device("cpu"), ROW_MULTIPLE), 0.8)
+        (logprobs_N * torch.arange(1.0, 1.0 + len(logprobs_N)).sin()).sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        for actual in gradients[1:]:
+            error = float((actual[name] - expected).norm() / expected.norm())
+            assert error < 1e-4, f"{name}: {error:.1e}"
+
+
+def test_without_it_they_differ(checkpoint: Path, parallel: Parallel) -> None:
+    """What the other tests find equal is not equal anyway."""
+    engine_model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    groups = generate(engine_model, random.Random(1), 130, 1.0)
+    assert 0 < different(load(checkpoint, parallel), groups, 512, 1.0) < 5e-5
+
+
+def test_its_activation_has_no_part_in_checkpoints(checkpoint: Path, exactly: Parallel, parallel: Parallel) -> None:
+    names = [set(load(checkpoint, of).sharded_state_dict()) for of in (exactly, parallel)]
+    assert names[0] == names[1]
