@@ -87,7 +87,7 @@ class MegatronTrainer:
         self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, shares_optimizer)
         self.export = WeightExport(self.models.policy_model)
         self.canary_weights = CanaryWeights(self.models.policy_model)
-        self._feed = GroupFeed(parallel, section.micro_batch_tokens)
+        self._feed = GroupFeed(parallel, section)
         self._sums = LossSums(self._algorithm, algorithm.old_policy, noise_limits(train, model.dtype).clip)
 
     def windows(self, order: TrainingOrder) -> Iterator[Window]:

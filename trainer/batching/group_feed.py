@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from async_rl.config.sections import TrainerSection
 from async_rl.errors import LeaderFailed
 from async_rl.loop import Window
 from async_rl.training_order import TrainingOrder
@@ -22,15 +23,16 @@ _FAILED = 2**40
 
 
 class GroupFeed:
-    """The windows of one rank; micro-batches have at most `max_tokens` rows, except for a single group that is longer.
+    """The windows of one rank; micro-batches have at most `micro_batch_tokens` rows, except for one longer group.
 
-    Without a pipeline a window is one micro-batch. A pipeline gets everything that is ready in one window, because its
-    ranks idle while it fills and drains, once per window.
+    A window is one micro-batch, or everything that is ready where a window has a cost of its own: a pipeline's ranks
+    idle while it fills and drains, and frozen weights are copied from the host.
     """
 
-    def __init__(self, parallel: Parallel, max_tokens: int) -> None:
+    def __init__(self, parallel: Parallel, section: TrainerSection) -> None:
         self._parallel = parallel
-        self._max_tokens = max_tokens
+        self._max_tokens = section.micro_batch_tokens
+        self._whole_backlog = parallel.pp_size > 1 or section.frozen_weights == "host"
         self._replica = parallel_state.get_model_parallel_group()
         self._leader = dist.get_global_rank(self._replica, 0)
         self._has_followers = dist.get_world_size(self._replica) > 1
@@ -49,7 +51,7 @@ class GroupFeed:
         return self._with_expert_peers(windows)
 
     def _lead(self, order: TrainingOrder) -> Iterator[Window]:
-        windows = pack_windows(order, self._max_tokens, whole_backlog=self._parallel.pp_size > 1)
+        windows = pack_windows(order, self._max_tokens, self._whole_backlog)
         while True:
             try:
                 window = next(windows, [])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.sections import TrainerSection, TrainSection
+from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group
 from tests.support.trainer import layout_worker
 from tests.support.trainer.grpo_reference import expected_advantages, sample_distributions
@@ -144,3 +145,33 @@ def test_frozen_weights_on_the_host_leave_the_device_between_uses(
     assert num_elements() == 0
     trainer.accumulate([ragged_groups])
     assert num_elements() == 0
+
+
+class Arrived:
+    """Groups that have all finished."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = list(groups)
+
+    def ready(self, wait: bool) -> list[Group]:
+        ready, self._groups = self._groups, []
+        return ready
+
+
+def test_frozen_weights_on_the_host_are_copied_once_for_all_groups_that_wait(
+    tiny_model: Callable[..., Path],
+    make_trainer: Callable[..., object],
+    ragged_groups: list[Group],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies = []
+    resident = FrozenModel.resident
+    monkeypatch.setattr(FrozenModel, "resident", lambda frozen: (copies.append(frozen), resident(frozen))[1])
+    batch = Batch(0, {group.index: group.prompt for group in ragged_groups})
+    for placement, num_copies in (("device", len(ragged_groups)), ("host", 1)):
+        trainer = make_trainer(tiny_model("qwen3"), kl_coef=0.1, frozen_weights=placement, micro_batch_tokens=1)
+        order = TrainingOrder(Arrived(ragged_groups), TrainSection(iterations=1), [batch])
+        order.begin_mini_batch()
+        copies.clear()
+        rows = [row for window in trainer.windows(order) for row in trainer.accumulate(window)]
+        assert len(rows) == len(ragged_groups) and len(copies) == num_copies
