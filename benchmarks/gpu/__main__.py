@@ -17,7 +17,7 @@ of at least 8k rows each. The last line is one JSON object:
 - `publish`: the weights sent to a second process of this machine, or why that was skipped.
 
 MFU counts the matrix products of forward and backward over the time, against the peak of `PEAK_FLOPS`; null if the
-device is not in that table. `kernel` is what computed attention: null is the dense reference.
+device is not in that table. `kernel` is what computed attention.
 """
 
 import argparse
@@ -246,7 +246,7 @@ def measure(parallel: Parallel, size: str, repeats: int, say: Callable[[str], No
         "device": device_name(device.DEVICE),
         "torch": torch.__version__,
         "size": size,
-        "kernel": kernel and type(kernel).__name__,
+        "kernel": type(kernel).__name__,
         "cases": [],
     }
     with tempfile.TemporaryDirectory() as name:

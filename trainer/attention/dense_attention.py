@@ -1,4 +1,4 @@
-"""Shared-prompt attention under one dense mask: the reference that kernels are checked against, and their fallback.
+"""Shared-prompt attention under one dense mask: the reference that kernels are checked against.
 
 Shape legend: T query rows, S key / value rows, H query heads, K key / value heads, D head dimension.
 """

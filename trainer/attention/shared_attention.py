@@ -23,6 +23,7 @@ from trainer.attention.dense_attention import dense_attention
 from trainer.attention.segments import Segments
 from trainer.devices import AttentionKernel, Device
 from trainer.devices.attention_part import Part
+from trainer.devices.composed_attention import ComposedAttention
 from trainer.devices.layer_ops import Merge, merge
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def shared_prompt_attention(
     """Attention output [T, H, D], in the inputs' dtype, with gradients for query, key and value.
 
     Args:
-        kernel: the device's flash kernel, or None for the dense reference; `checked_kernel` chooses.
+        kernel: what `checked_kernel` chose, or None for the dense reference.
     """
     if kernel is None:
         return dense_attention(query_THD, key_SKD, value_SKD, segments, scale)
@@ -138,8 +139,8 @@ def _grown(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def checked_kernel(
     device: Device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
-) -> AttentionKernel | None:
-    """The device's kernel, or None (with an error in the log) if its results differ from the reference.
+) -> AttentionKernel:
+    """The device's kernel, or `ComposedAttention` (with an error in the log) if its results differ from the reference.
 
     Compares output and gradients of two ragged micro-batches on first use of each device, dtype and head layout: a
     short one with all heads, and one of many blocks with few heads.
@@ -165,11 +166,10 @@ def checked_kernel(
         reason = f"its relative error is {error:.1e}, allowed is {TOLERANCES[dtype]:.1e}"
     log.error(
         "the shared-prompt attention kernel of device %s is not used for %s with %d heads, %d key / value heads of "
-        "dimension %d: %s. The dense reference stands in: correct, but slow, and memory grows with the square of a "
-        "micro-batch's tokens",
+        "dimension %d: %s. Plain matrix products stand in: correct, but slower",
         *(device.DEVICE.type, dtype, num_heads, num_kv_heads, head_dim, reason),
     )
-    return None
+    return ComposedAttention()
 
 
 def _largest_error(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.devices.attention_inputs import CPU, make_inputs
 from tests.support.devices.fake_flash import FakeFlash
@@ -14,6 +15,7 @@ from trainer.attention.segments import Segments
 from trainer.attention.shared_attention import checked_kernel, shared_prompt_attention
 from trainer.devices import AttentionKernel
 from trainer.devices.attention_part import Part
+from trainer.devices.composed_attention import QUERY_BLOCK, ComposedAttention
 from trainer.devices.cpu_attention import CPUAttention
 from trainer.devices.cuda_attention import CUDAAttention
 from trainer.devices.npu_attention import NPUAttention
@@ -37,6 +39,7 @@ KERNELS = {
     "cpu of torch below 2.9": lambda *_: CPUAttention(takes_unequal_heads=False),
     "cuda": cuda_kernel,
     "npu": npu_kernel,
+    "composed": lambda *_: ComposedAttention(),
 }
 
 
@@ -154,7 +157,7 @@ def _without_rows_from(first: int, rows: torch.Tensor, lens: tuple[int, ...]) ->
 @pytest.mark.parametrize("kernel", [OneBlockOfKeys(), LastBlockLost()])
 def test_kernel_that_is_wrong_beyond_a_block_is_found(kernel: AttentionKernel, dtype: torch.dtype) -> None:
     checked_kernel.cache_clear()
-    assert checked_kernel(OnCPU(kernel), dtype, *HEADS, HEAD_DIM) is None
+    assert isinstance(checked_kernel(OnCPU(kernel), dtype, *HEADS, HEAD_DIM), ComposedAttention)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +168,15 @@ def test_kernel_that_is_wrong_beyond_a_block_is_found(kernel: AttentionKernel, d
         (CUDAAttention(), "it failed"),
     ],
 )
-def test_wrong_kernel_is_replaced_by_the_reference_with_an_error(
+def test_wrong_kernel_is_replaced_with_an_error(
     kernel: AttentionKernel, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     checked_kernel.cache_clear()
     with caplog.at_level(logging.ERROR):
-        assert checked_kernel(OnCPU(kernel), torch.float32, *HEADS, HEAD_DIM) is None
+        stand_in = checked_kernel(OnCPU(kernel), torch.float32, *HEADS, HEAD_DIM)
+        assert isinstance(stand_in, ComposedAttention)
     assert reason in caplog.text
-    assert "The dense reference stands in" in caplog.text
+    assert "Plain matrix products stand in" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -182,8 +186,10 @@ def test_wrong_kernel_is_replaced_by_the_reference_with_an_error(
         (cuda_kernel(torch.bfloat16), torch.bfloat16),
         (npu_kernel(torch.bfloat16), torch.bfloat16),
         (npu_kernel(torch.float32), torch.float32),
+        (ComposedAttention(), torch.float32),
+        (ComposedAttention(), torch.bfloat16),
     ],
-    ids=["cpu", "cuda", "npu-bf16", "npu-fp32"],
+    ids=["cpu", "cuda", "npu-bf16", "npu-fp32", "composed", "composed-bf16"],
 )
 def test_right_kernel_passes_the_check_on_first_use(
     kernel: AttentionKernel, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
@@ -191,3 +197,25 @@ def test_right_kernel_passes_the_check_on_first_use(
     checked_kernel.cache_clear()
     assert checked_kernel(OnCPU(kernel), dtype, *HEADS, HEAD_DIM) is kernel
     assert not caplog.records
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that any tensor has that is made inside."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.num_elements = max(self.num_elements, made.numel())
+        return made
+
+
+def test_stand_in_holds_the_scores_of_one_block_of_queries() -> None:
+    num_rows = 5 * QUERY_BLOCK + 3
+    part = Part((num_rows,), (num_rows,), True, CPU)
+    query, key, value, dout = (torch.randn(num_rows, heads, HEAD_DIM) for heads in (6, 2, 2, 6))
+    with LargestTensor() as largest:
+        out, lse = ComposedAttention().forward(query, key, value, part, 1.0)
+        ComposedAttention().backward(dout, query, key, value, out, lse, part, 1.0)
+    assert num_rows * QUERY_BLOCK <= largest.num_elements <= 6 * num_rows * QUERY_BLOCK
