@@ -24,8 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.protocol.inference import SamplingParams
 from benchmarks.common.case import RESPONSE_TOKENS, Case
+from benchmarks.common.engine_case import generate_in_engine, prompts_of
 from benchmarks.common.random_model import SIZES, save_random_qwen3
 from inference_service.engine.cache_size import plan_cache
 from inference_service.engine.model import load_model
@@ -35,24 +35,6 @@ CPU = torch.device("cpu")
 
 
 DEFAULT = ("2M:80:8:16", "2M:512:8:16", "2M:2048:8:8", "2M:80:1:128", "31M:80:8:16", "31M:512:8:8")
-
-
-def prompts_of(case: Case, seed: int) -> torch.Tensor:
-    """Token ids, [groups, P]."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, SIZES[case.size]["vocab_size"], (case.num_groups, case.prompt_tokens), generator=generator)
-
-
-async def generate_in_engine(engine: TransformersEngine, case: Case, prompts: torch.Tensor) -> float:
-    """Processor milliseconds per token."""
-    params = SamplingParams(n=case.group_size, max_tokens=RESPONSE_TOKENS, ignore_eos=True, seed=0, logprobs=0)
-    begun_s = time.process_time()
-    answers = await asyncio.gather(
-        *(engine.generate(str(i), prompt, params) for i, prompt in enumerate(prompts.tolist()))
-    )
-    spent_s = time.process_time() - begun_s
-    assert sum(len(choice.samples) for choices in answers for choice in choices) == case.num_tokens
-    return 1000 * spent_s / case.num_tokens
 
 
 def generate_in_transformers(model: PreTrainedModel, case: Case, prompts: torch.Tensor) -> float:

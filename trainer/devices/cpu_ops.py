@@ -9,16 +9,10 @@ import torch
 import torch.distributed as dist
 
 from async_rl.cpu import products
-from trainer.devices import layer_ops
-
-WIDE = (torch.float32, torch.float64)
-"""In narrower dtypes the defaults of `layer_ops` compute, which widen inside."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `layer_ops.rms_norm`."""
-    if x.dtype not in WIDE:
-        return layer_ops.rms_norm(x, weight, eps)
+    """As `layer_ops.rms_norm`; narrow dtypes are computed in float32, and rounded once."""
     # `apply` is untyped in torch.
     normed: torch.Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return normed
@@ -52,21 +46,27 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = _widened(x)
         scale: torch.Tensor = (
-            torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         )
         ctx.save_for_backward(x, weight_N, scale)
-        normed = x * scale
-        return normed.mul_(weight_N)
+        normed = wide * scale
+        return normed.mul_(weight_N).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
         x, weight_N, scale = ctx.saved_tensors
+        dout, wide_weight_N = _widened(dout), _widened(weight_N)
         normed = x * scale
         dweights = dout * normed
-        means = (dweights @ weight_N).div_(x.shape[-1]).unsqueeze(-1)
-        dx = normed.mul_(means.neg_()).addcmul_(dout, weight_N).mul_(scale)
-        return dx, dweights.flatten(0, -2).sum(0), None
+        means = (dweights @ wide_weight_N).div_(x.shape[-1]).unsqueeze(-1)
+        dx = normed.mul_(means.neg_()).addcmul_(dout, wide_weight_N).mul_(scale)
+        return dx.to(x.dtype), dweights.flatten(0, -2).sum(0).to(weight_N.dtype), None
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _Rotary(torch.autograd.Function):

@@ -12,6 +12,9 @@ from trainer.devices.cpu_ops import linear, rms_norm, rotary
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-5}
 """Relative to the largest element."""
 
+NORM_LIMITS = LIMITS | {torch.bfloat16: 2.0**-8}
+"""A norm in bfloat16 is rounded once: by 2^-8 of an element at most."""
+
 NORM_SHAPES = ((7, 16), (1, 8), (5, 1, 96), (9, 1, 4, 32), (300, 1, 8, 64))
 
 
@@ -29,10 +32,10 @@ def assert_as_exact(
     for actual, exact in zip(with_gradients(op, inputs, dout), wide, strict=True):
         assert actual.dtype == inputs[0].dtype and actual.shape == exact.shape
         scale = exact.abs().max().clamp(min=1e-30)
-        assert float((actual.double() - exact).abs().max() / scale) <= LIMITS[actual.dtype]
+        assert float((actual.double() - exact).abs().max() / scale) <= NORM_LIMITS[actual.dtype]
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("dtype", NORM_LIMITS, ids=str)
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_rms_norm_and_its_gradients(shape: tuple[int, ...], dtype: torch.dtype, scale: float) -> None:
@@ -45,11 +48,6 @@ def test_rms_norm_of_zeros_and_of_a_view() -> None:
     whole[2] = 0.0
     inputs = [whole[..., 4:20], torch.randn(16)]
     assert_as_exact(lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: layer_ops.rms_norm(x, w, 1e-5), inputs)
-
-
-def test_rms_norm_of_narrow_dtypes_is_the_default() -> None:
-    x, weight = torch.randn(5, 16).bfloat16(), torch.randn(16).bfloat16()
-    assert torch.equal(rms_norm(x, weight, 1e-6), layer_ops.rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)

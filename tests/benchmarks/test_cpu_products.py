@@ -1,0 +1,31 @@
+"""The benchmarks of products and of bfloat16 run as programs, and report all of their cases."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from async_rl.cpu.products import has_onednn
+from benchmarks.products import ROWS, WEIGHTS
+from tests.support import ROOT
+
+pytestmark = pytest.mark.distributed
+
+
+def figures_of(*command: str) -> dict[str, float]:
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.skipif(not has_onednn(), reason="needs AVX-512")
+def test_products_of_every_size_have_a_ratio() -> None:
+    found = figures_of("benchmarks.products", "--json", "--rounds", "1")
+    assert len(found) == len(ROWS) * len(WEIGHTS) and all(ratio > 0 for ratio in found.values())
+
+
+def test_bfloat16_has_a_ratio_in_training_and_generation() -> None:
+    found = figures_of("benchmarks.bfloat16", "--cases", "tiny:16:2:1", "--repeats", "1")
+    ratios = {name for name, value in found.items() if name.startswith("ratio.") and value > 0}
+    assert len(ratios) == 2, found
