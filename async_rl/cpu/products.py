@@ -7,6 +7,7 @@ is repeated, or resumed, rounds as it did before.
 Shape legend: M rows, K summed over, N columns.
 """
 
+import os
 import platform
 
 import torch
@@ -15,6 +16,15 @@ MIN_ROWS = 256
 MIN_WEIGHTS = 2**20
 """With fewer rows than `MIN_ROWS` and a matrix of fewer elements than `MIN_WEIGHTS`, a call of oneDNN costs more than
 it saves (`docs/benchmarks.md`)."""
+
+KERNELS_KEPT = 16
+"""For each shape oneDNN makes a kernel, whose working memory may be as large as the matrix. By default 1,024 of them
+stay, some for every number of rows that ever occurred; these are enough for the layers of one pass, which share theirs.
+"""
+
+# Read at the first product: by PyTorch's interface to oneDNN, and by oneDNN.
+for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(_variable, str(KERNELS_KEPT))
 
 _linear = torch.ops.mkldnn._linear_pointwise
 

@@ -1,6 +1,8 @@
 """The products of either library against float64, at every side of the limits between them."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -77,3 +79,22 @@ def test_library_depends_on_shape_and_processor_only(monkeypatch: pytest.MonkeyP
         matmul(large, small)
         matmul(torch.randn(1, 16), wide)
         assert len(calls) == expected
+
+
+PROGRAM = """
+import psutil, torch
+from async_rl.cpu.products import MIN_ROWS, linear
+weight, x = torch.randn(1024, 256), torch.randn(MIN_ROWS + 200, 256)
+linear(x, weight, None)
+before = psutil.Process().memory_info().rss
+for num_rows in range(MIN_ROWS, MIN_ROWS + 200):
+    linear(x[:num_rows], weight, None)
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+@pytest.mark.distributed
+def test_memory_does_not_grow_with_the_number_of_shapes() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    # 50 MiB; the kernels of all 200 shapes have 280 MiB.
+    assert int(done.stdout) < 128 * 2**20
