@@ -4,8 +4,9 @@ The trainer runs a prompt and its responses as rows of one micro-batch; the embe
 pieces, beside other ones. Log-probs are equal bit for bit if each output element is made by the same sequence of
 operations in both. torch's kernels on a CPU do that under these conditions (measured: `docs/exact.md`):
 
-- a product of matrices, if its number of rows is a multiple of `ROW_MULTIPLE`: one to three rows take other kernels,
-  and threads divide other numbers into such;
+- a product of matrices, if its number of rows is a multiple of `ROW_MULTIPLE` and its number of columns one of
+  `COLUMN_MULTIPLE`: one to three rows, and one to eleven columns, take other kernels, and threads divide other numbers
+  into such;
 - flash attention, if queries come in multiples of `ROW_MULTIPLE` and keys in widths of `key_width`: MKL adds up to
   `STRAIGHT` products in one chain and divides longer sums by their length; vectors have `VECTOR` elements, and the rest
   of a row takes scalar code. Keys beyond a query's own are masked: exp gives 0, and adding 0 changes nothing;
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 ROW_MULTIPLE: Final = 4
+COLUMN_MULTIPLE: Final = 16
 VECTOR: Final = 16
 STRAIGHT: Final = 192
 KEY_BLOCK: Final = 512
@@ -102,12 +104,27 @@ def merge(
     return (other - out).mul_(weight).add_(out), total.log_().add_(highest)
 
 
-def linear(rows_RH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-    """Products of rows with the rows of a weight, [R, V]."""
-    padding = -len(rows_RH) % ROW_MULTIPLE
-    if not padding:
-        return rows_RH @ weight_VH.T
-    return (F.pad(rows_RH, (0, 0, 0, padding)) @ weight_VH.T)[: len(rows_RH)]
+def linear(x: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None = None) -> torch.Tensor:
+    """Products of rows, [..., H], with the rows of a weight, [..., V], without gradient.
+
+    The bias is added to the whole product, as in Megatron's layers; torch's own starts some sums with it.
+    """
+    rows_RH = x.flatten(0, -2)
+    num_rows, num_columns = len(rows_RH), len(weight_VH)
+    padding, rest = -num_rows % ROW_MULTIPLE, num_columns % COLUMN_MULTIPLE
+    if padding:
+        rows_RH = F.pad(rows_RH, (0, 0, 0, padding))
+    if rest:
+        whole = num_columns - rest
+        out_RV = rows_RH.new_empty(len(rows_RH), num_columns)
+        torch.mm(rows_RH, weight_VH[:whole].T, out=out_RV[:, :whole])
+        last = F.pad(weight_VH[whole:], (0, 0, 0, COLUMN_MULTIPLE - rest))
+        out_RV[:, whole:] = (rows_RH @ last.T)[:, :rest]
+    else:
+        out_RV = rows_RH @ weight_VH.T
+    if bias_V is not None:
+        out_RV += bias_V
+    return out_RV[:num_rows].view(*x.shape[:-1], num_columns)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

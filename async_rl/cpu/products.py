@@ -7,14 +7,23 @@ is repeated, or resumed, rounds as it did before.
 Shape legend: M rows, K summed over, N columns.
 """
 
+import os
 import platform
 
 import torch
 
-MIN_ROWS = 256
-MIN_WEIGHTS = 2**20
-"""With fewer rows than `MIN_ROWS` and a matrix of fewer elements than `MIN_WEIGHTS`, a call of oneDNN costs more than
-it saves (`docs/benchmarks.md`)."""
+MIN_SIZE = 2**26
+"""Smaller M K N are MKL's: there oneDNN saves less than it takes to make its kernel for another M, a millisecond or two
+(`docs/benchmarks.md`)."""
+
+KERNELS_KEPT = 16
+"""For each shape oneDNN makes a kernel, whose working memory may be as large as the matrix. By default 1,024 of them
+stay, some for every number of rows that ever occurred; these are enough for the layers of one pass, which share theirs.
+"""
+
+# Read at the first product: by PyTorch's interface to oneDNN, and by oneDNN.
+for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(_variable, str(KERNELS_KEPT))
 
 _linear = torch.ops.mkldnn._linear_pointwise
 
@@ -59,4 +68,4 @@ def _by_onednn(left_MK: torch.Tensor, right_KN: torch.Tensor) -> bool:
     tensors = (left_MK, right_KN)
     if any(x.dtype != torch.float32 or x.device.type != "cpu" or x.numel() == 0 for x in tensors):
         return False
-    return left_MK.numel() >= MIN_ROWS * left_MK.shape[-1] or right_KN.numel() >= MIN_WEIGHTS
+    return left_MK.numel() * right_KN.shape[1] >= MIN_SIZE

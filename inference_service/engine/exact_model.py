@@ -8,11 +8,11 @@ from async_rl.cpu import exact
 from async_rl.errors import ConfigError
 
 
-class BiasLast(torch.nn.Linear):
-    """Adds the bias to the whole product, as Megatron's layers do; torch's own starts some sums with it."""
+class ExactLinear(torch.nn.Linear):
+    """torch's, with another forward: for inference only."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return input @ self.weight.T + self.bias
+        return exact.linear(input, self.weight, self.bias)
 
 
 class ExactSiLU(torch.nn.Module):
@@ -23,16 +23,16 @@ class ExactSiLU(torch.nn.Module):
 
 
 def use_exact(model: PreTrainedModel) -> None:
-    """Replaces activations and biases; norms, rotary embedding and products of matrices are exact as they are.
+    """Replaces activations and linear layers; norms and rotary embedding are exact as they are.
 
     Raises:
         ConfigError: another activation than SiLU.
     """
     silu = type(ACT2FN["silu"])
     for module in model.modules():
-        if type(module) is torch.nn.Linear and module.bias is not None:
+        if type(module) is torch.nn.Linear:
             # A module around it would change the names of the weights.
-            module.__class__ = BiasLast
+            module.__class__ = ExactLinear
         activation = getattr(module, "act_fn", None)
         if activation is None:
             continue

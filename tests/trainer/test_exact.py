@@ -232,6 +232,13 @@ def test_every_family_without_experts_is_exact(tiny_model: Callable[..., Path], 
     assert different(load(path, exactly), groups, 512, 0.9) == 0.0
 
 
+def test_keys_of_few_columns_are_exact(tiny_model: Callable[..., Path], exactly: Parallel) -> None:
+    # One product of q, k and v in the trainer; MKL has other kernels for the engine's product of k alone.
+    path = tiny_model("qwen3", hidden_size=24, intermediate_size=40, head_dim=8, num_key_value_heads=1)
+    groups = generate(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), random.Random(7), 40, 1.3)
+    assert different(load(path, exactly), groups, 512, 1.3) == 0.0
+
+
 def test_gradients_are_the_ordinary_ones(checkpoint: Path, exactly: Parallel, parallel: Parallel) -> None:
     groups = generate(AutoModelForCausalLM.from_pretrained(checkpoint).eval(), random.Random(3), 60, 0.8)
     gradients = []

@@ -5,10 +5,11 @@ Forward is computed by them; backward is that of the ordinary kernels, on the sa
 
 from async_rl.cpu import exact
 from trainer.devices.cpu import BACKEND, DEVICE, MODEL_OPTIONS, prepare
+from trainer.devices.cpu_ops import exact_linear
 from trainer.devices.exact_attention import ExactAttention
 from trainer.devices.layer_ops import LayerOps
 
 __all__ = ["ATTENTION", "BACKEND", "DEVICE", "LAYER_OPS", "MODEL_OPTIONS", "prepare"]
 
-LAYER_OPS = LayerOps(rms_norm=exact.rms_norm, swiglu=exact.swiglu, merge=exact.merge, exact=True)
+LAYER_OPS = LayerOps(rms_norm=exact.rms_norm, linear=exact_linear, swiglu=exact.swiglu, merge=exact.merge, exact=True)
 ATTENTION = ExactAttention()

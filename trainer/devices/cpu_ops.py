@@ -3,12 +3,15 @@
 Shape legend: T fed rows, H heads, D head dimension, N size of a norm; M rows, I inputs and O outputs of a linear layer.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from async_rl.cpu import products
+from async_rl.cpu import exact, products
+
+Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -37,7 +40,13 @@ def linear(
     The other arguments are for fused kernels of CUDA.
     """
     group = tp_group if allreduce_dgrad else None
-    out: torch.Tensor = _Linear.apply(input, weight, bias, group)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Linear.apply(products.linear, input, weight, bias, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def exact_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any) -> torch.Tensor:
+    """As `linear`, on one rank, with the forward pass of `async_rl.cpu.exact`."""
+    out: torch.Tensor = _Linear.apply(exact.linear, input, weight, bias, None)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -97,11 +106,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, group: dist.ProcessGroup | None
+        ctx: Any,
+        product: Product,
+        x: torch.Tensor,
+        weight_OI: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight_OI)
         ctx.has_bias, ctx.group = bias_O is not None, group
-        return products.linear(x, weight_OI, bias_O)
+        return product(x, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
@@ -111,4 +125,4 @@ class _Linear(torch.autograd.Function):
             dist.all_reduce(dx, group=ctx.group)
         dout_MO, x_MI = dout.flatten(0, -2), x.flatten(0, -2)
         dbias_O = dout_MO.sum(0) if ctx.has_bias else None
-        return dx, products.matmul(dout_MO.T, x_MI), dbias_O, None
+        return None, dx, products.matmul(dout_MO.T, x_MI), dbias_O, None
