@@ -3,11 +3,14 @@
     python -m benchmarks.products --json [--rounds N]
 
 The last line is one JSON object: `ratio.OUTPUTSxINPUTS.ROWS`, the best time of MKL over oneDNN's for that many
-rows times a weight. `async_rl/cpu/products.py` has the limits that were drawn from it.
+rows times a weight (`async_rl/cpu/products.py` has the limit that was drawn from it); and `two_cores`, how many products
+two processes compute together on two cores, over what one computes alone: 2 on two cores, about 1 where both are threads
+of the same core. No overlap of computing processes can be faster than that.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from async_rl.cpu.products import has_onednn
 WEIGHTS = ((320, 192), (192, 576), (1024, 512), (2816, 512), (16384, 512))
 ROWS = (16, 64, 128, 256, 1024, 4096)
 OPERATIONS_PER_TURN = 2e8
+SECONDS_ON_CORES = 2.0
 
 
 def ratio(num_rows: int, num_outputs: int, num_inputs: int, rounds: int) -> float:
@@ -43,6 +47,26 @@ def ratio(num_rows: int, num_outputs: int, num_inputs: int, rounds: int) -> floa
     return best[0] / best[1]
 
 
+def products_per_s(core: int) -> float:
+    """How many products of two matrices of one megabyte each a process on this core computes."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    left, right = torch.randn(512, 512), torch.randn(512, 512)
+    begun, num_products = time.monotonic(), 0
+    while time.monotonic() - begun < SECONDS_ON_CORES:
+        left @ right
+        num_products += 1
+    return num_products / SECONDS_ON_CORES
+
+
+def two_cores() -> float:
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
+        (alone,) = pool.map(products_per_s, [first])
+        together = pool.map(products_per_s, [first, second], chunksize=1)
+    return sum(together) / alone
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.products", description="MKL against oneDNN.")
     parser.add_argument("--json", action="store_true", help="print only the JSON object to standard output")
@@ -58,6 +82,8 @@ def main() -> None:
         for num_outputs, num_inputs in WEIGHTS
         for num_rows in ROWS
     }
+    if len(os.sched_getaffinity(0)) > 1:
+        found["two_cores"] = round(two_cores(), 2)
     print(json.dumps(found))
 
 

@@ -169,7 +169,9 @@ def main() -> None:
     if options.iterations <= WARM_UP:
         parser.error(f"--iterations {options.iterations}: the first {WARM_UP} are not counted, give more")
     # As an exception, so that directories and processes are cleared away.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # Of SIGINT, too: a shell starts background jobs with SIGINT ignored, and Python leaves it so.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     engine = Engine("vllm", str(Path(options.vllm_python).absolute())) if options.engine == "vllm" else EMBEDDED
     contests = [Contest(case, kl_coef) for case in options.cases for kl_coef in options.kl_coef]
     measurement = Measurement(options.iterations, engine, options.trl_python, options.minutes)

@@ -68,7 +68,8 @@ class _ResponseLogprobs(torch.autograd.Function):
         for rows in chunks:
             logits_CV = _logits(hidden_RH[rows], weight_VH, temperature, matmul)
             indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, logits_CV)
-            label_logits_N += logits_CV[indices] * is_here_N
+            # Not times 0: another row of the chunk may hold a NaN.
+            label_logits_N += logits_CV[indices].masked_fill_(~is_here_N, 0.0)
             lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
             lses.append(lse_C1[:, 0])
             if with_entropy:
