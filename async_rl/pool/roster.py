@@ -246,7 +246,10 @@ class Roster:
 
     def publish_failed(self, member: Member, reason: str) -> None:
         """It failed a step or a check of the current publish; it may have been given up in it before."""
-        self._act(member, self._membership.publish_failed(member.standing, reason))
+        transition = self._membership.publish_failed(member.standing, reason)
+        if transition.before != "ready":
+            logger.warning("%s does not get into service: %s", member.url, reason)
+        self._act(member, transition)
 
     def request_failed(self, member: Member, sent_s: float, error: InstanceError) -> None:
         """Applies the consequences of a failed request: most faults are temporary and cause only a pause."""

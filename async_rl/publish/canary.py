@@ -24,7 +24,10 @@ from async_rl.types import WeightVersion
 log = logging.getLogger(__name__)
 
 Kind = str
-"""Distinguishes engines that load weights in different ways: server, version, workers and their options, dtype."""
+"""Distinguishes engines that load weights in different ways: server, version, workers and their options, dtype.
+
+In exact mode each process is of its own kind: what bits it computes also depends on --exact, its processor and torch.
+"""
 
 Samples = Sequence[tuple[tuple[int, ...], tuple[float, ...]]]
 """(tokens, log-probs) of each response."""
@@ -112,7 +115,7 @@ class Canary:
             InstanceError: it does not report its kind.
         """
         if member.state != "ready" or member not in self.kinds:
-            self.kinds[member] = await self._kind_of(member.client)
+            self.kinds[member] = await self._kind_of(member)
         return self._is_always or self.kinds[member] not in self._passed
 
     async def ask(self, client: InstanceClient, version: WeightVersion) -> Samples:
@@ -163,8 +166,10 @@ class Canary:
         self._passed |= passed - {self.kinds[member] for member in failures}
         return failures
 
-    async def _kind_of(self, client: InstanceClient) -> Kind:
-        return f"{client.dialect.name} {client.server}, {await client.engine_options(self._timeout_s)}, {self._dtype}"
+    async def _kind_of(self, member: Member) -> Kind:
+        client = member.client
+        kind = f"{client.dialect.name} {client.server}, {await client.engine_options(self._timeout_s)}, {self._dtype}"
+        return f"{kind}, process {member.boot_id} at {member.url}" if self._exact else kind
 
     def _signatures(self, trainer: CanaryTrainer) -> dict[str, tuple[str, ...]]:
         """Possible stale copies, by name -> the classes that are then unchanged."""

@@ -205,3 +205,14 @@ def test_a_process_whose_place_was_taken_is_told_to_leave_when_it_returns(roster
     third = roster.register(B, "mine", "boot-3")
     assert roster.register(B, "mine", "boot-2") is None
     assert roster.register(B, "mine", "boot-3") is third and roster.members == (third,)
+
+
+def test_an_instance_that_a_publish_refuses_at_once_is_logged_with_the_reason(
+    roster: Roster, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = roster.add(B)
+    roster.publish_failed(late, "start it with --exact")
+    assert f"{B} does not get into service: start it with --exact" in caplog.text
+    caplog.clear()
+    roster.publish_failed(serving(roster), "its log-probs differ")
+    assert "leaves service" in caplog.text and "does not get into" not in caplog.text

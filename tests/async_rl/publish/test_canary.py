@@ -112,13 +112,34 @@ def test_in_exact_mode_an_instance_with_any_difference_fails_the_canary(
     assert publisher.publish("run-1", SPECS, trainer.stream, canary_trainer=trainer).instances
 
 
-def test_a_late_joiner_of_a_kind_that_has_not_passed_waits_for_the_next_publish() -> None:
+def scripted_member(url: str, boot_id: str) -> Any:
+    """A member of the pool whose instance reports the same kind of engine as any other."""
+
     async def options(timeout_s: float) -> str:
         return "1 worker"
 
     dialect = SimpleNamespace(name="embedded", holds_what_it_received=True)
-    client = SimpleNamespace(dialect=dialect, server="0.32.0", engine_options=options, url="http://late")
-    member: Any = type("Late", (), {"url": "http://late", "state": "joining", "client": client})()
+    client = SimpleNamespace(dialect=dialect, server="0.32.0", engine_options=options, url=url)
+    return type("Scripted", (), {"url": url, "boot_id": boot_id, "state": "joining", "client": client})()
+
+
+@pytest.mark.parametrize(("exact", "is_due"), [(False, False), (True, True)])
+def test_in_exact_mode_every_process_has_to_pass_the_canary_itself(exact: bool, is_due: bool) -> None:
+    first, peer = scripted_member("http://first", "a"), scripted_member("http://peer", "b")
+    restarted = scripted_member("http://first", "c")
+    canary, trainer = make_canary(exact=exact), ScriptedTrainer()
+    assert asyncio.run(canary.due(first))
+    tokens, logprobs = sample(0, len(PROMPT), 24)
+    with canary.changed(trainer):
+        assert not canary.judge({first: [(tuple(tokens), tuple(logprobs))]}, trainer)
+    assert not asyncio.run(canary.due(first))
+    # Nothing that they report says whether they were started with --exact, or which processor they have.
+    assert asyncio.run(canary.due(peer)) == is_due
+    assert asyncio.run(canary.due(restarted)) == is_due
+
+
+def test_a_late_joiner_of_a_kind_that_has_not_passed_waits_for_the_next_publish() -> None:
+    member = scripted_member("http://late", "a")
     admission = Admission(PublishSection())
     admission.canary = make_canary()
     admission.offer = Offer("run-0", announcement(SPECS), "f")
