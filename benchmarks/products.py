@@ -3,9 +3,9 @@
     python -m benchmarks.products --json [--rounds N]
 
 The last line is one JSON object: `ratio.OUTPUTSxINPUTS.ROWS`, the best time of MKL over oneDNN's for that many
-rows times a weight (`async_rl/cpu/products.py` has the limit that was drawn from it); and `two_cores`, how many products
-two processes compute together on two cores, over what one computes alone: 2 on two cores, about 1 where both are threads
-of the same core. No overlap of computing processes can be faster than that.
+rows times a weight (`async_rl/cpu/products.py` has the limit that was drawn from it); and `two_cores`, how many
+products two processes compute together on two cores, over what one computes alone: 2 on two cores, about 1 where both
+are threads of the same core. No overlap of computing processes can be faster than that.
 """
 
 import argparse
