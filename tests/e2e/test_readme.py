@@ -141,6 +141,8 @@ def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
         "bench-between-hosts",
         "bench-chaos",
         "bench-gpu",
+        "bench-products",
+        "bench-bfloat16",
         "bench-system",
         "test-gpu",
         *SMALL_BENCHMARKS,
@@ -148,19 +150,19 @@ def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
     # It takes an hour; `make test` runs a cover of it.
     run_by_hand = {"test-layouts"}
     ci = (ROOT / ".ci" / "run").read_text() + (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    run_by_ci = set(re.findall(r"^(?: *- run: )?make ([a-z-]+)$", ci, flags=re.MULTILINE))
+    run_by_ci = set(re.findall(r"^(?: *- run: )?make ([a-z0-9-]+)$", ci, flags=re.MULTILINE))
     shell = blocks("sh")
     assert {block.split()[0] for block in shell} <= {"async-rl", "make"}
     assert (
-        set(re.findall(r"^make ([a-z-]+)", "".join(shell), flags=re.MULTILINE))
+        set(re.findall(r"^make ([a-z0-9-]+)", "".join(shell), flags=re.MULTILINE))
         == run_by_tests | run_by_ci | run_by_hand
     )
 
 
 def test_every_make_target_that_a_document_names_is_one() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md"]:
-        named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", document.read_text(), flags=re.MULTILINE))
+        named = set(re.findall(r"^make ([a-z0-9-]+)|`make ([a-z0-9-]+)", document.read_text(), flags=re.MULTILINE))
         assert {"".join(pair) for pair in named} <= targets, document.name
 
 
