@@ -127,6 +127,11 @@ def linear(x: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None
     return out_RV[:num_rows].view(*x.shape[:-1], num_columns)
 
 
+def matmul(left_MK: torch.Tensor, right_KN: torch.Tensor) -> torch.Tensor:
+    """The product of rows with a matrix, as `linear` computes it."""
+    return linear(left_MK, right_KN.T)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; transformers' order of operations."""
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -177,6 +182,12 @@ def block_masses(weights_RV: torch.Tensor) -> torch.Tensor:
 def log_normalizer(highest_R1: torch.Tensor, masses_RB: torch.Tensor) -> torch.Tensor:
     """log sum exp of logits, float32 [R, 1], from each row's highest and the masses of exp(logit - highest)."""
     return highest_R1 + masses_RB.sum(dim=-1, keepdim=True).log().to(highest_R1.dtype)
+
+
+def log_normalizer_of(logits_RV: torch.Tensor) -> torch.Tensor:
+    """log sum exp of each row, [R, 1], as the embedded engine computes it."""
+    highest_R1 = logits_RV.amax(dim=-1, keepdim=True)
+    return log_normalizer(highest_R1, block_masses((logits_RV - highest_R1).exp_()))
 
 
 def _attend_causally(

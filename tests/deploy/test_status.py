@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.sections import ClusterSection
+from async_rl.config.cluster_section import ClusterSection
 from async_rl.tracking.lease import take_lease
 from deploy.cluster.fleet import drain
 from deploy.cluster.tasks import Task, write_launch

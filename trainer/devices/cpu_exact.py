@@ -11,5 +11,13 @@ from trainer.devices.layer_ops import LayerOps
 
 __all__ = ["ATTENTION", "BACKEND", "DEVICE", "LAYER_OPS", "MODEL_OPTIONS", "prepare"]
 
-LAYER_OPS = LayerOps(rms_norm=exact.rms_norm, linear=exact_linear, swiglu=exact.swiglu, merge=exact.merge, exact=True)
+LAYER_OPS = LayerOps(
+    rms_norm=exact.rms_norm,
+    linear=exact_linear,
+    matmul=exact.matmul,
+    log_normalizer=exact.log_normalizer_of,
+    swiglu=exact.swiglu,
+    merge=exact.merge,
+    exact=True,
+)
 ATTENTION = ExactAttention()

@@ -41,21 +41,30 @@ def merge(
 Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
+def log_normalizer(logits_RV: torch.Tensor) -> torch.Tensor:
+    """log sum exp of each row, [R, 1]."""
+    return logits_RV.logsumexp(-1, keepdim=True)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerOps:
     """`swiglu` takes [..., 2F] and returns silu(first half) * second half; None leaves it to Megatron's MLP.
 
     `linear` is what the linear layers of Megatron call, by its names of the arguments; None leaves it to Megatron.
-    `matmul` is for products outside of autograd, of which the log-probs consist. `grouped_linear` is the product of
-    each expert's rows with its weight (see `grouped.py`). `exact`: these are operations of `async_rl.cpu.exact`, and so
-    has everything else to be.
+    `matmul`, for products outside of autograd, and `log_normalizer`, log sum exp of logits [R, V] -> [R, 1], are what
+    the log-probs consist of. `grouped_linear` is the product of each expert's rows with its weight (see `grouped.py`).
+    `exact`: these are operations of `async_rl.cpu.exact`, and so has everything else to be.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = rms_norm
     rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = rotary
     linear: Callable[..., torch.Tensor] | None = None
     matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul
+    log_normalizer: Callable[[torch.Tensor], torch.Tensor] = log_normalizer
     swiglu: Callable[[torch.Tensor], torch.Tensor] | None = None
     grouped_linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = grouped_linear
     merge: Merge = merge
     exact: bool = False
+
+
+DEFAULT_OPS = LayerOps()

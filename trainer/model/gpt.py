@@ -27,7 +27,6 @@ from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
-from trainer.model.exact_logprobs import exact_logprobs
 from trainer.model.expert_rows import keep_rows_local
 from trainer.model.experts import use_stacked_experts
 from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops, use_linear
@@ -125,10 +124,8 @@ class SharedPromptGPT(GPTModel):
         if self.other_head is not None:
             weight_VH = self.other_head
         hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
-        if self._ops.exact:
-            return exact_logprobs(hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature)
         return response_logprobs(
-            hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature, with_entropy, self._ops.matmul
+            hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature, with_entropy, self._ops
         )
 
     def _rotation(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,14 +8,14 @@ whole vocabulary.
 Shape legend: R rows with logits, C rows of one chunk, H hidden size, V vocabulary of this rank, N response tokens.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-Matmul: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+from trainer.devices.layer_ops import DEFAULT_OPS, LayerOps
 
 CHUNK_BYTES = 256 * 2**20
 """Maximum size of one chunk's logits; two more tensors of that size exist at the same time."""
@@ -28,7 +28,7 @@ def response_logprobs(
     labels_N: torch.Tensor,
     temperature: float,
     with_entropy: bool = True,
-    matmul: Matmul = torch.matmul,
+    ops: LayerOps = DEFAULT_OPS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(log softmax(logits / temperature) of each label at its row, with gradient; its entropy, without): [N] each.
 
@@ -38,11 +38,11 @@ def response_logprobs(
     covers this rank's part of the vocabulary; the caller sums over ranks.
 
     Args:
-        matmul: computes all products (`LayerOps.matmul`).
+        ops: `matmul` computes all products, `log_normalizer` the log-sum-exps.
     """
     # `apply` is untyped in torch.
     made: tuple[torch.Tensor, torch.Tensor | None] = _ResponseLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, weight_VH, label_rows_N, labels_N, temperature, with_entropy, matmul
+        hidden_RH, weight_VH, label_rows_N, labels_N, temperature, with_entropy, ops
     )
     return made
 
@@ -57,7 +57,7 @@ class _ResponseLogprobs(torch.autograd.Function):
         labels_N: torch.Tensor,
         temperature: float,
         with_entropy: bool,
-        matmul: Matmul,
+        ops: LayerOps,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         first_label = group.rank() * len(weight_VH) if group is not None else 0
@@ -66,11 +66,11 @@ class _ResponseLogprobs(torch.autograd.Function):
         lses, entropies = [], []
         chunks = list(_chunks(hidden_RH, weight_VH))
         for rows in chunks:
-            logits_CV = _logits(hidden_RH[rows], weight_VH, temperature, matmul)
+            logits_CV = _logits(hidden_RH[rows], weight_VH, temperature, ops)
             indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, logits_CV)
             # Not times 0: another row of the chunk may hold a NaN.
             label_logits_N += logits_CV[indices].masked_fill_(~is_here_N, 0.0)
-            lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
+            lse_C1 = ops.log_normalizer(logits_CV)
             lses.append(lse_C1[:, 0])
             if with_entropy:
                 logprobs_CV = logits_CV.sub_(lse_C1)
@@ -82,7 +82,7 @@ class _ResponseLogprobs(torch.autograd.Function):
         is_whole = len(chunks) == 1 and (group is None or group.size() == 1)
         ctx.probs_RV = probs_CV if with_entropy and is_whole and ctx.needs_input_grad[0] else None
         ctx.save_for_backward(hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R)
-        ctx.temperature, ctx.matmul = temperature, matmul
+        ctx.temperature, ctx.ops = temperature, ops
         logprobs_N = label_logits_N - lse_R[label_rows_N]
         if entropy_R is None:
             return logprobs_N, None
@@ -101,7 +101,7 @@ class _ResponseLogprobs(torch.autograd.Function):
         dhidden, dweight_VH = [], None
         for rows in _chunks(hidden_RH, weight_VH):
             if probs_RV is None:
-                logits_CV = _logits(hidden_RH[rows], weight_VH, ctx.temperature, ctx.matmul)
+                logits_CV = _logits(hidden_RH[rows], weight_VH, ctx.temperature, ctx.ops)
                 probs_CV = logits_CV.sub_(lse_R[rows, None]).exp_()
             else:
                 probs_CV = probs_RV
@@ -109,8 +109,8 @@ class _ResponseLogprobs(torch.autograd.Function):
             dlogits_CV = probs_CV.mul_(-sums_R[rows, None])
             dlogits_CV.index_put_(indices, dlogits_N * is_here_N, accumulate=True)
             dscores_CV = dlogits_CV.to(weight_VH.dtype)
-            dhidden.append(ctx.matmul(dscores_CV, weight_VH))
-            part_VH = ctx.matmul(dscores_CV.T, hidden_RH[rows])
+            dhidden.append(ctx.ops.matmul(dscores_CV, weight_VH))
+            part_VH = ctx.ops.matmul(dscores_CV.T, hidden_RH[rows])
             dweight_VH = part_VH.to(_wide(part_VH.dtype)) if dweight_VH is None else dweight_VH.add_(part_VH)
         assert dweight_VH is not None, "no rows with logits"
         return torch.cat(dhidden), dweight_VH.to(weight_VH.dtype), None, None, None, None, None
@@ -127,9 +127,9 @@ def _chunks(hidden_RH: torch.Tensor, weight_VH: torch.Tensor) -> Iterator[slice]
         yield slice(start, min(start + num_rows, len(hidden_RH)))
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, matmul: Matmul) -> torch.Tensor:
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, ops: LayerOps) -> torch.Tensor:
     """This rank's logits over temperature, [C, V], a new tensor in float32 or float64."""
-    logits_CV = matmul(hidden_CH, weight_VH.T).to(_wide(hidden_CH.dtype))
+    logits_CV = ops.matmul(hidden_CH, weight_VH.T).to(_wide(hidden_CH.dtype))
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 

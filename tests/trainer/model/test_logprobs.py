@@ -172,3 +172,13 @@ def test_two_ranks_with_half_of_the_vocabulary_each_equal_one(rng: random.Random
     for results in ranks:
         assert_close([*results[:3]], expected[:3], 1e-11)
     assert_close([torch.cat([results[3] for results in ranks])], expected[3:], 1e-11)
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden_RH, weight_VH = torch.randn(4, 6), torch.randn(9, 6)
+    hidden_RH[2] = torch.nan
+    labels_N = torch.tensor([3, 0, 8, 5])
+    # One row in each chunk: the labels of the others are outside it.
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 9 * 4)
+    found_N, _ = logprobs.response_logprobs(hidden_RH, weight_VH, torch.arange(4), labels_N, 1.0)
+    assert found_N.isfinite().tolist() == [True, True, False, True]

@@ -1,0 +1,89 @@
+"""The `[cluster]` section: what the launchers of several hosts need."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, model_validator
+
+from async_rl.config.section import Section
+
+LAUNCHERS_OWN = ("--array", "-a", "--dependency", "-d", "--parsable", "--test-only", "--wait", "-W", "--wrap")
+"""Options of sbatch that decide what a job is, or whether it is submitted."""
+
+
+def _is_left_to_users(option: str) -> str:
+    name = option.partition("=")[0].split()[0]
+    if name in LAUNCHERS_OWN or (not name.startswith("--") and name[:2] in LAUNCHERS_OWN):
+        raise ValueError(f"{option!r} belongs to the launcher: leave it out")
+    return option
+
+
+SlurmOption = Annotated[str, Field(pattern=r"^-[^\n\r\x00]+$"), AfterValidator(_is_left_to_users)]
+"""One line of a job script."""
+
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+
+TOKEN_VARIABLE = "ASYNC_RL_TOKEN"
+
+
+class ClusterSection(Section):
+    """What `async-rl launch` needs beyond the other sections; of it `async-rl run` uses the restarts."""
+
+    training_nodes: int = Field(1, ge=1, description="hosts that train, each with trainer.num_processes ranks")
+    max_instances: int | None = Field(
+        None,
+        ge=1,
+        description="instances at most, where the launcher follows async_rl_desired_instances; by default "
+        "inference.num_instances, which is the least",
+    )
+    python: str | None = Field(None, description="the interpreter on the hosts; by default the launcher's own")
+    training_cores: int | None = Field(
+        None, ge=1, description="CPU cores of a training node; by default one a rank and one more"
+    )
+    instance_cores: int | None = Field(
+        None, ge=1, description="CPU cores of an instance; by default one a worker and one more"
+    )
+    env: dict[VariableName, VariableValue] = Field(
+        default_factory=dict, description="environment of all tasks; never put secrets here"
+    )
+    master_port: int = Field(29500, ge=1, le=65535, description="where the training nodes meet, on the first of them")
+    max_restarts: int = Field(
+        3, ge=0, description="restarts of the trainer, and of each instance, without progress in between"
+    )
+    restart_delay_s: float = Field(
+        1.0, gt=0, le=60, description="before the first restart; twice as long before each further one, up to a minute"
+    )
+    placement_timeout_s: float = Field(
+        180.0, gt=0, description="ray: how long the training nodes and the first instances may wait for room"
+    )
+    scale_up_after_s: float = Field(
+        30.0, gt=0, description="ray: more instances must be desired for so long before any is started"
+    )
+    scale_down_after_s: float = Field(
+        300.0, gt=0, description="ray: fewer instances must be desired for so long before any is drained"
+    )
+    patience_s: float = Field(
+        1800.0,
+        gt=0,
+        description="how long an instance waits for a trainer before it ends; on Kubernetes it does not end",
+    )
+    lease_s: float = Field(
+        20.0,
+        gt=0,
+        description="a trainer that has shown no sign of life in run.dir for so long may be replaced by another one",
+    )
+    slurm_options: tuple[SlurmOption, ...] = Field(
+        (), description="further sbatch options of all jobs, such as `--partition=gpu` and `--time=12:00:00`"
+    )
+    slurm_training_options: tuple[SlurmOption, ...] = Field((), description="those of the training job alone")
+    slurm_instance_options: tuple[SlurmOption, ...] = Field((), description="those of the instances alone")
+
+    @model_validator(mode="after")
+    def _environment_has_no_token(self) -> "ClusterSection":
+        if TOKEN_VARIABLE in self.env:
+            raise ValueError(
+                f"env has {TOKEN_VARIABLE}, which others could read in job scripts and manifests: remove it, and set "
+                "it in the environment of the launcher"
+            )
+        return self
