@@ -50,7 +50,7 @@ def make_app(
 
     @app.post(routes.FLEET_SYNC)
     async def sync(body: SyncRequest) -> FleetInfo:
-        reports.note(body.leader, body.outstanding_tokens)
+        reports.note(body)
         return _fleet_info(pool, metrics)
 
     app.add_exception_handler(RequestValidationError, invalid_request)
@@ -100,7 +100,12 @@ def _add_membership_routes(app: FastAPI, pool: InferencePool, interval_s: float)
 
 
 def _fleet_info(pool: InferencePool, metrics: FleetMetrics) -> FleetInfo:
-    return FleetInfo(version=pool.version, instances=pool.infos(), desired_instances=metrics.desired_instances)
+    return FleetInfo(
+        version=pool.version,
+        instances=pool.infos(),
+        desired_instances=metrics.desired_instances,
+        num_drains=pool.num_drains,
+    )
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -39,6 +39,8 @@ class FleetFollower:
         self._headers = {"Content-Type": "application/json"} | authorization(token)
         self._session: aiohttp.ClientSession | None = None
         self._failed = False
+        self._num_drains = 0
+        """Drains that this pool has applied."""
         self._periodic = Periodic(self.sync, SYNC_INTERVAL_S)
 
     async def start(self) -> None:
@@ -55,12 +57,15 @@ class FleetFollower:
         """One report and its response. If the endpoint does not respond, the pool continues with its known members."""
         report = {member.url: member.outstanding_tokens for member in self._pool.members}
         try:
-            fleet = await self._post(SyncRequest(leader=self._leader, outstanding_tokens=report))
+            fleet = await self._post(
+                SyncRequest(leader=self._leader, outstanding_tokens=report, num_drains=self._num_drains)
+            )
         except (aiohttp.ClientError, TimeoutError, ValidationError) as error:
             self._note_fault(f"{type(error).__name__}: {error}")
             return
         self._failed = False
         self._follow(fleet.instances)
+        self._num_drains = fleet.num_drains
         self._take_word(fleet.instances)
         elsewhere = {info.url: info.outstanding_tokens - report.get(info.url, 0) for info in fleet.instances}
         for member in self._pool.members:

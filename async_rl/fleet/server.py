@@ -51,7 +51,7 @@ class FleetServer:
         """The content of /metrics; its `note` takes the records of the run."""
         self.url = ""
         """The endpoint's URL; known after `start`."""
-        self._reports = LeaderReports(lambda: pool.members)
+        self._reports = LeaderReports(pool)
         self._app = make_app(pool, self._reports, self.metrics, config.heartbeat_timeout_s, token, run)
         self._config = config
         self._has_token = token is not None

@@ -145,7 +145,7 @@ class HealthWatch:
             # Pauses end, queues grow long and instances become idle without any event.
             self._roster.router.wake()
             for member in self._roster.members:
-                if member.state == "draining" and not member.outstanding_tokens and not member.outstanding_elsewhere:
+                if self._roster.is_drained(member):
                     logger.info("%s is drained and leaves the pool", member.name)
                     self._roster.remove(member.name)
             self._require_somebody()

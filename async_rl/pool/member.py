@@ -27,6 +27,8 @@ class Member:
     """Expected tokens of the running requests, prompts included."""
     outstanding_elsewhere: int = 0
     """The same for requests of other leaders of the run."""
+    drain_number: int = 0
+    """Which of the pool's drains was its own, from 1 on; 0 before it is drained."""
     num_tokens: int = 0
     """Response tokens received from it."""
     tokens_per_s: float = 0.0

@@ -6,6 +6,7 @@ here waits for them. Everything runs on the producer's event loop; `members` may
 """
 
 import logging
+import math
 import time
 from urllib.parse import urlsplit
 
@@ -48,6 +49,10 @@ class Roster:
         self.members: tuple[Member, ...] = ()
         self.min_model_len = 0
         """The length that an instance must accept; smaller ones that join later stay out of service."""
+        self.num_drains = 0
+        """Drains begun so far."""
+        self.drains_known_elsewhere: float = math.inf
+        """How many of them every other leader of the run knows; infinite without other leaders."""
         self.router = Router(lambda: self.members, config.max_outstanding_tokens, config.split_tail)
 
     @property
@@ -162,14 +167,24 @@ class Roster:
         self._drop(member, reason)
 
     def drain(self, name: str) -> Member:
-        """Gives an instance no new requests; it leaves the pool when its running ones have finished.
+        """Gives an instance no new requests; it leaves the pool when its running ones have finished, and every other
+        leader knows of the drain.
 
         Raises:
             UnknownInstance: there is none of that name or URL.
         """
         member = self.find(name)
+        if member.state != "draining":
+            self.num_drains += 1
+            member.drain_number = self.num_drains
         self._act(member, self._membership.drained(member.standing))
         return member
+
+    def is_drained(self, member: Member) -> bool:
+        """Whether it drains, and no leader has a request there or may still send one."""
+        is_known_to_all = member.drain_number <= self.drains_known_elsewhere
+        is_busy = member.outstanding_tokens or member.outstanding_elsewhere
+        return member.state == "draining" and is_known_to_all and not is_busy
 
     def remove(self, name: str) -> Member:
         """Drops an instance at once; its running requests are continued by other instances.

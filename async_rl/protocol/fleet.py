@@ -59,6 +59,8 @@ class FleetInfo(Body):
     version: str | None = None
     instances: list[InstanceInfo]
     desired_instances: int | None = None
+    num_drains: int = 0
+    """Drains begun in this run: a leader repeats the number in its next report, see `SyncRequest`."""
 
 
 class FleetBody(Body):
@@ -97,7 +99,12 @@ class NameRequest(FleetBody):
 
 
 class SyncRequest(FleetBody):
-    """POST /fleet/sync: another leader's outstanding tokens at each instance of the same run, by URL."""
+    """POST /fleet/sync: another leader's outstanding tokens at each instance of the same run, by URL.
+
+    `num_drains` is that of the last response it has applied: of those drains it knows, so that its outstanding tokens
+    at the drained instances can only fall. Until then it may send one of them a request after a report of none.
+    """
 
     leader: int = Field(ge=1)
     outstanding_tokens: dict[str, Annotated[int, Field(ge=0, le=2**53)]]
+    num_drains: int = Field(0, ge=0)

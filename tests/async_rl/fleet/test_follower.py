@@ -62,11 +62,40 @@ def test_a_drained_instance_leaves_when_every_leader_is_done_with_it(make_pool, 
     loop.run(follower.sync())
     assert other.find(A).state == "draining"
     other.find(A).outstanding_tokens = 0
+    assert not main.is_drained(main.find(A))
     loop.run(follower.sync())
-    assert main.find(A).outstanding_elsewhere == 0
+    assert main.find(A).outstanding_elsewhere == 0 and main.is_drained(main.find(A))
     main.remove(A)
     loop.run(follower.sync())
     assert names(other) == names(main)
+
+
+@pytest.mark.parametrize("sends_at", range(3))
+def test_an_instance_does_not_leave_before_every_leader_has_learned_that_it_drains(
+    make_pool, serve, loop, make_follower, sends_at: int
+) -> None:
+    """A leader sends a request between its report of none and the response that tells it of the drain. Before, the
+    instance had left by then, and the request was lost."""
+    main, other = make_pool(A, B), make_pool(A, B)
+    endpoint = serve(main)
+    follower = make_follower(other, endpoint.url)
+    loop.run(follower.sync())
+    endpoint.ask("/fleet/drain", {"name": A})
+    member = main.find(A)
+    assert member.outstanding_elsewhere == 0 and not main.is_drained(member), "its last report is of no requests"
+    for num_reports in range(3):
+        if num_reports == sends_at and other.find(A).state != "draining":
+            other.find(A).outstanding_tokens = 700
+        loop.run(follower.sync())
+        is_free = other.find(A).state == "draining" and other.find(A).outstanding_tokens == 0
+        assert not main.is_drained(member) or is_free
+    other.find(A).outstanding_tokens = 0
+    loop.run(follower.sync())
+    assert main.is_drained(member)
+    main.drain(A)
+    assert main.is_drained(member), "the same drain once more changes nothing"
+    main.drain(B)
+    assert main.is_drained(member) and not main.is_drained(main.find(B))
 
 
 def test_an_instance_that_a_follower_is_done_with_is_not_added_again(make_pool, serve, loop, make_follower) -> None:

@@ -1,39 +1,46 @@
 """What other leaders have under way counts as long as they say so."""
 
 import asyncio
+import math
 from random import Random
 
 from async_rl.fleet.leaders import LeaderReports
-from tests.support.members import ready_member
+from async_rl.protocol.fleet import SyncRequest
 
 
-def test_members_count_the_sum_of_the_last_reports() -> None:
+def test_members_count_the_sum_of_the_last_reports(make_pool) -> None:
     async def scenario() -> None:
         rng = Random(0)
-        members = [ready_member(f"m{i}") for i in range(4)]
-        reports = LeaderReports(lambda: members, timeout_s=60.0)
-        last: dict[int, dict[str, int]] = {}
+        roster = make_pool(*(f"http://m{i}:8000" for i in range(4)))
+        reports = LeaderReports(roster, timeout_s=60.0)
+        assert roster.drains_known_elsewhere == math.inf
+        last: dict[int, SyncRequest] = {}
         for _ in range(200):
-            urls = rng.sample([*(member.url for member in members), "http://gone:1"], rng.randrange(5))
-            leader = rng.randrange(3)
-            last[leader] = {url: rng.randrange(1000) for url in urls}
-            reports.note(leader, last[leader])
-            for member in members:
-                assert member.outstanding_elsewhere == sum(each.get(member.url, 0) for each in last.values())
+            urls = rng.sample([*(member.url for member in roster.members), "http://gone:1"], rng.randrange(5))
+            leader = rng.randrange(1, 4)
+            tokens = {url: rng.randrange(1000) for url in urls}
+            last[leader] = SyncRequest(leader=leader, outstanding_tokens=tokens, num_drains=rng.randrange(9))
+            reports.note(last[leader])
+            for member in roster.members:
+                told = sum(each.outstanding_tokens.get(member.url, 0) for each in last.values())
+                assert member.outstanding_elsewhere == told
+            assert roster.drains_known_elsewhere == min(each.num_drains for each in last.values())
         reports.close()
 
     asyncio.run(scenario())
 
 
-def test_a_leader_that_is_silent_counts_as_idle_and_one_that_goes_on_does_not() -> None:
+def test_a_leader_that_is_silent_counts_as_idle_and_one_that_goes_on_does_not(make_pool) -> None:
     async def scenario() -> None:
-        member = ready_member("a")
-        reports = LeaderReports(lambda: [member], timeout_s=0.3)
-        reports.note(1, {member.url: 5})
+        roster = make_pool("http://a:8000")
+        (member,) = roster.members
+        reports = LeaderReports(roster, timeout_s=0.3)
+        reports.note(SyncRequest(leader=1, outstanding_tokens={member.url: 5}))
         for _ in range(8):
-            reports.note(2, {member.url: 7})
+            reports.note(SyncRequest(leader=2, outstanding_tokens={member.url: 7}, num_drains=2))
             await asyncio.sleep(0.08)
         assert member.outstanding_elsewhere == 7, "the first is forgotten, the second has reported all the while"
+        assert roster.drains_known_elsewhere == 2
         reports.close()
 
     asyncio.run(scenario())

@@ -14,6 +14,7 @@ from async_rl.config.sections import PoolSection
 from async_rl.errors import ConfigError
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.server import FleetServer
+from async_rl.protocol.fleet import SyncRequest
 from inference_service.registration import Registration
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
@@ -163,10 +164,10 @@ def test_what_leaders_report_counts_together(make_pool, serve) -> None:
 
 def test_a_leader_that_stops_reporting_counts_nothing(make_pool, loop, eventually) -> None:
     pool = make_pool(A)
-    reports = LeaderReports(lambda: pool.members, timeout_s=0.3)
+    reports = LeaderReports(pool, timeout_s=0.3)
 
     async def report(leader: int) -> None:
-        reports.note(leader, {A: 10 * leader})
+        reports.note(SyncRequest(leader=leader, outstanding_tokens={A: 10 * leader}))
 
     loop.run(report(1))
     loop.run(report(2))
