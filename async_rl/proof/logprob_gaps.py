@@ -77,7 +77,7 @@ class LogprobGaps:
     @property
     def k1(self) -> float:
         """KL(rollout || trainer) as the mean of -d: unbiased, noisy."""
-        return -self.mean
+        return 0.0 - self.mean
 
     @property
     def k3(self) -> float:

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 import torch
+import xxhash
 
 from async_rl.errors import ConfigError, PublishError
 from async_rl.weights.collectives import make_group
@@ -92,11 +93,17 @@ class Workers:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
-def test_two_receivers_get_every_byte_and_the_same_fingerprint(bucket_bytes: int) -> None:
+def test_two_receivers_get_every_byte_and_the_same_fingerprint(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = []
+    digest = xxhash.xxh3_128_digest
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: (hashed.append(data.nbytes), digest(data))[1])
     workers = Workers(2, bucket_bytes)
     workers.tell("receive")
     workers.wait_until_announced()
     sent = workers.group.send(make_tensors(), bucket_bytes)
+    assert hashed == [spec.num_bytes for spec, _ in make_tensors()], "once, however many receive them"
     assert [pipe.recv() for pipe in workers.pipes] == [(True, sent), (True, sent)]
     workers.group.close()
 
