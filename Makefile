@@ -17,7 +17,7 @@ FAST := not distributed and not packaging and not vllm and not layouts and not g
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm containers check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
-	bench-between-hosts bench-generation bench-bfloat16 bench-peers bench-products bench-system
+	bench-between-hosts bench-engine-parts bench-generation bench-bfloat16 bench-peers bench-products bench-system
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -67,6 +67,9 @@ bench-system: $(READY)
 
 bench-shared-prompt: $(READY)
 	$(BIN)/python -m benchmarks.shared_prompt --json $(ARGS)
+
+bench-engine-parts: $(READY)
+	$(BIN)/python -m benchmarks.engine_parts --json $(ARGS)
 
 bench-generation: $(READY)
 	$(BIN)/python -m benchmarks.generation --json $(ARGS)
