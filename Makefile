@@ -17,7 +17,7 @@ FAST := not distributed and not packaging and not vllm and not layouts and not g
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm containers check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
-	bench-between-hosts bench-engine-parts bench-generation bench-bfloat16 bench-peers bench-products bench-system
+	bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products bench-system
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -77,8 +77,8 @@ bench-generation: $(READY)
 bench-products: $(READY)
 	$(BIN)/python -m benchmarks.products --json $(ARGS)
 
-bench-bfloat16: $(READY)
-	$(BIN)/python -m benchmarks.bfloat16 $(ARGS)
+bench-modes: $(READY)
+	$(BIN)/python -m benchmarks.modes $(ARGS)
 
 bench-peers: $(READY) $(PEERS_READY)
 	$(BIN)/python -m benchmarks.peers --json --trl-python $(PEERS_VENV)/bin/python $(ARGS)
