@@ -24,9 +24,3 @@ def test_products_of_every_size_have_a_ratio() -> None:
     found = figures_of("benchmarks.products", "--json", "--rounds", "1")
     ratios = [name for name in found if name.startswith("ratio.")]
     assert len(ratios) == len(ROWS) * len(WEIGHTS) and all(value > 0 for value in found.values())
-
-
-def test_bfloat16_has_a_ratio_in_training_and_generation() -> None:
-    found = figures_of("benchmarks.bfloat16", "--cases", "tiny:16:2:1", "--repeats", "1")
-    ratios = {name for name, value in found.items() if name.startswith("ratio.") and value > 0}
-    assert len(ratios) == 2, found

@@ -1,21 +1,25 @@
 """The benchmark of modes runs each of them on the same work."""
 
-import asyncio
+import json
+import subprocess
+import sys
 
-from async_rl.config.sections import TrainerSection
-from benchmarks.common.case import Case
-from benchmarks.modes import MODES, measure_generation, measure_training, summary
-from trainer.devices import choose_device
-from trainer.parallel import init_parallel
+import pytest
+
+from benchmarks.modes import MODES, summary
+from tests.support import ROOT
 
 
+@pytest.mark.distributed
 def test_every_mode_trains_and_generates_the_case() -> None:
-    case = Case.parse("tiny:40:2:2")
-    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
-    trained = measure_training(case, MODES, 1, parallel)
-    generated = asyncio.run(measure_generation(case, MODES, 1))
-    for rounds in (trained, generated):
-        assert len(rounds) == 1 and len(rounds[0]) == len(MODES) and min(rounds[0]) > 0
+    command = [sys.executable, "-m", "benchmarks.modes", "--cases", "tiny:16:2:1", "--repeats", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    whats = ("train", "generate")
+    assert found.keys() == {f"{mode}.{what}.tiny:16:2:1" for mode in MODES for what in whats} | {
+        f"ratio.{mode}.{what}.tiny:16:2:1" for mode in MODES[1:] for what in whats
+    }
+    assert min(found.values()) > 0
 
 
 def test_ratios_are_of_the_first_mode_to_each_other_one() -> None:
