@@ -1,4 +1,4 @@
-"""The benchmarks of products and of bfloat16 run as programs, and report all of their cases."""
+"""The benchmark of products runs as a program, and reports all of its cases."""
 
 import json
 import subprocess
