@@ -4,7 +4,8 @@
 
 The cases are those of `benchmarks.generation`. The last line is one JSON object: for each case `CASE.total`, processor
 milliseconds per sampled token, and `CASE.PART` for each part of it: the time in PyTorch's operators of that part, by
-its profiler, and `python`, which is what remains. Of several runs it is the one that took least.
+its profiler, and `python`, which is what remains. Of several runs it is the one that took least. Operators are timed by
+the clock: on a machine that is busy with something else they take longer than they should, and `python` is too small.
 """
 
 import argparse
