@@ -5,11 +5,11 @@ trainer process (producer thread -> queue -> training loop -> ledger).
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from async_rl.proof.logprob_gaps import LogprobGaps
 
@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpan:
-    """Output tokens `start <= i < end` were sampled from `version` (vLLM's `weight_versions` entry)."""
+    """Sampled tokens `start <= i < end` are of `version` (vLLM's `weight_versions` entry); observed ones do not count."""
 
     version: WeightVersion
     start: int
@@ -44,12 +44,19 @@ class WeightSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """One sampled continuation of a prompt.
+    """The tokens after a prompt that one sequence of the trainer holds; a rollout of a single turn is one response.
 
-    `logprobs[i]` is the natural log-probability with which the instance sampled `token_ids[i]`, after temperature.
-    A stop token is part of `token_ids`. `finish_reason` is "stop" or "length". `instance` is the URL of the instance
-    that finished it. `num_continued` counts how often another request continued it from its prefix, `num_resampled` how
-    often it was sampled again from the start, under the same seed, because an instance without streaming was lost.
+    `token_ids[i]` was sampled, unless one of the half-open ranges `observed` contains i. Observed tokens are context:
+    what tools, users and environments say between turns, and what another response of the same rollout has sampled
+    already. The ranges ascend and do not touch each other; the last token was sampled.
+
+    `logprobs` are the natural log-probabilities, after temperature, with which the instance sampled the sampled tokens,
+    in their order. A stop token is part of `token_ids`. `finish_reason` is "stop" or "length". `instance` is the URL of
+    the instance that finished it. `num_continued` counts how often another request continued it from its prefix,
+    `num_resampled` how often it was sampled again from the start, under the same seed, because an instance without
+    streaming was lost.
+
+    `prompt_ids` is what `token_ids` follows if that is not the group's prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -60,19 +67,55 @@ class Response:
     instance: str
     num_continued: int = 0
     num_resampled: int = 0
+    observed: tuple[tuple[int, int], ...] = ()
+    prompt_ids: tuple[int, ...] | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Sampled tokens."""
+        return len(self.token_ids) - sum(end - start for start, end in self.observed)
+
+    @property
+    def sampled(self) -> Iterator[int]:
+        """The indices of its sampled tokens, ascending."""
+        starts = (0, *(end for _, end in self.observed))
+        ends = (*(start for start, _ in self.observed), len(self.token_ids))
+        return chain.from_iterable(map(range, starts, ends))
 
     @property
     def weight_versions(self) -> frozenset[WeightVersion]:
         """All versions its tokens were sampled from; includes `UNPROVEN` if the spans do not cover every token."""
         ends = [0, *(span.end for span in self.weight_spans)]
-        starts = [*(span.start for span in self.weight_spans), len(self.token_ids)]
+        starts = [*(span.start for span in self.weight_spans), self.num_sampled]
         versions = {span.version for span in self.weight_spans}
         return frozenset(versions if ends == starts else versions | {UNPROVEN})
 
 
+Status = Literal["completed", "truncated"]
+"""How a rollout ended: by itself, or at a limit (turns, tokens, time), which is an outcome like any other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFacts:
+    """What the trainer needs to know of one rollout besides its responses and its reward.
+
+    Its responses are the next `num_responses` of its group: one, and one more for each branch. `num_turns` counts
+    generations. `turn_rewards` are recorded only; the rollout's reward is what is trained.
+    """
+
+    num_responses: int = 1
+    num_turns: int = 1
+    status: Status = "completed"
+    turn_rewards: tuple[float, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One prompt's G responses with their rewards: the unit that the queue holds and the trainer consumes.
+    """One prompt's G rollouts with their rewards: the unit that the queue holds and the trainer consumes.
+
+    `responses` are those of all rollouts, in the order of these; `rewards` and `rollouts` have one entry per rollout.
+    By default each response is a rollout of a single turn. Advantages, baselines and lengths are those of rollouts,
+    however many branches these have.
 
     `index` is the prompt's index in its batch. `started_s` and `finished_s` are `time.monotonic()` seconds of the
     dispatch and of the last score; `attempts` counts how often the group was sent to an instance (1 = no retry).
@@ -87,10 +130,24 @@ class Group:
     started_s: float
     finished_s: float
     attempts: int = 1
+    rollouts: tuple[RolloutFacts, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.rollouts:
+            object.__setattr__(self, "rollouts", (RolloutFacts(),) * len(self.responses))
+        num_responses = sum(facts.num_responses for facts in self.rollouts)
+        assert num_responses == len(self.responses), f"{num_responses} of {len(self.responses)} responses have a rollout"
+        assert len(self.rewards) == len(self.rollouts), f"{len(self.rewards)} rewards, {len(self.rollouts)} rollouts"
 
     @property
     def num_response_tokens(self) -> int:
-        return sum(len(response.token_ids) for response in self.responses)
+        """Sampled tokens of all responses."""
+        return sum(response.num_sampled for response in self.responses)
+
+    @property
+    def rollout_of(self) -> tuple[int, ...]:
+        """For each response, the number of its rollout."""
+        return tuple(i for i, facts in enumerate(self.rollouts) for _ in range(facts.num_responses))
 
 
 @dataclass(frozen=True, slots=True)
