@@ -91,7 +91,7 @@ class _Process:
         """The answer; None if the process ended, or took longer."""
         if time_s <= 0:
             return None
-        process = self._process or await self._running.enter_async_context(self._start())
+        process: SandboxProcess = self._process or await self._running.enter_async_context(self._start())
         self._process = process
         try:
             async with asyncio.timeout(time_s):

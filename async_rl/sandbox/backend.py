@@ -34,6 +34,7 @@ class Launch:
         uid: the user that a program started as root becomes inside: one of its own, so that its processes are counted
             alone; None where it is somebody else already.
         ends_by: the signal with which the command ends all that it started.
+        filter: a seccomp filter that the program installs itself, where the command does not.
         counts_processes: the backend limits their number by itself.
     """
 
@@ -43,6 +44,7 @@ class Launch:
     fds: tuple[int, ...] = ()
     uid: int | None = None
     ends_by: signal.Signals = signal.SIGKILL
+    filter: bytes | None = None
     counts_processes: bool = False
 
 

@@ -61,9 +61,7 @@ class Bubblewrap:
         command += ["--symlink", "/tmp", "/dev/shm"]
         command += ["--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp"]
         command += ["--remount-ro", "/", "--chdir", "/tmp"]
-        filters = filter_program()
-        assert filters is not None, "checked by the probe"
-        with readable(filters) as fd:
+        with readable(filter_program()) as fd:
             command += ["--seccomp", str(fd), "--"]
             yield Launch(tuple(command), python, "/tmp", (fd,), own_uid() if self.as_root else None)
 

@@ -17,7 +17,7 @@ from async_rl.sandbox.bubblewrap import Bubblewrap, find_bubblewraps
 from async_rl.sandbox.limits import Limits, Program
 from async_rl.sandbox.sandbox import Sandbox
 from async_rl.sandbox.sandlock import Sandlock, has_sandlock
-from async_rl.sandbox.seccomp import filter_program
+from async_rl.sandbox.seccomp import has_filter
 
 LIMITS = Limits(wall_s=20.0, num_processes=8)
 
@@ -99,9 +99,10 @@ def require_installed() -> None:
 
 
 def _candidates(faults: list[str]) -> Iterator[Backend]:
-    if filter_program() is None:
-        faults.append(f"bubblewrap: no system call filter for {os.uname().machine}")
-    elif not (paths := find_bubblewraps()):
+    if not has_filter():
+        faults.append(f"none: there is no filter of system calls for {os.uname().machine}")
+        return
+    if not (paths := find_bubblewraps()):
         faults.append("bubblewrap: not installed")
     else:
         for path, as_root in itertools.product(paths, (True, False) if os.geteuid() == 0 else (False,)):

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import math
+import os
+import signal
 import socket
 from asyncio.subprocess import PIPE, Process
 from typing import Any
@@ -31,13 +33,16 @@ class SandboxProcess:
     def __init__(self, process: Process, connection: socket.socket, launch: Launch, limits: Limits) -> None:
         self.exceeded: Status | None = None
         self._process = process
+        # Of exactly this process: `Process.kill` may reap it and so lose its exit code.
+        self._pidfd = os.pidfd_open(process.pid)
         self._connection = connection
         self._launch = launch
         self._limits = limits
         self._outputs = [bytearray(), bytearray()]
         pipes = (process.stdout, process.stderr)
         self._readers = [asyncio.create_task(self._collect(*each)) for each in zip(pipes, self._outputs, strict=True)]
-        self._watcher = asyncio.create_task(self._watch())
+        self._watcher: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, backend: Backend, limits: Limits, kind: str, **fields: Any) -> "SandboxProcess":
@@ -112,15 +117,18 @@ class SandboxProcess:
             SandboxFailed: the system did not end it in time.
         """
         self._kill()
-        self._watcher.cancel()
-        self._connection.close()
+        self._ending = self._ending or asyncio.create_task(self._require_end())
         # Also by a caller that is cancelled: a few milliseconds.
-        await asyncio.shield(asyncio.create_task(self._require_end()))
+        await asyncio.shield(self._ending)
 
     async def _require_end(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._connection.close()
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self.wait()
+            os.close(self._pidfd)
         except TimeoutError:
             raise SandboxFailed(
                 f"a killed sandbox (process {self._process.pid}) has not ended after {END_TIMEOUT_S:g} s: it may wait "
@@ -131,6 +139,8 @@ class SandboxProcess:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 if await self._receive(1) == READY:
+                    # Only now are the files that its processes see its own.
+                    self._watcher = asyncio.create_task(self._watch())
                     return await self.send(message)
         except (TimeoutError, EOFError):
             pass
@@ -173,7 +183,7 @@ class SandboxProcess:
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(self._launch.ends_by)
+            signal.pidfd_send_signal(self._pidfd, self._launch.ends_by)
 
 
 def _confinement(launch: Launch, limits: Limits) -> dict[str, Any]:
@@ -188,4 +198,4 @@ def _confinement(launch: Launch, limits: Limits) -> dict[str, Any]:
     ]
     if not launch.counts_processes:
         rlimits.append(("RLIMIT_NPROC", limits.num_processes, limits.num_processes))
-    return {"uid": launch.uid, "rlimits": rlimits}
+    return {"uid": launch.uid, "rlimits": rlimits, "filter": launch.filter}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from async_rl.sandbox.backend import PREFIX, PYTHON, Launch, own_uid
 from async_rl.sandbox.limits import Limits
+from async_rl.sandbox.seccomp import filter_program
 
 PROCESS = Path(__file__).parent / "sandlock_process.py"
 
@@ -40,4 +41,11 @@ class Sandlock:
             "uid": own_uid() if os.geteuid() == 0 else None,
         }
         command = (sys.executable, "-P", str(PROCESS), json.dumps(policy))
-        yield Launch(command, str(PYTHON), None, ends_by=signal.SIGTERM, counts_processes=True)
+        yield Launch(
+            command,
+            str(PYTHON),
+            None,
+            ends_by=signal.SIGTERM,
+            filter=filter_program(keeps_metadata=True),
+            counts_processes=True,
+        )

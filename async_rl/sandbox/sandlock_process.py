@@ -32,7 +32,6 @@ def main(policy: dict[str, Any], command: list[str]) -> int:
         os.setgroups([])
         os.setresgid(*[policy["uid"]] * 3)
         os.setresuid(*[policy["uid"]] * 3)
-    signal.signal(signal.SIGTERM, _end)
     # After the change of user, which would undo it; whoever leaves its parent becomes a child of this process.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -41,8 +40,10 @@ def main(policy: dict[str, Any], command: list[str]) -> int:
     if os.getppid() != parent:
         return 1
     codes: list[int] = []
-    scratch = tempfile.mkdtemp(prefix="async-rl-sandbox-")
+    scratch = ""
     try:
+        signal.signal(signal.SIGTERM, _end)
+        scratch = tempfile.mkdtemp(prefix="async-rl-sandbox-")
         sandbox = sandlock.Sandbox(
             fs_readable=policy["readable"],
             fs_writable=[scratch, *policy["writable"]],
@@ -60,7 +61,6 @@ def main(policy: dict[str, Any], command: list[str]) -> int:
     except _Ended:
         return 128 + signal.SIGTERM
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _end_children()
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -70,6 +70,7 @@ def _exit_code(result: Any) -> int:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise _Ended
 
 
