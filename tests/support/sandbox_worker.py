@@ -23,8 +23,8 @@ from async_rl.sandbox.bubblewrap import Bubblewrap, find_bubblewraps
 from async_rl.sandbox.sandlock import Sandlock
 from tests.support.hostile_programs import BREAKING, IN_MEMORY, PRELUDE, REACHING
 
-LIMITS = Limits(wall_s=3.0, cpu_s=10.0, memory_bytes=512 * 2**20, num_processes=32, num_files=2000)
-AT_ONCE = 3
+LIMITS = Limits(wall_s=2.5, cpu_s=10.0, memory_bytes=512 * 2**20, num_processes=32, num_files=2000)
+AT_ONCE = 6
 
 
 def backend_named(name: str) -> Backend:
