@@ -17,7 +17,7 @@ FAST := not distributed and not packaging and not vllm and not layouts and not g
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm containers check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
-	bench-between-hosts bench-generation bench-bfloat16 bench-peers bench-products bench-system
+	bench-between-hosts bench-generation bench-bfloat16 bench-peers bench-products bench-sandbox bench-system
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -73,6 +73,9 @@ bench-generation: $(READY)
 
 bench-products: $(READY)
 	$(BIN)/python -m benchmarks.products --json $(ARGS)
+
+bench-sandbox: $(READY)
+	$(BIN)/python -m benchmarks.sandbox --json $(ARGS)
 
 bench-bfloat16: $(READY)
 	$(BIN)/python -m benchmarks.bfloat16 $(ARGS)

@@ -44,6 +44,7 @@ def read(path):
 def fork_many():
     for _ in range(facts["num_processes"]):
         if os.fork() == 0:
+            os.close(ending)
             os.read(waiting, 1)
             os._exit(0)
 

@@ -34,7 +34,7 @@ class SandboxProcess:
         self.exceeded: Status | None = None
         self._process = process
         # Of exactly this process: `Process.kill` may reap it and so lose its exit code.
-        self._pidfd = os.pidfd_open(process.pid)
+        self._pidfd = _pidfd_of(process)
         self._connection = connection
         self._launch = launch
         self._limits = limits
@@ -51,6 +51,23 @@ class SandboxProcess:
         Raises:
             SandboxFailed: the isolated interpreter did not start.
         """
+        # Milliseconds, which are not cancelled: asyncio might never return, and bubblewrap would leave behind the child
+        # that it has just made.
+        starting = asyncio.create_task(cls._spawn(backend, limits))
+        try:
+            started = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.shield(asyncio.create_task(_end_after(starting)))
+            raise
+        try:
+            await started.send(request(kind, **_confinement(started._launch, limits), **fields))
+        except BaseException:
+            await started.end()
+            raise
+        return started
+
+    @classmethod
+    async def _spawn(cls, backend: Backend, limits: Limits) -> "SandboxProcess":
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as on_failure:
             on_failure.enter_context(ours)
@@ -70,11 +87,7 @@ class SandboxProcess:
                 )
             on_failure.pop_all()
         started = cls(process, ours, launch, limits)
-        try:
-            await started._begin(request(kind, **_confinement(launch, limits), **fields))
-        except BaseException:
-            await started.end()
-            raise
+        await started._wait_until_ready()
         return started
 
     @property
@@ -128,20 +141,24 @@ class SandboxProcess:
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self.wait()
-            os.close(self._pidfd)
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
+            # asyncio does so a few turns of its loop later, which may have been closed by then.
+            self._process._transport.close()  # type: ignore[attr-defined]
         except TimeoutError:
             raise SandboxFailed(
                 f"a killed sandbox (process {self._process.pid}) has not ended after {END_TIMEOUT_S:g} s: it may wait "
                 "for a file system that does not answer"
             ) from None
 
-    async def _begin(self, message: bytes) -> None:
+    async def _wait_until_ready(self) -> None:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 if await self._receive(1) == READY:
                     # Only now are the files that its processes see its own.
                     self._watcher = asyncio.create_task(self._watch())
-                    return await self.send(message)
+                    return
         except (TimeoutError, EOFError):
             pass
         await self.end()
@@ -182,8 +199,22 @@ class SandboxProcess:
         self._kill()
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, self._launch.ends_by)
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, self._launch.ends_by)
+
+
+async def _end_after(starting: "asyncio.Task[SandboxProcess]") -> None:
+    with contextlib.suppress(SandboxFailed):
+        await (await starting).end()
+
+
+def _pidfd_of(process: Process) -> int | None:
+    """A file descriptor of the process; None if it has ended already."""
+    try:
+        return os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
 
 
 def _confinement(launch: Launch, limits: Limits) -> dict[str, Any]:
