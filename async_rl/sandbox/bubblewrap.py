@@ -23,7 +23,7 @@ SYSTEM = Path("/usr")
 MERGED = ("bin", "lib", "lib32", "lib64", "sbin")
 """Directories that are links into /usr on most systems, and directories of their own on others."""
 
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/urandom")
 
 INSIDE = "/python"
 """Where the Python is that runs a program: its own path may lead through directories that only root may enter."""

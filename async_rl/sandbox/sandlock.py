@@ -21,7 +21,7 @@ from async_rl.sandbox.seccomp import filter_program
 
 PROCESS = Path(__file__).parent / "sandlock_process.py"
 
-READABLE = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+READABLE = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/dev/null", "/dev/urandom")
 
 
 def has_sandlock() -> bool:

@@ -3,16 +3,21 @@
 So no expected value and no test is in a process with the module, and its results reach the tests as plain data.
 """
 
+from __future__ import annotations
+
 import builtins
 import json
 import os
 import sys
-from collections.abc import Mapping
 from itertools import islice
-from typing import Any
 
 from async_rl.sandbox.inside.confinement import confine, receive, send
 from async_rl.sandbox.inside.plain_data import dumps, loads
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
 
 MAX_ITEMS = 1_000_000
 """Of an iterator, which may be endless."""

@@ -1,14 +1,19 @@
 """Runs one Python program several times, each time in a process of its own and with another standard input."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import resource
 import signal
 import sys
-from types import CodeType
-from typing import Any
 
 from async_rl.sandbox.inside.confinement import as_stdin, confine, receive, run_as_main, send
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import CodeType
+    from typing import Any
 
 
 def main(connection: int, request: dict[str, Any]) -> None:

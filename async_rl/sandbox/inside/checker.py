@@ -3,14 +3,19 @@
 Nothing of the module's code runs here. Messages to the outside: `?` and a call, or `=` and whether a test passed.
 """
 
+from __future__ import annotations
+
 import ast
 import builtins
 import os
 import sys
-from typing import Any
 
 from async_rl.sandbox.inside.confinement import confine, receive, send
 from async_rl.sandbox.inside.plain_data import dumps, loads
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class SolutionLost(BaseException):

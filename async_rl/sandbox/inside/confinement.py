@@ -1,10 +1,15 @@
 """The first steps inside: an own user, limits that cannot be raised again, the program's files, and messages."""
 
+from __future__ import annotations
+
 import os
 import resource
 import sys
-from types import CodeType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import CodeType
+    from typing import Any
 
 MEMORY_EXIT = 251
 """The exit code of a program that ended with a MemoryError."""

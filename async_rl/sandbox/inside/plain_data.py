@@ -3,9 +3,14 @@
 Only exact types are plain: an instance of a subclass could have an equality of its own.
 """
 
+from __future__ import annotations
+
 import json
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 _AS_THEY_ARE = (type(None), bool, int, float, str)
 _COLLECTIONS: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}

@@ -1,10 +1,15 @@
 """Runs one program: Python in this interpreter, which saves starting another, or a command of the system."""
 
+from __future__ import annotations
+
 import os
 import sys
-from typing import Any
 
 from async_rl.sandbox.inside.confinement import as_stdin, confine, run_as_main
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def main(connection: int, request: dict[str, Any]) -> None:

@@ -1,14 +1,19 @@
 """A Python interpreter that keeps its names from call to call, as a notebook does: the tool of an agent."""
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import os
 import signal
 import sys
-from types import FrameType
-from typing import Any
 
 from async_rl.sandbox.inside.confinement import confine, receive, send
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any
 
 
 def main(connection: int, request: dict[str, Any]) -> None:
