@@ -91,8 +91,9 @@ class _Process:
         """The answer; None if the process ended, or took longer."""
         if time_s <= 0:
             return None
-        process: SandboxProcess = self._process or await self._running.enter_async_context(self._start())
-        self._process = process
+        if self._process is None:
+            self._process = await self._running.enter_async_context(self._start())
+        process = self._process
         try:
             async with asyncio.timeout(time_s):
                 await process.send(question)
