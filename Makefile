@@ -17,7 +17,8 @@ FAST := not distributed and not packaging and not vllm and not layouts and not g
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm containers check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
-	bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products bench-system
+	bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products bench-sandbox \
+	bench-system
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -79,6 +80,9 @@ bench-products: $(READY)
 
 bench-modes: $(READY)
 	$(BIN)/python -m benchmarks.modes $(ARGS)
+
+bench-sandbox: $(READY)
+	$(BIN)/python -m benchmarks.sandbox --json $(ARGS)
 
 bench-peers: $(READY) $(PEERS_READY)
 	$(BIN)/python -m benchmarks.peers --json --trl-python $(PEERS_VENV)/bin/python $(ARGS)

@@ -23,6 +23,7 @@ AsyncRLError
 ├── NoInstanceLeft                  every instance is out of service, for longer than pool.timeout_s
 ├── PublishError                    weights could not be transferred to any instance
 ├── RewardError                     a reward raised, hung or returned something else than one float per response
+├── SandboxFailed                   a sandbox did not start or end
 ├── RolloutLost                     the rollout of a prompt ended without a group and without an error
 ├── EventLoopLost                   the rollout thread ended, or other code ended one of its coroutines
 ├── WriteFailed                     a file of the run cannot be written: a full disk, or a missing directory
@@ -148,6 +149,10 @@ class RewardError(AsyncRLError):
     """A reward raised, hung, or returned something other than one finite float per response."""
 
     may_pass = False
+
+
+class SandboxFailed(AsyncRLError):
+    """An isolated process did not start, or did not end when it was killed; not a fault of the program in it."""
 
 
 class RolloutLost(AsyncRLError):

@@ -47,7 +47,7 @@ class RolloutSection(Section):
 
 
 class RewardSection(Section):
-    name: str = Field(description="reasoning_gym, math, or python:path/to/file.py:function")
+    name: str = Field(description="reasoning_gym, math, code, or python:path/to/file.py:function")
     timeout_s: float = Field(30.0, gt=0, description="for one group, from when its call begins")
     num_workers: int = Field(1, ge=1, description="processes that run the reward")
     max_concurrency: int = Field(
@@ -59,6 +59,10 @@ class RewardSection(Section):
     max_attempts: int = Field(3, ge=1, description="calls for one group at most, with `retry`")
     skip_special_tokens: bool = Field(
         True, description="leave special tokens (end of sequence, a chat template's) out of the text that is scored"
+    )
+    test_timeout_s: float = Field(3.0, gt=0, description="code: for one unit test of a response")
+    test_memory_bytes: int = Field(
+        512 * 2**20, ge=64 * 2**20, description="code: memory and files of all processes of one response"
     )
 
 

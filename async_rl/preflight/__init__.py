@@ -12,7 +12,7 @@ from async_rl.preflight.data import require_evaluation_sets, require_prompts
 from async_rl.preflight.exact import require_exact
 from async_rl.preflight.model import ModelFiles, require_divisible, require_fit, require_tokens, require_trainable
 from async_rl.preflight.paths import require_paths
-from async_rl.preflight.reward import require_reward
+from async_rl.preflight.reward import require_reward, require_time_for_tests
 
 __all__ = ["require_sound"]
 
@@ -34,6 +34,7 @@ def require_sound(config: Config, *, trains: bool, serves: bool) -> None:
     _note(faults, lambda: require_evaluation_sets(config))
     if trains:
         _note(faults, lambda: require_prompts(config.prompts))
+        _note(faults, lambda: require_time_for_tests(config))
         _note(faults, lambda: require_paths(config))
     if len(faults) == 1:
         # Of its own class: a directory in use may be free later.

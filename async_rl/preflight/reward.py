@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.sections import Config, RewardSection
 from async_rl.errors import ConfigError
+from async_rl.rewards.code import USED_SHARE
+from async_rl.sandbox.probe import require_installed
 
 PREFIX = "python:"
 BUILT_IN = {
@@ -32,13 +34,31 @@ def require_reward(config: RewardSection) -> None:
     if name.startswith(PREFIX):
         _require_function(name)
         return
+    if name == "code":
+        require_installed()
+        return
     if name not in BUILT_IN:
         raise ConfigError(
-            f"reward.name is {name!r}: expected {', '.join(BUILT_IN)}, or {PREFIX}path/to/file.py:function"
+            f"reward.name is {name!r}: expected {', '.join(BUILT_IN)}, code, or {PREFIX}path/to/file.py:function"
         )
     module, package = BUILT_IN[name]
     if find_spec(module) is None:
         raise ConfigError(f"reward.name {name!r} needs {package}")
+
+
+def require_time_for_tests(config: Config) -> None:
+    """Checks for the reward `code` that each response of a group has the time of at least one of its tests.
+
+    Raises:
+        ConfigError: `reward.timeout_s` is too short.
+    """
+    reward, num_responses = config.reward, config.rollout.responses_per_prompt
+    needed_s = num_responses * reward.test_timeout_s / USED_SHARE
+    if reward.name == "code" and reward.timeout_s < needed_s:
+        raise ConfigError(
+            f"reward.timeout_s = {reward.timeout_s:g} is too short for one test of {reward.test_timeout_s:g} s "
+            f"(reward.test_timeout_s) in each of {num_responses} responses: set it to at least {needed_s:.4g}"
+        )
 
 
 def _require_function(name: str) -> None:

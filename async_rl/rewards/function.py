@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rl.config.sections import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.rewards.base import CORRECT_AT, is_reward
 
@@ -55,14 +56,16 @@ def find_file(name: str) -> tuple[Path, str]:
     return path, attribute
 
 
-def load_function(name: str) -> RewardFunction:
+def load_function(config: RewardSection) -> RewardFunction:
     """The function of a built-in reward or of `python:path/to/file.py:function`.
 
     Raises:
         ConfigError: the file or function does not exist, or loading it failed (with its traceback).
     """
+    name = config.name
     if not name.startswith(PREFIX):
-        function: RewardFunction = importlib.import_module(f"async_rl.rewards.{name}").score
+        module = importlib.import_module(f"async_rl.rewards.{name}")
+        function: RewardFunction = module.make_score(config) if hasattr(module, "make_score") else module.score
         return function
     path, attribute = find_file(name)
     module = _load_file(path, name)

@@ -1,8 +1,10 @@
 """Identifies a reward's implementation, so that a resumed run can check that it is unchanged."""
 
 import hashlib
+import platform
 from importlib.metadata import PackageNotFoundError, version
 
+from async_rl import __version__
 from async_rl.rewards.function import PREFIX, find_file
 
 PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym"}
@@ -19,6 +21,8 @@ def reward_identity(name: str) -> str:
     if name.startswith(PREFIX):
         path, function = find_file(name)
         return f"{function} in a file with sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+    if name == "code":
+        return f"code by async-rl {__version__} in Python {platform.python_version()}"
     package = PACKAGES[name]
     try:
         return f"{name} by {package} {version(package)}"

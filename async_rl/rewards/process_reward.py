@@ -30,8 +30,8 @@ RETRY_PAUSE_S = 0.5
 class _Worker:
     """A worker process, its number of running calls, and when it was last used."""
 
-    def __init__(self, name: str) -> None:
-        self.process = WorkerProcess(name)
+    def __init__(self, config: RewardSection) -> None:
+        self.process = WorkerProcess(config)
         self.starting = asyncio.Lock()
         self.num_calls = 0
         self.last_used = 0
@@ -60,7 +60,7 @@ class ProcessReward:
     async def start(self) -> None:
         if self._traits is not None:
             return
-        self._workers = [_Worker(self._config.name) for _ in range(self._config.num_workers)]
+        self._workers = [_Worker(self._config) for _ in range(self._config.num_workers)]
         try:
             traits = await asyncio.gather(*(worker.process.start(START_TIMEOUT_S) for worker in self._workers))
         except WorkerFailed as error:

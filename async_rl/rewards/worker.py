@@ -1,4 +1,4 @@
-"""The worker process of a reward: `python -m async_rl.rewards.worker REWARD_NAME`.
+"""The worker process of a reward: `python -m async_rl.rewards.worker REWARD`, the config's section as JSON.
 
 Reads calls from its standard input and writes results to its standard output until the input ends; what the reward
 prints goes to standard error. It imports the reward and the shared types, and nothing of the trainer.
@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from async_rl.config.sections import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.rewards.base import as_rewards
 from async_rl.rewards.function import Traits, load_function
@@ -54,7 +55,7 @@ class Answers:
             self._file.flush()
 
 
-def main(reward_name: str) -> None:
+def main(config: RewardSection) -> None:
     # Ctrl-C is sent to the whole process group; the trainer ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The reward, and programs that it starts, cannot access this pipe: if one reads its standard input, as generated
@@ -67,7 +68,7 @@ def main(reward_name: str) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     answers.begin(LOADED)
     try:
-        function = load_function(reward_name)
+        function = load_function(config)
         traits = Traits.of(function)
     except Exception as error:
         said = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
@@ -162,4 +163,4 @@ def _where(thread: int) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(RewardSection.model_validate_json(sys.argv[1]))

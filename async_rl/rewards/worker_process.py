@@ -19,6 +19,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from typing import Any, Literal
 
+from async_rl.config.sections import RewardSection
 from async_rl.rewards.function import Traits
 from async_rl.types import Prompt, Response
 
@@ -57,8 +58,8 @@ class WorkerStopped(Exception):
 class WorkerProcess:
     """One worker with any number of calls; the caller must serialise calls that must not run concurrently."""
 
-    def __init__(self, reward_name: str) -> None:
-        self._reward_name = reward_name
+    def __init__(self, config: RewardSection) -> None:
+        self._config = config
         self._process: Process | None = None
         self._calls: dict[int, asyncio.Future[tuple[Outcome, Any]]] = {}
         self._numbers = itertools.count(LOADED + 1)
@@ -80,7 +81,7 @@ class WorkerProcess:
         """
         self.kill()
         process = self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "async_rl.rewards.worker", self._reward_name),
+            *(sys.executable, "-m", "async_rl.rewards.worker", self._config.model_dump_json()),
             stdin=PIPE,
             stdout=PIPE,
             # Its own process group, which is killed as a whole.

@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a directory or a hub name")
     parser.add_argument("--data", required=True, help="a .jsonl or .parquet file, or reasoning-gym:TASK")
-    parser.add_argument("--reward", required=True, help="reasoning_gym, math, or python:path/to/file.py:function")
+    parser.add_argument("--reward", required=True, help="reasoning_gym, math, code, or python:path/to/file.py:function")
     parser.add_argument("--samples", type=int, default=1, help="responses to each prompt (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=512, help="of a response (default: %(default)s)")

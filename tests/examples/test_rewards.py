@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import PromptsSection
+from async_rl.config.sections import PromptsSection, RewardSection
 from async_rl.data.prompts import first_rows
 from async_rl.rewards.base import as_rewards
 from async_rl.rewards.function import Traits, load_function
@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 
 def score(name: str, row: dict[str, Any], *texts: str) -> list[float]:
     """What the reward called `name` gives for responses with these texts, as a worker would ask for it."""
-    function = load_function(name)
+    function = load_function(RewardSection(name=name))
     responses = [
         Response(
             token_ids=(5, 6),
@@ -45,13 +45,13 @@ def rows_of(example: str) -> list[dict[str, Any]]:
 def test_first_run_pays_half_for_an_answer_among_other_words() -> None:
     name = f"python:{EXAMPLES}/first_run/reward.py:exact"
     assert score(name, rows_of("first_run")[0], "5", " 5\n", "it is 5", "6") == [1.0, 1.0, 0.5, 0.0]
-    assert Traits.of(load_function(name)).correct_at == 1.0
+    assert Traits.of(load_function(RewardSection(name=name))).correct_at == 1.0
 
 
 def test_exact_pays_for_the_answer_alone() -> None:
     name = f"python:{EXAMPLES}/rewards/exact.py:exact"
     assert score(name, {"prompt": "What is 2 + 3?", "answer": "5"}, "5", "it is 5") == [1.0, 0.0]
-    assert Traits.of(load_function(name)).correct_at == 1.0
+    assert Traits.of(load_function(RewardSection(name=name))).correct_at == 1.0
 
 
 @pytest.mark.parametrize("row", range(4))

@@ -52,9 +52,9 @@ def test_base_imports_all_that_needs_no_extra(base: Environment) -> None:
     assert done.returncode == 0, done.stdout
     said = json.loads(done.stdout)
     assert Path(said["file"]).is_relative_to(base.path)
-    # The trainer's part of it: weights, what publishes them, the fleet's own server, two ready rewards.
+    # The trainer's part of it: weights, what publishes them, the fleet's own server, two ready rewards, a sandbox.
     from_extras = {"torch", "fastapi", "starlette", "uvicorn", "prometheus_client", "math_verify", "reasoning_gym"}
-    assert set(said["missing"]) == from_extras
+    assert set(said["missing"]) == from_extras | {"sandlock"}
     missing = {name for names in said["missing"].values() for name in names}
     assert not [name for name in missing if name.startswith(("async_rl.pool", "async_rl.instance", "async_rl.config"))]
     assert {name for name in missing if name.startswith("async_rl.rewards")} == {

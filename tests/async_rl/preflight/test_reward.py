@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.sections import Config, RewardSection
 from async_rl.errors import ConfigError
-from async_rl.preflight.reward import require_reward
+from async_rl.preflight.reward import require_reward, require_time_for_tests
+from tests.support.minimal_config import minimal_tree
 
 
 def require(folder: Path, text: str, function: str = "score") -> None:
@@ -72,6 +73,20 @@ def test_what_surely_fails_is_named_with_its_place(tmp_path: Path, text: str, wo
 def test_a_name_of_no_reward_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"reward\.name is .*python:path/to/file\.py:function"):
         require_reward(RewardSection(name=name))
+
+
+def test_tests_of_code_need_a_sandbox_and_time_for_one_in_each_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_reward(RewardSection(name="code"))
+    config = {**minimal_tree(), "reward": {"name": "code"}, "rollout": {"responses_per_prompt": 8}}
+    require_time_for_tests(Config.model_validate(config))
+    config["rollout"] = {"responses_per_prompt": 16}
+    with pytest.raises(ConfigError, match=r"timeout_s = 30 is too short .* 16 responses: set it to at least 53\.33"):
+        require_time_for_tests(Config.model_validate(config))
+    require_time_for_tests(Config.model_validate({**config, "reward": {"name": "math"}}))
+    monkeypatch.setattr("async_rl.sandbox.probe.find_bubblewraps", list)
+    monkeypatch.setattr("async_rl.sandbox.probe.has_sandlock", lambda: False)
+    with pytest.raises(ConfigError, match="untrusted programs need a sandbox: install bubblewrap"):
+        require_reward(RewardSection(name="code"))
 
 
 @pytest.mark.parametrize("name", ["math", "reasoning_gym"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from async_rl.config.sections import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.rewards.function import Traits, find_file, is_async, load_function
 
@@ -39,14 +40,14 @@ class Score:
 def score(prompt, responses, row):
     return [Score(BONUS).value for _ in responses]
 """
-    function = load_function(write(tmp_path, text) + ":score")
+    function = load_function(RewardSection(name=write(tmp_path, text) + ":score"))
     assert function(None, [1, 2], {}) == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("name", ["score", "SCORE"])
 def test_whatever_may_be_called_is_a_reward(tmp_path: Path, name: str) -> None:
     text = "class Scorer:\n    def __call__(self, *_): return [1.0]\nSCORE = Scorer()\nscore = lambda *_: [1.0]"
-    assert load_function(write(tmp_path, text) + f":{name}")(None, [1], {}) == [1.0]
+    assert load_function(RewardSection(name=write(tmp_path, text) + f":{name}"))(None, [1], {}) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_whatever_may_be_called_is_a_reward(tmp_path: Path, name: str) -> None:
 def test_what_is_not_there_is_named(tmp_path: Path, place: str, words: str) -> None:
     write(tmp_path, "NUMBER = 3\ndef score(*_): ...")
     with pytest.raises(ConfigError, match=words):
-        load_function(f"python:{tmp_path}/{place}")
+        load_function(RewardSection(name=f"python:{tmp_path}/{place}"))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_a_file_that_fails_when_it_is_loaded_is_shown_with_its_own_traceback(
     tmp_path: Path, text: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"(?s)loading .*own.py failed:.*({words})") as caught:
-        load_function(write(tmp_path, text) + ":score")
+        load_function(RewardSection(name=write(tmp_path, text) + ":score"))
     assert "importlib" not in str(caught.value).partition("failed:")[2] or "SyntaxError" in str(caught.value)
 
 

@@ -205,7 +205,7 @@ def test_anything_but_one_finite_float_per_response_is_an_error(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bleu", "reward.name is 'bleu': expected reasoning_gym, math or python:"),
+        ("bleu", "reward.name is 'bleu': expected reasoning_gym, math, code or python:"),
         ("python:{dir}/none.py:score", "no such file '.*none.py'"),
         ("python:{dir}/my_reward.py", "no such file"),
         ("python:{dir}/my_reward.py:score", "has no function 'score'; it has .*'lengths'"),

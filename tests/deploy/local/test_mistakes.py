@@ -179,7 +179,7 @@ MISTAKES = {
         says=("trainer.tensor_parallel = 3 does not divide the model's 4 attention",),
     ),
     "no reward": Mistake(
-        ("--reward.name", "exact"), says=("reward.name is 'exact': expected reasoning_gym, math, or",)
+        ("--reward.name", "exact"), says=("reward.name is 'exact': expected reasoning_gym, math, code, or",)
     ),
     "no reward file": Mistake(files={"reward.py": None}, says=("reward.name is 'python:reward.py:score'", "no file")),
     "no reward function": Mistake(

@@ -1,0 +1,133 @@
+"""The unit tests of a row, in the forms that public data sets use."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class InputOutputTests:
+    """Each input is what a program reads, each output what it has to print."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class AssertTests:
+    """Each test is Python that raises unless the code is correct; `setup` runs before the first one."""
+
+    setup: str
+    tests: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.tests)
+
+
+UnitTests = InputOutputTests | AssertTests
+
+EXPECTED = (
+    "expected one of: `tests` or `input_output` with `inputs` and `outputs` (and `fn_name` for a function), or a list "
+    "of `input` and `output`; `test_list` with assertions (and `test_setup_code`, `test_imports`); `test` with "
+    "`entry_point`"
+)
+
+
+def unit_tests(row: Mapping[str, Any]) -> UnitTests:
+    """The tests of a row; tests may be JSON in a text.
+
+    Raises:
+        ValueError: it has none, or none of a known form; names what it has.
+    """
+    found = _unit_tests(row)
+    if not len(found):
+        raise ValueError(f"the row has no test (it has {sorted(row)}): {EXPECTED}")
+    return found
+
+
+def _unit_tests(row: Mapping[str, Any]) -> UnitTests:
+    for column in ("tests", "input_output"):
+        if row.get(column) is not None:
+            return _inputs_and_outputs(column, _parsed(column, row[column]))
+    if row.get("test_list") is not None:
+        imports = row.get("test_imports") or ()
+        setup = "\n".join([*map(str, imports), str(row.get("test_setup_code") or "")])
+        return AssertTests(setup, tuple(map(str, row["test_list"])))
+    if row.get("test") is not None and row.get("entry_point") is not None:
+        return AssertTests(str(row["test"]), (f"check({row['entry_point']})",))
+    raise ValueError(f"the row has no unit tests (it has {sorted(row)}): {EXPECTED}")
+
+
+def _parsed(column: str, value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"the row's {column!r} is a text, but no JSON ({error}): {EXPECTED}") from error
+
+
+def _inputs_and_outputs(column: str, value: Any) -> UnitTests:
+    if isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
+        inputs, outputs, function = value["inputs"], value["outputs"], value.get("fn_name")
+    elif isinstance(value, Sequence) and all(map(_is_case, value)):
+        inputs, outputs, function = [case["input"] for case in value], [case["output"] for case in value], None
+    else:
+        raise ValueError(f"the row's {column!r} is {value!r:.200}: {EXPECTED}")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"the row's {column!r} has {len(inputs)} inputs and {len(outputs)} outputs: give as many")
+    if function is None:
+        return InputOutputTests(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
+    if not str(function).isidentifier():
+        raise ValueError(f"the row's fn_name is {function!r:.200}: expected the name of a function")
+    return AssertTests(
+        CALL.format(function=function),
+        tuple(
+            f"check({_arguments(given)!r}, {_results(expected)!r})"
+            for given, expected in zip(inputs, outputs, strict=True)
+        ),
+    )
+
+
+def _is_case(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"input", "output"} <= value.keys()
+
+
+CALL = """
+def call(args):
+    if "{function}" in globals():
+        return {function}(*args)
+    return Solution().{function}(*args)
+
+def plain(value):
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+def check(args, results):
+    found = plain(call(args))
+    assert found in results or [found] in results
+"""
+"""Of a function, or a method of LeetCode's class. JSON has no tuples, and some data sets give a list of one result."""
+
+
+def _text(value: Any) -> str:
+    """An input or output, which some data sets give as a list of its lines."""
+    return "\n".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """A list of arguments, or a text with one argument per line, as JSON."""
+    if isinstance(given, str):
+        return [_parsed("inputs", line) for line in given.splitlines() if line.strip()]
+    return list(given)
+
+
+def _results(expected: Any) -> list[Any]:
+    """What a function may return; a text is meant as itself, or is JSON."""
+    if not isinstance(expected, str):
+        return [expected]
+    try:
+        return [expected, json.loads(expected)]
+    except ValueError:
+        return [expected]

@@ -1,0 +1,171 @@
+"""The reward `code`: unit tests of every form, and code that wants a reward without passing them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from async_rl.config.sections import RewardSection
+from async_rl.event_loop import EventLoopThread
+from async_rl.rewards import make_reward
+from async_rl.rewards.code import extract_code
+from async_rl.types import Prompt, Response, WeightSpan
+
+TIMEOUT_S = 2.0
+
+
+def response(text: str) -> Response:
+    return Response(
+        token_ids=(1,),
+        logprobs=(-0.1,),
+        text=text,
+        finish_reason="stop",
+        weight_spans=(WeightSpan("v1", 0, 1),),
+        instance="http://i",
+    )
+
+
+@pytest.fixture(scope="module")
+def score() -> Iterator[Callable[..., list[float]]]:
+    """`score(row, code, ...)`: the rewards of responses with this code, by a worker process."""
+    loop = EventLoopThread()
+    reward = make_reward(RewardSection(name="code", test_timeout_s=TIMEOUT_S, timeout_s=200))
+    loop.run(reward.start())
+    assert reward.correct_at == 1.0
+
+    def score(row: dict[str, Any], *codes: str) -> list[float]:
+        responses = [response(f"So:\n```python\n{code}\n```\nDone.") for code in codes]
+        return loop.run(reward.score(Prompt("row7", (1,), row), responses))
+
+    yield score
+    loop.run(reward.close())
+    loop.close()
+
+
+ADD_PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
+SUMS = {"inputs": ["1 2\n", "3 4\n", "5 6\n", "7 8\n"], "outputs": ["3\n", "7\n", "11\n", "15\n"]}
+ADD = "def add(a, b):\n    return a + b"
+ASSERTS = {"test_list": ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert math.isclose(add(0.5, 0.5), 1)"]}
+CHECK = {
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n",
+    "entry_point": "add",
+}
+METHOD = {"input_output": '{"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, [7]]}'}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"tests": SUMS}, ADD_PROGRAM),
+        ({"tests": [{"input": "1 2", "output": "3"}, {"input": "3 4", "output": "7.0"}]}, ADD_PROGRAM),
+        ({"tests": SUMS}, "if __name__ == '__main__':\n    " + ADD_PROGRAM.replace("\n", "\n    ")),
+        ({"tests": SUMS}, "import sys\nfor line in sys.stdin: print(sum(map(int, line.split())), '\\n\\n')"),
+        (ASSERTS, ADD),
+        (ASSERTS, "add = lambda a, b: sum((a, b))"),
+        (CHECK, ADD),
+        (METHOD, ADD),
+        (METHOD, "class Solution:\n    def add(self, a, b): return a + b"),
+        ({"test_setup_code": "N = 4", "test_list": ["assert add(N, N) == 2 * N"]}, ADD),
+        ({"test_list": ["assert list(count(3)) == [0, 1, 2]"]}, "def count(n):\n    yield from range(n)"),
+        ({"test_list": ["p = Point(1, 2)\nassert p.x == 1 and p.norm() == 3"]},
+         "class Point:\n    def __init__(self, x, y): self.x, self.y = x, y\n    def norm(self): return self.x + 2"),
+        ({"test_list": ["x = [2, 1]\norder(x)\nassert x == [1, 2]"]}, "def order(x): x.sort()"),
+        ({"test_list": ["try:\n    f(0)\n    assert False\nexcept ValueError: pass"]}, "def f(x): raise ValueError"),
+        ({"test_list": ["assert f() == ((1, 2.5, None), {3}, {4: b'x'}, 10**400)"]},
+         "def f(): return ((1, 2.5, None), {3}, {4: b'x'}, 10**400)"),
+    ],
+)  # fmt: skip
+def test_correct_code_has_all_its_tests(score: Callable[..., list[float]], row: dict[str, Any], code: str) -> None:
+    assert score(row, code) == [1.0]
+
+
+@pytest.mark.distributed
+def test_a_reward_is_the_share_of_tests_passed(score: Callable[..., list[float]]) -> None:
+    prints_three, only_small = "print(3)", ADD_PROGRAM.replace("print", "1 // (a < 4)\nprint")
+    assert score({"tests": SUMS}, ADD_PROGRAM, prints_three, only_small) == [1.0, 0.25, 0.5]
+    assert score(ASSERTS, ADD, "def add(a, b): return 3", "def add(a, b): return [][a]") == pytest.approx([1, 1 / 3, 0])
+
+
+@pytest.mark.distributed
+def test_a_slow_test_fails_alone(score: Callable[..., list[float]]) -> None:
+    sleeps = "import time\n" + ADD_PROGRAM + "\nif a == 3: time.sleep(99)"
+    loops = "def add(a, b):\n    while a == b: pass\n    return a + b"
+    assert score({"tests": SUMS}, sleeps) == [0.75]
+    assert score({"test_list": ASSERTS["test_list"][:2]}, loops) == [0.5]
+
+
+CHEATS = {
+    "exits": "import os; os._exit(0)",
+    "exits in the call": "def add(a, b):\n    import os; os._exit(0)",
+    "exits softly": "import sys\ndef add(a, b): sys.exit(0)",
+    "equals everything": "class E:\n    def __eq__(self, other): return True\n    __ne__ = lambda *_: False\n"
+    "def add(a, b): return E()",
+    "is an int that equals everything": "class E(int):\n    def __eq__(self, other): return True\n"
+    "    __hash__ = int.__hash__\ndef add(a, b): return E(99)",
+    "brings a list of such": "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return [E()]",
+    "brings its own isclose": "class math:\n    isclose = staticmethod(lambda *a, **k: True)\ndef add(a, b): return 99",
+    "replaces builtins": "import builtins\nbuiltins.AssertionError = type('X', (BaseException,), {})\n"
+    "builtins.compile = builtins.exec = lambda *a, **k: None\ndef add(a, b): return 99",
+    "defines builtins": "def abs(x): return 0\ndef len(x): return 0\ndef add(a, b): return 99",
+    "says what a test framework says": "print('PASSED\\n4 passed in 0.01s\\nOK')\ndef add(a, b): return 99",
+    "looks for the tests in memory": "import gc, sys\nfound = [o for o in gc.get_objects() if isinstance(o, dict)"
+    " and ('outputs' in o or 'tests' in o)]\nadd = found[0]['tests'] if found else None",
+    "looks for the tests in files": "import glob\nfiles = [f for f in glob.glob('/tmp/*') if 'program' not in f]\n"
+    "found = ''.join(open(f).read() for f in files)\nprint(found)\ndef add(a, b): return found",
+    "answers for the runner": "import os\nfor n in range(3, 128):\n    try: os.write(n % 64, b'\\0\\0\\0\\1\\1' * 99)\n"
+    "    except OSError: pass\n    try: os.write(n, b'\\0\\0\\0\\2=\\1' * 99)\n    except OSError: pass",
+    "attacks the runner": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+    "patches the runner": "import sys\nfor name, module in list(sys.modules.items()):\n    if 'sandbox' in name:\n"
+    "        for key in list(vars(module)):\n            if callable(vars(module)[key]): setattr(module, key, print)",
+    "is not Python": "you have to add the numbers",
+    "is empty": "",
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", CHEATS)
+def test_code_that_does_not_solve_the_task_has_no_reward(score: Callable[..., list[float]], name: str) -> None:
+    code = CHEATS[name]
+    assert score({"tests": SUMS}, code) == [0.0]
+    assert score({"test_list": ASSERTS["test_list"]}, code) == [0.0]
+    assert score(CHECK, code) == [0.0]
+
+
+@pytest.mark.distributed
+def test_one_response_cannot_reach_the_next(score: Callable[..., list[float]]) -> None:
+    leaves = "open('left', 'w').write('3')\nimport os\nif os.fork() == 0:\n    while True: pass\nprint(0)"
+    takes = "print(open('left').read())"
+    assert score({"tests": SUMS}, leaves, takes, ADD_PROGRAM) == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.distributed
+def test_tests_that_have_no_time_left_fail_and_the_call_ends_in_time() -> None:
+    loop = EventLoopThread()
+    reward = make_reward(RewardSection(name="code", test_timeout_s=1.0, timeout_s=8.0))
+    try:
+        loop.run(reward.start())
+        row = {"tests": {"inputs": ["1 2"] * 50, "outputs": ["3"] * 50}}
+        texts = [f"```\n{code}\n```" for code in ("while True: pass", "import time; time.sleep(99)", ADD_PROGRAM)]
+        rewards = loop.run(reward.score(Prompt("row7", (1,), row), [response(text) for text in texts]))
+        assert rewards == [0.0, 0.0, 1.0]
+    finally:
+        loop.run(reward.close())
+        loop.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```\nx\n```\nbetter:\n```py\ny\n```\n", "y\n"),
+        ("  ```python\n  x\n  ```", "  x\n"),
+        ("```python\n```", ""),
+        ("no code", None),
+        ("```python\nx = 1", None),
+        ("```python\nx\n```\nthen\n```python\ny = ", "x\n"),
+        ("`x`", None),
+    ],
+)
+def test_code_is_the_last_fenced_block(text: str, code: str | None) -> None:
+    assert extract_code(text) == code

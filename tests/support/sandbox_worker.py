@@ -1,0 +1,119 @@
+"""Runs hostile programs as whoever starts it: `python -m tests.support.sandbox_worker bubblewrap|sandlock`.
+
+Prints, as JSON, how each ended and what is left of it. While they run, it runs a harmless program again and again.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from async_rl.sandbox import Limits, Program, Sandbox
+from async_rl.sandbox.backend import Backend
+from async_rl.sandbox.bubblewrap import Bubblewrap, find_bubblewraps
+from async_rl.sandbox.sandlock import Sandlock
+from tests.support.hostile_programs import BREAKING, IN_MEMORY, PRELUDE, REACHING
+
+LIMITS = Limits(wall_s=2.5, cpu_s=10.0, memory_bytes=512 * 2**20, num_processes=32, num_files=2000)
+AT_ONCE = 6
+
+
+def backend_named(name: str) -> Backend:
+    return Sandlock() if name == "sandlock" else Bubblewrap(find_bubblewraps()[0], as_root=os.geteuid() == 0)
+
+
+@contextmanager
+def attacked() -> Iterator[dict[str, Any]]:
+    """What the programs attack: secrets in memory, environment and files of this process, and its sockets."""
+    with tempfile.TemporaryDirectory(prefix="attacked-") as name, socket.create_server(("127.0.0.1", 0)) as tcp:
+        folder = Path(name)
+        # Whatever is readable by everybody on this machine, is not inside.
+        folder.chmod(0o777)
+        (folder / "secret").write_text("secret")
+        (folder / "secret").chmod(0o666)
+        os.environ["TOKEN"] = "secret"
+        abstract = f"attacked-{secrets.token_hex(8)}"
+        with socket.socket(socket.AF_UNIX) as unix, socket.socket(socket.AF_UNIX) as hidden:
+            unix.bind(str(folder / "socket"))
+            hidden.bind(f"\0{abstract}")
+            for each in (unix, hidden):
+                each.listen()
+            (folder / "socket").chmod(0o777)
+            word = ctypes.create_string_buffer(b"secret")
+            yield {
+                "pid": os.getpid(),
+                "uid": os.getuid(),
+                "folder": name,
+                "secrets": [str(folder / "secret"), str(Path(__file__)), str(Path.home() / ".netrc")],
+                "port": tcp.getsockname()[1],
+                "socket": str(folder / "socket"),
+                "abstract": abstract,
+                "address": ctypes.addressof(word),
+                "mark": f"left-{secrets.token_hex(8)}",
+            }
+
+
+def processes_with(mark: str) -> list[int]:
+    """The processes whose command line has this text, apart from this one."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal() and int(process.name) != os.getpid():
+            try:
+                if mark.encode() in (process / "cmdline").read_bytes():
+                    found.append(int(process.name))
+            except OSError:
+                continue
+    return found
+
+
+async def attack(sandbox: Sandbox, facts: dict[str, Any], source: str) -> dict[str, Any]:
+    began = time.monotonic()
+    outcome = await sandbox.run(Program(PRELUDE + source, stdin=json.dumps(facts).encode()), LIMITS)
+    return {
+        "status": outcome.status,
+        "exit_code": outcome.exit_code,
+        "stdout": outcome.stdout.decode("latin-1")[:300_000],
+        "stderr": outcome.stderr.decode("latin-1")[-2000:],
+        "seconds": time.monotonic() - began,
+    }
+
+
+async def main(backend: Backend) -> None:
+    sandbox = Sandbox(backend)
+    ended: dict[str, dict[str, Any]] = {}
+    harmless: list[dict[str, Any]] = []
+    sources = {**REACHING, **{name: program for name, (program, _) in (BREAKING | IN_MEMORY).items()}}
+    if backend.name == "sandlock":
+        sources = {name: source for name, source in sources.items() if name not in IN_MEMORY}
+    with attacked() as facts:
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def one(name: str, source: str) -> None:
+            async with turns:
+                ended[name] = await attack(sandbox, facts, source)
+
+        async def others() -> None:
+            while True:
+                harmless.append(await attack(sandbox, facts, "print(os.listdir('.'), len(reached))"))
+                await asyncio.sleep(0.2)
+
+        beside = asyncio.create_task(others())
+        await asyncio.gather(*(one(*each) for each in sources.items()))
+        beside.cancel()
+        await asyncio.wait([beside])
+        left = processes_with(facts["mark"])
+        files = sorted(path.name for path in Path(facts["folder"]).iterdir())
+    print(json.dumps({"ended": ended, "harmless": harmless, "left": left, "files": files}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(backend_named(sys.argv[1])))
