@@ -22,7 +22,8 @@ from inference_service.engine.schedule import Schedule
 from inference_service.engine.sequences import Sequence as Generated
 from inference_service.engine.step import ModelStep
 from trainer.batching.packing import pack
-from trainer.batching.shared_prompt import GroupSlice, make_micro_batch
+from trainer.batching.group_slice import slices_of
+from trainer.batching.shared_prompt import make_micro_batch
 from trainer.devices import Device, cpu_exact
 from trainer.forward_backward import make_passes
 from trainer.hf.weights import load_hf_weights
@@ -195,7 +196,7 @@ def different(model: SharedPromptGPT, groups: list[Group], max_tokens: int, temp
                 rollout = [
                     logprob
                     for part in micro_batch.slices
-                    for response in part.group.responses[part.start : part.stop]
+                    for response in part.responses
                     for logprob in response.logprobs
                 ]
                 gaps.append((logprobs_N.detach().double() - torch.tensor(rollout, dtype=torch.float64)).abs().max())
@@ -244,8 +245,7 @@ def test_gradients_are_the_ordinary_ones(checkpoint: Path, exactly: Parallel, pa
     gradients = []
     for of, recompute in ((parallel, "none"), (exactly, "none"), (exactly, "full")):
         model = load(checkpoint, of, recompute)
-        slices = [GroupSlice.whole(group) for group in groups]
-        logprobs_N, _ = model(make_micro_batch(slices, torch.device("cpu"), ROW_MULTIPLE), 0.8)
+        logprobs_N, _ = model(make_micro_batch(slices_of(groups), torch.device("cpu"), ROW_MULTIPLE), 0.8)
         (logprobs_N * torch.arange(1.0, 1.0 + len(logprobs_N)).sin()).sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, expected in gradients[0].items():

@@ -8,7 +8,7 @@ from async_rl.config.sections import TrainSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt, Response
 from trainer.batching.packing import pack, pack_windows
-from trainer.batching.shared_prompt import num_rows, split_group
+from trainer.batching.group_slice import GroupSlice, num_rows, slices_of, split_slice
 
 
 def make_group(index: int, prompt_len: int, response_lens: tuple[int, ...]) -> Group:
@@ -26,6 +26,11 @@ def make_group(index: int, prompt_len: int, response_lens: tuple[int, ...]) -> G
         started_s=0,
         finished_s=1,
     )
+
+
+def split(group: Group, max_tokens: int, with_prompt: bool) -> list[GroupSlice]:
+    (whole,) = slices_of([group])
+    return split_slice(whole, max_tokens, with_prompt=with_prompt)
 
 
 class Scripted:
@@ -92,17 +97,16 @@ def test_a_pipeline_gets_the_whole_backlog_in_one_window() -> None:
 
 def test_long_group_is_split_between_responses_and_every_part_holds_at_least_one() -> None:
     group = make_group(0, 10, (4, 8, 30, 2, 1, 1))
-    parts = split_group(group, 22, with_prompt=True)
-    assert [(part.start, part.stop) for part in parts] == [(0, 2), (2, 3), (3, 6)]
+    parts = split(group, 22, with_prompt=True)
+    assert [part.indices for part in parts] == [[0, 1], [2], [3, 4, 5]]
     assert [part.num_rows for part in parts] == [20, 39, 11]
-    one_each = [(p.start, p.stop) for p in split_group(group, 1, with_prompt=True)]
-    assert one_each == [(i, i + 1) for i in range(4)] + [(4, 5), (5, 6)]
+    assert [part.indices for part in split(group, 1, with_prompt=True)] == [[i] for i in range(6)]
 
 
 def test_second_stage_has_room_for_responses_however_long_the_prompt_is() -> None:
     group = make_group(0, 100, (5,) * 16)
-    assert len(split_group(group, 64, with_prompt=True)) == 16
-    parts = split_group(group, 64, with_prompt=False)
-    assert [(part.start, part.stop) for part in parts] == [(0, 16)]
-    parts = split_group(group, 20, with_prompt=False)
+    assert len(split(group, 64, with_prompt=True)) == 16
+    parts = split(group, 64, with_prompt=False)
+    assert [part.indices for part in parts] == [list(range(16))]
+    parts = split(group, 20, with_prompt=False)
     assert [sum(part.fed_lens) for part in parts] == [20, 20, 20, 4]
