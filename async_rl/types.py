@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpan:
-    """Sampled tokens `start <= i < end` are of `version` (vLLM's `weight_versions` entry); observed ones do not count."""
+    """Sampled tokens `start <= i < end` are of `version` (vLLM's `weight_versions` entry); without observed ones."""
 
     version: WeightVersion
     start: int
@@ -151,7 +151,9 @@ class Group:
         for number, facts in enumerate(self.rollouts):
             assert facts.num_responses > 0, f"rollout {number} of group {self.index} has no response"
         num_responses = sum(facts.num_responses for facts in self.rollouts)
-        assert num_responses == len(self.responses), f"{num_responses} of {len(self.responses)} responses have a rollout"
+        assert num_responses == len(self.responses), (
+            f"{num_responses} of {len(self.responses)} responses have a rollout"
+        )
         assert len(self.rewards) == len(self.rollouts), f"{len(self.rewards)} rewards, {len(self.rollouts)} rollouts"
 
     @property

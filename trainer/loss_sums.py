@@ -66,7 +66,7 @@ class LossSums:
         self._gaps.clear()
 
     def _responses(self, micro_batch: MicroBatch, like: torch.Tensor) -> Responses:
-        """What the loss needs to know of a micro-batch's responses; advantages come from the rewards of whole groups."""
+        """What the loss needs to know of a micro-batch's responses; advantages are from the rewards of whole groups."""
         slices, labels = micro_batch.slices, micro_batch.labels
         parts = [self._algorithm.advantages(part.group.rewards)[part.rollouts] for part in slices]
         return Responses(

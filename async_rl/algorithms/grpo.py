@@ -7,8 +7,9 @@ Per sampled token t of rollout g, with ratio r = exp(logprob - old_logprob) and 
 
 `normalize = "sequence"` sums (1 / |o_g|) * sum_t l_t and counts rollouts, the paper's form; `"token"` sums l_t and
 counts sampled tokens (DAPO, arXiv 2503.14476, eq. 8). A rollout of several turns is one o_g: all tokens that it
-sampled, however many responses of the trainer they are in, and none that it observed. Departure from the paper: the denominator is that of the whole
-batch instead of one group; with `"sequence"` and equal group sizes the two are the same.
+sampled, however many responses of the trainer they are in, and none that it observed. Departure from the paper: the
+denominator is that of the whole batch instead of one group; with `"sequence"` and equal group sizes the two are the
+same.
 
 Second departure: beyond a log-ratio of 20, r and k3 continue along their tangent instead of as an exponential, which
 overflows float32 at 88.7. Below it they are exactly the formulas above; beyond it value and gradient stay finite and

@@ -21,8 +21,8 @@ from inference_service.engine.sampling import sample_step
 from inference_service.engine.schedule import Schedule
 from inference_service.engine.sequences import Sequence as Generated
 from inference_service.engine.step import ModelStep
-from trainer.batching.packing import pack
 from trainer.batching.group_slice import slices_of
+from trainer.batching.packing import pack
 from trainer.batching.shared_prompt import make_micro_batch
 from trainer.devices import Device, cpu_exact
 from trainer.forward_backward import make_passes

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Group
-from trainer.batching.packing import pack
 from trainer.batching.group_slice import GroupSlice, slices_of
+from trainer.batching.packing import pack
 from trainer.batching.shared_prompt import make_micro_batch
 from trainer.forward_backward import PackedPass, TwoStagePass, make_passes
 from trainer.hf.weight_export import WeightExport

@@ -50,9 +50,7 @@ class GroupSlice:
 def slices_of(groups: Iterable[Group]) -> list[GroupSlice]:
     """Whole groups: a slice for each prompt that responses of a group follow."""
     return [
-        GroupSlice(group, prompt, indices)
-        for group in groups
-        for prompt, indices in group.responses_by_prompt.items()
+        GroupSlice(group, prompt, indices) for group in groups for prompt, indices in group.responses_by_prompt.items()
     ]
 
 

@@ -188,8 +188,8 @@ def _require_labels(part: GroupSlice) -> None:
             continue
         bounds = [-1, *(bound for observed in response.observed for bound in observed), num_tokens]
         assert bounds[1] >= 0 and all(a < b for a, b in pairwise(bounds)), (
-            f"{name} has {num_tokens} tokens and observed ranges {response.observed}: expected ascending ranges that do "
-            "not touch, and a sampled token after the last one"
+            f"{name} has {num_tokens} tokens and observed ranges {response.observed}: expected ascending ranges that "
+            "do not touch, and a sampled token after the last one"
         )
 
 
@@ -197,4 +197,3 @@ def _integers(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[tor
     """Each list as an int64 tensor on the device, all in one copy."""
     whole = to_device(torch.tensor([x for some in lists for x in some], dtype=torch.int64), device)
     return torch.split(whole, [len(some) for some in lists])
-

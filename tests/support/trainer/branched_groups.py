@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from itertools import accumulate
 
 from async_rl.types import Group, Prompt, Response, RolloutFacts, WeightSpan
 
@@ -55,6 +54,25 @@ def branched_group(index: int, rng: random.Random, *, longest: int = 5, vocab_si
     return group_of(index, tokens(), responses, rollouts, rewards)
 
 
+def branched_groups(rng: random.Random) -> list[Group]:
+    """Three groups: two have a gradient, the third, whose rewards are all equal, only with a KL to a reference.
+
+    The first has every kind of response, and rollouts of one and of six of them, whatever the random ones are.
+    """
+    most, few, equal = (branched_group(index, rng) for index in range(3))
+    fixed = one_of_each_kind()
+    many = [made(tuple(rng.randrange(1, 96) for _ in range(rng.choice((1, 4)))), ()) for _ in range(6)]
+    most = group_of(
+        0,
+        fixed.prompt.token_ids,
+        [*fixed.responses, *many, *most.responses],
+        [*fixed.rollouts, RolloutFacts(num_responses=6, num_turns=6), *most.rollouts],
+        [*fixed.rewards, 0.5, *most.rewards],
+    )
+    few = replace(few, rewards=tuple(float(i % 2) for i in range(len(few.rewards))))
+    return [most, few, replace(equal, rewards=(1.0,) * len(equal.rewards))]
+
+
 def one_of_each_kind() -> Group:
     """Two rollouts: one of two turns and two branches, of which one repeats a part and one follows another prompt."""
     responses = [
@@ -98,9 +116,3 @@ def group_of(
         finished_s=1.0,
         rollouts=tuple(rollouts),
     )
-
-
-def rollouts_of(group: Group) -> list[list[Response]]:
-    """The responses of each rollout."""
-    ends = list(accumulate((facts.num_responses for facts in group.rollouts), initial=0))
-    return [list(group.responses[a:b]) for a, b in zip(ends, ends[1:], strict=False)]

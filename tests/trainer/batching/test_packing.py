@@ -7,8 +7,8 @@ import pytest
 from async_rl.config.sections import TrainSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt, Response
-from trainer.batching.packing import pack, pack_windows
 from trainer.batching.group_slice import GroupSlice, num_rows, slices_of, split_slice
+from trainer.batching.packing import pack, pack_windows
 
 
 def make_group(index: int, prompt_len: int, response_lens: tuple[int, ...]) -> Group:
