@@ -213,4 +213,4 @@ def _counted(row: GroupProof) -> str:
     """How many responses a group has, without those that are further branches of a rollout."""
     if not row.num_branches:
         return f"{row.num_responses} responses"
-    return f"{row.num_rollouts} rollouts ({row.num_responses} responses without {row.num_branches} branches)"
+    return f"{row.num_rollouts} rollouts ({row.num_responses} responses, {row.num_branches} of them branches)"

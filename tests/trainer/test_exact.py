@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.config.sections import TrainerSection
 from async_rl.cpu.exact import ROW_MULTIPLE
 from async_rl.protocol.inference import SamplingParams
-from async_rl.types import Group, Prompt, Response, WeightSpan
+from async_rl.types import Group, Prompt, Response, RolloutFacts, WeightSpan
 from benchmarks.common.random_model import save_random_qwen3
 from inference_service.engine.kernels import EXACT
 from inference_service.engine.kv_store import KVStore
@@ -156,6 +156,50 @@ def generate(model: PreTrainedModel, rng: random.Random, longest: int, temperatu
     ]
 
 
+@torch.inference_mode()
+def generate_turns(model: PreTrainedModel, rng: random.Random, temperature: float) -> Group:
+    """Rollouts of several turns, each with a branch, whose requests name everything after the prompt as continued."""
+    engine = Engine(model, max_tokens=4096, max_running=rng.choice([2, 16]), prefill_tokens=rng.choice([7, 64]))
+
+    def tokens(most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(1, model.config.vocab_size) for _ in range(rng.randint(1, most)))
+
+    def respond(prompt: tuple[int, ...], context: tuple[int, ...]) -> Response:
+        token_ids, observed, samples = context, [(0, len(context))] if context else [], []
+        for turn in range(rng.randint(1, 3)):
+            if turn:
+                seen = tokens(30)
+                observed.append((len(token_ids), len(token_ids) + len(seen)))
+                token_ids += seen
+            sequence = new_sequence((*prompt, *token_ids), rng.randint(1, 30), rng.randrange(2**32), temperature)
+            sequence.num_continued = len(token_ids)
+            engine.schedule.add([sequence])
+            while engine.schedule.has_work:
+                engine.run_step()
+            samples += sequence.samples
+            token_ids += tuple(sample.token_id for sample in sequence.samples)
+        own = response_of(samples)
+        return replace(own, token_ids=token_ids, observed=tuple(observed))
+
+    prompt, other = tokens(50), tokens(50)
+    responses: list[Response] = []
+    for _ in range(4):
+        first = respond(prompt, ())
+        responses += [first, respond(prompt, (*first.token_ids[: rng.randint(1, 40)], *tokens(5)))]
+        responses.append(replace(respond(other, ()), prompt_ids=other))
+    return Group(
+        iteration=0,
+        index=0,
+        prompt=Prompt("p", prompt, {}),
+        responses=tuple(responses),
+        rewards=(0.0,) * 4,
+        weight_version="v",
+        started_s=0.0,
+        finished_s=0.0,
+        rollouts=(RolloutFacts(num_responses=3, num_turns=3),) * 4,
+    )
+
+
 def new_sequence(prompt: tuple[int, ...], num_tokens: int, seed: int, temperature: float) -> Generated:
     return Generated(prompt, SamplingParams(max_tokens=num_tokens, temperature=temperature), seed, frozenset())
 
@@ -223,6 +267,16 @@ def test_log_probs_are_the_engines_bit_for_bit(
     model = load(checkpoint, exactly)
     for max_tokens in (16, 300, 4096):
         assert different(model, groups, max_tokens, temperature) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_turns_and_branches_are_the_engines_bit_for_bit(checkpoint: Path, exactly: Parallel, seed: int) -> None:
+    rng = random.Random(seed)
+    engine_model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    group, model = generate_turns(engine_model, rng, 0.9), load(checkpoint, exactly)
+    assert any(response.observed for response in group.responses)
+    for max_tokens in (40, 300, 4096):
+        assert different(model, [group], max_tokens, 0.9) == 0.0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

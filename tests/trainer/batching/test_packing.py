@@ -1,6 +1,7 @@
 """Groups into micro-batches and windows: nothing is lost, nothing waits that need not, and bounds hold."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,8 @@ from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt, Response
 from trainer.batching.group_slice import GroupSlice, num_rows, slices_of, split_slice
 from trainer.batching.packing import pack, pack_windows
+from trainer.forward_backward import PackedPass, TwoStagePass, make_passes
+from trainer.parallel import Parallel
 
 
 def make_group(index: int, prompt_len: int, response_lens: tuple[int, ...]) -> Group:
@@ -101,6 +104,17 @@ def test_long_group_is_split_between_responses_and_every_part_holds_at_least_one
     assert [part.indices for part in parts] == [[0, 1], [2], [3, 4, 5]]
     assert [part.num_rows for part in parts] == [20, 39, 11]
     assert [part.indices for part in split(group, 1, with_prompt=True)] == [[i] for i in range(6)]
+
+
+def test_slices_of_a_group_that_is_too_long_are_packed_anew(parallel: Parallel) -> None:
+    """One that fits by itself needs no pass of its own, and one that does not is run in two stages."""
+    group = make_group(0, 10, (8, 2, 3, 4, 40, 2))
+    prompts = (None, (7,) * 5, (8,) * 5, (7,) * 5, (9,) * 3, None)
+    responses = tuple(replace(r, prompt_ids=own) for r, own in zip(group.responses, prompts, strict=True))
+    passes = make_passes([[replace(group, responses=responses)]], parallel, 1.0, 20)
+    slices = [[part.indices for batch in a_pass.micro_batches for part in batch.slices] for a_pass in passes]
+    assert slices == [[[0, 5]], [[1, 3], [2]], [[4]]]
+    assert [type(a_pass) for a_pass in passes] == [PackedPass, PackedPass, TwoStagePass]
 
 
 def test_second_stage_has_room_for_responses_however_long_the_prompt_is() -> None:
