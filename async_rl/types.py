@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpan:
-    """Sampled tokens `start <= i < end` are of `version` (vLLM's `weight_versions` entry); without observed ones."""
+    """Of the sampled tokens, those at `start <= i < end` are of `version` (vLLM's `weight_versions` entry)."""
 
     version: WeightVersion
     start: int

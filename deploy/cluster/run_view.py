@@ -160,8 +160,8 @@ def describe(record: Record) -> str:
     turns = f"turns {record['turns_mean']:.1f}  " if "turns_mean" in record else ""
     return (
         f"{skipped}reward {record['reward_mean']:.3f}  {accuracy}"
-        f"{untrained}response {record['response_tokens_mean']:.1f} tokens  {turns}{record['tokens_per_s']:.0f} tokens/s  "
-        f"{record['seconds']:.2f} s  ({shares})"
+        f"{untrained}response {record['response_tokens_mean']:.1f} tokens  {turns}"
+        f"{record['tokens_per_s']:.0f} tokens/s  {record['seconds']:.2f} s  ({shares})"
     )
 
 
