@@ -1,4 +1,5 @@
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,14 @@ def test_equal_prompts_are_one_also_if_a_response_names_that_of_the_group() -> N
     one = group(*(response((5,), prompt_ids=prompt) for prompt in prompts))
     assert one.responses_by_prompt == {(1, 2): [0, 2], (4,): [1, 4], (4, 5): [3]}
     assert GroupProof.of(one, {}).num_prompt_tokens == 5
+
+
+def test_rows_of_older_releases_are_read() -> None:
+    row = GroupProof.of(group(response((5,)), response((6,))), {})
+    new = ("num_turns", "num_branches", "num_truncated")
+    older = {name: value for name, value in json.loads(json.dumps(asdict(row))).items() if name not in new}
+    assert GroupProof.from_json(older) == replace(row, num_turns=0)
+    assert GroupProof.from_json(older).num_rollouts == 2
 
 
 @pytest.mark.parametrize(
