@@ -34,7 +34,8 @@ from inference_service.engine.cache_size import plan_cache
 from inference_service.engine.kernels import EXACT, FASTEST
 from inference_service.engine.model import load_model
 from inference_service.engine.transformers_engine import TransformersEngine
-from trainer.batching.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
+from trainer.batching.group_slice import slices_of
+from trainer.batching.shared_prompt import MicroBatch, make_micro_batch
 from trainer.devices import choose_device
 from trainer.model.gpt import SharedPromptGPT, build_model
 from trainer.model.shape import ModelShape
@@ -96,9 +97,7 @@ def train(policy: SharedPromptGPT, batch: MicroBatch) -> float:
 def measure_training(case: Case, modes: Sequence[str], repeats: int, parallel: Parallel) -> list[Round]:
     group = random_group(case.prompt_tokens, RESPONSE_TOKENS, case.group_size, SIZES[case.size]["vocab_size"])
     policies = [make_policy(case.size, mode, parallel) for mode in modes]
-    batches = [
-        make_micro_batch([GroupSlice.whole(group)], CPU, ROW_MULTIPLE if mode == "exact" else 1) for mode in modes
-    ]
+    batches = [make_micro_batch(slices_of([group]), CPU, ROW_MULTIPLE if mode == "exact" else 1) for mode in modes]
     rounds = range(repeats + 1)
     return [[train(policy, batch) for policy, batch in zip(policies, batches, strict=True)] for _ in rounds][1:]
 
