@@ -44,6 +44,11 @@ class RolloutSection(Section):
     max_response_tokens: int = Field(512, ge=1, description="a response ends here, with finish reason `length`")
     temperature: float = Field(1.0, gt=0.0, description="of sampling; the trainer divides its logits by it too")
     stop_token_ids: tuple[int, ...] = Field((), description="end a response, besides the model's own end of sequence")
+    max_turns: int = Field(16, ge=1, description="turns of a program's rollout, which is truncated there")
+    renderer: str = Field(
+        "auto",
+        description="from messages to tokens: auto, template, or a name of the renderers package (see rollouts.md)",
+    )
 
 
 class RewardSection(Section):

@@ -37,6 +37,7 @@ MODULES = {
     ),
     "vllm": ("xxhash",),
     "tasks": ("math_verify", "reasoning_gym"),
+    "agents": ("renderers",),
     "ray": ("ray",),
 }
 """Extra -> the import names of its packages."""
