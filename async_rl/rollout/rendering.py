@@ -1,0 +1,178 @@
+"""From chat messages to token ids and back: the interface, and the tokenizer's chat template; for `recorder`.
+
+Models that the `renderers` package knows are rendered by it (`known_rendering.py`): it renders the new messages of a
+turn alone. For any other model the chat template of its tokenizer renders the whole conversation, and a turn is
+continued only if that text begins with what was recorded.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+from async_rl.programs.extras import require_extras
+from async_rl.rollout.messages import InvalidRequest, Message, Tool
+
+log = logging.getLogger(__name__)
+
+TEMPLATE = "template"
+"""The name of the tokenizer's chat template."""
+
+TOOL_MARKUP = "<tool_call>"
+"""In templates of models that write each call as JSON between `<tool_call>` and `</tool_call>`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A call of a function in what was sampled; `arguments` are JSON text, `id` is None where the model gives none."""
+
+    name: str
+    arguments: str
+    id: str | None
+
+
+class Renderer(Protocol):
+    """Not for several threads at once."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """They end what the policy says."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> tuple[int, ...]:
+        """The whole conversation, up to where the policy speaks.
+
+        Raises:
+            InvalidRequest: the messages or tools cannot be rendered.
+        """
+        ...
+
+    def bridge(
+        self,
+        context: tuple[int, ...],
+        sampled: tuple[int, ...],
+        before: Sequence[Message],
+        after: Sequence[Message],
+        tools: Sequence[Tool] | None,
+    ) -> tuple[int, ...] | None:
+        """`context`, `sampled` and then the messages `after` those of `before`, which ends with what was sampled.
+
+        Returns:
+            The tokens up to where the policy speaks next, or None if it cannot be had without rendering again what
+            came before.
+        """
+        ...
+
+    def parse(
+        self, context: tuple[int, ...], sampled: tuple[int, ...], tools: Sequence[Tool] | None
+    ) -> tuple[dict[str, Any], list[ParsedCall]]:
+        """What the policy said as a message, and its calls, which are not in the message yet: they lack an id."""
+        ...
+
+
+class ToolParser(Protocol):
+    def __call__(self, token_ids: Sequence[int]) -> tuple[list[int], list[ParsedCall]]:
+        """The tokens outside of calls, and the calls."""
+        ...
+
+
+def make_renderer(name: str, tokenizer: Any, model_path: str) -> Renderer:
+    """The renderer called `name`: auto, template, or one of the `renderers` package.
+
+    Raises:
+        ConfigError: no such renderer, or it does not fit the tokenizer, or the package is not installed.
+    """
+    if name == TEMPLATE and not _has_tools(tokenizer):
+        return TemplateRenderer(tokenizer)
+    require_extras(f"rollout.renderer = {name!r}", "agents")
+    # Imported here: the package is an extra.
+    known = import_module("async_rl.rollout.known_rendering")
+    renderer: Renderer | None = None if name == TEMPLATE else known.make_known_renderer(name, tokenizer, model_path)
+    if renderer is not None:
+        return renderer
+    if name != TEMPLATE:
+        log.info("rollout.renderer: %s is rendered by its tokenizer's chat template", model_path)
+    return TemplateRenderer(tokenizer, known.json_tool_parser(tokenizer) if _has_tools(tokenizer) else None)
+
+
+class TemplateRenderer:
+    """The chat template of any tokenizer; `parse_tools` finds calls in what was sampled."""
+
+    def __init__(self, tokenizer: Any, parse_tools: ToolParser | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._parse_tools = parse_tools
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        end = self._tokenizer.eos_token_id
+        return () if end is None else (end,)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> tuple[int, ...]:
+        return self._encode(self._text(messages, tools))
+
+    def bridge(
+        self,
+        context: tuple[int, ...],
+        sampled: tuple[int, ...],
+        before: Sequence[Message],
+        after: Sequence[Message],
+        tools: Sequence[Tool] | None,
+    ) -> tuple[int, ...] | None:
+        recorded = context + sampled
+        text, beginning = self._text([*before, *after], tools), self._decode(recorded)
+        return recorded + self._encode(text[len(beginning) :]) if text.startswith(beginning) else None
+
+    def parse(
+        self, context: tuple[int, ...], sampled: tuple[int, ...], tools: Sequence[Tool] | None
+    ) -> tuple[dict[str, Any], list[ParsedCall]]:
+        said: Sequence[int] = sampled[:-1] if sampled[-1:] and sampled[-1] in self.stop_token_ids else sampled
+        calls: list[ParsedCall] = []
+        if self._parse_tools is not None:
+            said, calls = self._parse_tools(said)
+        return {"role": "assistant", "content": self._decode(said)}, calls
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
+        if self._tokenizer.chat_template is None:
+            raise InvalidRequest(
+                "the tokenizer has no chat template: generate from token_ids, or name the model's rollout.renderer"
+            )
+        plain = [_with_objects(message) for message in messages]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                plain, tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            # The template is a program of its own; it raises whatever it likes.
+            raise InvalidRequest(f"the chat template does not render these messages: {error}") from error
+        return text
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer([text], add_special_tokens=False)["input_ids"][0])
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _has_tools(tokenizer: Any) -> bool:
+    return TOOL_MARKUP in str(tokenizer.chat_template)
+
+
+def _with_objects(message: Message) -> Message:
+    """The message with its calls' arguments as objects, which templates write in their own spacing."""
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

@@ -1,0 +1,438 @@
+"""One rollout of a program in progress: it samples turns for the program, records them, and keeps to the limits.
+
+A program reaches it through its worker (`program_runner`) or over HTTP; either calls `generate` for each turn and,
+when the program has ended, `finish`. Everything runs on the producer's event loop.
+
+    turn = await session.generate(messages=[...], tools=[...])     # or token_ids=[...]
+    turn.message                                                   # what the policy said, as a chat message
+    trajectory = session.finish(reward=1.0)
+
+Who waits for what: `generate` waits for the pool. It is woken by the turn, by the end of the session (`stop` at a
+limit, `close`), or by a failure of the pool, which is the run's and stands in `failed`.
+"""
+
+import asyncio
+import bisect
+import itertools
+import logging
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from async_rl.config.sections import RolloutSection
+from async_rl.data.prompts import Tokenizer
+from async_rl.errors import AsyncRLError
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.protocol.inference import SamplingParams
+from async_rl.rollout.messages import InvalidRequest, Message, Tool
+from async_rl.rollout.recorder import Recorder, Request, TurnNode
+from async_rl.rollout.rendering import ParsedCall, Renderer
+from async_rl.rollout.trajectory import Trajectory, with_texts
+from async_rl.rollout.turn import Limit, LimitReached, SessionClosed, Turn
+from async_rl.seeds import turn_seed
+from async_rl.types import Prompt, Response, WeightSpan, WeightVersion, digest_of
+
+__all__ = ["InvalidRequest", "LimitReached", "NothingSampled", "RolloutSession", "SessionClosed", "Sessions", "Turn"]
+
+log = logging.getLogger(__name__)
+
+MAX_TOKEN_ID = 2**31
+
+
+class NothingSampled(Exception):
+    """The program ended before the policy had said anything, so there is nothing to train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """What all rollouts of a leader share; opens their sessions."""
+
+    pool: InferencePool
+    tokenizer: Tokenizer
+    renderer: Renderer
+    rollout: RolloutSection
+    skip_special_tokens: bool = True
+    turnstile: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Rendering and parsing take a millisecond: of a thousand at once, one goes through in each round of the loop."""
+
+    def open(
+        self,
+        prompt: Prompt,
+        version: WeightVersion,
+        seed: int,
+        name: str,
+        expected_tokens: float,
+        earlier: "RolloutSession | None" = None,
+    ) -> "RolloutSession":
+        """A session of one rollout of `prompt`.
+
+        Args:
+            seed: of the rollout; the seeds of its turns are derived from it.
+            name: unique in the run, for the requests to instances.
+            expected_tokens: of one turn.
+            earlier: the session of a run of this rollout that failed: turns that were sampled there are not sampled
+                again, so that the program meets the same ones, whatever the engine.
+        """
+        return RolloutSession(self, prompt, version, seed, name, expected_tokens, earlier)
+
+
+@dataclass(eq=False)
+class _Generation:
+    """A turn that is being sampled; several identical requests of a client may wait for it."""
+
+    request: Request
+    digest: str
+    occurrence: int
+    max_tokens: int
+    cut_by: Limit | None
+    tools: Sequence[Tool] | None
+    stop: tuple[str, ...]
+    request_id: str | None
+    task: "asyncio.Task[tuple[Response, dict[str, Any]]]" = field(init=False)
+    num_waiting: int = 0
+    turn: Turn | None = None
+
+
+class RolloutSession:
+    """The turns of one rollout; made by `Sessions.open`."""
+
+    def __init__(
+        self,
+        shared: Sessions,
+        prompt: Prompt,
+        version: WeightVersion,
+        seed: int,
+        name: str,
+        expected_tokens: float,
+        earlier: "RolloutSession | None" = None,
+    ) -> None:
+        self._shared = shared
+        self._prompt = prompt
+        self._version = version
+        self._seed = seed
+        self._name = name
+        self._expected_tokens = expected_tokens
+        self._recorder = Recorder(shared.renderer)
+        self._delivered: WeakKeyDictionary[Turn, tuple[_Generation, TurnNode]] = WeakKeyDictionary()
+        self._occurrences: dict[str, set[int]] = {}
+        self._running: list[_Generation] = []
+        self._by_request: dict[str | None, _Generation] = {}
+        self._num_requests = itertools.count(1)
+        self._sampled: dict[tuple[Any, ...], Response] = {} if earlier is None else earlier._sampled
+        self._num_faults: int = 0 if earlier is None else earlier._num_faults
+        self._closed = False
+        self._stopped: Limit | None = None
+        self.limit: Limit | None = None
+        """The first limit that it reached."""
+        self.failed: asyncio.Future[AsyncRLError] = asyncio.get_running_loop().create_future()
+        """Done when the pool cannot serve it, with the error that ends the run."""
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that were delivered."""
+        return len(self._recorder.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of the delivered turns."""
+        return sum(len(node.response.token_ids) for node in self._recorder.turns)
+
+    async def generate(
+        self,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        tools: Sequence[Tool] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        request_id: str | None = None,
+    ) -> Turn:
+        """Samples one turn after `messages`, or after `token_ids` as they are; cancelling it leaves nothing behind.
+
+        Several may run at once. Temperature and the like are the run's.
+
+        Args:
+            max_tokens: of this turn, where the limits of the rollout leave so many.
+            stop: texts that end the turn; the tokens up to the end of the first one are kept.
+            request_id: requests of the same id that run at the same time are one turn; without one, each is its own.
+
+        Raises:
+            LimitReached: the rollout has no turn, token or time left.
+            InvalidRequest: the request is malformed.
+            SessionClosed: the rollout has ended.
+            AsyncRLError: the pool cannot serve it; `failed` has it, too.
+        """
+        generation = self._by_request.get(request_id)
+        if generation is None:
+            self._require_room()
+            async with self._shared.turnstile:
+                await asyncio.sleep(0)
+                generation = self._by_request.get(request_id)
+                if generation is None:
+                    generation = self._begin(messages, token_ids, tools, max_tokens, stop, request_id)
+        return await self._wait_for(generation)
+
+    def retract(self, turn: Turn) -> None:
+        """Forgets a turn that could not be delivered, unless another one has continued it."""
+        generation, node = self._delivered[turn]
+        if not node.children:
+            del self._delivered[turn]
+            self._recorder.remove(node)
+            self._occurrences[generation.digest].discard(generation.occurrence)
+
+    def stop(self, limit: Limit) -> None:
+        """Ends the rollout at a limit: what runs and what follows gets a `LimitReached`."""
+        self._stopped = limit
+        self._reach(limit)
+        self._cancel()
+
+    def close(self) -> None:
+        """Ends what is still being sampled; it is not recorded."""
+        self._closed = True
+        self._cancel()
+
+    def finish(self, reward: float | None = None, turn_rewards: Sequence[float] = ()) -> Trajectory:
+        """Closes the session and returns what the rollout has become; a limit makes it a truncated one.
+
+        Raises:
+            NothingSampled: no turn was delivered.
+        """
+        self.close()
+        turns = self._recorder.turns
+        if not turns:
+            limit = f"; it reached its limit of {self.limit}" if self.limit else ""
+            raise NothingSampled(f"the program ended before a turn was generated{limit}")
+        responses = with_texts(self._recorder.responses(self._prompt.token_ids), self._texts)
+        last = replace(turns[-1].response, text=self._texts([turns[-1].response.token_ids])[0])
+        return Trajectory(
+            responses=responses,
+            reward=reward,
+            turn_rewards=tuple(turn_rewards),
+            status="completed" if self.limit is None else "truncated",
+            num_turns=len(turns),
+            last=last,
+            num_faults=self._num_faults,
+        )
+
+    def _begin(
+        self,
+        messages: Sequence[Message] | None,
+        token_ids: Sequence[int] | None,
+        tools: Sequence[Tool] | None,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        request_id: str | None,
+    ) -> _Generation:
+        self._require_room()
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+            raise InvalidRequest(f"max_tokens is {max_tokens!r:.80}: expected a number from 1")
+        if (messages is None) == (token_ids is None):
+            raise InvalidRequest("generate takes either messages or token_ids")
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise InvalidRequest(f"stop is {stop!r:.80}: expected a list of texts")
+        request = self._recorder.request(messages, tools) if messages is not None else _plain_request(token_ids)
+        most, cut_by = self._allowance(len(request.context), max_tokens)
+        digest = digest_of([array("q", request.context).tobytes()])
+        generation = _Generation(
+            request, digest, self._free_occurrence(digest), most, cut_by, tools, tuple(stop), request_id
+        )
+        generation.task = asyncio.create_task(self._answer(generation), name=f"turn of {self._name}")
+        self._occurrences[digest].add(generation.occurrence)
+        self._running.append(generation)
+        if request_id is not None:
+            self._by_request[request_id] = generation
+        return generation
+
+    async def _wait_for(self, generation: _Generation) -> Turn:
+        generation.num_waiting += 1
+        try:
+            response, message = await asyncio.shield(generation.task)
+            self._require_going_on()
+        except BaseException:
+            generation.num_waiting -= 1
+            if not generation.num_waiting and generation.turn is None:
+                self._give_up(generation)
+            this_task = asyncio.current_task()
+            if generation.task.cancelled() and not (this_task is not None and this_task.cancelling()):
+                # The session cancelled it, not the caller.
+                self._require_going_on()
+            raise
+        generation.num_waiting -= 1
+        if generation.turn is None:
+            generation.turn = self._deliver(generation, response, message)
+        return generation.turn
+
+    async def _answer(self, generation: _Generation) -> tuple[Response, dict[str, Any]]:
+        """What was sampled, and its message."""
+        response = await self._sample(generation)
+        async with self._shared.turnstile:
+            await asyncio.sleep(0)
+            return response, self._message(generation, response)
+
+    async def _sample(self, generation: _Generation) -> Response:
+        shared, context = self._shared, generation.request.context
+        renders = generation.request.conversation is not None
+        stop_token_ids = (*shared.rollout.stop_token_ids, *(shared.renderer.stop_token_ids if renders else ()))
+        sampling = SamplingParams(
+            max_tokens=generation.max_tokens,
+            temperature=shared.rollout.temperature,
+            stop_token_ids=list(dict.fromkeys(stop_token_ids)),
+            seed=turn_seed(self._seed, generation.digest, generation.occurrence),
+            logprobs=0,
+        )
+        asked = generation.digest, generation.occurrence, generation.max_tokens, generation.stop, renders
+        if asked in self._sampled:
+            return self._sampled[asked]
+        request_id = f"{self._name}-{next(self._num_requests)}"
+        expected = min(self._expected_tokens, generation.max_tokens)
+        try:
+            (response,), attempts = await shared.pool.generate_group(
+                context, sampling, request_id, self._version, expected
+            )
+        except AsyncRLError as error:
+            if not self.failed.done():
+                self.failed.set_result(error)
+            raise
+        self._num_faults += attempts - 1
+        response = self._until(response, generation.stop)
+        self._sampled[asked] = response
+        return response
+
+    def _deliver(self, generation: _Generation, response: Response, message: dict[str, Any]) -> Turn:
+        """Records a turn that its program gets now."""
+        self._end(generation)
+        if generation.cut_by is not None and response.finish_reason == "length":
+            self._reach(generation.cut_by)
+        turn = Turn(
+            message=message,
+            token_ids=response.token_ids,
+            logprobs=response.logprobs,
+            finish_reason=response.finish_reason,
+            prompt_token_ids=generation.request.context,
+            weight_version=self._version,
+        )
+        self._delivered[turn] = generation, self._recorder.add(generation.request, response, message)
+        return turn
+
+    def _give_up(self, generation: _Generation) -> None:
+        """Ends a generation that nobody waits for any more; the next one after the same tokens samples the same."""
+        generation.task.cancel()
+        self._end(generation)
+        self._occurrences[generation.digest].discard(generation.occurrence)
+
+    def _end(self, generation: _Generation) -> None:
+        self._running.remove(generation)
+        if generation.request_id is not None:
+            del self._by_request[generation.request_id]
+
+    def _cancel(self) -> None:
+        for generation in self._running:
+            generation.task.cancel()
+
+    def _reach(self, limit: Limit) -> None:
+        self.limit = self.limit or limit
+
+    def _require_going_on(self) -> None:
+        if self._closed:
+            raise SessionClosed("the rollout has ended: its program gets no further turns")
+        if self._stopped is not None:
+            raise LimitReached(self._stopped, f"the rollout has reached its limit of {self._stopped}")
+
+    def _require_room(self) -> None:
+        """Before anything is rendered: a program may ask very often."""
+        self._require_going_on()
+        self._allowance(0, None)
+
+    def _allowance(self, num_context: int, asked: int | None) -> tuple[int, Limit | None]:
+        """How many tokens a turn may have, and the limit of the rollout that sets this number, if one does.
+
+        Raises:
+            LimitReached: none.
+        """
+        rollout, longest = self._shared.rollout, self._shared.pool.max_model_len
+        room: dict[Limit, float] = {
+            "turns": math.inf if self.num_turns + len(self._running) < rollout.max_turns else 0,
+            "tokens": rollout.max_response_tokens - self.num_tokens,
+            "context": math.inf if longest is None else longest - num_context,
+        }
+        limit = min(room, key=room.__getitem__)
+        if room[limit] <= 0:
+            self._reach(limit)
+            settings = f"rollout.max_turns = {rollout.max_turns}, max_response_tokens = {rollout.max_response_tokens}"
+            raise LimitReached(
+                limit, f"the rollout has reached its limit of {limit} ({settings}, at most {longest} in all)"
+            )
+        if asked is not None and asked < room[limit]:
+            return asked, None
+        return int(room[limit]), limit
+
+    def _free_occurrence(self, digest: str) -> int:
+        taken = self._occurrences.setdefault(digest, set())
+        return next(number for number in itertools.count() if number not in taken)
+
+    def _message(self, generation: _Generation, response: Response) -> dict[str, Any]:
+        if generation.request.conversation is None:
+            return {"role": "assistant", "content": _before(self._texts([response.token_ids])[0], generation.stop)}
+        context, sampled = generation.request.context, response.token_ids
+        try:
+            message, calls = self._shared.renderer.parse(context, sampled, generation.tools)
+        except Exception:
+            # Whatever a policy in training samples must not end the run.
+            log.exception("%s: the renderer cannot parse what was sampled, which is passed on as text", self._name)
+            message, calls = {"role": "assistant", "content": self._texts([sampled])[0]}, []
+        message["content"] = _before(message["content"], generation.stop)
+        if calls:
+            names = (digest_of([generation.digest, generation.occurrence, number]) for number in itertools.count())
+            message["tool_calls"] = [_tool_call(call, name) for call, name in zip(calls, names, strict=False)]
+        return message
+
+    def _texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        return self._shared.tokenizer.batch_decode(
+            [list(token_ids) for token_ids in sequences], skip_special_tokens=self._shared.skip_special_tokens
+        )
+
+    def _until(self, response: Response, stop: Sequence[str]) -> Response:
+        """The response up to the token that completes the first of the texts `stop`."""
+
+        def has_stop(length: int) -> bool:
+            (text,) = self._texts([response.token_ids[:length]])
+            return any(end in text for end in stop)
+
+        if not stop or not has_stop(len(response.token_ids)):
+            return response
+        length = bisect.bisect_left(range(len(response.token_ids)), True, key=has_stop)
+        return replace(
+            response,
+            token_ids=response.token_ids[:length],
+            logprobs=response.logprobs[:length],
+            finish_reason="stop",
+            weight_spans=tuple(
+                WeightSpan(span.version, span.start, min(span.end, length))
+                for span in response.weight_spans
+                if span.start < length
+            ),
+        )
+
+
+def _plain_request(token_ids: Sequence[int] | None) -> Request:
+    if not isinstance(token_ids, Sequence) or not token_ids:
+        raise InvalidRequest(f"token_ids is {token_ids!r:.80}: expected a list of at least one token id")
+    if not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in token_ids):
+        raise InvalidRequest(f"token_ids is {token_ids!r:.80}: expected integers from 0")
+    return Request(tuple(token_ids))
+
+
+def _tool_call(call: ParsedCall, name: str) -> dict[str, Any]:
+    return {
+        "id": call.id or f"call_{name}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the texts `stop`."""
+    return text[: min((text.index(end) for end in stop if end in text), default=len(text))]

@@ -1,0 +1,33 @@
+"""A tokenizer of one token per character with the special tokens and the chat template of Qwen3, in short form."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from tests.support.tiny_model import save_tokenizer
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+EXTRA = "<>{}[]_|#"
+
+TEMPLATE = """{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def make_chat_tokenizer(path: Path, *, template: str = TEMPLATE) -> Any:
+    """Saves it at `path`; `<|im_end|>` ends what the policy says."""
+    save_tokenizer(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKUP])
+    tokenizer.add_tokens(list(EXTRA))
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    return tokenizer
