@@ -49,6 +49,8 @@ class RolloutSection(Section):
         "auto",
         description="from messages to tokens: auto, template, or a name of the renderers package (see rollouts.md)",
     )
+    gateway_host: str = Field("127.0.0.1", description="where the gateway listens for agents (see gateway.md)")
+    gateway_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one")
 
 
 class RewardSection(Section):
