@@ -23,6 +23,7 @@ AsyncRLError
 ├── NoInstanceLeft                  every instance is out of service, for longer than pool.timeout_s
 ├── PublishError                    weights could not be transferred to any instance
 ├── RewardError                     a reward raised, hung or returned something else than one float per response
+├── RolloutFailed                   a rollout program raised, exited or generated nothing, too often
 ├── RolloutLost                     the rollout of a prompt ended without a group and without an error
 ├── EventLoopLost                   the rollout thread ended, or other code ended one of its coroutines
 ├── WriteFailed                     a file of the run cannot be written: a full disk, or a missing directory
@@ -146,6 +147,12 @@ class PublishError(AsyncRLError):
 
 class RewardError(AsyncRLError):
     """A reward raised, hung, or returned something other than one finite float per response."""
+
+    may_pass = False
+
+
+class RolloutFailed(AsyncRLError):
+    """A rollout program raised, exited, generated nothing or gave no reward, as often as `rollout.max_attempts`."""
 
     may_pass = False
 

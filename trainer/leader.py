@@ -18,6 +18,7 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.dns import DnsMembership
 from async_rl.fleet.follower import FleetFollower
 from async_rl.fleet.server import FleetServer
+from async_rl.gateway.programs import make_program
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.publish.admission import Admission
@@ -27,6 +28,7 @@ from async_rl.publish.publisher import Publisher
 from async_rl.publish.snapshot_store import SnapshotStore
 from async_rl.rewards import Reward
 from async_rl.rollout.producer import Producer
+from async_rl.rollout.program_rollouts import make_program_rollouts
 from async_rl.types import Prompt, WeightVersion
 from trainer.parallel import Parallel
 
@@ -124,6 +126,17 @@ class Leader:
     ) -> Producer:
         """Produces the rollouts of this leader's replica; `watch` raises when the run has to end."""
         config = self._config
+        programs = make_program_rollouts(
+            config.rollout,
+            config.prompts,
+            config.run.seed,
+            config.model.path,
+            self._pool,
+            tokenizer,
+            reward,
+            skip_special_tokens=config.reward.skip_special_tokens,
+            program=make_program(config.rollout, tokenizer, config.publish.master_address),
+        )
         producer = Producer(
             self._pool,
             reward,
@@ -134,6 +147,7 @@ class Leader:
             evaluator,
             skip_special_tokens=config.reward.skip_special_tokens,
             watch=watch,
+            programs=programs,
         )
         self._closing.callback(producer.close)
         return producer

@@ -39,22 +39,44 @@ class PromptsSection(Section):
     task_options: dict[str, Any] = Field(default_factory=dict, description="options of the reasoning-gym task")
 
 
+SINGLE_TURN = "single_turn"
+"""The rollout that needs no program."""
+
+
 class RolloutSection(Section):
     responses_per_prompt: int = Field(8, ge=1, le=1024, description="G: responses of one group; at least 2")
-    max_response_tokens: int = Field(512, ge=1, description="a response ends here, with finish reason `length`")
+    max_response_tokens: int = Field(
+        512,
+        ge=1,
+        description="a response ends here, with finish reason `length`; of a program's rollout all turns together",
+    )
     temperature: float = Field(1.0, gt=0.0, description="of sampling; the trainer divides its logits by it too")
     stop_token_ids: tuple[int, ...] = Field((), description="end a response, besides the model's own end of sequence")
+    program: str = Field(
+        SINGLE_TURN,
+        description="single_turn: one response to each prompt; python:path/to/file.py:function, an asynchronous "
+        "function of a prompt and the policy (see rollouts.md); or command:PROGRAM ARGUMENTS, an agent (see "
+        "gateway.md)",
+    )
     max_turns: int = Field(16, ge=1, description="turns of a program's rollout, which is truncated there")
     renderer: str = Field(
-        "auto",
-        description="from messages to tokens: auto, template, or a name of the renderers package (see rollouts.md)",
+        "auto", description="from messages to tokens: auto, template, or a name of the renderers package"
     )
+    timeout_s: float = Field(600.0, gt=0, description="of a program's rollout, which is truncated then")
+    truncated_reward: float = Field(
+        0.0, allow_inf_nan=False, description="of a rollout that a limit ended before its program gave it a reward"
+    )
+    max_attempts: int = Field(3, ge=1, description="runs of a rollout whose program fails; then the training run ends")
+    max_concurrent: int = Field(256, ge=1, description="rollouts of a program under way at once, for each replica")
+    num_workers: int = Field(1, ge=1, description="processes that run the program's rollouts")
     gateway_host: str = Field("127.0.0.1", description="where the gateway listens for agents (see gateway.md)")
     gateway_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one")
 
 
 class RewardSection(Section):
-    name: str = Field(description="reasoning_gym, math, or python:path/to/file.py:function")
+    name: str | None = Field(
+        None, description="reasoning_gym, math, or python:path/to/file.py:function; none if a program rewards itself"
+    )
     timeout_s: float = Field(30.0, gt=0, description="for one group, from when its call begins")
     num_workers: int = Field(1, ge=1, description="processes that run the reward")
     max_concurrency: int = Field(
@@ -320,7 +342,7 @@ class Config(Section):
     model: ModelSection
     prompts: PromptsSection
     rollout: RolloutSection = Field(default_factory=RolloutSection)
-    reward: RewardSection
+    reward: RewardSection = Field(default_factory=RewardSection)
     pool: PoolSection = Field(default_factory=PoolSection)
     publish: PublishSection = Field(default_factory=PublishSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
@@ -339,6 +361,21 @@ class Config(Section):
                 "pool.join is 'now', but publish.snapshot_dir is not set: an instance that joins in the middle of a "
                 "batch reads the weights from there; name a directory that trainer and instances share"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _something_rewards(self) -> "Config":
+        if self.reward.name is not None:
+            return self
+        for what, needs in [
+            (f"rollout.program = {SINGLE_TURN!r}", self.rollout.program == SINGLE_TURN),
+            ("evaluation.sets", bool(self.evaluation.sets)),
+        ]:
+            if needs:
+                raise ValueError(
+                    f"reward.name is not set, but {what} needs a reward: set it to reasoning_gym, math, or "
+                    "python:path/to/file.py:function"
+                )
         return self
 
     @model_validator(mode="after")

@@ -128,6 +128,11 @@ def first_rows(config: PromptsSection, max_rows: int) -> list[Row]:
     return rows
 
 
+def conversation_of(row: Mapping[str, Any], config: PromptsSection) -> list[dict[str, Any]] | None:
+    """The chat messages of a row's prompt, or None where prompts are plain text."""
+    return _conversation(row[_column(config)], config) if config.chat_template else None
+
+
 def _load_rows(config: PromptsSection, seed: int, max_rows: int | None) -> list[Row]:
     if config.source.startswith(REASONING_GYM):
         return _reasoning_gym_rows(config, seed, max_rows)

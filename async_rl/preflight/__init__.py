@@ -13,6 +13,7 @@ from async_rl.preflight.exact import require_exact
 from async_rl.preflight.model import ModelFiles, require_divisible, require_fit, require_tokens, require_trainable
 from async_rl.preflight.paths import require_paths
 from async_rl.preflight.reward import require_reward
+from async_rl.preflight.rollout import require_program
 
 __all__ = ["require_sound"]
 
@@ -31,6 +32,7 @@ def require_sound(config: Config, *, trains: bool, serves: bool) -> None:
     faults: list[ConfigError] = []
     _note(faults, lambda: _require_model(config, trains, serves))
     _note(faults, lambda: require_reward(config.reward))
+    _note(faults, lambda: require_program(config.rollout))
     _note(faults, lambda: require_evaluation_sets(config))
     if trains:
         _note(faults, lambda: require_prompts(config.prompts))

@@ -76,14 +76,14 @@ def as_rewards(returned: object, num_responses: int) -> list[float]:
     if len(values) != num_responses:
         many = "more" if len(values) > num_responses else f"{len(values)} values"
         raise ValueError(f"it returned {many}, {expected}")
-    floats = [_as_float(value) for value in values]
+    floats = [as_float(value) for value in values]
     for value, number in zip(values, floats, strict=True):
         if not is_reward(number):
             raise ValueError(f"it returned {value!r:.200} among its values, {expected}")
     return floats
 
 
-def _as_float(value: Any) -> float:
+def as_float(value: Any) -> float:
     """NaN for what is no number, and for an integer that no float can hold."""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         return math.nan

@@ -1,22 +1,17 @@
-"""Loads a reward's function by the reward's name, and reads the function's traits.
-
-Functions are loaded in the workers only: side effects of loading a user's file must not affect the trainer.
-"""
+"""Loads a reward's function by the reward's name, and reads the function's traits; in the workers only."""
 
 import importlib
-import importlib.util
-import inspect
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
+from async_rl.programs import user_file
+from async_rl.programs.user_file import PREFIX, is_async, load_from_file
 from async_rl.rewards.base import CORRECT_AT, is_reward
 
-PREFIX = "python:"
+SETTING = "reward.name"
 
 RewardFunction = Callable[..., Any]
 """function(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> one float per response"""
@@ -43,16 +38,8 @@ class Traits:
 
 
 def find_file(name: str) -> tuple[Path, str]:
-    """The file and the function's name of `python:path/to/file.py:function`.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-    file, colon, attribute = name.removeprefix(PREFIX).rpartition(":")
-    path = Path(file)
-    if not colon or not path.is_file():
-        raise ConfigError(f"reward.name {name!r}: no such file {file!r}; write {PREFIX}path/to/file.py:function")
-    return path, attribute
+    """See `user_file.find_file`."""
+    return user_file.find_file(SETTING, name)
 
 
 def load_function(name: str) -> RewardFunction:
@@ -61,42 +48,7 @@ def load_function(name: str) -> RewardFunction:
     Raises:
         ConfigError: the file or function does not exist, or loading it failed (with its traceback).
     """
-    if not name.startswith(PREFIX):
-        function: RewardFunction = importlib.import_module(f"async_rl.rewards.{name}").score
-        return function
-    path, attribute = find_file(name)
-    module = _load_file(path, name)
-    found: RewardFunction | None = getattr(module, attribute, None)
-    if found is None or not callable(found):
-        functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise ConfigError(f"reward.name {name!r}: {path} has no function {attribute!r}; it has {functions}")
-    return found
-
-
-def is_async(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def _load_file(path: Path, name: str) -> Any:
-    module_name = f"async_rl_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"reward.name {name!r}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickles of the file look their module up by name, and the file may import files beside it, or
-    # packages of the working directory.
-    sys.modules[module_name] = module
-    sys.path += [str(path.parent.resolve()), str(Path.cwd())]
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:  # sys.exit() at module level is an error like any other
-        raise ConfigError(f"reward.name {name!r}: loading {path} failed:\n{_from(path, error)}") from error
-    return module
-
-
-def _from(path: Path, error: BaseException) -> str:
-    """The traceback from the file's own code on: the frames before it are ours and the importer's."""
-    trace = error.__traceback__
-    while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != path.resolve():
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+    if name.startswith(PREFIX):
+        return load_from_file(SETTING, name)
+    function: RewardFunction = importlib.import_module(f"async_rl.rewards.{name}").score
+    return function

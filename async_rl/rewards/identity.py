@@ -3,12 +3,13 @@
 import hashlib
 from importlib.metadata import PackageNotFoundError, version
 
-from async_rl.rewards.function import PREFIX, find_file
+from async_rl.programs.user_file import PREFIX
+from async_rl.rewards.function import find_file
 
 PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym"}
 
 
-def reward_identity(name: str) -> str:
+def reward_identity(name: str | None) -> str:
     """A text that changes when the reward's computation changes: the hash of its file, or the version of its package.
 
     It does not cover modules that the file imports, and services that it calls.
@@ -16,6 +17,8 @@ def reward_identity(name: str) -> str:
     Raises:
         ConfigError: the file of a `python:` reward does not exist.
     """
+    if name is None:
+        return "none"
     if name.startswith(PREFIX):
         path, function = find_file(name)
         return f"{function} in a file with sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"

@@ -44,8 +44,9 @@ class ProcessReward:
     process that does not end a call is killed and restarted; its other calls are repeated.
     """
 
-    def __init__(self, config: RewardSection) -> None:
+    def __init__(self, config: RewardSection, name: str) -> None:
         self._config = config
+        self._name = name
         self._max_attempts = config.max_attempts if config.on_error == "retry" else 1
         self._traits: Traits | None = None
         self._workers: list[_Worker] = []
@@ -60,15 +61,13 @@ class ProcessReward:
     async def start(self) -> None:
         if self._traits is not None:
             return
-        self._workers = [_Worker(self._config.name) for _ in range(self._config.num_workers)]
+        self._workers = [_Worker(self._name) for _ in range(self._config.num_workers)]
         try:
             traits = await asyncio.gather(*(worker.process.start(START_TIMEOUT_S) for worker in self._workers))
         except WorkerFailed as error:
-            raise ConfigError(f"reward {self._config.name!r} cannot be loaded:\n{error}") from error
+            raise ConfigError(f"reward {self._name!r} cannot be loaded:\n{error}") from error
         except (WorkerDied, WorkerTimeout) as error:
-            raise ConfigError(
-                f"reward {self._config.name!r} cannot be loaded: its worker process ended ({error})"
-            ) from error
+            raise ConfigError(f"reward {self._name!r} cannot be loaded: its worker process ended ({error})") from error
         self._traits = traits[0]
         self._slots = asyncio.Semaphore(
             self._config.max_concurrency if self._traits.is_async else self._config.num_workers
@@ -80,7 +79,7 @@ class ProcessReward:
             try:
                 return await self._attempt(prompt, tuple(responses))
             except _AttemptFailed as error:
-                what = f"reward {self._config.name!r}, prompt {prompt.prompt_id}"
+                what = f"reward {self._name!r}, prompt {prompt.prompt_id}"
                 if self._max_attempts > 1:
                     what += f", attempt {attempt} of {self._max_attempts}"
                 if attempt == self._max_attempts:

@@ -11,7 +11,6 @@ import asyncio
 import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -19,9 +18,10 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from async_rl.errors import ConfigError
+from async_rl.programs.user_process import LENGTH, take_pipes
 from async_rl.rewards.base import as_rewards
 from async_rl.rewards.function import Traits, load_function
-from async_rl.rewards.worker_process import LENGTH, LOADED, Outcome
+from async_rl.rewards.worker_process import LOADED, Outcome
 from async_rl.types import Prompt, Response
 
 STUCK_AFTER_S = 0.3
@@ -55,16 +55,8 @@ class Answers:
 
 
 def main(reward_name: str) -> None:
-    # Ctrl-C is sent to the whole process group; the trainer ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The reward, and programs that it starts, cannot access this pipe: if one reads its standard input, as generated
-    # code may, it is empty.
-    requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, sys.stdin.fileno())
-    os.close(nothing)
-    answers = Answers(os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    requests, output = take_pipes()
+    answers = Answers(output)
     answers.begin(LOADED)
     try:
         function = load_function(reward_name)

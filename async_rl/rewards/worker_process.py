@@ -1,38 +1,31 @@
 """The trainer's side of one worker process: starts it, sends calls, receives floats, kills it.
 
-A new interpreter runs `async_rl.rewards.worker`, not a fork: it has none of the trainer's threads, torch state and
-network connections. Messages are pickles on the two pipes between parent and child, each after its length; calls are
-numbered, so that many of them may run concurrently.
+Messages are pickles; calls are numbered, so that many of them may run concurrently.
 
 Every wait for a worker is bounded: by its result, the end of the process, or a timeout; a process that does not end a
 call is killed with all processes that it started.
 """
 
 import asyncio
-import contextlib
 import itertools
-import os
 import pickle
-import signal
-import struct
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from typing import Any, Literal
 
+from async_rl.programs.user_process import (
+    END_GRACE_S,
+    LENGTH,
+    end_group_after,
+    exit_code,
+    kill_group,
+    reap,
+    start_process,
+)
 from async_rl.rewards.function import Traits
 from async_rl.types import Prompt, Response
 
-LENGTH = struct.Struct(">Q")
-
 LOADED = 0
 """The number under which a worker reports that it has loaded its reward; calls have the following numbers."""
-
-END_GRACE_S = 1.0
-EXIT_POLL_S = 0.1
-"""How long a call may take to end after it was asked to, before its process is killed."""
-
-REAP_TIMEOUT_S = 5.0
-"""How long a killed process may take to disappear; after that it is not awaited."""
 
 Outcome = Literal["scored", "failed", "stuck"]
 """Of a call: its floats; its traceback; or, if it did not end when asked to, its current traceback."""
@@ -79,16 +72,10 @@ class WorkerProcess:
             WorkerFailed, WorkerDied, WorkerTimeout: the reward could not be loaded.
         """
         self.kill()
-        process = self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "async_rl.rewards.worker", self._reward_name),
-            stdin=PIPE,
-            stdout=PIPE,
-            # Its own process group, which is killed as a whole.
-            start_new_session=True,
-        )
+        process = self._process = await start_process("async_rl.rewards.worker", self._reward_name)
         loaded = self._calls[LOADED] = asyncio.get_running_loop().create_future()
         self._spawn(self._read(process))
-        self._spawn(_end_group_after(process))
+        self._spawn(end_group_after(process))
         try:
             await asyncio.wait({loaded}, timeout=timeout_s)
             if not loaded.done():
@@ -128,7 +115,7 @@ class WorkerProcess:
         """Kills the process and those it started, without waiting; its other calls have to be repeated."""
         process, self._process = self._process, None
         if process is not None:
-            _kill_group(process)
+            kill_group(process)
         self._fail(WorkerStopped("its process was ended because of another call"))
 
     async def close(self) -> None:
@@ -136,8 +123,7 @@ class WorkerProcess:
         process = self._process
         self.kill()
         if process is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), REAP_TIMEOUT_S)
+            await reap(process)
         for task in self._background:
             task.cancel()
 
@@ -178,7 +164,7 @@ class WorkerProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         if process is self._process:
-            code = await _exit_code(process)
+            code = await exit_code(process)
             self._process = None
             self._fail(WorkerDied(f"exit code {code}"))
 
@@ -193,27 +179,6 @@ class WorkerProcess:
         task = asyncio.create_task(coro)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-async def _end_group_after(process: Process) -> None:
-    """Kills the processes left behind by one that ended: they may keep its output open, which hides its end."""
-    while process.returncode is None:
-        await asyncio.sleep(EXIT_POLL_S)
-    _kill_group(process)
-
-
-def _kill_group(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-async def _exit_code(process: Process) -> int | str:
-    """The exit code of a process whose output has ended; if it closed that and still runs, it is killed."""
-    try:
-        return await asyncio.wait_for(process.wait(), END_GRACE_S)
-    except TimeoutError:
-        _kill_group(process)
-        return "unknown: it closed its output and was killed"
 
 
 def _answer(outcome: Outcome, answer: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from async_rl.types import Response
-
 MEMORY = 0.5
 """Weight of the newest group in a prompt's mean: the policy changes, so older lengths count less."""
 
@@ -21,9 +19,9 @@ class ExpectedLength:
     def of(self, prompt_id: str) -> float:
         return self._of_prompt.get(prompt_id, self._of_all)
 
-    def note(self, prompt_id: str, responses: Sequence[Response]) -> None:
-        """Adds the lengths of a finished group."""
-        mean = sum(len(response.token_ids) for response in responses) / len(responses)
+    def note(self, prompt_id: str, lengths: Sequence[float]) -> None:
+        """Adds the lengths of a finished group's responses, or of its programs' turns."""
+        mean = sum(lengths) / len(lengths)
         self._of_all += (MEMORY_OF_ALL if self._any else 1.0) * (mean - self._of_all)
         self._any = True
         known = self._of_prompt.get(prompt_id, mean)

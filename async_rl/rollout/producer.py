@@ -20,6 +20,7 @@ from async_rl.protocol.inference import SamplingParams
 from async_rl.rewards import Reward
 from async_rl.rollout.expected_length import ExpectedLength
 from async_rl.rollout.idle_work import IdleWork
+from async_rl.rollout.program_rollouts import ProgramRollouts
 from async_rl.rollout.sample_queue import SampleQueue
 from async_rl.seeds import group_seed
 from async_rl.types import Batch, Group, Prompt, Response, WeightVersion
@@ -27,7 +28,7 @@ from async_rl.types import Batch, Group, Prompt, Response, WeightVersion
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-"""For starting a reward's processes, which have limits of their own: the limit of anything beyond these."""
+"""For starting the processes of a reward or a program, which have limits of their own: that of anything beyond."""
 
 LEAVE_TIMEOUT_S = 30.0
 """For cancellation at the end of a batch: it closes connections, and calls no instance or reward."""
@@ -48,16 +49,18 @@ class Producer:
         *,
         skip_special_tokens: bool = True,
         watch: Callable[[], None] = lambda: None,
+        programs: ProgramRollouts | None = None,
     ) -> None:
-        """Starts the reward, and waits for it.
+        """Starts the reward and the rollout program, and waits for them.
 
         Args:
             idle_work: gets the pool when the rollouts of a batch have finished.
             skip_special_tokens: for decoding the responses.
             watch: called by the training loop while it waits for a group; an exception it raises ends the batch.
+            programs: makes the groups; without it each rollout is a single turn, generated here.
 
         Raises:
-            ConfigError: the reward cannot be loaded.
+            ConfigError: the reward or the program cannot be loaded.
         """
         self._pool = pool
         self._reward = reward
@@ -69,18 +72,30 @@ class Producer:
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
         self._skip_special_tokens = skip_special_tokens
         self.watch = watch
+        self._programs = programs
         loop.run(reward.start(), START_TIMEOUT_S)
+        if programs is not None:
+            loop.run(programs.start(), START_TIMEOUT_S)
 
     def start(self, batch: Batch, version: WeightVersion) -> "RolloutRun":
         """Dispatches the whole batch to the instances that serve `version`, and returns immediately."""
         return RolloutRun(self, self._loop, batch, version)
 
     def close(self) -> None:
-        """Ends the reward's processes within `LEAVE_TIMEOUT_S`, whatever the reward does."""
+        """Ends the processes of reward and program within `LEAVE_TIMEOUT_S` each, whatever these do."""
+        if self._programs is not None:
+            self._loop.end(self._programs.close(), LEAVE_TIMEOUT_S)
         self._loop.end(self._reward.close(), LEAVE_TIMEOUT_S)
+
+    def note_finished(self, iteration: int) -> None:
+        """All rollouts of a batch have finished: reports how they went."""
+        if self._programs is not None:
+            logger.info("rollouts of iteration %d: %s", iteration, self._programs.figures.take())
 
     async def roll_out(self, iteration: int, index: int, prompt: Prompt, version: WeightVersion) -> Group:
         """Generates the scored group of one prompt."""
+        if self._programs is not None:
+            return await self._programs.group(iteration, index, prompt, version)
         started_s = time.monotonic()
         sampling = SamplingParams(
             n=self._rollout.responses_per_prompt,
@@ -102,7 +117,7 @@ class Producer:
                 f"prompt {prompt.prompt_id!r}, index {index} of iteration {iteration}: {error}\n"
                 "the instances stay in service: take the prompt out of the data, or repair what it meets there"
             ) from error
-        self._expected_length.note(prompt.prompt_id, sampled)
+        self._expected_length.note(prompt.prompt_id, [len(response.token_ids) for response in sampled])
         texts = self._tokenizer.batch_decode(
             [list(r.token_ids) for r in sampled], skip_special_tokens=self._skip_special_tokens
         )
@@ -181,6 +196,7 @@ class RolloutRun:
         async with asyncio.TaskGroup() as siblings:
             for index, prompt in self._batch.prompts.items():
                 siblings.create_task(self._produce(index, prompt))
+        self._producer.note_finished(self._batch.iteration)
         if self._producer.idle_work is not None:
             try:
                 await self._producer.idle_work.run(self._batch.iteration, self._version)

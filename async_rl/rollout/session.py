@@ -17,9 +17,9 @@ import itertools
 import logging
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from async_rl.config.sections import RolloutSection
@@ -31,47 +31,19 @@ from async_rl.rollout.messages import InvalidRequest, Message, Tool
 from async_rl.rollout.recorder import Recorder, Request, TurnNode
 from async_rl.rollout.rendering import ParsedCall, Renderer
 from async_rl.rollout.trajectory import Trajectory, with_texts
+from async_rl.rollout.turn import Limit, LimitReached, SessionClosed, Turn
 from async_rl.seeds import turn_seed
 from async_rl.types import Prompt, Response, WeightSpan, WeightVersion, digest_of
+
+__all__ = ["InvalidRequest", "LimitReached", "NothingSampled", "RolloutSession", "SessionClosed", "Sessions", "Turn"]
 
 log = logging.getLogger(__name__)
 
 MAX_TOKEN_ID = 2**31
 
-Limit = Literal["turns", "tokens", "context", "time"]
-
-
-class LimitReached(Exception):
-    """The rollout has reached a limit: an outcome. No further turn is sampled; those it has are trained."""
-
-    def __init__(self, limit: Limit, message: str) -> None:
-        super().__init__(message)
-        self.limit: Limit = limit
-
-
-class SessionClosed(Exception):
-    """The rollout has ended; it gets no further turns."""
-
 
 class NothingSampled(Exception):
     """The program ended before the policy had said anything, so there is nothing to train."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Turn:
-    """One turn as its program sees it.
-
-    `message` is an OpenAI chat message: role, content, and where they apply reasoning_content and tool_calls.
-    `token_ids` and `logprobs` are those that were sampled after `prompt_token_ids`; `finish_reason` is "stop" or
-    "length".
-    """
-
-    message: Mapping[str, Any]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    prompt_token_ids: tuple[int, ...]
-    weight_version: WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +57,13 @@ class Sessions:
     skip_special_tokens: bool = True
 
     def open(
-        self, prompt: Prompt, version: WeightVersion, seed: int, name: str, expected_tokens: float
+        self,
+        prompt: Prompt,
+        version: WeightVersion,
+        seed: int,
+        name: str,
+        expected_tokens: float,
+        earlier: "RolloutSession | None" = None,
     ) -> "RolloutSession":
         """A session of one rollout of `prompt`.
 
@@ -93,8 +71,10 @@ class Sessions:
             seed: of the rollout; the seeds of its turns are derived from it.
             name: unique in the run, for the requests to instances.
             expected_tokens: of one turn.
+            earlier: the session of a run of this rollout that failed: turns that were sampled there are not sampled
+                again, so that the program meets the same ones, whatever the engine.
         """
-        return RolloutSession(self, prompt, version, seed, name, expected_tokens)
+        return RolloutSession(self, prompt, version, seed, name, expected_tokens, earlier)
 
 
 @dataclass(eq=False)
@@ -107,7 +87,7 @@ class _Generation:
     max_tokens: int
     cut_by: Limit | None
     tools: Sequence[Tool] | None
-    stop: Sequence[str]
+    stop: tuple[str, ...]
     request_id: str | None
     task: "asyncio.Task[Response]" = field(init=False)
     num_waiting: int = 0
@@ -125,6 +105,7 @@ class RolloutSession:
         seed: int,
         name: str,
         expected_tokens: float,
+        earlier: "RolloutSession | None" = None,
     ) -> None:
         self._shared = shared
         self._prompt = prompt
@@ -137,7 +118,9 @@ class RolloutSession:
         self._occurrences: dict[str, set[int]] = {}
         self._running: list[_Generation] = []
         self._by_request: dict[str, _Generation] = {}
-        self._num_faults = 0
+        self._num_requests = itertools.count(1)
+        self._sampled: dict[tuple[Any, ...], Response] = {} if earlier is None else earlier._sampled
+        self._num_faults: int = 0 if earlier is None else earlier._num_faults
         self._closed = False
         self._stopped: Limit | None = None
         self.limit: Limit | None = None
@@ -288,8 +271,11 @@ class RolloutSession:
             seed=turn_seed(self._seed, generation.digest, generation.occurrence),
             logprobs=0,
         )
+        asked = generation.digest, generation.occurrence, generation.max_tokens, generation.stop, renders
+        if asked in self._sampled:
+            return self._sampled[asked]
+        request_id = f"{self._name}-{next(self._num_requests)}"
         expected = min(self._expected_tokens, generation.max_tokens)
-        request_id = f"{self._name}-{generation.digest}-{generation.occurrence}"
         try:
             (response,), attempts = await shared.pool.generate_group(
                 context, sampling, request_id, self._version, expected
@@ -299,7 +285,9 @@ class RolloutSession:
                 self.failed.set_result(error)
             raise
         self._num_faults += attempts - 1
-        return self._until(response, generation.stop)
+        response = self._until(response, generation.stop)
+        self._sampled[asked] = response
+        return response
 
     def _deliver(self, generation: _Generation, response: Response) -> Turn:
         """Records a turn that its program gets now."""

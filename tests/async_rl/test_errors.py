@@ -18,6 +18,7 @@ LASTING = {
     "PromptFailed",
     "RewardError",
     "RestartsExhausted",
+    "RolloutFailed",
     "RunStopped",
     "UnknownInstance",
     "WriteFailed",

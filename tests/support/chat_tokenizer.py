@@ -1,33 +1,33 @@
-"""A tokenizer of one token per character, with a chat template that has tools; for agents."""
+"""A tokenizer of one token per character with the special tokens and the chat template of Qwen3, in short form."""
 
-import string
+from pathlib import Path
+from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
-SPECIAL = ("<pad>", "<|im_end|>", "<unk>", "<|im_start|>", "<tool_call>", "</tool_call>")
-END = 1
-VOCAB_SIZE = 128
-TEMPLATE = """\
-{%- if tools %}{{ '<|im_start|>tools\n' }}{% for tool in tools %}{{ (tool | tojson) + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
-{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}
-{%- for call in message.tool_calls or [] %}{{ '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
-{{- (call.function.arguments | tojson) + '}</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # noqa: E501
+from tests.support.tiny_model import save_tokenizer
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+EXTRA = "<>{}[]_|#"
+
+TEMPLATE = """{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
 
 
-def make_chat_tokenizer() -> PreTrainedTokenizerFast:
-    vocab = {token: i for i, token in enumerate([*SPECIAL, *string.printable])}
-    assert len(vocab) <= VOCAB_SIZE
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        unk_token="<unk>",
-        additional_special_tokens=["<|im_start|>", "<tool_call>", "</tool_call>"],
-    )
-    fast.chat_template = TEMPLATE
-    return fast
+def make_chat_tokenizer(path: Path, *, template: str = TEMPLATE) -> Any:
+    """Saves it at `path`; `<|im_end|>` ends what the policy says."""
+    save_tokenizer(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKUP])
+    tokenizer.add_tokens(list(EXTRA))
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    return tokenizer

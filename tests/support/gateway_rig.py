@@ -13,7 +13,7 @@ from async_rl.rollout.rendering import make_renderer
 from async_rl.rollout.session import RolloutSession, Sessions
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.types import Prompt
-from tests.support.chat_tokenizer import make_chat_tokenizer
+from tests.support.agent_tokenizer import make_agent_tokenizer
 from tests.support.scripted_policy import Say, ScriptedPolicy
 
 VERSION = "run-0"
@@ -43,7 +43,7 @@ class Rollout:
 class GatewayRig:
     def __init__(self, loop: EventLoopThread, say: Say, max_model_len: int | None = None, **settings: Any) -> None:
         self.loop = loop
-        self.tokenizer = make_chat_tokenizer()
+        self.tokenizer = make_agent_tokenizer()
         self.policy = ScriptedPolicy(self.tokenizer, say, max_model_len)
         self.config = RolloutSection(**settings)
         self.gateway = Gateway(self.config, cast(Any, self.tokenizer))

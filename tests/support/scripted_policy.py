@@ -6,7 +6,7 @@ from typing import Any
 
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightSpan, WeightVersion
-from tests.support.chat_tokenizer import END
+from tests.support.agent_tokenizer import END
 
 Say = Callable[[str, int], str]
 """say(context, seed): what the policy says after the text `context`, without its end."""

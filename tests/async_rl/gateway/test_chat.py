@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.support.chat_tokenizer import END
+from tests.support.agent_tokenizer import END
 from tests.support.gateway_rig import VERSION, Rollout
 
 ADD = {

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.rewards.function import Traits, find_file, is_async, load_function
+from async_rl.programs.user_file import is_async
+from async_rl.rewards.function import Traits, find_file, load_function
 
 
 @pytest.fixture(autouse=True)

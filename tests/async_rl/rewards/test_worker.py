@@ -6,8 +6,8 @@ import threading
 from random import Random
 from typing import Any
 
+from async_rl.programs.user_process import LENGTH
 from async_rl.rewards.worker import Answers
-from async_rl.rewards.worker_process import LENGTH
 
 
 def messages_in(file: io.BytesIO) -> list[Any]:

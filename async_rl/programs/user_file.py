@@ -1,0 +1,73 @@
+"""Loads a function from a user's file, named `python:path/to/file.py:function` in a setting; for rewards and rollouts.
+
+Functions are loaded in processes of their own only: side effects of loading a user's file must not affect the trainer.
+"""
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import ConfigError
+
+PREFIX = "python:"
+
+
+def find_file(setting: str, name: str) -> tuple[Path, str]:
+    """The file and the function's name of `python:path/to/file.py:function`, the value of `setting`.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    file, colon, attribute = name.removeprefix(PREFIX).rpartition(":")
+    path = Path(file)
+    if not colon or not path.is_file():
+        raise ConfigError(f"{setting} {name!r}: no such file {file!r}; write {PREFIX}path/to/file.py:function")
+    return path, attribute
+
+
+def load_from_file(setting: str, name: str) -> Callable[..., Any]:
+    """The function of `python:path/to/file.py:function`.
+
+    Raises:
+        ConfigError: the file or function does not exist, or loading it failed (with its traceback).
+    """
+    path, attribute = find_file(setting, name)
+    module = _load(setting, name, path)
+    found: Callable[..., Any] | None = getattr(module, attribute, None)
+    if found is None or not callable(found):
+        functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+        raise ConfigError(f"{setting} {name!r}: {path} has no function {attribute!r}; it has {functions}")
+    return found
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def traceback_from(path: Path, error: BaseException) -> str:
+    """The traceback from the file's own code on: the frames before it are ours and the importer's."""
+    trace = error.__traceback__
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != path.resolve():
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _load(setting: str, name: str, path: Path) -> Any:
+    module_name = f"async_rl_{setting.partition('.')[0]}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{setting} {name!r}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickles of the file look their module up by name, and the file may import files beside it, or
+    # packages of the working directory.
+    sys.modules[module_name] = module
+    sys.path += [str(path.parent.resolve()), str(Path.cwd())]
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:  # sys.exit() at module level is an error like any other
+        raise ConfigError(f"{setting} {name!r}: loading {path} failed:\n{traceback_from(path, error)}") from error
+    return module

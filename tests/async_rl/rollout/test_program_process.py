@@ -1,0 +1,436 @@
+"""Rollout programs in processes of their own, hostile ones among them: none harms the trainer, or another rollout."""
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from async_rl.config.sections import RolloutSection
+from async_rl.errors import NoInstanceLeft
+from async_rl.event_loop import EventLoopThread
+from async_rl.rollout import program_process
+from async_rl.rollout.program import ProgramFailed, ProgramInterrupted, ProgramPrompt, RolloutResult
+from async_rl.rollout.program_process import NotLoaded, ProgramProcess
+from async_rl.rollout.rendering import TemplateRenderer
+from async_rl.rollout.session import RolloutSession, SessionClosed, Sessions
+from async_rl.types import Prompt
+from tests.support.scripted_pool import ScriptedPool
+
+pytestmark = pytest.mark.distributed
+
+PROGRAM = """
+import asyncio, ctypes, os, signal, sys, threading, time
+from types import SimpleNamespace
+
+from async_rl.rollout.program import RolloutResult
+from async_rl.rollout.turn import LimitReached, SessionClosed
+
+kept = []
+
+async def rollout(prompt, policy):
+    return await globals()[prompt.row["does"]](prompt, policy)
+
+async def two_turns(prompt, policy):
+    messages = list(prompt.messages)
+    for _ in range(2):
+        turn = await policy.generate(messages)
+        messages += [turn.message, {"role": "user", "content": "and"}]
+    return float(prompt.row.get("reward", 0.5))
+
+async def turn_rewards(prompt, policy):
+    await policy.generate(prompt.messages)
+    return RolloutResult(1.5, (1.0, 0.5))
+
+async def raises(prompt, policy):
+    await policy.generate(prompt.messages)
+    raise KeyError("broken tool")
+
+async def exits(prompt, policy):
+    await policy.generate(prompt.messages)
+    sys.exit(3)
+
+async def exits_in_a_task(prompt, policy):
+    async def task():
+        sys.exit(3)
+    await policy.generate(prompt.messages)
+    await asyncio.create_task(task())
+
+async def exits_at_once(prompt, policy):
+    await policy.generate(prompt.messages)
+    os._exit(7)
+
+async def crashes(prompt, policy):
+    await policy.generate(prompt.messages)
+    ctypes.string_at(0)
+
+async def hangs(prompt, policy):
+    await policy.generate(prompt.messages)
+    time.sleep(3600)
+
+async def hangs_without_the_gil(prompt, policy):
+    await policy.generate(prompt.messages)
+    sum(range(10**12))
+
+async def leaves_a_hanging_task(prompt, policy):
+    async def task():
+        await asyncio.sleep(0)
+        time.sleep(3600)
+    await policy.generate(prompt.messages)
+    asyncio.create_task(task())
+    return 1.0
+
+async def swallows(prompt, policy):
+    await policy.generate(prompt.messages)
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+async def sleeps(prompt, policy):
+    await policy.generate(prompt.messages)
+    await asyncio.sleep(3600)
+
+async def notices_the_end(prompt, policy):
+    await policy.generate(prompt.messages)
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        return 0.25
+
+async def floods(prompt, policy):
+    said = await asyncio.gather(*(policy.generate(prompt.messages) for _ in range(1000)), return_exceptions=True)
+    assert sum(isinstance(turn, LimitReached) for turn in said) == 1000 - 16, said
+    return 1.0
+
+async def asks_for_ever(prompt, policy):
+    while True:
+        try:
+            await policy.generate("no messages")
+        except ValueError:
+            pass
+
+async def never_stops(prompt, policy):
+    while True:
+        await policy.generate(prompt.messages)
+
+async def wraps_the_limit(prompt, policy):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(never_stops(prompt, policy))
+
+async def returns_nan(prompt, policy):
+    await policy.generate(prompt.messages)
+    return float("nan")
+
+async def returns_text(prompt, policy):
+    await policy.generate(prompt.messages)
+    return "1.0"
+
+async def returns_much(prompt, policy):
+    await policy.generate(prompt.messages)
+    return SimpleNamespace(reward=[0] * 10**7)
+
+async def prints_much(prompt, policy):
+    await policy.generate(prompt.messages)
+    for _ in range(200):
+        print("x" * 10**6)
+    return 1.0
+
+async def keeps_the_policy(prompt, policy):
+    kept.append(policy)
+    await policy.generate(prompt.messages)
+    return 1.0
+
+async def uses_a_kept_policy(prompt, policy):
+    await policy.generate(prompt.messages)
+    try:
+        await kept[0].generate(prompt.messages)
+    except SessionClosed:
+        return 2.0
+
+async def forks(prompt, policy):
+    await policy.generate(prompt.messages)
+    if os.fork() == 0:
+        return -1.0
+    await asyncio.sleep(0.2)
+    await policy.generate(prompt.messages)
+    return 1.0
+
+async def stops_the_loop(prompt, policy):
+    await policy.generate(prompt.messages)
+    asyncio.get_running_loop().stop()
+    await policy.generate(prompt.messages)
+    return 1.0
+
+async def writes_into_pipes(prompt, policy):
+    await policy.generate(prompt.messages)
+    for fd in range(3, 20):
+        try:
+            os.write(fd, b"x" * 64)
+        except OSError:
+            pass
+    await asyncio.sleep(3600)
+
+async def from_a_thread(prompt, policy):
+    loop = asyncio.get_running_loop()
+    def agent():
+        asyncio.run_coroutine_threadsafe(policy.generate(prompt.messages), loop).result()
+        return 1.0
+    return await asyncio.to_thread(agent)
+"""
+
+
+class Runs:
+    """Runs rollouts in one process, at a scripted policy."""
+
+    def __init__(self, loop: EventLoopThread, process: ProgramProcess, tokenizer: Any) -> None:
+        self.loop = loop
+        self.process = process
+        self.pool = ScriptedPool()
+        rollout = RolloutSection(max_response_tokens=200, program="python:x.py:rollout")
+        self.sessions = Sessions(self.pool, tokenizer, TemplateRenderer(tokenizer), rollout)
+
+    def open(self, seed: int = 1) -> RolloutSession:
+        return self.sessions.open(Prompt("row0", (20, 68), {}), "v1", seed, "n", 8.0)
+
+    async def run(
+        self, does: str, session: RolloutSession | None = None, timeout_s: float = 30.0, **row: Any
+    ) -> RolloutResult:
+        prompt = ProgramPrompt(
+            prompt_id="row0",
+            token_ids=(20, 68),
+            row={"does": does, **row},
+            messages=[{"role": "user", "content": "hi"}],
+            seed=1,
+        )
+        return await self.process.run(prompt, session or self.open(), timeout_s)
+
+    def __call__(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        return self.loop.run(make(), 60)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Callable[..., Path]) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model())
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("program") / "program.py"
+    path.write_text(PROGRAM)
+    return f"python:{path}:rollout"
+
+
+@pytest.fixture
+def runs(loop: EventLoopThread, tokenizer: Any, program: str) -> Iterator[Runs]:
+    process = ProgramProcess(program)
+    loop.run(process.start(60))
+    yield Runs(loop, process, tokenizer)
+    loop.run(process.close())
+
+
+async def outcome(running: Awaitable[RolloutResult]) -> Any:
+    try:
+        return await running
+    except Exception as error:
+        return error
+
+
+def test_a_program_takes_turns_and_gives_a_reward(runs: Runs) -> None:
+    async def go() -> None:
+        session = runs.open()
+        assert await runs.run("two_turns", session, reward=0.75) == RolloutResult(0.75)
+        trajectory = session.finish(0.75)
+        assert trajectory.num_turns == 2 and trajectory.status == "completed"
+        assert await runs.run("turn_rewards") == RolloutResult(1.5, (1.0, 0.5))
+        assert await runs.run("from_a_thread") == RolloutResult(1.0)
+
+    runs(go)
+
+
+def test_rollouts_of_one_process_run_at_the_same_time(runs: Runs) -> None:
+    runs.pool.delay_s = 0.5
+
+    async def go() -> float:
+        begun_s = time.monotonic()
+        await asyncio.gather(*(runs.run("two_turns", runs.open(seed)) for seed in range(50)))
+        return time.monotonic() - begun_s
+
+    assert runs(go) < 10, "one after the other they take 50 s"
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        ("raises", "broken tool"),
+        ("exits", "SystemExit"),
+        ("exits_in_a_task", "SystemExit"),
+        ("returns_nan", "it returned nan as a reward"),
+        ("returns_text", "it returned '1.0' as a reward"),
+        ("returns_much", "as a reward"),
+        ("asks_for_ever", "in vain"),
+        ("exits_at_once", r"exit code 7\) while it ran"),
+        ("crashes", r"exit code -11\) while it ran"),
+    ],
+)
+def test_a_fault_is_that_of_its_rollout_alone(runs: Runs, does: str, message: str) -> None:
+    async def go() -> tuple[Any, Any]:
+        beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=20)))
+        await asyncio.sleep(0.2)
+        failed = await outcome(runs.run(does))
+        if runs.process.running:
+            assert not beside.done()
+            assert await runs.run("two_turns") == RolloutResult(0.5)
+            beside.cancel()
+            return failed, None
+        return failed, await beside
+
+    failed, beside = runs(go)
+    assert isinstance(failed, ProgramFailed), failed
+    assert str(failed).count("\n") < 40
+    assert re.search(message, str(failed)), str(failed)
+    assert beside is None or isinstance(beside, ProgramInterrupted)
+
+
+@pytest.mark.parametrize("does", ["hangs", "hangs_without_the_gil", "swallows", "writes_into_pipes"])
+def test_a_program_that_does_not_end_is_killed_and_others_are_interrupted(
+    runs: Runs, does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_process, "END_GRACE_S", 0.5)
+
+    async def go() -> tuple[Any, Any, RolloutSession]:
+        session = runs.open()
+        beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=1.2)))
+        ended = await outcome(runs.run(does, session, timeout_s=1.0))
+        return ended, await beside, session
+
+    begun_s = time.monotonic()
+    ended, beside, session = runs(go)
+    assert time.monotonic() - begun_s < 10
+    if does == "writes_into_pipes":
+        assert isinstance(ended, ProgramFailed) or (ended == RolloutResult() and session.limit == "time")
+        return
+    assert ended == RolloutResult() and session.limit == "time"
+    assert session.finish().status == "truncated", "it keeps the turn that it had"
+    if does.startswith("hangs"):
+        assert isinstance(beside, ProgramInterrupted), "the time of the other one is not its own"
+    assert not runs.process.running
+
+
+def test_what_is_left_behind_and_hangs_ends_the_process_and_not_the_rollouts(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_process, "END_GRACE_S", 0.5)
+
+    async def go() -> tuple[Any, Any]:
+        beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=30)))
+        await asyncio.sleep(0.1)
+        ended = await runs.run("leaves_a_hanging_task")
+        if runs.process.running:
+            beside.cancel()
+            return ended, None
+        return ended, await beside
+
+    ended, beside = runs(go)
+    assert ended == RolloutResult(1.0)
+    assert beside is None or isinstance(beside, ProgramInterrupted)
+
+
+@pytest.mark.parametrize(("does", "reward"), [("sleeps", None), ("notices_the_end", 0.25)])
+def test_time_is_a_limit_at_which_a_program_may_still_give_a_reward(runs: Runs, does: str, reward: float) -> None:
+    async def go() -> tuple[RolloutResult, RolloutSession]:
+        session = runs.open()
+        return await runs.run(does, session, timeout_s=0.5), session
+
+    result, session = runs(go)
+    assert result.reward == reward
+    assert session.finish(result.reward).status == "truncated"
+    assert runs.process.running
+
+
+@pytest.mark.parametrize("does", ["never_stops", "wraps_the_limit"])
+def test_a_limit_that_a_program_lets_pass_is_an_outcome(runs: Runs, does: str) -> None:
+    async def go() -> tuple[RolloutResult, RolloutSession]:
+        session = runs.open()
+        return await runs.run(does, session), session
+
+    result, session = runs(go)
+    assert result == RolloutResult() and session.limit in ("turns", "tokens")
+    assert session.finish().status == "truncated"
+
+
+@pytest.mark.parametrize("does", ["floods", "prints_much", "forks", "stops_the_loop"])
+def test_these_do_no_harm_at_all(runs: Runs, does: str) -> None:
+    async def go() -> tuple[Any, Any]:
+        return await runs.run(does, timeout_s=30), await runs.run("two_turns")
+
+    assert runs(go) == (RolloutResult(1.0), RolloutResult(0.5))
+
+
+def test_a_policy_that_was_kept_is_of_no_use(runs: Runs) -> None:
+    async def go() -> RolloutResult:
+        await runs.run("keeps_the_policy")
+        return await runs.run("uses_a_kept_policy")
+
+    assert runs(go) == RolloutResult(2.0)
+
+
+def test_a_failing_pool_ends_the_rollout_with_its_error(runs: Runs) -> None:
+    runs.pool.error = NoInstanceLeft("all gone")
+
+    async def go() -> Any:
+        return await outcome(runs.run("two_turns"))
+
+    assert runs(go) is runs.pool.error
+
+
+def test_a_cancelled_rollout_ends_and_so_do_its_turns(runs: Runs) -> None:
+    runs.pool.delay_s = 30
+
+    async def go() -> None:
+        session = runs.open()
+        running = asyncio.create_task(runs.run("two_turns", session))
+        while not runs.pool.asked:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        session.close()
+        while not runs.pool.num_cancelled:
+            await asyncio.sleep(0.01)
+        with pytest.raises(SessionClosed):
+            await session.generate(token_ids=[3])
+
+    runs(go)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import no_such_module", "no_such_module"),
+        ("import sys; sys.exit(1)", "SystemExit"),
+        ("import os; os._exit(4)", "exit code 4"),
+        ("def rollout(prompt, policy): pass", "not asynchronous"),
+        ("x = 1", "has no function 'rollout'"),
+    ],
+)
+def test_a_program_that_cannot_be_loaded_says_why(
+    loop: EventLoopThread, tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "program.py").write_text(text)
+    process = ProgramProcess(f"python:{tmp_path / 'program.py'}:rollout")
+    with pytest.raises(NotLoaded, match=message):
+        loop.run(process.start(60))
+    assert not process.running
+
+
+def test_no_process_outlives_its_parent_end(runs: Runs) -> None:
+    pid = runs.process.pid
+    runs.loop.run(runs.process.close())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid or 0, 0)
