@@ -85,6 +85,7 @@ def slow(producer: Producer, agents: AgentsElsewhere, options: argparse.Namespac
 
 def rows(options: argparse.Namespace, num_groups: int) -> list[dict[str, Any]]:
     row = {
+        "prompt": "the agent has its own",
         "num_turns": options.turns,
         "prompt_words": options.prompt_tokens,
         "tool_words": options.tool_tokens,
