@@ -82,7 +82,7 @@ def read_status(run_dir: Path, token: str | None) -> Status:
 
 def _tasks_now(launch: Launch) -> tuple[Task, ...]:
     if launch.launcher is not None and has_died(launch.launcher):
-        # Its processes have ended with it, however it ended: see `deploy.cluster.process_guard`.
+        # Its processes have ended with it, however it ended: see `async_rl.programs.process_guard`.
         return tuple(task if task.state in ENDED else replace(task, state="ended") for task in launch.tasks)
     if launch.engine != "slurm":
         return launch.tasks

@@ -18,6 +18,7 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.dns import DnsMembership
 from async_rl.fleet.follower import FleetFollower
 from async_rl.fleet.server import FleetServer
+from async_rl.gateway.programs import make_program
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.publish.admission import Admission
@@ -134,6 +135,7 @@ class Leader:
             tokenizer,
             reward,
             skip_special_tokens=config.reward.skip_special_tokens,
+            program=make_program(config.rollout, tokenizer, config.publish.master_address),
         )
         producer = Producer(
             self._pool,

@@ -54,8 +54,9 @@ class RolloutSection(Section):
     stop_token_ids: tuple[int, ...] = Field((), description="end a response, besides the model's own end of sequence")
     program: str = Field(
         SINGLE_TURN,
-        description="single_turn: one response to each prompt; or python:path/to/file.py:function, an asynchronous "
-        "function of a prompt and the policy (see rollouts.md)",
+        description="single_turn: one response to each prompt; python:path/to/file.py:function, an asynchronous "
+        "function of a prompt and the policy (see rollouts.md); or command:PROGRAM ARGUMENTS, an agent (see "
+        "gateway.md)",
     )
     max_turns: int = Field(16, ge=1, description="turns of a program's rollout, which is truncated there")
     renderer: str = Field(
@@ -68,6 +69,8 @@ class RolloutSection(Section):
     max_attempts: int = Field(3, ge=1, description="runs of a rollout whose program fails; then the training run ends")
     max_concurrent: int = Field(256, ge=1, description="rollouts of a program under way at once, for each replica")
     num_workers: int = Field(1, ge=1, description="processes that run the program's rollouts")
+    gateway_host: str = Field("127.0.0.1", description="where the gateway listens for agents (see gateway.md)")
+    gateway_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one")
 
 
 class RewardSection(Section):

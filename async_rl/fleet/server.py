@@ -1,9 +1,7 @@
 """Serves the fleet endpoint on the producer's event loop, and writes its address to the run's directory."""
 
 import asyncio
-import ipaddress
 import logging
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +9,11 @@ from pathlib import Path
 import uvicorn
 
 from async_rl.config.sections import PoolSection
-from async_rl.errors import ConfigError
 from async_rl.files import write_file
 from async_rl.fleet.app import make_app
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
-from async_rl.net.http_client import http_url
-from async_rl.net.local_address import address_for_others
+from async_rl.net.listener import is_open_to_network, listen, url_for_others
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.fleet import ADDRESS_FILE, FleetAddress
 
@@ -67,9 +63,9 @@ class FleetServer:
         Raises:
             ConfigError: the address or the port cannot be used.
         """
-        listener = _listen(self._config.fleet_host, self._config.fleet_port)
-        self.url = _url(listener, self._address)
-        if not _is_loopback(listener):
+        listener = listen("the fleet endpoint", self._config.fleet_host, self._config.fleet_port, "pool.fleet")
+        self.url = url_for_others(listener, self._address)
+        if is_open_to_network(listener):
             _warn(self.url, self._has_token)
         config = uvicorn.Config(
             self._app,
@@ -116,36 +112,6 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen()
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(
-            f"the fleet endpoint cannot listen at pool.fleet_host = {host!r}, pool.fleet_port = {port}: "
-            f"{error.strerror}; name an address of this host and a free port, or 0 for any free port"
-        ) from error
-    return listener
-
-
-def _url(listener: socket.socket, address: str | None) -> str:
-    host, port = listener.getsockname()[:2]
-    if ipaddress.ip_address(host).is_unspecified:
-        host = address or address_for_others()
-    return http_url(host, port)
-
-
-def _is_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _warn(url: str, has_token: bool) -> None:

@@ -70,6 +70,11 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def is_unspecified(address: str) -> bool:
+    """Whether the address stands for all interfaces of this host."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
+
+
 def interface_of(address: str) -> str | None:
     """The name of the network interface with this address; None if there is none."""
     wanted = ipaddress.ip_address(address.partition("%")[0])

@@ -4,6 +4,7 @@ from async_rl.config.sections import SINGLE_TURN, RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.preflight.user_file import PREFIX, require_function
 from async_rl.programs.extras import require_extras
+from async_rl.programs.user_command import COMMAND, split_command
 
 TEMPLATE = "template"
 
@@ -16,10 +17,14 @@ def require_program(config: RolloutSection) -> None:
     """
     if config.program == SINGLE_TURN:
         return
-    if not config.program.startswith(PREFIX):
+    if config.program.startswith(COMMAND):
+        split_command("rollout.program", config.program)
+    elif config.program.startswith(PREFIX):
+        require_function("rollout.program", config.program)
+    else:
         raise ConfigError(
-            f"rollout.program is {config.program!r}: expected {SINGLE_TURN}, or {PREFIX}path/to/file.py:function"
+            f"rollout.program is {config.program!r}: expected {SINGLE_TURN}, {PREFIX}path/to/file.py:function, or "
+            f"{COMMAND}PROGRAM ARGUMENTS"
         )
-    require_function("rollout.program", config.program)
     if config.renderer != TEMPLATE:
         require_extras(f"rollout.renderer = {config.renderer!r}", "agents")

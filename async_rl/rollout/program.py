@@ -27,6 +27,7 @@ class ProgramPrompt:
 
     `row` is the row of the dataset and `messages` its conversation, None if the prompt is plain text; `token_ids` are
     the prompt's tokens. `seed` differs between the rollouts of a prompt, and is the same when a rollout is run again.
+    Requests of OpenAI's clients, and of what builds on them, to `base_url` with `api_key` are turns of this rollout.
     """
 
     prompt_id: str
@@ -34,6 +35,8 @@ class ProgramPrompt:
     row: Mapping[str, Any] = field(repr=False)
     messages: Sequence[Message] | None = None
     seed: int = 0
+    base_url: str = ""
+    api_key: str = field(default="", repr=False)
 
 
 class Policy(Protocol):

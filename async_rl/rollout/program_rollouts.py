@@ -59,15 +59,19 @@ def make_program_rollouts(
     reward: Reward,
     *,
     skip_special_tokens: bool,
+    program: Program | None = None,
 ) -> "ProgramRollouts | None":
     """The rollouts of `rollout.program`, or None for those of a single turn, which the producer generates itself.
+
+    Args:
+        program: runs them; None runs a function in worker processes.
 
     Raises:
         ConfigError: there is no such program, or no renderer for its messages.
     """
     if rollout.program == SINGLE_TURN:
         return None
-    program = WorkerProgram(rollout)
+    program = program or WorkerProgram(rollout)
     renderer = make_renderer(rollout.renderer, tokenizer, model_path)
     sessions = Sessions(pool, tokenizer, renderer, rollout, skip_special_tokens)
     return ProgramRollouts(program, sessions, reward, rollout, prompts, seed)

@@ -126,7 +126,7 @@ def _start_guard(process: Process, log: IO[bytes], report: Path) -> subprocess.P
         [
             sys.executable,
             "-m",
-            "deploy.cluster.process_guard",
+            "async_rl.programs.process_guard",
             "--cores",
             cores,
             "--grace-s",

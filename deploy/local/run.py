@@ -2,7 +2,7 @@
 
 Starts the instances, waits until they are healthy, starts the trainer and shows its progress; `supervisor.py` starts
 again what dies. However it ends (success, Ctrl-C, SIGTERM, a failed process, `kill -9`), every process it started ends
-too, see `deploy.cluster.process_guard`.
+too, see `async_rl.programs.process_guard`.
 """
 
 import shutil

@@ -18,7 +18,7 @@ WAIT_S = 120
 
 def trainer_processes(run: Run) -> list[psutil.Process]:
     """torchrun and the ranks."""
-    guards = "deploy.cluster.process_guard"
+    guards = "async_rl.programs.process_guard"
     return [p for p in run.descendants() if "trainer" in (words := command_of(p)) and guards not in words]
 
 

@@ -108,7 +108,7 @@ class RayRun(Run):
         (guard,) = [
             p
             for p in self.tasks()
-            if "deploy.cluster.process_guard" in command_of(p) and set(words) <= set(command_of(p))
+            if "async_rl.programs.process_guard" in command_of(p) and set(words) <= set(command_of(p))
         ]
         return guard
 

@@ -1,10 +1,10 @@
-"""Guards one process of a deployment: `python -m deploy.cluster.process_guard --cores 0,1 --grace-s 10 -- COMMAND`.
+"""Guards one process of a run: `python -m async_rl.programs.process_guard --cores 0,1 --grace-s 10 -- COMMAND`.
 
-It starts the command and keeps running, so that no process of it outlives the deployer. The deployer holds the other
-end of the guard's standard input and never writes to it: when it closes that pipe, or dies for any reason (also by
-`kill -9`), the guard reads the end of the pipe and ends the command: SIGTERM, and SIGKILL after the grace time. On
-Linux it is also the subreaper of all its descendants, so workers in their own sessions (torchrun's, process pools') end
-with them.
+It starts the command and keeps running, so that no process of it outlives its starter: a deployer, or a trainer that
+runs agents. The starter holds the other end of the guard's standard input and never writes to it: when it closes that
+pipe, or dies for any reason (also by `kill -9`), the guard reads the end of the pipe and ends the command: SIGTERM, and
+SIGKILL after the grace time. On Linux it is also the subreaper of all its descendants, so workers in their own sessions
+(torchrun's, process pools') end with them.
 
 It exits with the command's own code, or 128 + N where signal N ended the command, or 2 where the command cannot be run.
 Standard library only: it must start in milliseconds.
@@ -18,7 +18,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -28,18 +28,19 @@ BAD_INPUT = 2
 """As in `deploy.cluster.restarts`, which is not imported: a program that cannot be run is not tried again."""
 
 
-def keep(command: Sequence[str], cores: Sequence[int], grace_s: float) -> int:
-    """Runs `command` until it exits or standard input closes; returns its exit code."""
+def keep(command: Sequence[str], cores: Sequence[int], grace_s: float, stdin: str = os.devnull) -> int:
+    """Runs `command`, which reads the file `stdin`, until it exits or standard input closes; returns its exit code."""
     if sys.platform == "linux":
         if cores:
             os.sched_setaffinity(0, cores)
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=_die_with_guard if sys.platform == "linux" else None,
-    )
+    with Path(stdin).open("rb") as file:
+        child = subprocess.Popen(
+            command,
+            stdin=file,
+            start_new_session=True,
+            preexec_fn=_die_with_guard if sys.platform == "linux" else None,
+        )
     ended_by_us = _wait_for_child_or_closed_pipe(child)
     if ended_by_us:
         _end(child, grace_s)
@@ -49,12 +50,27 @@ def keep(command: Sequence[str], cores: Sequence[int], grace_s: float) -> int:
 
 
 def _wait_for_child_or_closed_pipe(child: subprocess.Popen[bytes]) -> bool:
-    """Waits for the first of the two; True if the pipe closed, which means that the deployer closed it or died."""
-    while child.poll() is None:
-        readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
-        if readable:
-            return True
+    """Waits for the first of the two; True if the pipe closed, which means that the starter closed it or died."""
+    with _end_of(child) as ends:
+        while child.poll() is None:
+            readable, _, _ = select.select([sys.stdin, *ends], [], [], None if ends else POLL_S)
+            if sys.stdin in readable:
+                return child.poll() is None
     return False
+
+
+@contextlib.contextmanager
+def _end_of(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """A descriptor that is readable when the child has ended; none where the system has no such thing."""
+    try:
+        descriptor = os.pidfd_open(child.pid)
+    except (AttributeError, OSError):
+        yield []
+        return
+    try:
+        yield [descriptor]
+    finally:
+        os.close(descriptor)
 
 
 def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -112,19 +128,20 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="deploy.cluster.process_guard")
+    parser = argparse.ArgumentParser(prog="async_rl.programs.process_guard")
     parser.add_argument("--cores", default="", help="comma-separated CPU cores to stay on; empty for any")
     parser.add_argument("--grace-s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL")
+    parser.add_argument("--stdin", default=os.devnull, help="the file that the command reads as its standard input")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ARGUMENTS")
     arguments = parser.parse_args(argv)
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     cores = [int(core) for core in arguments.cores.split(",") if core]
-    # The deployer handles the terminal's Ctrl-C; the guard waits for the pipe to close. Slurm sends SIGTERM to every
+    # A deployer handles the terminal's Ctrl-C; the guard waits for the pipe to close. Slurm sends SIGTERM to every
     # process of a job; a handler, unlike SIG_IGN, is not inherited by the command, which has to act on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
-        return keep(command, cores, arguments.grace_s)
+        return keep(command, cores, arguments.grace_s, arguments.stdin)
     except OSError as error:
         if error.filename is None:
             raise

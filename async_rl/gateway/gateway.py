@@ -1,0 +1,139 @@
+"""The gateway of a leader: an OpenAI-compatible endpoint on the producer's event loop, with a key for each rollout.
+
+An agent that cannot be changed is given a base URL and a key; what it sends there is sampled by the rollout's session
+and recorded token for token. The key is bound to the session, and with it to the group, the rollout and the weight
+version; it ends with the rollout.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from aiohttp import web
+
+from async_rl.config.sections import RolloutSection
+from async_rl.data.prompts import Tokenizer
+from async_rl.gateway.api_error import ApiError
+from async_rl.gateway.chat_request import IgnoredFields
+from async_rl.gateway.keys import Keys
+from async_rl.gateway.line import Line
+from async_rl.gateway.server import make_app
+from async_rl.net.listener import is_open_to_network, listen, url_for_others
+from async_rl.rollout.session import RolloutSession
+
+log = logging.getLogger(__name__)
+
+MODEL = "policy"
+"""The name under which the policy is listed; any other name means it, too."""
+
+MAX_CONNECTIONS = 8192
+"""Further ones are closed at once; about so many, since those of one moment are counted together."""
+
+IDLE_S = 75.0
+"""A connection without a whole request is closed after this time; also one whose headers never end."""
+
+BACKLOG = 4096
+"""All agents of a batch may connect at once."""
+
+CLOSE_CONNECTIONS_S = 1.0
+"""How long running requests may take when the gateway stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What an agent needs: `base_url` has the key in its path; `{root_url}/v1` with the key as API key does as well."""
+
+    base_url: str
+    root_url: str
+    key: str
+
+
+class Gateway:
+    """Serves rollouts from `start` to `stop`, which both run on the producer's event loop.
+
+    Args:
+        address: at which other hosts reach this one, if `rollout.gateway_host` means all its interfaces; None
+            determines one.
+    """
+
+    def __init__(self, rollout: RolloutSection, tokenizer: Tokenizer, address: str | None = None) -> None:
+        self.url = ""
+        """Known after `start`."""
+        self._rollout = rollout
+        self._tokenizer = tokenizer
+        self._address = address
+        self._keys = Keys()
+        self._lines: dict[str, Line] = {}
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listens.
+
+        Raises:
+            ConfigError: the address or the port cannot be used.
+        """
+        rollout = self._rollout
+        listener = listen("the gateway", rollout.gateway_host, rollout.gateway_port, "rollout.gateway")
+        self.url = url_for_others(listener, self._address)
+        if is_open_to_network(listener):
+            log.warning(
+                "the gateway at %s is open to the network; the keys of rollouts travel unencrypted, and who has one "
+                "speaks for its agent: keep the network private",
+                self.url,
+            )
+        app = make_app(self._find_line, IgnoredFields(rollout.temperature), self._decode, MODEL)
+        self._runner = web.AppRunner(
+            app,
+            handle_signals=False,
+            access_log=None,
+            handler_cancellation=True,
+            auto_decompress=False,
+            keepalive_timeout=IDLE_S,
+            shutdown_timeout=CLOSE_CONNECTIONS_S,
+        )
+        await self._runner.setup()
+        self._server = await asyncio.get_running_loop().create_server(self._connection, sock=listener, backlog=BACKLOG)
+        log.info("the gateway for agents listens at %s", self.url)
+
+    async def stop(self) -> None:
+        """Closes all connections; does nothing if it was not started."""
+        if self._server is not None and self._runner is not None:
+            self._server.close()
+            await self._runner.cleanup()
+            self._server = self._runner = None
+
+    @contextmanager
+    def serving(self, session: RolloutSession) -> Iterator[Access]:
+        """Serves the session under a key of its own, which is refused from the end on; then it may be finished."""
+        key = self._keys.mint()
+        line = self._lines[key] = Line(session)
+        try:
+            yield Access(f"{self.url}/r/{key}/v1", self.url, key)
+        finally:
+            del self._lines[key]
+            line.close()
+
+    def _find_line(self, key: str) -> Line | None:
+        line = self._lines.get(key)
+        if line is None and not self._keys.has_minted(key):
+            message = "this is no key of a rollout: use the base URL or the API key that the agent was started with"
+            raise ApiError(HTTPStatus.UNAUTHORIZED, "invalid_api_key", message)
+        return line
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        assert self._runner is not None and self._runner.server is not None, "it listens"
+        if len(self._runner.server.connections) >= MAX_CONNECTIONS:
+            return _Refused()
+        return self._runner.server()
+
+    def _decode(self, token_ids: Sequence[int]) -> Sequence[str]:
+        return self._tokenizer.batch_decode([[token_id] for token_id in token_ids], skip_special_tokens=False)
+
+
+class _Refused(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()

@@ -1,0 +1,164 @@
+"""The HTTP side of the gateway: routes, keys of requests, limits of bodies and times; for `gateway`."""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from async_rl.gateway.api_error import ApiError
+from async_rl.gateway.chat_answer import Answer, Decode, completion, events
+from async_rl.gateway.chat_request import ChatRequest, IgnoredFields, read_chat_request
+from async_rl.gateway.line import Exchange, Line, ended
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 * 2**20
+"""A conversation of a million tokens has about 4 MB."""
+
+BODY_TIMEOUT_S = 30.0
+SEND_TIMEOUT_S = 30.0
+"""A client sends its request, and takes its answer, within these."""
+
+RETRY_COUNT = "x-stainless-retry-count"
+"""OpenAI's clients number their attempts, from 0 on."""
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+
+FindLine = Callable[[str], Line | None]
+"""The line of a key; None after its rollout has ended. Raises ApiError for a key that is none."""
+
+
+def make_app(find_line: FindLine, ignored: IgnoredFields, decode: Decode, model: str) -> web.Application:
+    """The application; `model` is the name that it lists."""
+    api = _Api(find_line, ignored, decode, model)
+    app = web.Application(middlewares=[api.report_errors], client_max_size=MAX_BODY_BYTES)
+    for prefix in ("/v1", "/r/{key}/v1"):
+        app.router.add_post(f"{prefix}/chat/completions", api.complete_chat)
+        app.router.add_get(f"{prefix}/models", api.list_models)
+        app.router.add_get(f"{prefix}/models/{{model:.+}}", api.show_model)
+    return app
+
+
+class _Api:
+    def __init__(self, find_line: FindLine, ignored: IgnoredFields, decode: Decode, model: str) -> None:
+        self._find_line = find_line
+        self._ignored = ignored
+        self._decode = decode
+        self._model = model
+
+    @web.middleware
+    async def report_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return error.response()
+        except web.HTTPException as error:
+            return ApiError(HTTPStatus(error.status), "no_such_route", f"{request.method} {request.path}").response()
+        except ConnectionError:
+            raise
+        except Exception:
+            log.exception("the gateway failed at a request; its agent gets an error")
+            return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error", "see the trainer's log").response()
+
+    async def complete_chat(self, request: web.Request) -> web.StreamResponse:
+        line = self._line(request)
+        line.enter()
+        try:
+            body = await _read(request)
+            chat = read_chat_request(body)
+            self._ignored.note(chat)
+            idempotency_key = request.headers.get(IDEMPOTENCY_KEY)
+            is_retry = idempotency_key is not None or request.headers.get(RETRY_COUNT, "0") != "0"
+            async with _exchange(line, chat, _digest(body, idempotency_key), is_retry) as exchange:
+                answer = await line.answer(exchange)
+                return await self._send(request, chat, answer, line, exchange)
+        finally:
+            line.leave()
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        self._line(request)
+        return web.json_response({"object": "list", "data": [self._card(self._model)]})
+
+    async def show_model(self, request: web.Request) -> web.Response:
+        """Any name is the policy's: frameworks ask for the one that they were configured with."""
+        self._line(request)
+        return web.json_response(self._card(request.match_info["model"]))
+
+    def _line(self, request: web.Request) -> Line:
+        """Before anything of the body is read: without a key nobody may take memory."""
+        key = request.match_info.get("key")
+        if key is None:
+            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+            key = key if scheme.lower() == "bearer" else ""
+        line = self._find_line(key)
+        if line is None:
+            raise ended()
+        return line
+
+    async def _send(
+        self, request: web.Request, chat: ChatRequest, answer: Answer, line: Line, exchange: Exchange
+    ) -> web.StreamResponse:
+        response: web.StreamResponse
+        if chat.stream:
+            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            response, parts = web.StreamResponse(headers=headers), events(answer, chat, self._decode)
+        else:
+            body = json.dumps(completion(answer, chat, self._decode)).encode()
+            response, parts = web.Response(body=body, content_type="application/json"), iter(())
+        line.sending(exchange)
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await _write(request, response, parts)
+        except TimeoutError:
+            line.lost(exchange)
+            raise ConnectionResetError("the client does not take its answer") from None
+        except BaseException:
+            line.lost(exchange)
+            raise
+        return response
+
+    @staticmethod
+    def _card(model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": 0, "owned_by": "async-rl"}
+
+
+async def _write(request: web.Request, response: web.StreamResponse, parts: Iterable[bytes]) -> None:
+    await response.prepare(request)
+    for part in parts:
+        await response.write(part)
+    await response.write_eof()
+
+
+@asynccontextmanager
+async def _exchange(line: Line, chat: ChatRequest, digest: bytes, is_retry: bool) -> AsyncIterator[Exchange]:
+    exchange = line.join(chat, digest, is_retry)
+    try:
+        yield exchange
+    finally:
+        line.part(exchange)
+
+
+async def _read(request: web.Request) -> bytes:
+    message = f"the body is longer than {MAX_BODY_BYTES} bytes"
+    too_large = ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body_too_large", message)
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise too_large
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise too_large from error
+    except TimeoutError as error:
+        message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+        raise ApiError(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", message) from error
+
+
+def _digest(body: bytes, idempotency_key: str | None) -> bytes:
+    return hashlib.blake2b(body, key=hashlib.sha256((idempotency_key or "").encode()).digest()).digest()

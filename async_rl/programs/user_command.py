@@ -1,0 +1,27 @@
+"""A user's program, named `command:PROGRAM ARGUMENTS` in a setting; for rollouts and the pre-flight."""
+
+import shlex
+import shutil
+
+from async_rl.errors import ConfigError
+
+COMMAND = "command:"
+
+
+def split_command(setting: str, name: str) -> list[str]:
+    """The words of `command:PROGRAM ARGUMENTS`, the value of `setting`.
+
+    Raises:
+        ConfigError: there is no such program on this host.
+    """
+    try:
+        words = shlex.split(name.removeprefix(COMMAND))
+    except ValueError as error:
+        raise ConfigError(f"{setting} {name!r} cannot be split into words: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        program = words[0] if words else ""
+        raise ConfigError(
+            f"{setting} {name!r}: there is no program {program!r} here; write {COMMAND}PROGRAM ARGUMENTS, without a "
+            f"shell's operators, or start a shell: {COMMAND}sh -c '...'"
+        )
+    return words

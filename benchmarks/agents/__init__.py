@@ -1,0 +1,1 @@
+"""The cost of agents at the gateway: `python -m benchmarks.agents`."""

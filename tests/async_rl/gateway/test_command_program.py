@@ -1,0 +1,189 @@
+"""Agents as processes: what they get, what counts as their result, and that nothing of them survives."""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config.sections import RolloutSection
+from async_rl.errors import ConfigError
+from async_rl.gateway.command_program import CommandProgram
+from async_rl.gateway.served_program import ServedProgram
+from async_rl.rollout.program import ProgramFailed, ProgramPrompt, RolloutResult
+from async_rl.rollout.trajectory import Trajectory
+from async_rl.types import Prompt
+from tests.support.gateway_rig import VERSION, GatewayRig
+
+pytestmark = pytest.mark.distributed
+
+ROW = {"question": "1 + 2?", "answer": "3", "long": "x" * 300_000}
+
+HEAD = """\
+import json, os, sys, time, urllib.request
+
+def ask(text="?"):
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())["choices"][0]
+"""
+
+
+@pytest.fixture
+def rig(rigs: Callable[..., GatewayRig]) -> GatewayRig:
+    return rigs(lambda context, seed: "yes", max_turns=4)
+
+
+@pytest.fixture
+def run(rig: GatewayRig, tmp_path: Path) -> Callable[..., tuple[RolloutResult, Trajectory]]:
+    """`run(code)` runs Python code as an agent; `ask(text)` is defined there."""
+
+    def start(code: str, timeout_s: float = 60.0, **prompt: Any) -> tuple[RolloutResult, Trajectory]:
+        file = tmp_path / "agent.py"
+        file.write_text(HEAD + code)
+        config = RolloutSection(program=f"command:{sys.executable} {file} --option 'two words'", timeout_s=timeout_s)
+        program = ServedProgram(CommandProgram(config), rig.gateway)
+
+        async def roll_out() -> tuple[RolloutResult, Trajectory]:
+            session = rig.sessions.open(Prompt("p", (3, 9), {}), VERSION, 7, "rollout", 10.0)
+            await program.start()
+            shown = ProgramPrompt(prompt_id="p", token_ids=(3, 9), row=ROW, messages=[{"role": "user"}], seed=7)
+            result = await program.run(shown, session)
+            return result, session.finish(result.reward, result.turn_rewards)
+
+        return rig.loop.run(roll_out())
+
+    return start
+
+
+def test_an_agent_gets_its_prompt_and_the_policy_and_gives_a_reward(run, monkeypatch) -> None:
+    monkeypatch.setenv("ASYNC_RL_TOKEN", "secret")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.setenv("HTTP_PROXY", "http://192.0.2.1:9")
+    monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")
+    result, trajectory = run("""
+prompt = json.load(sys.stdin)
+assert prompt == json.load(open(os.environ["ASYNC_RL_PROMPT"]))
+assert (prompt["prompt_id"], prompt["row"]["answer"], prompt["seed"]) == ("p", "3", 7) and prompt["messages"]
+assert sys.argv[1:] == ["--option", "two words"] and "ASYNC_RL_TOKEN" not in os.environ
+assert "PYTHONSAFEPATH" not in os.environ and os.environ["OPENAI_API_KEY"] in os.environ["OPENAI_BASE_URL"]
+print("debug output")
+print(json.dumps({"reward": len(ask(prompt["row"]["question"])["message"]["content"]), "turn_rewards": [0.5]}))
+print()
+""")
+    assert (result.reward, result.turn_rewards) == (3.0, (0.5,))
+    assert (trajectory.num_turns, trajectory.status, trajectory.reward) == (1, "completed", 3.0)
+
+
+@pytest.mark.parametrize("last", ["nothing", "", '{"score": 1}', "[1]", '{"reward": null}', "{", "7"])
+def test_without_a_reward_in_the_last_line_reward_scores_it(run, last: str) -> None:
+    assert run(f"ask()\nprint({last!r})")[0].reward is None
+
+
+@pytest.mark.parametrize("reward", ["NaN", '"much"', "[1]", "1e99", "Infinity"])
+def test_a_reward_that_is_none_is_a_failure_that_names_the_line(run, reward: str) -> None:
+    line = f'{{"reward": {reward}}}'
+    with pytest.raises(ProgramFailed, match="its last line is"):
+        run(f"ask()\nprint({line!r})")
+
+
+def test_an_agent_that_fails_is_a_failure_with_the_end_of_its_standard_error(run) -> None:
+    with pytest.raises(ProgramFailed, match=r"exit code 1; (.|\n)*KeyError: 'gone'"):
+        run("ask()\nsys.stderr.write('x' * 10_000_000)\n{}['gone']")
+    with pytest.raises(ProgramFailed, match="exit code 137"):
+        run("ask()\nos.kill(os.getpid(), 9)")
+
+
+def test_a_flood_of_output_is_read_and_its_last_line_counts(run) -> None:
+    assert run("ask()\nprint('x' * 20_000_000)\nprint('{\"reward\": 2}')")[0].reward == 2.0
+
+
+def test_at_the_limit_of_turns_an_agent_that_breaks_is_truncated_not_failed(run) -> None:
+    result, trajectory = run("while True: ask()")
+    assert result.reward is None and (trajectory.status, trajectory.num_turns) == ("truncated", 4)
+
+
+def test_at_the_time_limit_an_agent_may_end_in_its_own_way(run, rig: GatewayRig) -> None:
+    code = "ask()\ntime.sleep(3)\nassert ask()['finish_reason'] == 'length'\nprint('{\"reward\": 1}')"
+    result, trajectory = run(code, timeout_s=2.0)
+    assert result.reward == 1.0 and (trajectory.status, trajectory.num_turns) == ("truncated", 1)
+
+
+def test_nothing_survives_the_time_limit(run, tmp_path: Path) -> None:
+    """Not even what ignores SIGTERM, has a session of its own, and is nobody's child any more."""
+    begun_s = time.monotonic()
+    pids = tmp_path / "pids"
+    _, trajectory = run(
+        f"""
+import signal
+ask()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open({str(pids)!r}, "a").write(f"{{os.getpid()}} ")
+        time.sleep(600)
+    os._exit(0)
+open({str(pids)!r}, "a").write(f"{{os.getpid()}} ")
+time.sleep(600)
+""",
+        timeout_s=1.5,
+    )
+    assert trajectory.status == "truncated" and time.monotonic() - begun_s < 20
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 2 and not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+
+def test_nothing_survives_an_agent_that_ends(run, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    run(f"""
+ask()
+if os.fork() == 0:
+    os.setsid()
+    open({str(pids)!r}, "w").write(str(os.getpid()))
+    time.sleep(600)
+while not os.path.exists({str(pids)!r}) or not open({str(pids)!r}).read(): time.sleep(0.01)
+""")
+    assert not Path(f"/proc/{pids.read_text()}").exists()
+
+
+def test_nothing_survives_a_cancelled_rollout(run, rig: GatewayRig, tmp_path: Path, eventually) -> None:
+    pids = tmp_path / "pids"
+    thread_error: list[BaseException] = []
+
+    def cancelled() -> None:
+        try:
+            run(f"ask()\nopen({str(pids)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)")
+        except BaseException as error:
+            thread_error.append(error)
+
+    thread = threading.Thread(target=cancelled)
+    thread.start()
+    eventually(lambda: pids.exists() and pids.read_text() != "")
+
+    async def cancel() -> None:
+        for task in asyncio.all_tasks():
+            if "roll_out" in repr(task.get_coro()):
+                task.cancel()
+
+    rig.loop.run(cancel())
+    thread.join(15)
+    assert thread_error and not Path(f"/proc/{pids.read_text()}").exists()
+
+
+@pytest.mark.parametrize("program", ["command:", "command:no-such-program x", "command:'unclosed"])
+def test_a_command_that_cannot_run_is_named_at_the_start(program: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.program"):
+        CommandProgram(RolloutSection(program=program))
+
+
+def test_prompts_leave_no_files(run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run("ask()")
+    assert not list(tmp_path.glob("async-rl-*"))

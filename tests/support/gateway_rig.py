@@ -1,0 +1,79 @@
+"""A gateway that listens, and rollouts of a scripted policy behind it; driven from the test's thread."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from async_rl.config.sections import RolloutSection
+from async_rl.event_loop import EventLoopThread
+from async_rl.gateway.gateway import Access, Gateway
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.rollout.rendering import make_renderer
+from async_rl.rollout.session import RolloutSession, Sessions
+from async_rl.rollout.trajectory import Trajectory
+from async_rl.types import Prompt
+from tests.support.agent_tokenizer import make_agent_tokenizer
+from tests.support.scripted_policy import Say, ScriptedPolicy
+
+VERSION = "run-0"
+
+
+@dataclass
+class Rollout:
+    """One rollout that is served; `end` ends it."""
+
+    rig: "GatewayRig"
+    session: RolloutSession
+    access: Access
+    closing: ExitStack
+
+    def end(self, reward: float | None = None) -> Trajectory:
+        async def finish() -> Trajectory:
+            self.closing.close()
+            return self.session.finish(reward)
+
+        return self.rig.loop.run(finish())
+
+    @property
+    def num_turns(self) -> int:
+        return self.session.num_turns
+
+
+class GatewayRig:
+    def __init__(self, loop: EventLoopThread, say: Say, max_model_len: int | None = None, **settings: Any) -> None:
+        self.loop = loop
+        self.tokenizer = make_agent_tokenizer()
+        self.policy = ScriptedPolicy(self.tokenizer, say, max_model_len)
+        self.config = RolloutSection(**settings)
+        self.gateway = Gateway(self.config, cast(Any, self.tokenizer))
+        renderer = make_renderer("template", self.tokenizer, "tiny")
+        pool = cast(InferencePool, self.policy)
+        self.sessions = Sessions(pool, cast(Any, self.tokenizer), renderer, self.config)
+        self.rollouts: list[Rollout] = []
+        loop.run(self.gateway.start())
+
+    def open(self, seed: int = 0) -> Rollout:
+        """A rollout under a key of its own."""
+        name = f"rollout-{len(self.rollouts)}"
+
+        async def begin() -> Rollout:
+            session = self.sessions.open(Prompt("0", (3, 9), {}), VERSION, seed, name, 10.0)
+            closing = ExitStack()
+            return Rollout(self, session, closing.enter_context(self.gateway.serving(session)), closing)
+
+        rollout = self.loop.run(begin())
+        self.rollouts.append(rollout)
+        return rollout
+
+    def close(self) -> None:
+        self.loop.run(self.gateway.stop())
+
+
+@contextmanager
+def gateway_rig(loop: EventLoopThread, say: Say, **settings: Any) -> Iterator[GatewayRig]:
+    rig = GatewayRig(loop, say, **settings)
+    try:
+        yield rig
+    finally:
+        rig.close()

@@ -1,0 +1,52 @@
+"""A policy that says what a function says, in place of a pool of instances: what a session calls of `InferencePool`."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from async_rl.protocol.inference import SamplingParams
+from async_rl.types import Response, WeightSpan, WeightVersion
+from tests.support.agent_tokenizer import END
+
+Say = Callable[[str, int], str]
+"""say(context, seed): what the policy says after the text `context`, without its end."""
+
+
+class ScriptedPolicy:
+    """`before_answering` is awaited before each answer; `num_cancelled` counts those that were not wanted any more."""
+
+    def __init__(self, tokenizer: Any, say: Say, max_model_len: int | None = None) -> None:
+        self.max_model_len = max_model_len
+        self.say = say
+        self.before_answering: Callable[[], Any] = lambda: asyncio.sleep(0)
+        self.requests: list[tuple[str, SamplingParams]] = []
+        self.num_cancelled = 0
+        self._tokenizer = tokenizer
+
+    async def generate_group(
+        self,
+        context: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str,
+        version: WeightVersion,
+        expected_tokens: float,
+    ) -> tuple[tuple[Response, ...], int]:
+        text = self._tokenizer.decode(list(context))
+        self.requests.append((text, sampling))
+        try:
+            await self.before_answering()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        assert sampling.seed is not None
+        said = self._tokenizer([self.say(text, sampling.seed)], add_special_tokens=False)["input_ids"][0]
+        token_ids = (*said, END)[: sampling.max_tokens]
+        response = Response(
+            token_ids=token_ids,
+            logprobs=tuple(-0.01 * (1 + token_id) for token_id in token_ids),
+            text="",
+            finish_reason="stop" if token_ids[-1] == END else "length",
+            weight_spans=(WeightSpan(version, 0, len(token_ids)),),
+            instance="scripted",
+        )
+        return (response,), 1
