@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from async_rl.config.sections import SINGLE_TURN, Config
+from async_rl.config.sections import Config
 from async_rl.data.prompts import PromptSource, Tokenizer
 from async_rl.errors import ConfigError
-from async_rl.programs.user_file import file_identity
+from async_rl.programs.user_file import PREFIX, file_identity
 from async_rl.rewards.identity import reward_identity
 from trainer.checkpoint.compatibility import Contents
 from trainer.parallel import Parallel
@@ -44,6 +44,8 @@ def load_prompts_and_contents(
 
 
 def _scoring_identity(config: Config) -> str:
-    """Of the reward and, where rollouts are those of a program, of this."""
+    """Of the reward and of the file of a rollout program."""
     reward, program = reward_identity(config.reward.name), config.rollout.program
-    return f"{reward}, rollouts by {file_identity('rollout.program', program)}" if program != SINGLE_TURN else reward
+    if not program.startswith(PREFIX):
+        return reward
+    return f"{reward}, rollouts by {file_identity('rollout.program', program)}"
