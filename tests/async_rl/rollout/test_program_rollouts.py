@@ -113,7 +113,7 @@ def test_every_prompt_gives_exactly_its_rollouts(rig: Rig, caplog: pytest.LogCap
         assert group.num_response_tokens == sum(len(response.logprobs) for response in group.responses)
     turns = [facts.num_turns for group in groups for facts in group.rollouts]
     assert {1, 2, 3} == set(turns) and len(rig.pool.asked) == sum(turns)
-    report = next(text for text in caplog.messages if text.startswith("rollouts of iteration 0"))
+    report = next(text for text in caplog.messages if text.startswith("rollouts: {'iteration': 0"))
     assert "'num_rollouts': 24" in report and f"'turns_max': {max(turns)}" in report
 
 
