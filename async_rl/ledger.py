@@ -3,7 +3,7 @@
 Before a step, `Ledger.require_on_policy` proves from the rows of all data-parallel leaders that
 
 - I1 one version: every response token was sampled from the version this iteration trains;
-- I2 exact batch: every prompt of the batch contributed exactly its G responses, once.
+- I2 exact batch: every prompt of the batch contributed exactly its G rollouts, once.
 
 Both are strict. It also compares the trainer's log-probs of the sampled tokens with the rollout's: every token must
 have both, and noise must explain the differences (`gap_limits.py`). That check is statistical: it finds wrong weights
@@ -43,7 +43,7 @@ class Ledger:
 
     Args:
         path: the ledger file, or None where another rank writes it.
-        responses_per_prompt: G, the responses every prompt must contribute.
+        responses_per_prompt: G, the rollouts every prompt must contribute.
         limits: which log-prob differences noise explains.
         require_lease: called right before each write; raises if another trainer writes the file by now.
     """
@@ -116,8 +116,10 @@ class Ledger:
         found: list[str] = []
         if prompt.prompt_id != row.prompt_id:
             found.append(f"{name} stands in for prompt {prompt.prompt_id!r}")
-        if row.num_responses != self._responses_per_prompt:
-            found.append(f"{name} has {row.num_responses} responses, expected {self._responses_per_prompt}")
+        if row.num_rollouts != self._responses_per_prompt:
+            found.append(f"{name} has {_counted(row)}, expected {self._responses_per_prompt}")
+        if len(row.rewards) != row.num_rollouts:
+            found.append(f"{name} has {_counted(row)}, but {len(row.rewards)} rewards")
         if row.versions != (publication.version,):
             found.append(
                 f"{name} has weight versions {list(row.versions)}, but {publication.version!r} is training: "
@@ -157,6 +159,9 @@ class Ledger:
             "num_groups": len(rows),
             "num_responses": sum(row.num_responses for row in rows),
             "num_response_tokens": sum(row.num_response_tokens for row in rows),
+            "num_turns": sum(row.num_turns for row in rows),
+            "num_branches": sum(row.num_branches for row in rows),
+            "num_truncated": sum(row.num_truncated for row in rows),
             "num_continued": sum(row.num_continued for row in rows),
             "num_resampled": sum(row.num_resampled for row in rows),
             "samples": digest_of([row.samples for row in ordered]),
@@ -202,3 +207,10 @@ def gaps_by_instance(rows: Sequence[GroupProof]) -> dict[str, LogprobGaps]:
 
 def _named(instance: str) -> str:
     return instance if instance == MIXED else f"instance {instance}"
+
+
+def _counted(row: GroupProof) -> str:
+    """How many responses a group has, without those that are further branches of a rollout."""
+    if not row.num_branches:
+        return f"{row.num_responses} responses"
+    return f"{row.num_rollouts} rollouts ({row.num_responses} responses, {row.num_branches} of them branches)"

@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpan:
-    """Sampled tokens `start <= i < end` are of `version` (vLLM's `weight_versions` entry); observed ones do not count."""
+    """Of the sampled tokens, those at `start <= i < end` are of `version` (vLLM's `weight_versions` entry)."""
 
     version: WeightVersion
     start: int
@@ -78,9 +78,14 @@ class Response:
     @property
     def sampled(self) -> Iterator[int]:
         """The indices of its sampled tokens, ascending."""
+        return chain.from_iterable(self.sampled_ranges)
+
+    @property
+    def sampled_ranges(self) -> Iterator[range]:
+        """The indices of each run of sampled tokens, ascending; the first one is empty if `observed` begins at 0."""
         starts = (0, *(end for _, end in self.observed))
         ends = (*(start for start, _ in self.observed), len(self.token_ids))
-        return chain.from_iterable(map(range, starts, ends))
+        return map(range, starts, ends)
 
     @property
     def weight_versions(self) -> frozenset[WeightVersion]:
@@ -108,6 +113,14 @@ class RolloutFacts:
     status: Status = "completed"
     turn_rewards: tuple[float, ...] = ()
 
+    @classmethod
+    def single_turn(cls, response: Response) -> "RolloutFacts":
+        """Those of a rollout that is one response; it was cut at the limit of tokens if it ended by "length"."""
+        return _CUT if response.finish_reason == "length" else _COMPLETED
+
+
+_COMPLETED, _CUT = RolloutFacts(), RolloutFacts(status="truncated")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -134,9 +147,13 @@ class Group:
 
     def __post_init__(self) -> None:
         if not self.rollouts:
-            object.__setattr__(self, "rollouts", (RolloutFacts(),) * len(self.responses))
+            object.__setattr__(self, "rollouts", tuple(map(RolloutFacts.single_turn, self.responses)))
+        for number, facts in enumerate(self.rollouts):
+            assert facts.num_responses > 0, f"rollout {number} of group {self.index} has no response"
         num_responses = sum(facts.num_responses for facts in self.rollouts)
-        assert num_responses == len(self.responses), f"{num_responses} of {len(self.responses)} responses have a rollout"
+        assert num_responses == len(self.responses), (
+            f"{num_responses} of {len(self.responses)} responses have a rollout"
+        )
         assert len(self.rewards) == len(self.rollouts), f"{len(self.rewards)} rewards, {len(self.rollouts)} rollouts"
 
     @property
@@ -148,6 +165,24 @@ class Group:
     def rollout_of(self) -> tuple[int, ...]:
         """For each response, the number of its rollout."""
         return tuple(i for i, facts in enumerate(self.rollouts) for _ in range(facts.num_responses))
+
+    @property
+    def rollout_lengths(self) -> tuple[int, ...]:
+        """For each rollout, its sampled tokens, over all of its responses."""
+        lengths = [0] * len(self.rollouts)
+        for rollout, response in zip(self.rollout_of, self.responses, strict=True):
+            lengths[rollout] += response.num_sampled
+        return tuple(lengths)
+
+    @property
+    def responses_by_prompt(self) -> dict[tuple[int, ...], list[int]]:
+        """Each prompt that responses follow, once: its token ids -> the indices of these responses, ascending."""
+        by_own: dict[tuple[int, ...] | None, list[int]] = {}
+        for i, response in enumerate(self.responses):
+            # The group's own is None, which need not be hashed for every response.
+            own = None if response.prompt_ids == self.prompt.token_ids else response.prompt_ids
+            by_own.setdefault(own, []).append(i)
+        return {self.prompt.token_ids if own is None else own: indices for own, indices in by_own.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +227,9 @@ class GroupProof:
     """One ledger row: a trained group's content and how far the trainer's log-probs were from the rollout's.
 
     `versions` are all weight versions its tokens were sampled from; `gaps` compares the trainer's log-probs of its
-    response tokens with the rollout's, by instance; `samples` digests its response tokens.
+    response tokens (the sampled ones) with the rollout's, by instance; `samples` digests its responses, what they
+    observed included. `num_prompt_tokens` counts each prompt once that a response follows. `num_branches` responses are
+    further ones of a rollout that has one already, `num_truncated` counts rollouts that ended at a limit.
     """
 
     index: int
@@ -207,6 +244,9 @@ class GroupProof:
     num_continued: int = 0
     num_resampled: int = 0
     samples: str = ""
+    num_turns: int = 0
+    num_branches: int = 0
+    num_truncated: int = 0
 
     @classmethod
     def of(cls, group: Group, gaps: Mapping[str, LogprobGaps]) -> "GroupProof":
@@ -215,7 +255,7 @@ class GroupProof:
             index=group.index,
             prompt_id=group.prompt.prompt_id,
             num_responses=len(group.responses),
-            num_prompt_tokens=len(group.prompt.token_ids),
+            num_prompt_tokens=sum(map(len, group.responses_by_prompt)),
             num_response_tokens=group.num_response_tokens,
             versions=tuple(sorted(frozenset().union(*(r.weight_versions for r in group.responses)))),
             rewards=group.rewards,
@@ -223,7 +263,10 @@ class GroupProof:
             gaps=tuple(gaps.items()),
             num_continued=sum(response.num_continued for response in group.responses),
             num_resampled=sum(response.num_resampled for response in group.responses),
-            samples=digest_of([response.token_ids for response in group.responses]),
+            samples=digest_of([_digested(response) for response in group.responses]),
+            num_turns=sum(facts.num_turns for facts in group.rollouts),
+            num_branches=len(group.responses) - len(group.rollouts),
+            num_truncated=sum(facts.status == "truncated" for facts in group.rollouts),
         )
 
     @classmethod
@@ -234,9 +277,20 @@ class GroupProof:
         return cls(**{**row, **lists, "gaps": gaps})
 
     @property
+    def num_rollouts(self) -> int:
+        return self.num_responses - self.num_branches
+
+    @property
     def all_gaps(self) -> LogprobGaps:
         """Over all its response tokens."""
         return LogprobGaps.total(gaps for _, gaps in self.gaps)
+
+
+def _digested(response: Response) -> tuple[object, ...]:
+    """The tokens of a response; where it has more than its own sampled ones after the group's prompt, that too."""
+    if response.observed or response.prompt_ids is not None:
+        return response.prompt_ids, response.observed, response.token_ids
+    return response.token_ids
 
 
 def digest_of(parts: Sequence[Any]) -> str:

@@ -5,7 +5,8 @@ backward passes; the rollouts' times are those of the replica that writes the re
 Figures that are not finite are null. Each group has a row in `timeline.jsonl`; `samples.jsonl` has the text of a few.
 
 `untrained_groups` is the share of groups whose rewards give no gradient, for which no backward pass was run;
-`skipped_steps` counts the steps that were not taken because the gradient was not finite.
+`skipped_steps` counts the steps that were not taken because the gradient was not finite. Means over rewards, responses'
+tokens, turns and branches are means over rollouts, which have one reward each.
 """
 
 import json
@@ -164,6 +165,7 @@ class Recorder:
             "reward_std": statistics.pstdev(rewards),
             **self._accuracy(rewards),
             "response_tokens_mean": response_tokens / len(rewards),
+            **_rollout_figures(rows),
             "prompt_tokens": prompt_tokens,
             "response_tokens": response_tokens,
             "tokens_per_s": (prompt_tokens + response_tokens) / seconds,
@@ -186,6 +188,18 @@ class Recorder:
         if self._correct_at is None:
             return {}
         return {"accuracy": statistics.fmean(reward >= self._correct_at for reward in rewards)}
+
+
+def _rollout_figures(rows: Sequence[GroupProof]) -> dict[str, float]:
+    """Per rollout: turns and branches if any rollout has several, and the share that ended at a limit if any did."""
+    num_rollouts, num_turns, num_branches, num_truncated = (
+        sum(getattr(row, name) for row in rows)
+        for name in ("num_rollouts", "num_turns", "num_branches", "num_truncated")
+    )
+    figures = {}
+    if num_turns > num_rollouts or num_branches:
+        figures = {"turns_mean": num_turns / num_rollouts, "branches_mean": num_branches / num_rollouts}
+    return figures | ({"truncated_share": num_truncated / num_rollouts} if figures or num_truncated else {})
 
 
 def _gap_figures(rows: Sequence[GroupProof]) -> dict[str, float]:

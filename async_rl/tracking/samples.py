@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from async_rl.tracking.rotation import Rotation
-from async_rl.types import Group
+from async_rl.types import Group, RolloutFacts
 
 SAMPLES = Rotation("samples.jsonl", max_bytes=16 * 2**20, num_kept=4)
 
 NUM_GROUPS = 3
-NUM_RESPONSES = 2
+NUM_ROLLOUTS = 2
 """Of each group: the first ones."""
+
+NUM_BRANCHES = 2
+"""Maximum responses of one rollout: the first ones."""
 
 MAX_CHARACTERS = 2000
 """Of a prompt or a response; longer ones lose their middle."""
@@ -40,16 +43,26 @@ class Sampled:
                 "prompt_id": group.prompt.prompt_id,
                 "weight_version": group.weight_version,
                 **({} if decode is None else {"prompt": shorten(decode(group.prompt.token_ids))}),
-                "responses": [
-                    {
-                        "text": shorten(response.text),
-                        "reward": reward,
-                        "num_tokens": len(response.token_ids),
-                        "finish_reason": response.finish_reason,
-                    }
-                    for response, reward in list(zip(group.responses, group.rewards, strict=True))[:NUM_RESPONSES]
-                ],
+                "responses": [row for number in range(NUM_ROLLOUTS) for row in _responses(group, number)],
             }
+
+
+def _responses(group: Group, number: int) -> Iterator[dict[str, Any]]:
+    """Those of the rollout of that number, if the group has it."""
+    own = [response for response, of in zip(group.responses, group.rollout_of, strict=True) if of == number]
+    for response in own[:NUM_BRANCHES]:
+        facts = group.rollouts[number]
+        yield {
+            "text": shorten(response.text),
+            "reward": group.rewards[number],
+            "num_tokens": response.num_sampled,
+            "finish_reason": response.finish_reason,
+            **({"rollout": number, "status": facts.status, "num_turns": facts.num_turns} if _has_turns(facts) else {}),
+        }
+
+
+def _has_turns(facts: RolloutFacts) -> bool:
+    return facts.num_turns > 1 or facts.num_responses > 1
 
 
 def shorten(text: str) -> str:

@@ -65,7 +65,7 @@ def _groups(iterations: int, run: Outcome) -> dict[str, int]:
     """The groups trained according to the ledger, compared with those that each iteration should have."""
     counts = [Counter(from_runs(proof["prompt_ids"])) for proof in run.proofs]
     wrong = [proof for proof in run.proofs if not proof["on_policy"] or proof["versions"] != [proof["weight_version"]]]
-    short = [proof for proof in run.proofs if proof["num_responses"] != PROMPTS_PER_BATCH * RESPONSES_PER_PROMPT]
+    short = [proof for proof in run.proofs if _num_rollouts(proof) != PROMPTS_PER_BATCH * RESPONSES_PER_PROMPT]
     return {
         "groups_expected": iterations * PROMPTS_PER_BATCH,
         "groups_trained": sum(count.total() for count in counts),
@@ -76,9 +76,13 @@ def _groups(iterations: int, run: Outcome) -> dict[str, int]:
 
 
 def _mean_length(run: Outcome) -> float | None:
-    num_responses = sum(proof["num_responses"] for proof in run.proofs)
+    num_rollouts = sum(_num_rollouts(proof) for proof in run.proofs)
     num_tokens = sum(proof["num_response_tokens"] for proof in run.proofs)
-    return round(num_tokens / num_responses, 3) if num_responses else None
+    return round(num_tokens / num_rollouts, 3) if num_rollouts else None
+
+
+def _num_rollouts(proof: dict[str, Any]) -> int:
+    return int(proof["num_responses"] - proof["num_branches"])
 
 
 def _first_difference(hurt: Outcome, calm: Outcome) -> int | None:

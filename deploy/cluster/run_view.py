@@ -157,10 +157,11 @@ def describe(record: Record) -> str:
     skipped = "NO STEP TAKEN (gradient not finite)  " if record.get("skipped_steps") else ""
     untrained = f"no gradient {share:.0%}  " if (share := record.get("untrained_groups")) else ""
     accuracy = f"accuracy {record['accuracy']:.3f}  " if "accuracy" in record else ""
+    turns = f"turns {record['turns_mean']:.1f}  " if "turns_mean" in record else ""
     return (
         f"{skipped}reward {record['reward_mean']:.3f}  {accuracy}"
-        f"{untrained}response {record['response_tokens_mean']:.1f} tokens  {record['tokens_per_s']:.0f} tokens/s  "
-        f"{record['seconds']:.2f} s  ({shares})"
+        f"{untrained}response {record['response_tokens_mean']:.1f} tokens  {turns}"
+        f"{record['tokens_per_s']:.0f} tokens/s  {record['seconds']:.2f} s  ({shares})"
     )
 
 

@@ -58,6 +58,14 @@ def test_an_exact_batch_of_one_version_is_proven_and_recorded(ledger: Ledger, tm
     assert figures["largest_rms"] is None
 
 
+def test_branches_count_with_their_rollout(ledger: Ledger, tmp_path: Path) -> None:
+    branched = replace(row(2), num_responses=5, num_turns=7, num_branches=3, num_truncated=1)
+    ledger.require_on_policy(BATCH, PUBLICATION, [row(0), row(1), branched])
+    record = json.loads((tmp_path / "ledger.jsonl").read_text())
+    counts = ("num_responses", "num_turns", "num_branches", "num_truncated")
+    assert [record[name] for name in counts] == [9, 7, 3, 1]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -66,6 +74,11 @@ def test_an_exact_batch_of_one_version_is_proven_and_recorded(ledger: Ledger, tm
         ([row(0), row(1), row(2), row(3)], "group 3 .* is not part of the batch of 3 prompts"),
         ([row(0), row(1), replace(row(2), prompt_id="other")], "stands in for prompt 'row-2'"),
         ([row(0), row(1), replace(row(2), num_responses=1)], "has 1 responses, expected 2"),
+        ([row(0), row(1), replace(row(2), rewards=(1.0,))], "has 2 responses, but 1 rewards"),
+        (
+            [row(0), row(1), replace(row(2), num_branches=1)],
+            r"has 1 rollouts \(2 responses, 1 of them branches\), expected 2",
+        ),
         (
             [row(0), row(1), replace(row(2), versions=("run-6",))],
             r"weight versions \['run-6'\], but 'run-7' is training",

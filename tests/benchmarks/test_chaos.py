@@ -184,6 +184,7 @@ def outcome(path: Path) -> Outcome:
             "versions": [f"v{i}"],
             "on_policy": True,
             "num_responses": PROMPTS_PER_BATCH * RESPONSES_PER_PROMPT,
+            "num_branches": 0,
             "num_response_tokens": 100,
             "num_continued": 0,
             "num_resampled": 0,

@@ -72,6 +72,7 @@ def make_row(group: Group, draw: random.Random) -> GroupProof:
         index=group.index,
         prompt_id=group.prompt.prompt_id,
         num_responses=len(group.responses),
+        num_turns=len(group.responses),
         num_prompt_tokens=len(group.prompt.token_ids),
         num_response_tokens=count,
         versions=(group.weight_version,),

@@ -11,7 +11,7 @@ from async_rl.ledger import Ledger
 from async_rl.proof.gap_limits import NoiseLimits, noise_scale
 from async_rl.proof.prompt_ids import digest_of_ids
 from async_rl.tracking.recorder import Recorder
-from async_rl.tracking.samples import MAX_CHARACTERS, NUM_GROUPS, NUM_RESPONSES, SAMPLES
+from async_rl.tracking.samples import MAX_CHARACTERS, NUM_GROUPS, NUM_ROLLOUTS, SAMPLES
 from async_rl.tracking.timeline import TIMELINE
 from async_rl.types import StepStats, digest_of
 from tests.support.large_batch import INSTANCES, make_batch, make_groups, make_row, publication_of
@@ -69,7 +69,7 @@ def test_samples_are_a_few_groups_by_place_cut_to_a_readable_length(large: tuple
     run_dir, prompt_ids = large
     samples = list(SAMPLES.read(run_dir))
     assert [row["prompt_id"] for row in samples] == prompt_ids[:NUM_GROUPS]
-    assert all(len(row["responses"]) == NUM_RESPONSES for row in samples)
+    assert all(len(row["responses"]) == NUM_ROLLOUTS for row in samples)
     texts = [text for row in samples for text in (row["prompt"], *(each["text"] for each in row["responses"]))]
     assert all(len(text) < MAX_CHARACTERS + 50 for text in texts)
     assert "[... 68000 characters ...]" in samples[0]["prompt"]

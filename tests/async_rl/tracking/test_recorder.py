@@ -1,6 +1,7 @@
 import json
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, group_times
-from async_rl.types import Group, GroupProof, Prompt, Publication, Response, StepStats, WeightSpan
+from async_rl.types import Group, GroupProof, Prompt, Publication, Response, RolloutFacts, StepStats, WeightSpan
 
 VERSION = "run-0"
 
@@ -82,6 +83,39 @@ def test_every_record_is_handed_on(tmp_path: Path) -> None:
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in seen] == [0, 1]
     assert [record["desired_instances"] for record in seen] == [record["desired_instances"] for record in written]
+
+
+def test_turns_and_branches_are_recorded_per_rollout_and_only_where_there_are_any(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, iterations=3)
+    single = group(0, 0.01)
+    response = single.responses[0]
+    branch = replace(response, token_ids=(5, 6, 7, 8), observed=((0, 2),), text="7 8")
+    agents = replace(
+        single,
+        responses=(response, branch, branch, response),
+        rewards=(1.0, 0.0),
+        rollouts=(RolloutFacts(num_responses=3, num_turns=4, status="truncated"), RolloutFacts()),
+    )
+    cut = replace(single, rollouts=(RolloutFacts(status="truncated"),))
+    for iteration, each in enumerate((single, replace(agents, iteration=1), replace(cut, iteration=2))):
+        run_iteration(recorder, iteration, [each], train_s=0.0, num_instances=1)
+    recorder.close()
+    names = ("response_tokens_mean", "turns_mean", "branches_mean", "truncated_share")
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [[record.get(name) for name in names] for record in records] == [
+        [2.0, None, None, None],
+        [4.0, 2.5, 1.0, 0.5],
+        [2.0, None, None, 1.0],
+    ]
+    first, second, _ = SAMPLES.read(tmp_path)
+    assert first["responses"] == [{"text": "5 6", "reward": 1.0, "num_tokens": 2, "finish_reason": "stop"}]
+    # Two of the three responses of the first rollout, and the second rollout.
+    assert [(row["text"], row["reward"], row["num_tokens"]) for row in second["responses"]] == [
+        ("5 6", 1.0, 2),
+        ("7 8", 1.0, 2),
+        ("5 6", 0.0, 2),
+    ]
+    assert [row.get("status") for row in second["responses"]] == ["truncated", "truncated", None]
 
 
 def test_a_rank_that_writes_no_records_hands_none_on() -> None:
