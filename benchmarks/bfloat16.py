@@ -30,7 +30,8 @@ from benchmarks.common.random_model import SIZES, save_random_qwen3
 from inference_service.engine.cache_size import plan_cache
 from inference_service.engine.model import load_model
 from inference_service.engine.transformers_engine import TransformersEngine
-from trainer.batching.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
+from trainer.batching.group_slice import slices_of
+from trainer.batching.shared_prompt import MicroBatch, make_micro_batch
 from trainer.devices import choose_device
 from trainer.model.gpt import SharedPromptGPT, build_model
 from trainer.model.shape import ModelShape
@@ -86,7 +87,7 @@ def train(policy: SharedPromptGPT, batch: MicroBatch) -> float:
 
 def measure_training(case: Case, repeats: int, parallel: Parallel) -> list[Pair]:
     group = random_group(case.prompt_tokens, RESPONSE_TOKENS, case.group_size, SIZES[case.size]["vocab_size"])
-    batch = make_micro_batch([GroupSlice.whole(group)], CPU)
+    batch = make_micro_batch(slices_of([group]), CPU)
     wide, narrow = (make_policy(case.size, dtype, parallel) for dtype in DTYPES)
     return [(train(wide, batch), train(narrow, batch)) for _ in range(repeats + 1)][1:]
 

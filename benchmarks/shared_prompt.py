@@ -40,8 +40,10 @@ from async_rl.config.sections import TrainerSection
 from async_rl.types import Group
 from benchmarks.common.memory import allocated
 from benchmarks.common.random_group import random_group
+from benchmarks.common.unshared import samples_of
 from trainer.attention.segments import Segments
-from trainer.batching.shared_prompt import GroupSlice, Labels, MicroBatch, Rows, make_micro_batch, num_rows
+from trainer.batching.group_slice import num_rows, slices_of
+from trainer.batching.shared_prompt import Labels, MicroBatch, Rows, make_micro_batch
 from trainer.devices import choose_device
 from trainer.devices.attention_part import Part
 from trainer.forward_backward import TwoStagePass
@@ -94,9 +96,10 @@ def make_group(case: Case, vocab_size: int) -> Group:
 def shared(model: SharedPromptGPT, group: Group, weights_GR: torch.Tensor, max_rows: int) -> None:
     """Adds the gradients of a group, in two stages if it has more than `max_rows` rows."""
     if num_rows(group) <= max_rows:
-        run(model, [make_micro_batch([GroupSlice.whole(group)], CPU)], weights_GR)
+        run(model, [make_micro_batch(slices_of([group]), CPU)], weights_GR)
         return
-    stages = TwoStagePass(group, model.parallel, 1.0, max_rows)
+    (whole,) = slices_of([group])
+    stages = TwoStagePass(whole, model.parallel, 1.0, max_rows)
     weights = weights_GR.flatten().split([len(batch.labels.labels_N) for batch in stages.micro_batches])
     # Of Megatron's DDP it needs only the model inside.
     wrapped = SimpleNamespace(module=model)
@@ -108,7 +111,7 @@ def shared(model: SharedPromptGPT, group: Group, weights_GR: torch.Tensor, max_r
 
 def packed(group: Group, chunk: int) -> list[MicroBatch]:
     """Every sample with its own prompt, `chunk` samples in a micro-batch."""
-    samples = [GroupSlice(group, i, i + 1) for i in range(len(group.responses))]
+    samples = samples_of([group])
     return [make_micro_batch(samples[i : i + chunk], CPU) for i in range(0, len(samples), chunk)]
 
 
@@ -132,7 +135,7 @@ def _padded_batch(samples: Sequence[tuple[int, ...]], num_prompt: int) -> MicroB
             rows_BS[:, num_prompt - 1 :].flatten(),
             torch.arange(labels_BR.numel()),
             labels_BR.flatten(),
-            torch.full((num_samples,), labels_BR.shape[1]),
+            *torch.full((2, num_samples), labels_BR.shape[1]),
         ),
     )
 

@@ -1,10 +1,10 @@
 """Forward and backward passes of a model over the micro-batches of a window.
 
 `PackedPass` runs whole micro-batches through Megatron's schedule (1F1B under pipeline parallelism, one after the other
-without); `TwoStagePass` runs one group that is too long for a micro-batch. Both return, per micro-batch or micro-group,
-the log-probs of its response tokens on the last pipeline stage.
+without); `TwoStagePass` runs responses of one prompt that are too long for a micro-batch. Both return, per micro-batch
+or micro-group, the log-probs of its sampled tokens on the last pipeline stage.
 
-Shape legend: N response tokens of one micro-batch.
+Shape legend: N sampled tokens of one micro-batch.
 """
 
 import functools
@@ -20,15 +20,9 @@ from async_rl.cpu.exact import ROW_MULTIPLE
 from async_rl.loop import Window
 from async_rl.types import Group
 from trainer.attention.prompt_cache import PromptCache
-from trainer.batching.shared_prompt import (
-    GroupSlice,
-    MicroBatch,
-    make_micro_batch,
-    make_micro_group,
-    make_prompt_rows,
-    num_rows,
-    split_group,
-)
+from trainer.batching.group_slice import GroupSlice, slices_of, split_slice
+from trainer.batching.packing import pack_slices
+from trainer.batching.shared_prompt import MicroBatch, make_micro_batch, make_micro_group, make_prompt_rows
 from trainer.model.gpt import SharedPromptGPT
 from trainer.model.pipeline_shapes import pipeline_arguments
 from trainer.parallel import Parallel
@@ -57,24 +51,26 @@ class Pass(Protocol):
 def make_passes(window: Window, parallel: Parallel, temperature: float, max_tokens: int) -> list[Pass]:
     """The passes that run a window, whose micro-batches have at most `max_tokens` rows except for longer groups.
 
-    Under pipeline parallelism, and where experts span replicas, such a group is split into micro-groups that each hold
-    the prompt: all ranks then run the same passes. Otherwise it runs in two stages, with its prompt computed once.
+    The slices of a longer group are packed anew. Under pipeline parallelism, and where experts span replicas, a slice
+    that is too long by itself is split into micro-groups that each hold the prompt: all ranks then run the same passes.
+    Otherwise it runs in two stages, with its prompt computed once.
 
     Where experts span replicas, this is a collective of the replicas that share them: their ranks exchange tokens in
     every layer, so they agree on the largest number of passes, and the other replicas run empty ones.
     """
     if parallel.pp_size > 1 or parallel.experts_span_replicas:
-        planned = [slices for groups in window for slices in _split(groups, max_tokens)]
+        planned = [slices for groups in window for slices in _fitting(groups, max_tokens, split=True)]
         (most,) = parallel.most_among_expert_peers(len(planned))
         if most == 0:
             return []
         planned += [[]] * (most - len(planned))
         return [PackedPass([_lay_out(slices, parallel) for slices in planned], temperature)]
     return [
-        TwoStagePass(groups[0], parallel, temperature, max_tokens)
-        if _is_too_long(groups, max_tokens)
-        else PackedPass([_lay_out([GroupSlice.whole(group) for group in groups], parallel)], temperature)
+        TwoStagePass(slices[0], parallel, temperature, max_tokens)
+        if len(slices) == 1 and slices[0].num_rows > max_tokens
+        else PackedPass([_lay_out(slices, parallel)], temperature)
         for groups in window
+        for slices in _fitting(groups, max_tokens, split=False)
     ]
 
 
@@ -129,14 +125,14 @@ class PackedPass:
 
 
 class TwoStagePass:
-    """One long group: its prompt once, then its responses in micro-groups, then the prompt's backward once."""
+    """One long slice: its prompt once, then its responses in micro-groups, then the prompt's backward once."""
 
-    def __init__(self, group: Group, parallel: Parallel, temperature: float, max_tokens: int) -> None:
+    def __init__(self, whole: GroupSlice, parallel: Parallel, temperature: float, max_tokens: int) -> None:
         device, multiple_of = parallel.device.DEVICE, _row_multiple(parallel)
-        self._num_prompt_rows = len(group.prompt.token_ids)
-        self._prompt_rows = make_prompt_rows(group, device, multiple_of)
+        self._num_prompt_rows = len(whole.prompt)
+        self._prompt_rows = make_prompt_rows(whole.prompt, device, multiple_of)
         self.micro_batches = [
-            make_micro_group(part, device, multiple_of) for part in split_group(group, max_tokens, with_prompt=False)
+            make_micro_group(part, device, multiple_of) for part in split_slice(whole, max_tokens, with_prompt=False)
         ]
         self._temperature = temperature
 
@@ -182,11 +178,14 @@ def _row_multiple(parallel: Parallel) -> int:
     return parallel.tp_size if parallel.sequence_parallel else 1
 
 
-def _is_too_long(groups: Sequence[Group], max_tokens: int) -> bool:
-    return len(groups) == 1 and num_rows(groups[0]) > max_tokens
+def _fitting(groups: Sequence[Group], max_tokens: int, split: bool) -> list[list[GroupSlice]]:
+    """A micro-batch of the window as it is, or one long group in several, of at most `max_tokens` rows each.
 
-
-def _split(groups: Sequence[Group], max_tokens: int) -> list[list[GroupSlice]]:
-    if _is_too_long(groups, max_tokens):
-        return [[part] for part in split_group(groups[0], max_tokens, with_prompt=True)]
-    return [[GroupSlice.whole(group) for group in groups]]
+    Without `split` a slice that is longer by itself is one of them.
+    """
+    slices = slices_of(groups)
+    if len(groups) > 1 or sum(part.num_rows for part in slices) <= max_tokens:
+        return [slices]
+    if split:
+        slices = [part for whole in slices for part in split_slice(whole, max_tokens, with_prompt=True)]
+    return pack_slices(slices, max_tokens)

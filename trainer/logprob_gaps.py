@@ -1,6 +1,6 @@
 """Compares the trainer's log-probs with the rollout's while groups are trained; for `loss_sums.py`.
 
-Shape legend: N response tokens of one micro-batch.
+Shape legend: N sampled tokens of one micro-batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,8 @@ import torch
 
 from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, MIXED, SMALLEST, LogprobGaps
 from async_rl.types import Group, Response
-from trainer.batching.shared_prompt import GroupSlice, MicroBatch
+from trainer.batching.group_slice import GroupSlice
+from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_host
 
 LARGEST_EXPONENT = 700.0
@@ -31,8 +32,8 @@ class GroupGaps:
         self._logprobs: dict[int, list[tuple[GroupSlice, torch.Tensor]]] = {}
 
     def add(self, micro_batch: MicroBatch, logprobs_N: torch.Tensor) -> None:
-        """Stores the trainer's log-probs of a micro-batch's response tokens."""
-        sizes = [sum(map(len, part.responses)) for part in micro_batch.slices]
+        """Stores the trainer's log-probs of a micro-batch's sampled tokens."""
+        sizes = [sum(response.num_sampled for response in part.responses) for part in micro_batch.slices]
         for part, logprobs in zip(micro_batch.slices, logprobs_N.detach().split(sizes), strict=True):
             self._logprobs.setdefault(part.group.index, []).append((part, logprobs))
 
@@ -73,8 +74,8 @@ def sums_of(gaps_N: torch.Tensor, clip: float) -> LogprobGaps:
 
 
 def _gaps_of(part: GroupSlice, logprobs: torch.Tensor) -> Iterator[tuple[Response, torch.Tensor]]:
-    responses = part.group.responses[part.start : part.stop]
-    for response, own in zip(responses, logprobs.split([len(r.token_ids) for r in responses]), strict=True):
+    responses = part.responses
+    for response, own in zip(responses, logprobs.split([r.num_sampled for r in responses]), strict=True):
         assert len(response.logprobs) == len(own), f"{len(response.logprobs)} rollout log-probs for {len(own)} tokens"
         yield response, own - torch.tensor(response.logprobs, dtype=torch.float64)
 

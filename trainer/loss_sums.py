@@ -1,6 +1,6 @@
 """Losses and metrics of the groups trained since the last step, as sums: their count is known only at the step (I4).
 
-Shape legend: G responses and N response tokens of one micro-batch.
+Shape legend: G responses and N sampled tokens of one micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from async_rl.algorithms import Algorithm
+from async_rl.algorithms import Algorithm, Responses
 from async_rl.types import Group, GroupProof
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_device, to_host
@@ -36,10 +36,8 @@ class LossSums:
         """Adds a micro-batch; returns its loss sum. Without an old model the policy itself is the old policy."""
         if old_logprobs_N is None:
             old_logprobs_N = logprobs_N.detach()
-        advantages_G = self._advantages(micro_batch, logprobs_N)
-        loss_sum = self._algorithm.loss_sum(
-            logprobs_N, old_logprobs_N, ref_logprobs_N, advantages_G, micro_batch.labels.lengths_G
-        )
+        responses = self._responses(micro_batch, logprobs_N)
+        loss_sum = self._algorithm.loss_sum(logprobs_N, old_logprobs_N, ref_logprobs_N, responses)
         self._append({"loss": loss_sum.loss.detach(), "count": loss_sum.count, "tokens": len(logprobs_N)})
         self._append({f"metric/{name}": value for name, value in loss_sum.metrics.items()})
         self._append({"metric/entropy": entropy_N.sum()})
@@ -67,10 +65,16 @@ class LossSums:
         self._terms.clear()
         self._gaps.clear()
 
-    def _advantages(self, micro_batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
-        """Advantages of all responses, each from the rewards of its whole group, [G]."""
-        parts = [self._algorithm.advantages(part.group.rewards)[part.start : part.stop] for part in micro_batch.slices]
-        return to_device(torch.cat([torch.empty(0), *parts]).to(like.dtype), like.device)
+    def _responses(self, micro_batch: MicroBatch, like: torch.Tensor) -> Responses:
+        """What the loss needs to know of a micro-batch's responses; advantages are from the rewards of whole groups."""
+        slices, labels = micro_batch.slices, micro_batch.labels
+        parts = [self._algorithm.advantages(part.group.rewards)[part.rollouts] for part in slices]
+        return Responses(
+            advantages_G=to_device(torch.cat([torch.empty(0), *parts]).to(like.dtype), like.device),
+            lengths_G=labels.lengths_G,
+            rollout_lengths_G=labels.rollout_lengths_G,
+            num_rollouts=sum(part.num_rollouts for part in slices),
+        )
 
     def _append(self, terms: Mapping[str, float | torch.Tensor]) -> None:
         for name, term in terms.items():

@@ -258,8 +258,8 @@ class MegatronTrainer:
         self.models.old.copy_from(self.models.policy_model)
 
     def _check_vocabulary(self, group: Group) -> None:
-        highest = max(max(response.token_ids, default=0) for response in group.responses)
-        highest = max(highest, *group.prompt.token_ids)
+        sequences = [*group.responses_by_prompt, *(response.token_ids for response in group.responses)]
+        highest = max(max(token_ids, default=0) for token_ids in sequences)
         if highest >= self._shape.vocab_size:
             raise ConfigError(
                 f"group {group.index} (prompt {group.prompt.prompt_id!r}) has token id {highest}, but the model's "

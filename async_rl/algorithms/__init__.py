@@ -1,10 +1,10 @@
 """One small file per algorithm: advantages and a loss as a sum, pure functions on tensors."""
 
-from async_rl.algorithms.base import Algorithm, LossSum
+from async_rl.algorithms.base import Algorithm, LossSum, Responses
 from async_rl.algorithms.grpo import GRPO
 from async_rl.config.sections import AlgorithmSection
 
-__all__ = ["Algorithm", "LossSum", "make_algorithm"]
+__all__ = ["Algorithm", "LossSum", "Responses", "make_algorithm"]
 
 
 def make_algorithm(config: AlgorithmSection) -> Algorithm:

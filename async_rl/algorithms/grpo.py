@@ -1,20 +1,22 @@
 """GRPO: group-relative advantages, clipped ratio, k3 KL to the reference (DeepSeekMath, arXiv 2402.03300, eq. 3-4).
 
-Per token t of response g, with ratio r = exp(logprob - old_logprob) and advantage A_g:
+Per sampled token t of rollout g, with ratio r = exp(logprob - old_logprob) and advantage A_g:
 
     l_t = -min(r A_g, clip(r, 1 - clip_low, 1 + clip_high) A_g) + kl_coef * k3_t
     k3_t = exp(ref - logprob) - (ref - logprob) - 1
 
-`normalize = "sequence"` sums (1 / |o_g|) * sum_t l_t and counts responses, the paper's form; `"token"` sums l_t and
-counts response tokens (DAPO, arXiv 2503.14476, eq. 8). Departure from the paper: the denominator is that of the whole
-batch instead of one group; with `"sequence"` and equal group sizes the two are the same.
+`normalize = "sequence"` sums (1 / |o_g|) * sum_t l_t and counts rollouts, the paper's form; `"token"` sums l_t and
+counts sampled tokens (DAPO, arXiv 2503.14476, eq. 8). A rollout of several turns is one o_g: all tokens that it
+sampled, however many responses of the trainer they are in, and none that it observed. Departure from the paper: the
+denominator is that of the whole batch instead of one group; with `"sequence"` and equal group sizes the two are the
+same.
 
 Second departure: beyond a log-ratio of 20, r and k3 continue along their tangent instead of as an exponential, which
 overflows float32 at 88.7. Below it they are exactly the formulas above; beyond it value and gradient stay finite and
 keep their direction. verl clamps the same log-ratios at 20, where the gradient then is 0 (`low_var_kl` and the policy
 loss in `verl/trainer/ppo/core_algos.py`); the tangent still has a gradient against a log-ratio that large.
 
-Shape legend: G responses of one group, N response tokens of the group.
+Shape legend: G rollouts of one group, or responses of a micro-batch; N sampled tokens of the responses.
 """
 
 import math
@@ -22,7 +24,7 @@ from collections.abc import Sequence
 
 import torch
 
-from async_rl.algorithms.base import LossSum
+from async_rl.algorithms.base import LossSum, Responses
 from async_rl.config.sections import AlgorithmSection
 
 STD_EPS = 1e-6
@@ -61,13 +63,12 @@ class GRPO:
         logprobs_N: torch.Tensor,
         old_logprobs_N: torch.Tensor,
         ref_logprobs_N: torch.Tensor | None,
-        advantages_G: torch.Tensor,
-        lengths_G: torch.Tensor,
+        responses: Responses,
     ) -> LossSum:
-        config = self._config
+        config, lengths_G = self._config, responses.lengths_G
         # With its size given, the host need not wait for the device to sum the lengths.
         num_tokens = len(logprobs_N)
-        advantages_N = advantages_G.repeat_interleave(lengths_G, output_size=num_tokens)
+        advantages_N = responses.advantages_G.repeat_interleave(lengths_G, output_size=num_tokens)
         ratio_N = _exp(logprobs_N - old_logprobs_N)
         clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
         loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
@@ -78,8 +79,9 @@ class GRPO:
             loss_N = loss_N + config.kl_coef * kl_N
             metrics["kl"] = kl_N.sum().detach()
         if config.normalize == "sequence":
-            weights_N = (1.0 / lengths_G.to(loss_N.dtype)).repeat_interleave(lengths_G, output_size=num_tokens)
-            return LossSum((loss_N * weights_N).sum(), len(lengths_G), metrics)
+            weights_G = 1.0 / responses.rollout_lengths_G.to(loss_N.dtype)
+            weights_N = weights_G.repeat_interleave(lengths_G, output_size=num_tokens)
+            return LossSum((loss_N * weights_N).sum(), responses.num_rollouts, metrics)
         return LossSum(loss_N.sum(), len(loss_N), metrics)
 
 

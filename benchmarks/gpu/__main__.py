@@ -45,10 +45,12 @@ from async_rl.errors import ConfigError
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group
 from benchmarks.common.random_group import random_group
+from benchmarks.common.unshared import samples_of
 from benchmarks.gpu.model import PASSES, PEAK_FLOPS, SIZES, device_name, make_checkpoint, model_flops
 from benchmarks.gpu.publish import measure_publish
 from trainer.attention.shared_attention import checked_kernel, shared_prompt_attention
-from trainer.batching.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
+from trainer.batching.group_slice import num_rows, slices_of
+from trainer.batching.shared_prompt import MicroBatch, make_micro_batch
 from trainer.devices import choose_device
 from trainer.model.gpt import SharedPromptGPT
 from trainer.parallel import Parallel, init_parallel
@@ -84,11 +86,10 @@ def make_group(case: Case, vocab_size: int, index: int = 0) -> Group:
 
 def make_micro_batches(group: Group, device: torch.device, shared: bool) -> list[MicroBatch]:
     """The group as one micro-batch, or as samples with a prompt each, in micro-batches of no more rows."""
-    whole = GroupSlice.whole(group)
     if shared:
-        return [make_micro_batch([whole], device)]
-    samples = [GroupSlice(group, i, i + 1) for i in range(len(group.responses))]
-    chunk = max(1, whole.num_rows // samples[0].num_rows)
+        return [make_micro_batch(slices_of([group]), device)]
+    samples = samples_of([group])
+    chunk = max(1, num_rows(group) // samples[0].num_rows)
     return [make_micro_batch(samples[i : i + chunk], device) for i in range(0, len(samples), chunk)]
 
 
@@ -110,7 +111,7 @@ class Bench:
         self.shape = SIZES[size]
         self.device = parallel.device.DEVICE
         self._repeats = repeats
-        longest = max(GroupSlice.whole(make_group(case, self.shape.vocab_size)).num_rows for case in CASES[size])
+        longest = max(num_rows(make_group(case, self.shape.vocab_size)) for case in CASES[size])
         self.trainer = MegatronTrainer(
             parallel,
             # A micro-batch holds one group.

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from async_rl.loop import Window
 from async_rl.types import Group
-from trainer.batching.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
+from benchmarks.common.unshared import samples_of
+from trainer.batching.shared_prompt import MicroBatch, make_micro_batch
 from trainer.forward_backward import PackedPass, Pass
 from trainer.trainer import MegatronTrainer
 
@@ -45,7 +46,7 @@ class UnsharedTrainer(MegatronTrainer):
         return [PackedPass(self._unshared(groups), self._temperature) for groups in window]
 
     def _unshared(self, groups: Sequence[Group]) -> list[MicroBatch]:
-        samples = [GroupSlice(group, i, i + 1) for group in groups for i in range(len(group.responses))]
+        samples = samples_of(groups)
         return [
             make_micro_batch(samples[i : i + self.num_samples], self._parallel.device.DEVICE)
             for i in range(0, len(samples), self.num_samples)

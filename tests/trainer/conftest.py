@@ -19,7 +19,14 @@ from async_rl.config.sections import (
     TrainSection,
 )
 from async_rl.types import Group, Prompt, Response, WeightSpan
-from tests.support.trainer.grpo_reference import expected_advantages, sample_distributions
+from tests.support.trainer.branched_groups import branched_groups
+from tests.support.trainer.grpo_reference import (
+    expected_advantages,
+    rollouts_of,
+    sample_distributions,
+    sample_logprobs,
+    sampled_tokens,
+)
 from trainer.devices import Device
 from trainer.hf.weights import weight_map
 from trainer.parallel import Parallel
@@ -94,6 +101,14 @@ def ragged_groups() -> list[Group]:
     return [*groups, replace(make_group(len(groups), 5, (3, 4), rng), rewards=(1.0, 1.0))]
 
 
+@pytest.fixture(scope="session")
+def rollout_groups() -> list[Group]:
+    """Groups of multi-turn rollouts with branches, every kind among them; fresh tokens as in `ragged_groups`."""
+    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
+    print(f"rollout_groups: TEST_SEED={seed}")
+    return branched_groups(random.Random(seed))
+
+
 @pytest.fixture
 def rng() -> random.Random:
     """Fresh in every test, torch's generator too; TEST_SEED repeats one."""
@@ -131,18 +146,21 @@ def grpo_in_transformers() -> Callable[..., Expected]:
         all_logprobs, loss, count, entropies = [], torch.zeros((), dtype=torch.float64), 0, []
         for group in groups:
             all_logprobs.append([])
-            for response, advantage in zip(group.responses, expected_advantages(group), strict=True):
-                chosen = torch.tensor(response.token_ids)[:, None]
-                distributions = sample_distributions(policy, group, response, temperature)
-                entropies += (-distributions.exp() * distributions).sum(1).tolist()
-                logprobs = distributions.gather(1, chosen)[:, 0]
-                with torch.no_grad():
-                    ref = sample_distributions(reference, group, response, temperature).gather(1, chosen)[:, 0]
-                kl = (ref - logprobs).exp() - (ref - logprobs) - 1
-                sample = (-advantage * (logprobs - logprobs.detach()).exp() + kl_coef * kl).sum()
-                loss = loss + (sample / len(response.token_ids) if normalize == "sequence" else sample)
-                count += 1 if normalize == "sequence" else len(response.token_ids)
-                all_logprobs[-1].append(tuple(logprobs.tolist()))
+            for indices, advantage in zip(rollouts_of(group), expected_advantages(group), strict=True):
+                rollout, length = torch.zeros((), dtype=torch.float64), 0
+                for response in (group.responses[i] for i in indices):
+                    chosen = sampled_tokens(response)[:, None]
+                    distributions = sample_distributions(policy, group, response, temperature)
+                    entropies += (-distributions.exp() * distributions).sum(1).tolist()
+                    logprobs = distributions.gather(1, chosen)[:, 0]
+                    with torch.no_grad():
+                        ref = sample_logprobs(reference, group, response, temperature)
+                    kl = (ref - logprobs).exp() - (ref - logprobs) - 1
+                    rollout = rollout + (-advantage * (logprobs - logprobs.detach()).exp() + kl_coef * kl).sum()
+                    length += len(logprobs)
+                    all_logprobs[-1].append(tuple(logprobs.tolist()))
+                loss = loss + (rollout / length if normalize == "sequence" else rollout)
+                count += 1 if normalize == "sequence" else length
         (loss / count).backward()
         gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
         return Expected(all_logprobs, float(loss.detach() / count), sum(entropies) / len(entropies), gradients)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.config.sections import TrainerSection
 from async_rl.cpu.exact import ROW_MULTIPLE
 from async_rl.protocol.inference import SamplingParams
-from async_rl.types import Group, Prompt, Response, WeightSpan
+from async_rl.types import Group, Prompt, Response, RolloutFacts, WeightSpan
 from benchmarks.common.random_model import save_random_qwen3
 from inference_service.engine.kernels import EXACT
 from inference_service.engine.kv_store import KVStore
@@ -21,8 +21,9 @@ from inference_service.engine.sampling import sample_step
 from inference_service.engine.schedule import Schedule
 from inference_service.engine.sequences import Sequence as Generated
 from inference_service.engine.step import ModelStep
+from trainer.batching.group_slice import slices_of
 from trainer.batching.packing import pack
-from trainer.batching.shared_prompt import GroupSlice, make_micro_batch
+from trainer.batching.shared_prompt import make_micro_batch
 from trainer.devices import Device, cpu_exact
 from trainer.forward_backward import make_passes
 from trainer.hf.weights import load_hf_weights
@@ -155,6 +156,50 @@ def generate(model: PreTrainedModel, rng: random.Random, longest: int, temperatu
     ]
 
 
+@torch.inference_mode()
+def generate_turns(model: PreTrainedModel, rng: random.Random, temperature: float) -> Group:
+    """Rollouts of several turns, each with a branch, whose requests name everything after the prompt as continued."""
+    engine = Engine(model, max_tokens=4096, max_running=rng.choice([2, 16]), prefill_tokens=rng.choice([7, 64]))
+
+    def tokens(most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(1, model.config.vocab_size) for _ in range(rng.randint(1, most)))
+
+    def respond(prompt: tuple[int, ...], context: tuple[int, ...]) -> Response:
+        token_ids, observed, samples = context, [(0, len(context))] if context else [], []
+        for turn in range(rng.randint(1, 3)):
+            if turn:
+                seen = tokens(30)
+                observed.append((len(token_ids), len(token_ids) + len(seen)))
+                token_ids += seen
+            sequence = new_sequence((*prompt, *token_ids), rng.randint(1, 30), rng.randrange(2**32), temperature)
+            sequence.num_continued = len(token_ids)
+            engine.schedule.add([sequence])
+            while engine.schedule.has_work:
+                engine.run_step()
+            samples += sequence.samples
+            token_ids += tuple(sample.token_id for sample in sequence.samples)
+        own = response_of(samples)
+        return replace(own, token_ids=token_ids, observed=tuple(observed))
+
+    prompt, other = tokens(50), tokens(50)
+    responses: list[Response] = []
+    for _ in range(4):
+        first = respond(prompt, ())
+        responses += [first, respond(prompt, (*first.token_ids[: rng.randint(1, 40)], *tokens(5)))]
+        responses.append(replace(respond(other, ()), prompt_ids=other))
+    return Group(
+        iteration=0,
+        index=0,
+        prompt=Prompt("p", prompt, {}),
+        responses=tuple(responses),
+        rewards=(0.0,) * 4,
+        weight_version="v",
+        started_s=0.0,
+        finished_s=0.0,
+        rollouts=(RolloutFacts(num_responses=3, num_turns=3),) * 4,
+    )
+
+
 def new_sequence(prompt: tuple[int, ...], num_tokens: int, seed: int, temperature: float) -> Generated:
     return Generated(prompt, SamplingParams(max_tokens=num_tokens, temperature=temperature), seed, frozenset())
 
@@ -195,7 +240,7 @@ def different(model: SharedPromptGPT, groups: list[Group], max_tokens: int, temp
                 rollout = [
                     logprob
                     for part in micro_batch.slices
-                    for response in part.group.responses[part.start : part.stop]
+                    for response in part.responses
                     for logprob in response.logprobs
                 ]
                 gaps.append((logprobs_N.detach().double() - torch.tensor(rollout, dtype=torch.float64)).abs().max())
@@ -224,6 +269,16 @@ def test_log_probs_are_the_engines_bit_for_bit(
         assert different(model, groups, max_tokens, temperature) == 0.0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_turns_and_branches_are_the_engines_bit_for_bit(checkpoint: Path, exactly: Parallel, seed: int) -> None:
+    rng = random.Random(seed)
+    engine_model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    group, model = generate_turns(engine_model, rng, 0.9), load(checkpoint, exactly)
+    assert any(response.observed for response in group.responses)
+    for max_tokens in (40, 300, 4096):
+        assert different(model, [group], max_tokens, 0.9) == 0.0
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_every_family_without_experts_is_exact(tiny_model: Callable[..., Path], exactly: Parallel, family: str) -> None:
     # As wide as the models that MKL divides into several sums.
@@ -244,8 +299,7 @@ def test_gradients_are_the_ordinary_ones(checkpoint: Path, exactly: Parallel, pa
     gradients = []
     for of, recompute in ((parallel, "none"), (exactly, "none"), (exactly, "full")):
         model = load(checkpoint, of, recompute)
-        slices = [GroupSlice.whole(group) for group in groups]
-        logprobs_N, _ = model(make_micro_batch(slices, torch.device("cpu"), ROW_MULTIPLE), 0.8)
+        logprobs_N, _ = model(make_micro_batch(slices_of(groups), torch.device("cpu"), ROW_MULTIPLE), 0.8)
         (logprobs_N * torch.arange(1.0, 1.0 + len(logprobs_N)).sin()).sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, expected in gradients[0].items():

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Group
+from trainer.batching.group_slice import GroupSlice, slices_of
 from trainer.batching.packing import pack
-from trainer.batching.shared_prompt import GroupSlice, make_micro_batch
+from trainer.batching.shared_prompt import make_micro_batch
 from trainer.forward_backward import PackedPass, TwoStagePass, make_passes
 from trainer.hf.weight_export import WeightExport
 from trainer.hf.weights import load_hf_weights
@@ -63,8 +64,9 @@ def alone_under_a_dense_mask(path: Path, groups: Sequence[Group], parallel: Para
     model.kernel = None
     logprobs = []
     for group in groups:
-        for i in range(len(group.responses)):
-            sample = make_micro_batch([GroupSlice(group, i, i + 1)], parallel.device.DEVICE)
+        (whole,) = slices_of([group])
+        for i in whole.indices:
+            sample = make_micro_batch([GroupSlice(group, whole.prompt, [i])], parallel.device.DEVICE)
             hidden_RH = model.rows_for_logits(model.hidden(sample.rows)).index_select(0, sample.labels.logit_rows_R)
             head_VH = model.shared_embedding_or_output_weight() if model.shape.tied else model.output_layer.weight
             all_RV = (hidden_RH @ head_VH.T / TEMPERATURE).log_softmax(-1)

@@ -66,7 +66,10 @@ def watch(traffic: HostTraffic, trainer: MegatronTrainer, run: Callable[[], obje
         run()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "groups"),
+    [("qwen3", "ragged_groups"), ("qwen3", "rollout_groups"), ("qwen3_moe", "ragged_groups")],
+)
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 14], ids=["packed", "two stages"])
 @pytest.mark.parametrize(
     "options", [{"kl_coef": 0.0}, {"kl_coef": 0.1, "old_policy": "model"}], ids=["policy", "three models"]
@@ -75,29 +78,34 @@ def test_a_window_waits_once_for_its_ledger_rows(
     options: dict[str, object],
     micro_batch_tokens: int,
     family: str,
+    groups: str,
+    request: pytest.FixtureRequest,
     tiny_model: Callable[..., Path],
     make_trainer: MakeTrainer,
-    ragged_groups: list[Group],
     traffic: HostTraffic,
     device: Watched,
 ) -> None:
     trainer = make_trainer(tiny_model(family), device=device, micro_batch_tokens=micro_batch_tokens, **options)
-    window = [[group] for group in ragged_groups] if micro_batch_tokens == 14 else [ragged_groups]
+    some: list[Group] = request.getfixturevalue(groups)
+    window = [[group] for group in some] if micro_batch_tokens == 14 else [some]
     watch(traffic, trainer, lambda: trainer.accumulate(window))
     assert traffic.mixed == []
     assert traffic.blocking_copies == []
     assert len(traffic.waits) == 1, traffic.waits
 
 
+@pytest.mark.parametrize("groups", ["ragged_groups", "rollout_groups"])
 def test_a_packed_micro_batch_is_uploaded_in_one_copy_and_its_advantages_in_another(
+    groups: str,
+    request: pytest.FixtureRequest,
     tiny_model: Callable[..., Path],
     make_trainer: MakeTrainer,
-    ragged_groups: list[Group],
     traffic: HostTraffic,
     device: Watched,
 ) -> None:
     trainer = make_trainer(tiny_model("qwen3"), device=device, kl_coef=0.1)
-    watch(traffic, trainer, lambda: trainer.accumulate([ragged_groups]))
+    some: list[Group] = request.getfixturevalue(groups)
+    watch(traffic, trainer, lambda: trainer.accumulate([some]))
     # The two parts of attention have the offsets of their sequences besides.
     assert len(traffic.uploads) == 2 + 2, traffic.uploads
     assert all("host_copies.py" in upload for upload in traffic.uploads)

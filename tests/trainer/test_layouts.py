@@ -36,7 +36,7 @@ from tests.support.trainer.layout_matrix import (
     with_frozen_models,
 )
 from tests.support.trainer.layout_worker import Job
-from trainer.batching.shared_prompt import split_group
+from trainer.batching.group_slice import slices_of, split_slice
 from trainer.model.shape import Experts, ModelShape
 from trainer.parallel import Parallel
 
@@ -133,7 +133,9 @@ def test_the_trainer_refuses_a_layout_before_it_loads_weights(
 @pytest.fixture(scope="session")
 def one_rank(tiny_model: Callable[..., Path], parallel: Parallel, ragged_groups: list[Group]) -> OneRank:
     for with_prompt in (True, False):
-        num_parts = [len(split_group(group, SPLIT_TOKENS, with_prompt=with_prompt)) for group in ragged_groups]
+        num_parts = [
+            len(split_slice(whole, SPLIT_TOKENS, with_prompt=with_prompt)) for whole in slices_of(ragged_groups)
+        ]
         assert max(num_parts) > 1, "no group is split"
     return OneRank(tiny_model, parallel, ragged_groups)
 

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from async_rl.algorithms import make_algorithm
 from async_rl.config.sections import AlgorithmSection
 from async_rl.types import Group, Prompt, Response, WeightSpan
+from tests.support.trainer.branched_groups import branched_group
 from tests.support.trainer.grpo_reference import expected_advantages
-from trainer.batching.shared_prompt import GroupSlice, make_micro_batch, split_group
+from trainer.batching.group_slice import GroupSlice, slices_of, split_slice
+from trainer.batching.shared_prompt import make_micro_batch
 from trainer.loss_sums import LossSums
 
 CPU = torch.device("cpu")
@@ -57,13 +59,27 @@ def batches(draw: st.DrawFn) -> list[Group]:
     return made
 
 
+@st.composite
+def branched_batches(draw: st.DrawFn) -> list[Group]:
+    """Groups of multi-turn rollouts with branches."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    return [branched_group(index, rng) for index in range(draw(st.integers(1, 3)))]
+
+
+def keys_of(group: Group, rollout: int) -> list[tuple[int, int, int]]:
+    """Those of a rollout's sampled tokens."""
+    start = sum(facts.num_responses for facts in group.rollouts[:rollout])
+    numbers = range(start, start + group.rollouts[rollout].num_responses)
+    return [(group.index, r, t) for r in numbers for t in group.responses[r].sampled]
+
+
 def random_tokens(groups: Sequence[Group], seed: int) -> Tokens:
     rng = random.Random(seed)
     return {
         (group.index, r, t): rng.uniform(-4, 0)
         for group in groups
         for r, response in enumerate(group.responses)
-        for t in range(len(response.token_ids))
+        for t in response.sampled
     }
 
 
@@ -73,22 +89,28 @@ def values_of(slices: Sequence[GroupSlice], tokens: Tokens) -> torch.Tensor:
         [
             tokens[part.group.index, r, t]
             for part in slices
-            for r in range(part.start, part.stop)
-            for t in range(len(part.group.responses[r].token_ids))
+            for r in part.indices
+            for t in part.group.responses[r].sampled
         ],
         dtype=torch.float64,
     )
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(), st.sampled_from(["token", "sequence"]), st.integers(3, 30), st.integers(0, 2**32), st.booleans())
+@given(
+    batches() | branched_batches(),
+    st.sampled_from(["token", "sequence"]),
+    st.integers(3, 30),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
 def test_sums_are_those_of_every_token_however_groups_were_cut(
     groups: list[Group], normalize: str, max_tokens: int, seed: int, old_model: bool
 ) -> None:
     algorithm = make_algorithm(AlgorithmSection(kl_coef=KL_COEF, normalize=normalize))
     sums = LossSums(algorithm, "model" if old_model else "reuse", 1.0)
     new, old, ref = (random_tokens(groups, seed + i) for i in range(3))
-    slices = [part for group in groups for part in split_group(group, max_tokens, with_prompt=True)]
+    slices = [part for whole in slices_of(groups) for part in split_slice(whole, max_tokens, with_prompt=True)]
     random.Random(seed).shuffle(slices)
     returned = 0.0
     for start in range(0, len(slices), 2):
@@ -108,7 +130,7 @@ def test_sums_are_those_of_every_token_however_groups_were_cut(
         gaps = [
             sampler[group.index, r, t] - logprob
             for r, response in enumerate(group.responses)
-            for t, logprob in enumerate(response.logprobs)
+            for t, logprob in zip(response.sampled, response.logprobs, strict=True)
         ]
         assert row.index == group.index
         assert row.all_gaps.count == len(gaps)
@@ -123,10 +145,9 @@ def independent_loss(
     low, high = (getattr(AlgorithmSection(), name) for name in ("clip_low", "clip_high"))
     loss = count = 0.0
     for group in groups:
-        for r, advantage in enumerate(expected_advantages(group)):
+        for rollout, advantage in enumerate(expected_advantages(group)):
             terms = []
-            for t in range(len(group.responses[r].token_ids)):
-                key = (group.index, r, t)
+            for key in keys_of(group, rollout):
                 ratio = math.exp(new[key] - old[key])
                 clipped = min(max(ratio, 1 - low), 1 + high)
                 gap = ref[key] - new[key]

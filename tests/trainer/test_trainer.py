@@ -171,7 +171,7 @@ def test_equal_rewards_leave_the_weights_bit_for_bit(
     before = [tensor.clone() for _, tensor in trainer.export.stream()]
     for group in (ragged_groups[0], ragged_groups[4]):
         responses = (*group.responses, *ragged_groups[4].responses)[:7]
-        trainer.accumulate([[replace(group, responses=responses, rewards=(reward,) * 7)]])
+        trainer.accumulate([[replace(group, responses=responses, rewards=(reward,) * 7, rollouts=())]])
     assert trainer.optimizer_step().grad_norm == 0.0
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.export.stream(), strict=True))
 

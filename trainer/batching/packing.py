@@ -1,26 +1,24 @@
 """Packs groups into micro-batches of bounded size, in the order in which they may be trained."""
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from async_rl.loop import Window
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Group
-from trainer.batching.shared_prompt import num_rows
+from trainer.batching.group_slice import GroupSlice, num_rows
+
+T = TypeVar("T")
 
 
 def pack(groups: Sequence[Group], max_tokens: int) -> list[list[Group]]:
     """Consecutive groups in micro-batches of at most `max_tokens` rows; a longer group is a micro-batch of its own."""
-    packed: list[list[Group]] = []
-    size = 0
-    for group in groups:
-        rows = num_rows(group)
-        if packed and size + rows <= max_tokens:
-            packed[-1].append(group)
-        else:
-            packed.append([group])
-            size = 0
-        size += rows
-    return packed
+    return _pack(groups, [num_rows(group) for group in groups], max_tokens)
+
+
+def pack_slices(slices: Sequence[GroupSlice], max_tokens: int) -> list[list[GroupSlice]]:
+    """The same with slices."""
+    return _pack(slices, [part.num_rows for part in slices], max_tokens)
 
 
 def pack_windows(order: TrainingOrder, max_tokens: int, whole_backlog: bool) -> Iterator[Window]:
@@ -30,14 +28,18 @@ def pack_windows(order: TrainingOrder, max_tokens: int, whole_backlog: bool) -> 
     micro-batches do not depend on the order of completion either; in order of completion, as soon as it has a group.
     """
     pending: list[Group] = []
+    # Counted once: a group may wait for many windows.
+    rows: list[int] = []
     ended = False
     while True:
-        packed = pack(pending, max_tokens)
+        rows += [num_rows(group) for group in pending[len(rows) :]]
+        packed = _pack(pending, rows, max_tokens)
         ready = packed[:-1] if order.by_index and not ended else packed
         if ready:
             window = ready if whole_backlog else ready[:1]
             yield window
-            pending = pending[sum(map(len, window)) :]
+            num_taken = sum(map(len, window))
+            pending, rows = pending[num_taken:], rows[num_taken:]
             if not ended:
                 pending += order.take(wait=False)
         elif ended:
@@ -46,3 +48,17 @@ def pack_windows(order: TrainingOrder, max_tokens: int, whole_backlog: bool) -> 
             arrived = order.take(wait=True)
             ended = not arrived
             pending += arrived
+
+
+def _pack(items: Sequence[T], rows: Sequence[int], max_tokens: int) -> list[list[T]]:
+    """Consecutive items together as long as their rows, of which item i has `rows[i]`, are at most `max_tokens`."""
+    packed: list[list[T]] = []
+    size = 0
+    for item, own in zip(items, rows, strict=True):
+        if packed and size + own <= max_tokens:
+            packed[-1].append(item)
+        else:
+            packed.append([item])
+            size = 0
+        size += own
+    return packed

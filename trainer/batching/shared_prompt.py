@@ -1,21 +1,22 @@
 """Lays groups out as micro-batches that hold every prompt once: `p1 p2 ... | r11 ... r1G r21 ...`.
 
-All prompts of a micro-batch come first, then all responses, group by group in the same order. So the rows that attend
+All prompts of a micro-batch come first, then all responses, prompt by prompt in the same order. So the rows that attend
 to a prompt are contiguous, as are the prompts, and no kernel has to gather them. The positions of every response start
-after its prompt. A response's last token is a label only: nothing follows it, so it is not fed.
+after its prompt. A response's last token is a label only: nothing follows it, so it is not fed. Observed tokens are fed
+only: they are no labels, and the rows before them have no logits.
 
-Shape legend: T fed rows, S key / value rows, P prompt tokens, G responses, N response tokens (labels), R rows with
+Shape legend: T fed rows, S key / value rows, P prompt tokens, G responses, N sampled tokens (labels), R rows with
 logits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
-from async_rl.types import Group
 from trainer.attention.segments import Segments
+from trainer.batching.group_slice import GroupSlice
 from trainer.devices.attention_part import Part
 from trainer.devices.host_copies import to_device
 
@@ -31,47 +32,18 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Which rows give the log-prob of which response token; all int64.
+    """Which rows give the log-prob of which sampled token; all int64.
 
     Label i is `labels_N[i]`, and the logits of row `logit_rows_R[label_rows_N[i]]` give it: the first token of every
-    response uses its prompt's last row. The labels of a response are contiguous, `lengths_G` of them.
+    response uses its prompt's last row. The labels of a response are contiguous, `lengths_G` of them;
+    `rollout_lengths_G` are those of its whole rollout, wherever the rollout's other responses are.
     """
 
     logit_rows_R: torch.Tensor
     label_rows_N: torch.Tensor
     labels_N: torch.Tensor
     lengths_G: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSlice:
-    """Responses [start, stop) of a group, with its prompt: a whole group, or a micro-group of one that is too long."""
-
-    group: Group
-    start: int
-    stop: int
-
-    @classmethod
-    def whole(cls, group: Group) -> "GroupSlice":
-        return cls(group, 0, len(group.responses))
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        return self.group.prompt.token_ids
-
-    @property
-    def responses(self) -> list[tuple[int, ...]]:
-        """Token ids of each response."""
-        return [response.token_ids for response in self.group.responses[self.start : self.stop]]
-
-    @property
-    def fed_lens(self) -> tuple[int, ...]:
-        """Number of rows of each response that has any."""
-        return tuple(len(response) - 1 for response in self.responses if len(response) > 1)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.prompt) + sum(self.fed_lens)
+    rollout_lengths_G: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +55,6 @@ class MicroBatch:
     labels: Labels
 
 
-def num_rows(group: Group) -> int:
-    """Rows that a whole group takes in a micro-batch."""
-    return GroupSlice.whole(group).num_rows
-
-
-def split_group(group: Group, max_tokens: int, *, with_prompt: bool) -> list[GroupSlice]:
-    """Micro-groups of at most `max_tokens` rows, or of one response where that is longer.
-
-    Args:
-        with_prompt: whether each micro-group also has the prompt's rows; False in the second of two stages.
-    """
-    slices: list[GroupSlice] = []
-    num_prompt_rows = len(group.prompt.token_ids) if with_prompt else 0
-    start, size = 0, num_prompt_rows
-    for i, response in enumerate(group.responses):
-        fed = len(response.token_ids) - 1
-        if i > start and size + fed > max_tokens:
-            slices.append(GroupSlice(group, start, i))
-            start, size = i, num_prompt_rows
-        size += fed
-    return [*slices, GroupSlice(group, start, len(group.responses))]
-
-
 def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, multiple_of: int = 1) -> MicroBatch:
     """Lays `slices` out as one micro-batch; without slices, one that adds nothing to loss and gradients.
 
@@ -114,8 +63,7 @@ def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, multipl
             required by sequence parallelism.
     """
     for part in slices:
-        assert part.prompt, f"prompt {part.group.prompt.prompt_id} has no tokens"
-        assert part.responses and all(part.responses), f"group {part.group.index} has a response without tokens"
+        _require_labels(part)
     # A prompt that no fed row attends to comes after the other prompts, so that the attended ones are contiguous.
     ordered = sorted(slices, key=lambda part: not part.fed_lens)
     tokens = [token for part in ordered for token in part.prompt]
@@ -126,8 +74,8 @@ def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, multipl
     for part in ordered:
         first_rows[id(part)] = len(tokens)
         for response in part.responses:
-            tokens += response[:-1]
-            positions += range(len(part.prompt), len(part.prompt) + len(response) - 1)
+            tokens += response.token_ids[:-1]
+            positions += range(len(part.prompt), len(part.prompt) + len(response.token_ids) - 1)
     # At least one row, so that every pass runs the same collectives.
     padding = -len(tokens) % multiple_of if tokens else multiple_of
     segment_lens = [len(part.prompt) for part in ordered] + [n for part in ordered for n in part.fed_lens]
@@ -141,12 +89,12 @@ def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, multipl
     return _micro_batch(slices, rows, segments, _labels(slices, prompt_ends, first_rows), device)
 
 
-def make_prompt_rows(group: Group, device: torch.device, multiple_of: int = 1) -> Rows:
-    """The prompt alone: the first of the two stages of a group that is too long for one micro-batch."""
-    num_prompt = len(group.prompt.token_ids)
+def make_prompt_rows(prompt: Sequence[int], device: torch.device, multiple_of: int = 1) -> Rows:
+    """A prompt alone: the first of the two stages of a slice that is too long for one micro-batch."""
+    num_prompt = len(prompt)
     padding = -num_prompt % multiple_of
     lens = [num_prompt, padding] if padding else [num_prompt]
-    tokens, positions = [*group.prompt.token_ids, *[0] * padding], [*range(num_prompt), *range(padding)]
+    tokens, positions = [*prompt, *[0] * padding], [*range(num_prompt), *range(padding)]
     tokens_T, positions_T = _integers((tokens, positions), device)
     return Rows(tokens_T, positions_T, Segments(_self_part(lens, device), None))
 
@@ -154,12 +102,13 @@ def make_prompt_rows(group: Group, device: torch.device, multiple_of: int = 1) -
 def make_micro_group(part: GroupSlice, device: torch.device, multiple_of: int = 1) -> MicroBatch:
     """Responses without their prompt's rows: the second stage.
 
-    Key rows are those of the first stage, followed by those of this micro-group. Row 0 of those with logits is the
-    prompt's last row, which precedes the micro-group's own rows.
+    Key rows are those of the first stage, followed by those of this micro-group. The rows that logits are taken from
+    begin with the prompt's last row, which precedes the micro-group's own rows.
     """
+    _require_labels(part)
     num_prompt = len(part.prompt)
-    tokens = [token for response in part.responses for token in response[:-1]]
-    positions = [num_prompt + i for response in part.responses for i in range(len(response) - 1)]
+    tokens = [token for response in part.responses for token in response.token_ids[:-1]]
+    positions = [num_prompt + i for fed in part.fed_lens for i in range(fed)]
     # At least one row, so that every pass runs the same collectives.
     padding = -len(tokens) % multiple_of if tokens else multiple_of
     segments = Segments(
@@ -204,23 +153,47 @@ def _labels(
     label_rows: list[int] = []
     labels: list[int] = []
     lengths: list[int] = []
+    rollout_lengths: list[int] = []
     for part in slices:
-        prompt_row = len(logit_rows)
-        logit_rows += [prompt_ends[id(part)] - 1, *_range(first_rows[id(part)], sum(part.fed_lens))]
-        next_row = prompt_row + 1
+        prompt_row: int | None = None
+        first_row = first_rows[id(part)]
         for response in part.responses:
-            label_rows += [prompt_row, *_range(next_row, len(response) - 1)]
-            next_row += len(response) - 1
-            labels += response
-            lengths.append(len(response))
-    return logit_rows, label_rows, labels, lengths
+            for run in response.sampled_ranges:
+                if run and run.start == 0:
+                    if prompt_row is None:
+                        prompt_row = len(logit_rows)
+                        logit_rows.append(prompt_ends[id(part)] - 1)
+                    label_rows.append(prompt_row)
+                # The row before a token; the first token has none of the response's own.
+                rows = range(first_row + max(run.start - 1, 0), first_row + run.stop - 1)
+                label_rows += range(len(logit_rows), len(logit_rows) + len(rows))
+                logit_rows += rows
+                labels += response.token_ids[run.start : run.stop]
+            first_row += len(response.token_ids) - 1
+            lengths.append(response.num_sampled)
+        of_rollouts = part.group.rollout_lengths
+        rollout_lengths += [of_rollouts[rollout] for rollout in part.rollouts]
+    return logit_rows, label_rows, labels, lengths, rollout_lengths
+
+
+def _require_labels(part: GroupSlice) -> None:
+    """Checks what the layout relies on: whatever breaks it is the mistake of those who made the group."""
+    group = part.group
+    assert part.prompt, f"a prompt of group {group.index} (prompt {group.prompt.prompt_id!r}) has no tokens"
+    assert part.indices, f"a slice of group {group.index} has no responses"
+    for i, response in zip(part.indices, part.responses, strict=True):
+        name, num_tokens = f"response {i} of group {group.index}", len(response.token_ids)
+        assert num_tokens, f"{name} has no tokens"
+        if not response.observed:
+            continue
+        bounds = [-1, *(bound for observed in response.observed for bound in observed), num_tokens]
+        assert bounds[1] >= 0 and all(a < b for a, b in pairwise(bounds)), (
+            f"{name} has {num_tokens} tokens and observed ranges {response.observed}: expected ascending ranges that "
+            "do not touch, and a sampled token after the last one"
+        )
 
 
 def _integers(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Each list as an int64 tensor on the device, all in one copy."""
     whole = to_device(torch.tensor([x for some in lists for x in some], dtype=torch.int64), device)
     return torch.split(whole, [len(some) for some in lists])
-
-
-def _range(start: int, length: int) -> Iterator[int]:
-    return iter(range(start, start + length))

@@ -10,10 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.algorithms import make_algorithm
+from async_rl.algorithms import Responses, make_algorithm
 from async_rl.config.sections import AlgorithmSection
 
 LENGTHS = (3, 1, 5, 2)
+
+
+def single_turns(advantages_G: torch.Tensor, lengths_G: torch.Tensor) -> Responses:
+    """Responses that are whole rollouts."""
+    return Responses(advantages_G, lengths_G, lengths_G, len(lengths_G))
 
 
 def reference_loss(
@@ -56,7 +61,7 @@ def test_loss_and_gradient_equal_the_written_out_formula(
     advantages = torch.randn(len(LENGTHS), dtype=torch.float64)
 
     ours = algorithm.loss_sum(
-        logprobs, old, ref if algorithm.needs_reference else None, advantages, torch.tensor(LENGTHS)
+        logprobs, old, ref if algorithm.needs_reference else None, single_turns(advantages, torch.tensor(LENGTHS))
     )
     (gradient,) = torch.autograd.grad(ours.loss, logprobs)
     expected = reference_loss(
@@ -76,11 +81,44 @@ def test_the_sum_over_groups_does_not_depend_on_how_they_are_cut() -> None:
     old = logprobs + 0.1 * torch.randn(8, dtype=torch.float64)
     advantages = torch.randn(4, dtype=torch.float64)
     lengths = torch.tensor([2, 3, 1, 2])
-    whole = algorithm.loss_sum(logprobs, old, None, advantages, lengths)
-    first = algorithm.loss_sum(logprobs[:5], old[:5], None, advantages[:2], lengths[:2])
-    second = algorithm.loss_sum(logprobs[5:], old[5:], None, advantages[2:], lengths[2:])
+    whole = algorithm.loss_sum(logprobs, old, None, single_turns(advantages, lengths))
+    first = algorithm.loss_sum(logprobs[:5], old[:5], None, single_turns(advantages[:2], lengths[:2]))
+    second = algorithm.loss_sum(logprobs[5:], old[5:], None, single_turns(advantages[2:], lengths[2:]))
     torch.testing.assert_close(whole.loss, first.loss + second.loss, rtol=1e-14, atol=1e-14)
     assert whole.count == first.count + second.count
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    branches=st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=4),
+    normalize=st.sampled_from(["token", "sequence"]),
+    seed=st.integers(0, 2**32),
+)
+def test_a_rollout_counts_once_and_its_length_is_that_of_all_its_responses(
+    branches: list[list[int]], normalize: str, seed: int
+) -> None:
+    """The responses of each rollout, of these lengths, in any order and in one call each, against a plain loop."""
+    rng = random.Random(seed)
+    algorithm = make_algorithm(AlgorithmSection(normalize=normalize, kl_coef=0.2))
+    advantages = algorithm.advantages([rng.random() for _ in branches])
+    parts = [(rollout, number) for rollout, lengths in enumerate(branches) for number in range(len(lengths))]
+    rng.shuffle(parts)
+    loss, count, expected = torch.zeros((), dtype=torch.float64), 0, 0.0
+    for rollout, number in parts:
+        length, of_rollout = branches[rollout][number], sum(branches[rollout])
+        new, old, ref = (torch.tensor([rng.uniform(-2, 0) for _ in range(length)]).double() for _ in range(3))
+        responses = Responses(
+            advantages[rollout : rollout + 1], torch.tensor([length]), torch.tensor([of_rollout]), int(number == 0)
+        )
+        made = algorithm.loss_sum(new, old, ref, responses)
+        loss, count = loss + made.loss, count + made.count
+        for t in range(length):
+            ratio, gap = math.exp(new[t] - old[t]), float(ref[t] - new[t])
+            advantage = float(advantages[rollout])
+            term = -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage) + 0.2 * (math.exp(gap) - gap - 1)
+            expected += term / of_rollout if normalize == "sequence" else term
+    assert float(loss) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert count == (len(branches) if normalize == "sequence" else sum(map(sum, branches)))
 
 
 SCALES = (5e-324, 1e-300, 1e-6, 0.7, 1000.1, 1e30)
@@ -147,7 +185,7 @@ def test_any_log_ratio_has_a_finite_loss_and_gradient(log_ratio: float, advantag
     logprobs = torch.tensor([-0.5], requires_grad=True)
     others = torch.tensor([-0.5 + log_ratio]), torch.tensor([-0.5 - log_ratio])
     for old, ref in (others, others[::-1]):
-        result = algorithm.loss_sum(logprobs, old, ref, torch.tensor([advantage]), torch.tensor([1]))
+        result = algorithm.loss_sum(logprobs, old, ref, single_turns(torch.tensor([advantage]), torch.tensor([1])))
         (gradient,) = torch.autograd.grad(result.loss, logprobs)
         assert result.loss.isfinite() and gradient.isfinite()
         assert result.metrics["kl"].isfinite()
@@ -160,7 +198,8 @@ def test_beyond_the_bound_k3_goes_on_along_its_tangent() -> None:
     algorithm = make_algorithm(AlgorithmSection(kl_coef=1.0))
     steps = torch.tensor([19.999, 20.0, 20.001, 25.0], dtype=torch.float64)
     logprobs = (-steps).requires_grad_()
-    loss = algorithm.loss_sum(logprobs, logprobs.detach(), torch.zeros(4), torch.zeros(1), torch.tensor([4])).loss
+    responses = single_turns(torch.zeros(1), torch.tensor([4]))
+    loss = algorithm.loss_sum(logprobs, logprobs.detach(), torch.zeros(4), responses).loss
     (gradient,) = torch.autograd.grad(loss, logprobs)
     slope = math.exp(20) - 1
     expected = [math.exp(19.999) - 1, slope, slope, slope]

@@ -10,7 +10,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from async_rl.config.sections import OptimizerSection, TrainerSection, TrainSection
 from async_rl.types import Group, Prompt, Response
-from trainer.batching.shared_prompt import GroupSlice, make_micro_batch
+from trainer.batching.group_slice import slices_of
+from trainer.batching.shared_prompt import make_micro_batch
 from trainer.devices import choose_device
 from trainer.model.gpt import build_model
 from trainer.model.shape import ModelShape
@@ -44,8 +45,7 @@ def train_step(parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
     policy = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     section = OptimizerSection(learning_rate=1e-2, clip_grad_norm=1e9)
     optimizer = PolicyOptimizer(section, TrainSection(iterations=1), policy, False)
-    slices = [GroupSlice.whole(group) for group in _groups()]
-    micro_batch = make_micro_batch(slices, parallel.device.DEVICE)
+    micro_batch = make_micro_batch(slices_of(_groups()), parallel.device.DEVICE)
     before, _ = policy(micro_batch, 0.8)
     # Some responses should become more likely and some less likely.
     signs_N = torch.arange(len(before), device=before.device).remainder(3).sub(1).to(before.dtype)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.support.trainer import layout_worker
 from tests.support.trainer.bf16_bound import STEP, bound, roundings
 from tests.support.trainer.layout_matrix import PACKED_TOKENS, Case
 from tests.support.trainer.layout_worker import Job
-from trainer.forward_backward import make_passes
+from trainer.forward_backward import Pass, make_passes
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
 
@@ -110,10 +111,12 @@ class OneRank:
         """The groups as if sampled from the checkpoint: with the log-probs that a single process computes."""
         if checkpoint not in self.sampled:
             trainer = layout_worker.make_trainer(Job("", str(checkpoint), [], {}), self.parallel, TrainerSection())
-            (a_pass,) = make_passes([self.groups], self.parallel, 1.0, 10_000)
+            passes = [make_passes([[group]], self.parallel, 1.0, PACKED_TOKENS) for group in self.groups]
             with torch.no_grad():
-                (logprobs,) = a_pass.logprobs(trainer.models.policy_model)
-            self.sampled[checkpoint] = with_logprobs(self.groups, logprobs.tolist())
+                self.sampled[checkpoint] = [
+                    with_logprobs(group, a_pass, a_pass.logprobs(trainer.models.policy_model))
+                    for group, (a_pass,) in zip(self.groups, passes, strict=True)
+                ]
         return self.sampled[checkpoint]
 
 
@@ -121,12 +124,13 @@ def copy_of_weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     return {spec.name: tensor.clone() for spec, tensor in trainer.export.stream()}
 
 
-def with_logprobs(groups: Sequence[Group], logprobs: Iterable[float]) -> list[Group]:
-    values = iter(logprobs)
-    return [
-        replace(g, responses=tuple(replace(r, logprobs=tuple(next(values) for _ in r.token_ids)) for r in g.responses))
-        for g in groups
-    ]
+def with_logprobs(group: Group, a_pass: Pass, logprobs: Sequence[torch.Tensor]) -> Group:
+    """The group with the log-probs that a pass with all of it computed."""
+    values = iter(torch.cat(list(logprobs)).tolist())
+    responses = list(group.responses)
+    for i in (i for micro_batch in a_pass.micro_batches for part in micro_batch.slices for i in part.indices):
+        responses[i] = replace(responses[i], logprobs=tuple(islice(values, len(responses[i].logprobs))))
+    return replace(group, responses=tuple(responses))
 
 
 def run_distributed(jobs: Sequence[Job], num_ranks: int, out: Path, timeout_s: float) -> None:

@@ -13,14 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from async_rl.types import Group, Prompt, Response
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import shared_prompt_attention
-from trainer.batching.shared_prompt import (
-    GroupSlice,
-    Rows,
-    make_micro_batch,
-    make_micro_group,
-    make_prompt_rows,
-    split_group,
-)
+from trainer.batching.group_slice import slices_of, split_slice
+from trainer.batching.shared_prompt import Rows, make_micro_batch, make_micro_group, make_prompt_rows
 from trainer.devices import choose_device
 from trainer.model.logprobs import response_logprobs
 
@@ -105,9 +99,10 @@ def in_two_stages(
 ) -> Iterator[torch.Tensor]:
     """Log-probs of the tokens of each micro-group."""
     num_prompt = len(group.prompt.token_ids)
-    prompt_TH = stack.hidden(make_prompt_rows(group, CPU, multiple_of), cache)
+    prompt_TH = stack.hidden(make_prompt_rows(group.prompt.token_ids, CPU, multiple_of), cache)
     cache.begin_responses(prompt_TH[num_prompt - 1 : num_prompt])
-    for part in split_group(group, most, with_prompt=False):
+    (whole,) = slices_of([group])
+    for part in split_slice(whole, most, with_prompt=False):
         micro_group = make_micro_group(part, CPU, multiple_of)
         labels = micro_group.labels
         rows_RH = torch.cat([cache.last_row(), stack.hidden(micro_group.rows, cache)])[labels.logit_rows_R]
@@ -144,7 +139,7 @@ def test_two_stages_equal_unshared_samples(recompute: bool, multiple_of: int, rn
 
 def test_one_micro_batch_of_several_groups_equals_unshared_samples(rng: random.Random) -> None:
     stack, groups = Stack(), [random_group(rng) for _ in range(4)]
-    batch = make_micro_batch([GroupSlice.whole(group) for group in groups], CPU, multiple_of=4)
+    batch = make_micro_batch(slices_of(groups), CPU, multiple_of=4)
     weights = torch.randn(len(batch.labels.labels_N), dtype=torch.float64)
     rows_RH = stack.hidden(batch.rows)[batch.labels.logit_rows_R]
     labels = batch.labels

@@ -7,18 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.types import Group, Prompt, Response, WeightSpan
+from async_rl.types import Group, Prompt, Response, RolloutFacts, WeightSpan
 from trainer.batching.group_codec import empty_tensors, pack_groups, unpack_groups
 
 TOKENS = st.lists(st.integers(0, 2**40), max_size=6).map(tuple)
 SECONDS = st.floats(0, 1e9)
 COUNTS = st.integers(0, 5)
+REWARDS = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @st.composite
 def responses(draw: st.DrawFn) -> Response:
     token_ids = draw(TOKENS)
-    num = len(token_ids)
+    bounds = draw(st.sets(st.integers(0, len(token_ids)), max_size=4).map(sorted))
+    observed = tuple(zip(bounds[::2], bounds[1::2], strict=False))
+    num = len(token_ids) - sum(end - start for start, end in observed)
     # JSON keeps no infinity, and the log-probs are not in it: theirs is a tensor.
     logprobs = tuple(draw(st.lists(st.floats(max_value=0, allow_nan=False), min_size=num, max_size=num)))
     middle = draw(st.integers(0, num))
@@ -32,20 +35,33 @@ def responses(draw: st.DrawFn) -> Response:
         instance=draw(st.text()),
         num_continued=draw(COUNTS),
         num_resampled=draw(COUNTS),
+        observed=observed,
+        prompt_ids=draw(st.none() | TOKENS),
+    )
+
+
+@st.composite
+def facts(draw: st.DrawFn) -> RolloutFacts:
+    return RolloutFacts(
+        num_responses=draw(st.integers(1, 3)),
+        num_turns=draw(COUNTS),
+        status=draw(st.sampled_from(["completed", "truncated"])),
+        turn_rewards=draw(st.lists(REWARDS, max_size=3).map(tuple)),
     )
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
     prompt = Prompt(draw(st.text()), draw(TOKENS), {"answer": draw(st.text())})
-    sampled = tuple(draw(st.lists(responses(), max_size=3)))
-    rewards = tuple(draw(st.floats(allow_nan=False, allow_infinity=False)) for _ in sampled)
+    rollouts = tuple(draw(st.lists(facts(), max_size=3)))
+    sampled = tuple(draw(responses()) for _ in range(sum(own.num_responses for own in rollouts)))
     return Group(
         iteration=draw(COUNTS),
         index=draw(COUNTS),
         prompt=prompt,
         responses=sampled,
-        rewards=rewards,
+        rewards=tuple(draw(REWARDS) for _ in rollouts),
+        rollouts=rollouts,
         weight_version=draw(st.text()),
         started_s=draw(SECONDS),
         finished_s=draw(SECONDS),

@@ -1,14 +1,17 @@
 """Groups into micro-batches and windows: nothing is lost, nothing waits that need not, and bounds hold."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from async_rl.config.sections import TrainSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt, Response
+from trainer.batching.group_slice import GroupSlice, num_rows, slices_of, split_slice
 from trainer.batching.packing import pack, pack_windows
-from trainer.batching.shared_prompt import num_rows, split_group
+from trainer.forward_backward import PackedPass, TwoStagePass, make_passes
+from trainer.parallel import Parallel
 
 
 def make_group(index: int, prompt_len: int, response_lens: tuple[int, ...]) -> Group:
@@ -26,6 +29,11 @@ def make_group(index: int, prompt_len: int, response_lens: tuple[int, ...]) -> G
         started_s=0,
         finished_s=1,
     )
+
+
+def split(group: Group, max_tokens: int, with_prompt: bool) -> list[GroupSlice]:
+    (whole,) = slices_of([group])
+    return split_slice(whole, max_tokens, with_prompt=with_prompt)
 
 
 class Scripted:
@@ -92,17 +100,27 @@ def test_a_pipeline_gets_the_whole_backlog_in_one_window() -> None:
 
 def test_long_group_is_split_between_responses_and_every_part_holds_at_least_one() -> None:
     group = make_group(0, 10, (4, 8, 30, 2, 1, 1))
-    parts = split_group(group, 22, with_prompt=True)
-    assert [(part.start, part.stop) for part in parts] == [(0, 2), (2, 3), (3, 6)]
+    parts = split(group, 22, with_prompt=True)
+    assert [part.indices for part in parts] == [[0, 1], [2], [3, 4, 5]]
     assert [part.num_rows for part in parts] == [20, 39, 11]
-    one_each = [(p.start, p.stop) for p in split_group(group, 1, with_prompt=True)]
-    assert one_each == [(i, i + 1) for i in range(4)] + [(4, 5), (5, 6)]
+    assert [part.indices for part in split(group, 1, with_prompt=True)] == [[i] for i in range(6)]
+
+
+def test_slices_of_a_group_that_is_too_long_are_packed_anew(parallel: Parallel) -> None:
+    """One that fits by itself needs no pass of its own, and one that does not is run in two stages."""
+    group = make_group(0, 10, (8, 2, 3, 4, 40, 2))
+    prompts = (None, (7,) * 5, (8,) * 5, (7,) * 5, (9,) * 3, None)
+    responses = tuple(replace(r, prompt_ids=own) for r, own in zip(group.responses, prompts, strict=True))
+    passes = make_passes([[replace(group, responses=responses)]], parallel, 1.0, 20)
+    slices = [[part.indices for batch in a_pass.micro_batches for part in batch.slices] for a_pass in passes]
+    assert slices == [[[0, 5]], [[1, 3], [2]], [[4]]]
+    assert [type(a_pass) for a_pass in passes] == [PackedPass, PackedPass, TwoStagePass]
 
 
 def test_second_stage_has_room_for_responses_however_long_the_prompt_is() -> None:
     group = make_group(0, 100, (5,) * 16)
-    assert len(split_group(group, 64, with_prompt=True)) == 16
-    parts = split_group(group, 64, with_prompt=False)
-    assert [(part.start, part.stop) for part in parts] == [(0, 16)]
-    parts = split_group(group, 20, with_prompt=False)
+    assert len(split(group, 64, with_prompt=True)) == 16
+    parts = split(group, 64, with_prompt=False)
+    assert [part.indices for part in parts] == [list(range(16))]
+    parts = split(group, 20, with_prompt=False)
     assert [sum(part.fed_lens) for part in parts] == [20, 20, 20, 4]

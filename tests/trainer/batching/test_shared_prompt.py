@@ -1,22 +1,17 @@
 """The layout `p1 p2 ... | r11 ... r1G r21 ...`: rows, positions, labels and who sees whom."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 
 from async_rl.types import Group, Prompt, Response
-from trainer.batching.shared_prompt import (
-    GroupSlice,
-    MicroBatch,
-    make_micro_batch,
-    make_micro_group,
-    make_prompt_rows,
-    num_rows,
-    split_group,
-)
+from tests.support.trainer.branched_groups import branched_group, one_of_each_kind
+from trainer.batching.group_slice import GroupSlice, num_rows, slices_of, split_slice
+from trainer.batching.shared_prompt import MicroBatch, make_micro_batch, make_micro_group, make_prompt_rows
 
 CPU = torch.device("cpu")
 
@@ -54,9 +49,13 @@ def random_group(index: int, rng: random.Random) -> Group:
     return make_group(index, tokens(9), [tokens(longest) for _ in range(rng.randint(1, 6))])
 
 
+Make = Callable[[int, random.Random], Group]
+MAKERS = (random_group, branched_group)
+
+
 def two_groups() -> list[GroupSlice]:
     groups = [make_group(4, (10, 11), [(20, 21, 22), (30,), (40, 41)]), make_group(7, (12,), [(50, 51)])]
-    return [GroupSlice.whole(group) for group in groups]
+    return slices_of(groups)
 
 
 def micro_batch_texts(batch: MicroBatch) -> list[tuple[int, ...]]:
@@ -70,8 +69,8 @@ def micro_batch_texts(batch: MicroBatch) -> list[tuple[int, ...]]:
 
 
 def texts_before_tokens(slices: Sequence[GroupSlice]) -> list[tuple[int, ...]]:
-    """The text before each response token."""
-    return [part.prompt + tokens[:i] for part in slices for tokens in part.responses for i in range(len(tokens))]
+    """The text before each sampled token."""
+    return [part.prompt + r.token_ids[:i] for part in slices for r in part.responses for i in r.sampled]
 
 
 def test_prompts_come_first_and_once_and_last_tokens_are_not_fed() -> None:
@@ -113,21 +112,23 @@ def test_padding_sees_itself_only_and_nothing_sees_it() -> None:
     assert not mask[:7, 7:].any()
 
 
-def test_random_groups_keep_every_token_in_its_place(rng: random.Random) -> None:
+@pytest.mark.parametrize("make", MAKERS)
+def test_random_groups_keep_every_token_in_its_place(make: Make, rng: random.Random) -> None:
     for _ in range(20):
-        slices = [GroupSlice.whole(random_group(i, rng)) for i in range(rng.randint(1, 5))]
-        multiple_of = rng.randint(1, 4)
+        groups = [make(i, rng) for i in range(rng.randint(1, 5))]
+        slices, multiple_of = slices_of(groups), rng.randint(1, 4)
         batch = make_micro_batch(slices, CPU, multiple_of)
         assert micro_batch_texts(batch) == texts_before_tokens(slices)
         assert len(batch.rows.tokens_T) % multiple_of == 0
-        num_fed = sum(num_rows(part.group) for part in slices)
+        num_fed = sum(num_rows(group) for group in groups)
         assert num_fed <= len(batch.rows.tokens_T) < num_fed + multiple_of
 
 
-def test_no_attention_entry_is_empty(rng: random.Random) -> None:
+@pytest.mark.parametrize("make", MAKERS)
+def test_no_attention_entry_is_empty(make: Make, rng: random.Random) -> None:
     for _ in range(20):
-        slices = [GroupSlice.whole(random_group(rng.randrange(3), rng)) for _ in range(rng.randint(1, 4))]
-        segments = make_micro_batch(slices, CPU, rng.randint(1, 4)).rows.segments
+        groups = [make(rng.randrange(3), rng) for _ in range(rng.randint(1, 4))]
+        segments = make_micro_batch(slices_of(groups), CPU, rng.randint(1, 4)).rows.segments
         for part in filter(None, (segments.self_part, segments.cross_part)):
             assert all(part.q_lens) and all(part.kv_lens)
 
@@ -139,23 +140,23 @@ def test_micro_batch_without_groups_has_a_row_and_no_labels() -> None:
 
 def test_split_holds_every_response_once_within_the_bound(rng: random.Random) -> None:
     for _ in range(20):
-        group = random_group(0, rng)
+        (whole,) = slices_of([random_group(0, rng)])
         most = rng.randint(1, 40)
         for with_prompt in (True, False):
-            slices = split_group(group, most, with_prompt=with_prompt)
-            whole = [r.token_ids for r in group.responses]
-            assert [response for part in slices for response in part.responses] == whole
+            slices = split_slice(whole, most, with_prompt=with_prompt)
+            assert [i for part in slices for i in part.indices] == whole.indices
             held = [part.num_rows if with_prompt else sum(part.fed_lens) for part in slices]
-            assert all(rows <= most or part.stop - part.start == 1 for rows, part in zip(held, slices, strict=True))
+            assert all(rows <= most or len(part.indices) == 1 for rows, part in zip(held, slices, strict=True))
 
 
-def test_micro_group_continues_the_prompt_of_the_first_stage(rng: random.Random) -> None:
+@pytest.mark.parametrize("make", MAKERS)
+def test_micro_group_continues_the_prompt_of_the_first_stage(make: Make, rng: random.Random) -> None:
     for _ in range(20):
-        group, multiple_of = random_group(rng.randrange(3), rng), rng.randint(1, 4)
-        prompt = make_prompt_rows(group, CPU, multiple_of)
-        num_prompt = len(group.prompt.token_ids)
-        assert prompt.tokens_T.tolist()[:num_prompt] == list(group.prompt.token_ids)
-        for part in split_group(group, rng.randint(1, 20), with_prompt=False):
+        whole, multiple_of = slices_of([make(rng.randrange(3), rng)])[-1], rng.randint(1, 4)
+        prompt = make_prompt_rows(whole.prompt, CPU, multiple_of)
+        num_prompt = len(whole.prompt)
+        assert prompt.tokens_T.tolist()[:num_prompt] == list(whole.prompt)
+        for part in split_slice(whole, rng.randint(1, 20), with_prompt=False):
             batch = make_micro_group(part, CPU, multiple_of)
             # Keys are those of both stages; the prompt's last row stands before the micro-group's rows.
             tokens_S = torch.cat([prompt.tokens_T, batch.rows.tokens_T])
@@ -168,5 +169,64 @@ def test_micro_group_continues_the_prompt_of_the_first_stage(rng: random.Random)
 def test_group_with_an_empty_response_is_our_own_mistake() -> None:
     group = make_group(4, (10,), [(20,)])
     empty = replace(group.responses[0], token_ids=())
-    with pytest.raises(AssertionError, match="group 4 has a response without tokens"):
-        make_micro_batch([GroupSlice.whole(replace(group, responses=(*group.responses, empty)))], CPU)
+    group = replace(group, responses=(*group.responses, empty), rewards=(0.0, 0.0), rollouts=())
+    with pytest.raises(AssertionError, match="response 1 of group 4 has no tokens"):
+        make_micro_batch(slices_of([group]), CPU)
+
+
+@pytest.mark.parametrize("observed", [((2, 3),), ((0, 3),), ((0, 1), (1, 2)), ((1, 2), (0, 1)), ((1, 1),), ((-1, 1),)])
+def test_a_response_that_does_not_end_with_a_sampled_token_after_ascending_ranges_is_our_own_mistake(
+    observed: tuple[tuple[int, int], ...],
+) -> None:
+    group = make_group(4, (10,), [(20, 21, 22)])
+    whole = slices_of([replace(group, responses=(replace(group.responses[0], observed=observed),))])
+    for lay_out in (lambda: make_micro_batch(whole, CPU), lambda: make_micro_group(whole[0], CPU)):
+        with pytest.raises(AssertionError, match="response 0 of group 4 has 3 tokens and observed ranges"):
+            lay_out()
+
+
+def test_observed_tokens_are_fed_without_labels_and_their_rows_have_no_logits() -> None:
+    batch = make_micro_batch(slices_of([one_of_each_kind()]), CPU)
+    # The group's prompt with its three responses, then the prompt of a branch with its response.
+    assert batch.rows.tokens_T.tolist() == [10, 11, 12, 13, 14, *(20, 21, 30, 31), *(20, 30, 22), 50, *(60, 61)]
+    assert batch.rows.positions_T.tolist() == [0, 1, 0, 1, 2, *(2, 3, 4, 5), *(2, 3, 4), 2, *(3, 4)]
+    assert batch.labels.labels_N.tolist() == [20, 21, 40, 23, 50, 51, 61, 62]
+    assert batch.labels.lengths_G.tolist() == [3, 1, 2, 2]
+    assert batch.labels.rollout_lengths_G.tolist() == [6, 6, 2, 6]
+    assert batch.labels.logit_rows_R.tolist() == [1, 5, 8, 11, 12, 13, 14]
+    assert batch.labels.label_rows_N.tolist() == [0, 1, 2, 3, 0, 4, 5, 6]
+    assert [part.num_rollouts for part in batch.slices] == [2, 0]
+
+
+def test_a_prompt_whose_last_row_no_response_labels_has_no_logits() -> None:
+    group = make_group(4, (10, 11), [(20, 21, 22)])
+    group = replace(group, responses=(replace(group.responses[0], observed=((0, 1),)),))
+    (whole,) = slices_of([group])
+    for batch, rows in ((make_micro_batch([whole], CPU), [2, 3]), (make_micro_group(whole, CPU), [1, 2])):
+        assert batch.labels.logit_rows_R.tolist() == rows
+        assert batch.labels.label_rows_N.tolist() == [0, 1]
+
+
+def test_single_turn_groups_are_laid_out_as_the_formula_without_observed_tokens_says(rng: random.Random) -> None:
+    for _ in range(20):
+        slices = slices_of([random_group(i, rng) for i in range(rng.randint(1, 5))])
+        labels = make_micro_batch(slices, CPU).labels
+        ordered = sorted(slices, key=lambda part: not part.fed_lens)
+        prompt_ends = dict(zip(map(id, ordered), accumulate(len(part.prompt) for part in ordered), strict=True))
+        starts = accumulate((sum(part.fed_lens) for part in ordered), initial=max(prompt_ends.values()))
+        first_rows = dict(zip(map(id, ordered), starts, strict=False))
+        logit_rows: list[int] = []
+        label_rows: list[int] = []
+        for part in slices:
+            prompt_row, next_row = len(logit_rows), len(logit_rows) + 1
+            first_row = first_rows[id(part)]
+            logit_rows += [prompt_ends[id(part)] - 1, *range(first_row, first_row + sum(part.fed_lens))]
+            for response in part.responses:
+                fed = len(response.token_ids) - 1
+                label_rows += [prompt_row, *range(next_row, next_row + fed)]
+                next_row += fed
+        responses = [response for part in slices for response in part.responses]
+        assert labels.logit_rows_R.tolist() == logit_rows and labels.label_rows_N.tolist() == label_rows
+        assert labels.labels_N.tolist() == [token for response in responses for token in response.token_ids]
+        lengths = [len(response.token_ids) for response in responses]
+        assert labels.lengths_G.tolist() == labels.rollout_lengths_G.tolist() == lengths

@@ -9,7 +9,8 @@ import torch
 from async_rl.config.sections import TrainerSection
 from async_rl.types import Group
 from tests.support.devices.fake_torch_npu import FakeTorchNPU
-from trainer.batching.shared_prompt import GroupSlice, MicroBatch, make_micro_batch
+from trainer.batching.group_slice import slices_of
+from trainer.batching.shared_prompt import MicroBatch, make_micro_batch
 from trainer.devices import AttentionKernel, cpu
 from trainer.devices.layer_ops import LayerOps
 from trainer.devices.npu_attention import NPUAttention
@@ -76,7 +77,7 @@ def answers(shape: ModelShape, parallel: Parallel, groups: list[Group], device: 
     model = build_model(shape, torch.float32, replace(parallel, device=device), section)
     model.load_state_dict(expected_model.state_dict())
     assert model.kernel is device.ATTENTION
-    micro_batch = make_micro_batch([GroupSlice.whole(group) for group in groups], cpu.DEVICE)
+    micro_batch = make_micro_batch(slices_of(groups), cpu.DEVICE)
     return answer(model, micro_batch), answer(expected_model, micro_batch)
 
 

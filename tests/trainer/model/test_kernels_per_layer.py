@@ -11,7 +11,8 @@ from tests.support.devices.fake_flash import FakeFlash
 from tests.support.devices.host_traffic import HostTraffic
 from tests.trainer.devices.test_npu_model import DENSE, WITH_EXPERTS
 from tests.trainer.test_host_traffic import Watched
-from trainer.batching.shared_prompt import GroupSlice, make_micro_batch
+from trainer.batching.group_slice import slices_of
+from trainer.batching.shared_prompt import make_micro_batch
 from trainer.devices.cuda_attention import CUDAAttention
 from trainer.model.gpt import build_model
 from trainer.model.shape import Experts, ModelShape
@@ -36,7 +37,7 @@ def kernels_of(shape: ModelShape, parallel: Parallel, groups: list[Group]) -> in
         torch.nn.init.normal_(parameter, std=0.1)
     traffic.put_on_device([*model.parameters(), model.rotary_pos_emb.inv_freq])
     with traffic.watch():
-        logprobs_N, _ = model(make_micro_batch([GroupSlice.whole(group) for group in groups], device.DEVICE), 1.0)
+        logprobs_N, _ = model(make_micro_batch(slices_of(groups), device.DEVICE), 1.0)
         logprobs_N.sum().backward()
     assert traffic.mixed == traffic.waits == traffic.blocking_copies == []
     return len(traffic.kernels)

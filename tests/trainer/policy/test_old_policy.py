@@ -13,7 +13,7 @@ from async_rl.config.sections import TrainerSection, TrainSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group
 from tests.support.trainer import layout_worker
-from tests.support.trainer.grpo_reference import expected_advantages, sample_distributions
+from tests.support.trainer.grpo_reference import expected_advantages, rollouts_of, sample_logprobs
 from tests.support.trainer.layout_worker import Job
 from trainer.parallel import Parallel
 from trainer.policy.frozen_model import FrozenModel
@@ -25,10 +25,7 @@ LEARNING_RATE = 3e-3
 
 
 def logprobs_of(model: PreTrainedModel, group: Group) -> list[torch.Tensor]:
-    return [
-        sample_distributions(model, group, response, 1.0).gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
-        for response in group.responses
-    ]
+    return [sample_logprobs(model, group, response, 1.0) for response in group.responses]
 
 
 def reference_steps(
@@ -47,14 +44,13 @@ def reference_steps(
             for group in (by_index[i] for i in part.prompts):
                 with torch.no_grad():
                     old_logprobs = logprobs_of(old, group)
-                for advantage, logprobs, before in zip(
-                    expected_advantages(group), logprobs_of(policy, group), old_logprobs, strict=True
-                ):
-                    ratio = (logprobs - before).exp()
+                logprobs = logprobs_of(policy, group)
+                for advantage, of in zip(expected_advantages(group), rollouts_of(group), strict=True):
+                    ratio = (torch.cat([logprobs[i] for i in of]) - torch.cat([old_logprobs[i] for i in of])).exp()
                     inside = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
                     losses.append(-torch.minimum(ratio * advantage, inside * advantage).sum())
                     clipped += int((inside != ratio).sum())
-                    count += len(logprobs)
+                    count += len(ratio)
             loss = torch.stack(losses).sum() / count
             optimizer.zero_grad()
             loss.backward()
@@ -65,6 +61,7 @@ def reference_steps(
             yield float(loss.detach()), norm, clipped / count
 
 
+@pytest.mark.parametrize("groups", ["ragged_groups", "rollout_groups"])
 @pytest.mark.parametrize(
     ("old_policy", "steps_per_batch", "placement"),
     [("model", 3, "device"), ("model", 2, "host"), ("lagged", 1, "device"), ("model", 1, "device")],
@@ -75,11 +72,13 @@ def test_ratio_and_clip_equal_a_reference_implementation(
     placement: str,
     tiny_model: Callable[..., Path],
     parallel: Parallel,
-    ragged_groups: list[Group],
+    groups: str,
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tiny_model("qwen3", tied=True)
-    batches = [ragged_groups, ragged_groups[::-1], ragged_groups]
+    some: list[Group] = request.getfixturevalue(groups)
+    batches = [some, some[::-1], some]
     job = Job(
         "",
         str(path),
