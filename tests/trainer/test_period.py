@@ -37,7 +37,7 @@ class UnpublishedTrainer:
         return self._megatron.windows(order)
 
     def accumulate(self, window: Window) -> list[GroupProof]:
-        return [replace(row, num_responses=1) for row in self._megatron.accumulate(window)]
+        return [replace(row, num_responses=1, rewards=row.rewards[:1]) for row in self._megatron.accumulate(window)]
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
         return list(rows)

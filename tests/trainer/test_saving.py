@@ -80,7 +80,7 @@ class RaggedRank(TrainingRank):
     """Groups of any size count as whole."""
 
     def accumulate(self, window: Any) -> list[GroupProof]:
-        return [replace(row, num_responses=1) for row in super().accumulate(window)]
+        return [replace(row, num_responses=1, rewards=row.rewards[:1]) for row in super().accumulate(window)]
 
 
 class Runs:

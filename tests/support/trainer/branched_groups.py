@@ -57,11 +57,12 @@ def branched_group(index: int, rng: random.Random, *, longest: int = 5, vocab_si
 def branched_groups(rng: random.Random) -> list[Group]:
     """Three groups: two have a gradient, the third, whose rewards are all equal, only with a KL to a reference.
 
-    The first has every kind of response, and rollouts of one and of six of them, whatever the random ones are.
+    The first has every kind of response, and rollouts of one and of six of them, whatever the random ones are: more
+    than 20 rows after the group's prompt, and 5 after another one.
     """
     most, few, equal = (branched_group(index, rng) for index in range(3))
     fixed = one_of_each_kind()
-    many = [made(tuple(rng.randrange(1, 96) for _ in range(rng.choice((1, 4)))), ()) for _ in range(6)]
+    many = [made(tuple(rng.randrange(1, 96) for _ in range(length)), ()) for length in (1, 5) * 3]
     most = group_of(
         0,
         fixed.prompt.token_ids,
