@@ -3,6 +3,7 @@
 Every leader has its own pool; only the main rank's serves the endpoint, publishes, admits late joiners and evaluates.
 """
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -15,6 +16,7 @@ from async_rl.evaluation.recorder import EvaluationRecorder
 from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import load_sets
 from async_rl.event_loop import EventLoopThread
+from async_rl.files import append_lines
 from async_rl.fleet.dns import DnsMembership
 from async_rl.fleet.follower import FleetFollower
 from async_rl.fleet.server import FleetServer
@@ -29,6 +31,7 @@ from async_rl.publish.snapshot_store import SnapshotStore
 from async_rl.rewards import Reward
 from async_rl.rollout.producer import Producer
 from async_rl.rollout.program_rollouts import make_program_rollouts
+from async_rl.tracking.records import ROLLOUTS
 from async_rl.types import Prompt, WeightVersion
 from trainer.parallel import Parallel
 
@@ -123,8 +126,12 @@ class Leader:
         reward: Reward,
         evaluator: Evaluator | None,
         watch: Callable[[], None],
+        require_lease: Callable[[], None] = lambda: None,
     ) -> Producer:
-        """Produces the rollouts of this leader's replica; `watch` raises when the run has to end."""
+        """Produces the rollouts of this leader's replica.
+
+        `watch` raises when the run has to end, `require_lease` if its records may not be written any more.
+        """
         config = self._config
         programs = make_program_rollouts(
             config.rollout,
@@ -137,6 +144,11 @@ class Leader:
             skip_special_tokens=config.reward.skip_special_tokens,
             program=make_program(config.rollout, tokenizer, config.publish.master_address),
         )
+
+        def note_rollouts(figures: Mapping[str, Any]) -> None:
+            require_lease()
+            append_lines(config.run.dir / ROLLOUTS, [json.dumps(figures)])
+
         producer = Producer(
             self._pool,
             reward,
@@ -148,6 +160,7 @@ class Leader:
             skip_special_tokens=config.reward.skip_special_tokens,
             watch=watch,
             programs=programs,
+            on_rollouts=note_rollouts if self._parallel.is_main else lambda figures: None,
         )
         self._closing.callback(producer.close)
         return producer

@@ -5,6 +5,7 @@ from typing import Any
 from async_rl.config.sections import Config
 from async_rl.data.prompts import PromptSource, Tokenizer
 from async_rl.errors import ConfigError
+from async_rl.programs.user_file import PREFIX, file_identity
 from async_rl.rewards.identity import reward_identity
 from trainer.checkpoint.compatibility import Contents
 from trainer.parallel import Parallel
@@ -24,7 +25,7 @@ def load_prompts_and_contents(
     if parallel.is_leader:
         try:
             source = PromptSource.load(config.prompts, tokenizer, config.run.seed)
-            said = Contents(source.table.digests(), reward_identity(config.reward.name)).as_json(), None
+            said = Contents(source.table.digests(), _scoring_identity(config)).as_json(), None
         except ConfigError as error:
             said = None, str(error)
     told = [each for each in parallel.gather_json(said) if each is not None]
@@ -35,7 +36,16 @@ def load_prompts_and_contents(
     if any(contents != first for contents, _ in told):
         raise ConfigError(
             f"leaders of different replicas read different data: prompts.source {config.prompts.source!r} or the file "
-            f"of reward.name {config.reward.name!r} is not the same on all hosts"
+            f"of reward.name {config.reward.name!r} or rollout.program {config.rollout.program!r} is not the same on "
+            "all hosts"
         )
     numbers = parallel.broadcast_json(source.table.numbers if source is not None and parallel.is_main else None)
     return source or PromptSource.by_name(numbers, config.prompts, config.run.seed), Contents(**first)
+
+
+def _scoring_identity(config: Config) -> str:
+    """Of the reward and of the file of a rollout program."""
+    reward, program = reward_identity(config.reward.name), config.rollout.program
+    if not program.startswith(PREFIX):
+        return reward
+    return f"{reward}, rollouts by {file_identity('rollout.program', program)}"

@@ -115,7 +115,7 @@ def open_session(
             evaluator = None
             if parallel.is_main:
                 evaluator = side.evaluator(tokenizer, reward, saving.first_iteration, require_lease)
-            rollouts = side.producer(tokenizer, reward, evaluator, ending.watch)
+            rollouts = side.producer(tokenizer, reward, evaluator, ending.watch, require_lease)
         recorder = _make_recorder(config, parallel, saving.first_iteration, side, reward, tokenizer, require_lease)
         closing.callback(recorder.close)
         yield Session(

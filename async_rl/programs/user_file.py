@@ -3,6 +3,7 @@
 Functions are loaded in processes of their own only: side effects of loading a user's file must not affect the trainer.
 """
 
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -27,6 +28,16 @@ def find_file(setting: str, name: str) -> tuple[Path, str]:
     if not colon or not path.is_file():
         raise ConfigError(f"{setting} {name!r}: no such file {file!r}; write {PREFIX}path/to/file.py:function")
     return path, attribute
+
+
+def file_identity(setting: str, name: str) -> str:
+    """A text that changes with the file; it does not cover modules that the file imports, and services that it calls.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    path, function = find_file(setting, name)
+    return f"{function} in a file with sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
 def load_from_file(setting: str, name: str) -> Callable[..., Any]:

@@ -1,10 +1,9 @@
 """Identifies a reward's implementation, so that a resumed run can check that it is unchanged."""
 
-import hashlib
 from importlib.metadata import PackageNotFoundError, version
 
-from async_rl.programs.user_file import PREFIX
-from async_rl.rewards.function import find_file
+from async_rl.programs.user_file import PREFIX, file_identity
+from async_rl.rewards.function import SETTING
 
 PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym"}
 
@@ -20,8 +19,7 @@ def reward_identity(name: str | None) -> str:
     if name is None:
         return "none"
     if name.startswith(PREFIX):
-        path, function = find_file(name)
-        return f"{function} in a file with sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+        return file_identity(SETTING, name)
     package = PACKAGES[name]
     try:
         return f"{name} by {package} {version(package)}"

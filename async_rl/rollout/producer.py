@@ -7,9 +7,10 @@ failure of any of them cancels the others and is raised in the training loop at 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 from async_rl.config.sections import RolloutSection
 from async_rl.data.prompts import Tokenizer
@@ -50,6 +51,7 @@ class Producer:
         skip_special_tokens: bool = True,
         watch: Callable[[], None] = lambda: None,
         programs: ProgramRollouts | None = None,
+        on_rollouts: Callable[[Mapping[str, Any]], None] = lambda figures: None,
     ) -> None:
         """Starts the reward and the rollout program, and waits for them.
 
@@ -58,6 +60,7 @@ class Producer:
             skip_special_tokens: for decoding the responses.
             watch: called by the training loop while it waits for a group; an exception it raises ends the batch.
             programs: makes the groups; without it each rollout is a single turn, generated here.
+            on_rollouts: gets the figures of the programs' rollouts of each batch, when the last one has finished.
 
         Raises:
             ConfigError: the reward or the program cannot be loaded.
@@ -73,6 +76,7 @@ class Producer:
         self._skip_special_tokens = skip_special_tokens
         self.watch = watch
         self._programs = programs
+        self._on_rollouts = on_rollouts
         loop.run(reward.start(), START_TIMEOUT_S)
         if programs is not None:
             loop.run(programs.start(), START_TIMEOUT_S)
@@ -88,9 +92,11 @@ class Producer:
         self._loop.end(self._reward.close(), LEAVE_TIMEOUT_S)
 
     def note_finished(self, iteration: int) -> None:
-        """All rollouts of a batch have finished: reports how they went."""
+        """All rollouts of a batch have finished: reports how those of programs went."""
         if self._programs is not None:
-            logger.info("rollouts of iteration %d: %s", iteration, self._programs.figures.take())
+            figures = {"iteration": iteration, **self._programs.figures.take()}
+            logger.info("rollouts: %s", figures)
+            self._on_rollouts(figures)
 
     async def roll_out(self, iteration: int, index: int, prompt: Prompt, version: WeightVersion) -> Group:
         """Generates the scored group of one prompt."""

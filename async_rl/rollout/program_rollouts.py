@@ -173,7 +173,9 @@ class ProgramRollouts:
         )
         try:
             result = await self._program.run(shown, session)
-            return session.finish(result.reward, result.turn_rewards)
+            async with self._sessions.turnstile:
+                await asyncio.sleep(0)
+                return session.finish(result.reward, result.turn_rewards)
         except InstanceRefused as error:
             error.add_note(f"asked for {place}")
             raise

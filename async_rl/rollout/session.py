@@ -55,6 +55,8 @@ class Sessions:
     renderer: Renderer
     rollout: RolloutSection
     skip_special_tokens: bool = True
+    turnstile: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Rendering and parsing take a millisecond: of a thousand at once, one goes through in each round of the loop."""
 
     def open(
         self,
@@ -89,7 +91,7 @@ class _Generation:
     tools: Sequence[Tool] | None
     stop: tuple[str, ...]
     request_id: str | None
-    task: "asyncio.Task[Response]" = field(init=False)
+    task: "asyncio.Task[tuple[Response, dict[str, Any]]]" = field(init=False)
     num_waiting: int = 0
     turn: Turn | None = None
 
@@ -117,7 +119,7 @@ class RolloutSession:
         self._delivered: WeakKeyDictionary[Turn, tuple[_Generation, TurnNode]] = WeakKeyDictionary()
         self._occurrences: dict[str, set[int]] = {}
         self._running: list[_Generation] = []
-        self._by_request: dict[str, _Generation] = {}
+        self._by_request: dict[str | None, _Generation] = {}
         self._num_requests = itertools.count(1)
         self._sampled: dict[tuple[Any, ...], Response] = {} if earlier is None else earlier._sampled
         self._num_faults: int = 0 if earlier is None else earlier._num_faults
@@ -163,9 +165,14 @@ class RolloutSession:
             SessionClosed: the rollout has ended.
             AsyncRLError: the pool cannot serve it; `failed` has it, too.
         """
-        generation = self._by_request.get(request_id) if request_id is not None else None
+        generation = self._by_request.get(request_id)
         if generation is None:
-            generation = self._begin(messages, token_ids, tools, max_tokens, stop, request_id)
+            self._require_room()
+            async with self._shared.turnstile:
+                await asyncio.sleep(0)
+                generation = self._by_request.get(request_id)
+                if generation is None:
+                    generation = self._begin(messages, token_ids, tools, max_tokens, stop, request_id)
         return await self._wait_for(generation)
 
     def retract(self, turn: Turn) -> None:
@@ -219,11 +226,9 @@ class RolloutSession:
         stop: Sequence[str],
         request_id: str | None,
     ) -> _Generation:
-        self._require_going_on()
+        self._require_room()
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise InvalidRequest(f"max_tokens is {max_tokens!r:.80}: expected a number from 1")
-        # Before anything is rendered: a program may ask very often.
-        self._allowance(0, max_tokens)
         if (messages is None) == (token_ids is None):
             raise InvalidRequest("generate takes either messages or token_ids")
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
@@ -234,7 +239,7 @@ class RolloutSession:
         generation = _Generation(
             request, digest, self._free_occurrence(digest), most, cut_by, tools, tuple(stop), request_id
         )
-        generation.task = asyncio.create_task(self._sample(generation), name=f"turn of {self._name}")
+        generation.task = asyncio.create_task(self._answer(generation), name=f"turn of {self._name}")
         self._occurrences[digest].add(generation.occurrence)
         self._running.append(generation)
         if request_id is not None:
@@ -244,7 +249,7 @@ class RolloutSession:
     async def _wait_for(self, generation: _Generation) -> Turn:
         generation.num_waiting += 1
         try:
-            response = await asyncio.shield(generation.task)
+            response, message = await asyncio.shield(generation.task)
             self._require_going_on()
         except BaseException:
             generation.num_waiting -= 1
@@ -257,8 +262,15 @@ class RolloutSession:
             raise
         generation.num_waiting -= 1
         if generation.turn is None:
-            generation.turn = self._deliver(generation, response)
+            generation.turn = self._deliver(generation, response, message)
         return generation.turn
+
+    async def _answer(self, generation: _Generation) -> tuple[Response, dict[str, Any]]:
+        """What was sampled, and its message."""
+        response = await self._sample(generation)
+        async with self._shared.turnstile:
+            await asyncio.sleep(0)
+            return response, self._message(generation, response)
 
     async def _sample(self, generation: _Generation) -> Response:
         shared, context = self._shared, generation.request.context
@@ -289,10 +301,9 @@ class RolloutSession:
         self._sampled[asked] = response
         return response
 
-    def _deliver(self, generation: _Generation, response: Response) -> Turn:
+    def _deliver(self, generation: _Generation, response: Response, message: dict[str, Any]) -> Turn:
         """Records a turn that its program gets now."""
         self._end(generation)
-        message = self._message(generation, response)
         if generation.cut_by is not None and response.finish_reason == "length":
             self._reach(generation.cut_by)
         turn = Turn(
@@ -329,6 +340,11 @@ class RolloutSession:
             raise SessionClosed("the rollout has ended: its program gets no further turns")
         if self._stopped is not None:
             raise LimitReached(self._stopped, f"the rollout has reached its limit of {self._stopped}")
+
+    def _require_room(self) -> None:
+        """Before anything is rendered: a program may ask very often."""
+        self._require_going_on()
+        self._allowance(0, None)
 
     def _allowance(self, num_context: int, asked: int | None) -> tuple[int, Limit | None]:
         """How many tokens a turn may have, and the limit of the rollout that sets this number, if one does.

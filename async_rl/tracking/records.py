@@ -10,7 +10,10 @@ from async_rl.tracking.rotation import Rotation
 from async_rl.tracking.samples import SAMPLES
 from async_rl.tracking.timeline import TIMELINE
 
-RECORDS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl")
+ROLLOUTS = "rollouts.jsonl"
+"""How the rollouts of a program went in each iteration, on the main rank's replica."""
+
+RECORDS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl", ROLLOUTS)
 """Files of a run directory, with a few lines of bounded size per iteration."""
 
 ROTATED = (TIMELINE, SAMPLES)

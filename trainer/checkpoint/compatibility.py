@@ -20,9 +20,10 @@ _DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", 
 _MAY_CHANGE = {
     *("train.iterations", "train.logprob_noise", "train.on_nonfinite", "train.exact"),
     *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.on_error", "reward.max_attempts"),
+    *("rollout.num_workers", "rollout.max_concurrent", "rollout.max_attempts"),
     *("optimizer.learning_rate", "optimizer.min_learning_rate_ratio", "optimizer.warmup_iterations"),
 }
-_PLACES = {"prompts.source", "reward.name"}
+_PLACES = {"prompts.source", "reward.name", "rollout.program"}
 """Settings that locate contents; they may differ where the contents are known to be the same."""
 
 MAX_SHOWN = 5

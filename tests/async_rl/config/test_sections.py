@@ -25,6 +25,19 @@ def test_a_minimal_config_loads_with_defaults(config_file: Path) -> None:
     assert config.prompts.prompts_per_batch == 4
 
 
+def test_a_reward_may_be_left_out_only_where_a_program_gives_it(config_file: Path) -> None:
+    config_file.write_text(MINIMAL.replace('[reward]\nname = "math"\n', ""))
+    with pytest.raises(
+        ConfigError, match=r"reward\.name is not set, but rollout\.program = 'single_turn' needs a reward"
+    ):
+        load_config(config_file)
+    program = "--rollout.program=python:x.py:rollout"
+    assert load_config(config_file, [program]).reward.name is None
+    config_file.write_text(config_file.read_text() + '[[evaluation.sets]]\nname = "a"\nsource = "b.jsonl"\n')
+    with pytest.raises(ConfigError, match=r"evaluation\.sets needs a reward"):
+        load_config(config_file, [program])
+
+
 def test_a_batch_smaller_than_the_replicas_is_refused(config_file: Path) -> None:
     with pytest.raises(ConfigError, match="every replica needs at least one prompt"):
         load_config(config_file, ["--trainer.num_processes=5"])

@@ -17,6 +17,7 @@ from async_rl.rollout import program_rollouts
 from async_rl.rollout.producer import Producer
 from async_rl.rollout.program_rollouts import make_program_rollouts
 from async_rl.types import Batch, Group, Prompt
+from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.scripted_pool import ScriptedPool
 
 pytestmark = pytest.mark.distributed
@@ -112,7 +113,7 @@ def test_every_prompt_gives_exactly_its_rollouts(rig: Rig, caplog: pytest.LogCap
         assert group.num_response_tokens == sum(len(response.logprobs) for response in group.responses)
     turns = [facts.num_turns for group in groups for facts in group.rollouts]
     assert {1, 2, 3} == set(turns) and len(rig.pool.asked) == sum(turns)
-    report = next(text for text in caplog.messages if text.startswith("rollouts of iteration 0"))
+    report = next(text for text in caplog.messages if text.startswith("rollouts: {'iteration': 0"))
     assert "'num_rollouts': 24" in report and f"'turns_max': {max(turns)}" in report
 
 
@@ -217,3 +218,24 @@ def test_a_program_that_cannot_be_loaded_is_named_at_the_start(rig: Rig) -> None
 def test_single_turns_need_no_program(rig: Rig) -> None:
     producer = rig.make(program="single_turn")
     assert producer._programs is None
+
+
+def test_the_documents_environment_runs(rig: Rig, tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text()
+    (tmp_path / "environment.py").write_text(guide.partition("```python\n")[2].partition("```")[0])
+    tokenizer = make_chat_tokenizer(tmp_path / "tokenizer")
+    rig.tokenizer = tokenizer
+
+    def says(context: Any, seed: int) -> Any:
+        told = tokenizer.decode(context)
+        call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
+        text = "It is 42." if "<tool_response>\n42\n</tool_response>" in told else call
+        return tokenizer([f"{text}<|im_end|>"], add_special_tokens=False)["input_ids"][0]
+
+    rig.pool.says = says
+    program = f"python:{tmp_path / 'environment.py'}:rollout"
+    (group,) = rig.groups(rig.make(program=program, renderer="qwen3"), [{"answer": "42"}])
+    assert group.rewards == (1.0,) * 4
+    assert {(facts.num_turns, facts.num_responses) for facts in group.rollouts} == {(2, 1)}
+    (tool,) = group.responses[0].observed[-1:]
+    assert "42" in tokenizer.decode(group.responses[0].token_ids[slice(*tool)])

@@ -1,0 +1,47 @@
+"""Whether a rollout program is there, told from its text, and what it needs."""
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.config.sections import RolloutSection
+from async_rl.errors import ConfigError
+from async_rl.preflight.rollout import require_program
+from async_rl.programs import extras
+
+
+def require(folder: Path, text: str, **settings: str) -> None:
+    (folder / "program.py").write_text(text)
+    require_program(RolloutSection(**{"program": f"python:{folder / 'program.py'}:rollout", **settings}))
+
+
+def test_programs_that_are_there_pass(tmp_path: Path) -> None:
+    require(tmp_path, "async def rollout(prompt, policy): ...")
+    require_program(RolloutSection())
+
+
+@pytest.mark.parametrize(
+    ("text", "program", "message"),
+    [
+        (
+            "async def other(prompt, policy): ...",
+            None,
+            r"rollout\.program .*has no function 'rollout'; it has \['other'\]",
+        ),
+        ("import no_such_module", None, r"rollout\.program .*line 1: there is no module 'no_such_module'"),
+        ("async def rollout(", None, r"rollout\.program .*correct the file"),
+        ("", "python:nowhere.py:rollout", "there is no file 'nowhere.py'"),
+        ("", "python:nowhere.py", "there is no file"),
+        ("", "two_turns", "expected single_turn, or python:path/to/file.py:function"),
+    ],
+)
+def test_programs_that_are_not_there_are_named(tmp_path: Path, text: str, program: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require(tmp_path, text, **({"program": program} if program else {}))
+
+
+def test_a_renderer_whose_package_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(extras.MODULES, "agents", ("no_such_module",))
+    with pytest.raises(ConfigError, match=r"rollout\.renderer = 'auto' needs no_such_module.*async-rl\[agents\]"):
+        require(tmp_path, "async def rollout(prompt, policy): ...")
+    require(tmp_path, "async def rollout(prompt, policy): ...", renderer="template")
