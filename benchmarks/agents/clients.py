@@ -6,10 +6,12 @@ last turn a JSON object with the seconds of its turns is printed.
 
 import asyncio
 import json
+import os
 import random
 import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 import aiohttp
@@ -24,7 +26,9 @@ async def run_agent(session: aiohttp.ClientSession, order: dict[str, Any]) -> di
         begun_s = time.monotonic()
         body = {"model": "policy", "messages": messages}
         async with session.post(f"{order['base_url']}/chat/completions", json=body) as answer:
-            said = (await answer.json())["choices"][0]["message"]
+            body = await answer.json()
+        assert answer.status == 200, body
+        said = body["choices"][0]["message"]
         turn_s.append(round(time.monotonic() - begun_s, 4))
         messages += [said, {"role": "tool", "content": words(draw, order["tool_words"]), "tool_call_id": "1"}]
         await asyncio.sleep(order["environment_s"])
@@ -33,6 +37,14 @@ async def run_agent(session: aiohttp.ClientSession, order: dict[str, Any]) -> di
 
 def words(draw: random.Random, number: int) -> str:
     return "".join(f" w{draw.randrange(1000)}" for _ in range(number))
+
+
+def report(agent: "asyncio.Task[dict[str, Any]]") -> None:
+    try:
+        print(json.dumps(agent.result()), flush=True)
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
 
 
 async def main() -> None:
@@ -52,7 +64,7 @@ async def main() -> None:
             task = asyncio.create_task(run_agent(session, json.loads(await orders.get())))
             running.add(task)
             task.add_done_callback(running.discard)
-            task.add_done_callback(lambda task: print(json.dumps(task.result()), flush=True))
+            task.add_done_callback(report)
 
 
 if __name__ == "__main__":

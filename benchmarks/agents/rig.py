@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from async_rl.config.sections import PoolSection, PromptsSection, RewardSection, RolloutSection
+from async_rl.errors import ConfigError
 from async_rl.event_loop import EventLoopThread
 from async_rl.gateway.gateway import Gateway
 from async_rl.gateway.served_program import ServedProgram
@@ -81,6 +82,12 @@ class AgentsElsewhere:
         assert self._clients.stdout is not None
         for line in self._clients.stdout:
             loop.call_soon_threadsafe(self._end, json.loads(line))
+        loop.call_soon_threadsafe(self._fail)
+
+    def _fail(self) -> None:
+        for ended in self._ended.values():
+            if not ended.done():
+                ended.set_exception(ConfigError("the clients have ended; their error is above"))
 
     def _end(self, report: dict[str, Any]) -> None:
         self.turn_s += report["turn_s"]
