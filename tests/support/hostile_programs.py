@@ -191,7 +191,7 @@ BREAKING = {
     ),
     "memory": ("x = bytearray(10**9)", {"memory"}),
     "memory of many": (
-        "for _ in range(3): os.fork()\nx = b'x' * (200 * 2**20)\ntime.sleep(99)",
+        "for _ in range(3): os.fork()\nx = b'x' * (60 * 2**20)\ntime.sleep(99)",
         {"memory"},
     ),
     "endless list": ("x = []\nwhile True: x.append(bytes(10**6))", {"memory", "error"}),

@@ -23,7 +23,7 @@ from async_rl.sandbox.bubblewrap import Bubblewrap, find_bubblewraps
 from async_rl.sandbox.sandlock import Sandlock
 from tests.support.hostile_programs import BREAKING, IN_MEMORY, PRELUDE, REACHING
 
-LIMITS = Limits(wall_s=2.5, cpu_s=10.0, memory_bytes=512 * 2**20, num_processes=32, num_files=2000)
+LIMITS = Limits(wall_s=2.5, cpu_s=10.0, memory_bytes=256 * 2**20, num_processes=32, num_files=2000)
 AT_ONCE = 6
 
 
