@@ -236,3 +236,13 @@ IN_MEMORY = {
     "many large files": ("for i in range(100): open(str(i), 'wb').write(bytes(10**7))", {"error", "memory"}),
 }
 """The same, for a backend whose files are in memory."""
+
+DAEMON = """
+import os, sys, time
+mark = sys.stdin.read()
+if os.fork() == 0:
+    os.setsid()
+    os.execv("/usr/bin/sleep", [mark, "1000"])
+time.sleep(1000)
+"""
+"""Does not end; its child, in a session of its own, has the mark in its command line."""
