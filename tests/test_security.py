@@ -12,6 +12,9 @@ PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve"}
 BETWEEN_PARENT_AND_CHILD = {"async_rl/rewards/worker.py", "async_rl/rewards/worker_process.py"}
 """They pickle over pipes that nobody else has an end of."""
 
+IN_A_SANDBOX = "async_rl/sandbox/inside/"
+"""Its job is to run programs, where they harm nobody."""
+
 
 def offences(source: str) -> list[str]:
     """Every call in the source that would execute data, with its line."""
@@ -34,7 +37,8 @@ def offences(source: str) -> list[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_nothing_is_unpickled_evaluated_or_run_by_a_shell(package: str) -> None:
     found = {str(path.relative_to(ROOT)): offences(path.read_text()) for path in sorted((ROOT / package).rglob("*.py"))}
-    assert not {path: lines for path, lines in found.items() if lines and path not in BETWEEN_PARENT_AND_CHILD}
+    allowed = {path for path in found if path.startswith(IN_A_SANDBOX)} | BETWEEN_PARENT_AND_CHILD
+    assert not {path: lines for path, lines in found.items() if lines and path not in allowed}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Brings the code of `inside/` into a new interpreter, compiled here: the interpreter is the same."""
+"""Brings the code of `inside/` into a new interpreter, compiled: it is the same Python."""
 
 import marshal
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 _INSIDE = Path(__file__).parent / "inside"
@@ -49,6 +51,8 @@ _NEEDS = {"calls": ("plain_data",), "checker": ("plain_data",)}
 
 
 @cache
-def _compiled(name: str) -> Any:
-    path = _INSIDE / f"{name}.py"
-    return compile(path.read_text(encoding="utf-8"), f"<sandbox {name}>", "exec", optimize=2)
+def _compiled(name: str) -> CodeType:
+    full_name = f"{_PACKAGE}.{name}"
+    code = SourceFileLoader(full_name, str(_INSIDE / f"{name}.py")).get_code(full_name)
+    assert code is not None, "a file of source has code"
+    return code

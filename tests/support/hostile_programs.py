@@ -191,7 +191,7 @@ BREAKING = {
     ),
     "memory": ("x = bytearray(10**9)", {"memory"}),
     "memory of many": (
-        "for _ in range(3): os.fork()\nx = b'x' * (200 * 2**20)\ntime.sleep(99)",
+        "for _ in range(3): os.fork()\nx = b'x' * (60 * 2**20)\ntime.sleep(99)",
         {"memory"},
     ),
     "endless list": ("x = []\nwhile True: x.append(bytes(10**6))", {"memory", "error"}),
@@ -236,3 +236,13 @@ IN_MEMORY = {
     "many large files": ("for i in range(100): open(str(i), 'wb').write(bytes(10**7))", {"error", "memory"}),
 }
 """The same, for a backend whose files are in memory."""
+
+DAEMON = """
+import os, sys, time
+mark = sys.stdin.read()
+if os.fork() == 0:
+    os.setsid()
+    os.execv("/usr/bin/sleep", [mark, "1000"])
+time.sleep(1000)
+"""
+"""Does not end; its child, in a session of its own, has the mark in its command line."""

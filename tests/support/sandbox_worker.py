@@ -21,10 +21,21 @@ from async_rl.sandbox import Limits, Program, Sandbox
 from async_rl.sandbox.backend import Backend
 from async_rl.sandbox.bubblewrap import Bubblewrap, find_bubblewraps
 from async_rl.sandbox.sandlock import Sandlock
-from tests.support.hostile_programs import BREAKING, IN_MEMORY, PRELUDE, REACHING
+from tests.support.hostile_programs import BREAKING, DAEMON, IN_MEMORY, PRELUDE, REACHING
 
-LIMITS = Limits(wall_s=2.5, cpu_s=10.0, memory_bytes=512 * 2**20, num_processes=32, num_files=2000)
+LIMITS = Limits(wall_s=2.5, cpu_s=10.0, memory_bytes=256 * 2**20, num_processes=32, num_files=2000)
 AT_ONCE = 6
+
+SOON_S = 20.0
+"""For what takes milliseconds, on a machine whose cores others use."""
+
+CALLER = """
+import asyncio, sys
+from async_rl.sandbox import Limits, Program, Sandbox
+from tests.support.sandbox_worker import backend_named
+source, mark, backend = sys.argv[1:]
+asyncio.run(Sandbox(backend_named(backend)).run(Program(source, stdin=mark.encode()), Limits(wall_s=100)))
+"""
 
 
 def backend_named(name: str) -> Backend:
@@ -75,6 +86,32 @@ def processes_with(mark: str) -> list[int]:
     return found
 
 
+async def left_of_cancelled(sandbox: Sandbox) -> list[int]:
+    """The processes of a program whose call was cancelled, as soon as the call has ended."""
+    mark = f"cancelled-{secrets.token_hex(8)}"
+    call = asyncio.create_task(sandbox.run(Program(DAEMON, stdin=mark.encode()), Limits(wall_s=100)))
+    while not processes_with(mark):
+        await asyncio.sleep(0.05)
+    call.cancel()
+    await asyncio.wait([call])
+    return processes_with(mark)
+
+
+async def left_of_killed(backend: Backend) -> list[int]:
+    """The processes of a program whose caller was killed, a moment later."""
+    mark = f"killed-{secrets.token_hex(8)}"
+    caller = await asyncio.create_subprocess_exec(sys.executable, "-c", CALLER, DAEMON, mark, backend.name)
+    # Of the caller itself, too.
+    while len(processes_with(mark)) < 2:
+        await asyncio.sleep(0.05)
+    caller.kill()
+    await caller.wait()
+    until = time.monotonic() + SOON_S
+    while processes_with(mark) and time.monotonic() < until:
+        await asyncio.sleep(0.05)
+    return processes_with(mark)
+
+
 async def attack(sandbox: Sandbox, facts: dict[str, Any], source: str) -> dict[str, Any]:
     began = time.monotonic()
     outcome = await sandbox.run(Program(PRELUDE + source, stdin=json.dumps(facts).encode()), LIMITS)
@@ -112,7 +149,8 @@ async def main(backend: Backend) -> None:
         await asyncio.wait([beside])
         left = processes_with(facts["mark"])
         files = sorted(path.name for path in Path(facts["folder"]).iterdir())
-    print(json.dumps({"ended": ended, "harmless": harmless, "left": left, "files": files}))
+    left_of = {"cancelled": await left_of_cancelled(sandbox), "killed": await left_of_killed(backend)}
+    print(json.dumps({"ended": ended, "harmless": harmless, "left": left, "left_of": left_of, "files": files}))
 
 
 if __name__ == "__main__":

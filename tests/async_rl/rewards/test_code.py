@@ -61,6 +61,13 @@ METHOD = {"input_output": '{"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outpu
         ({"tests": [{"input": "1 2", "output": "3"}, {"input": "3 4", "output": "7.0"}]}, ADD_PROGRAM),
         ({"tests": SUMS}, "if __name__ == '__main__':\n    " + ADD_PROGRAM.replace("\n", "\n    ")),
         ({"tests": SUMS}, "import sys\nfor line in sys.stdin: print(sum(map(int, line.split())), '\\n\\n')"),
+        ({"tests": SUMS}, "import atexit, io, os\nout = io.StringIO()\na, b = map(int, input().split())\n"
+         "print(a + b, file=out)\natexit.register(lambda: os.write(1, out.getvalue().encode()))"),
+        ({"tests": SUMS}, "a, b = map(int, input().split())\nout = open(1, 'w')\nout.write(str(a + b))"),
+        ({"tests": SUMS}, "import threading\na, b = map(int, input().split())\n"
+         "threading.Timer(0.2, lambda: print(a + b)).start()"),
+        ({"tests": SUMS}, "import sys\nprint('x' * 2**21, file=sys.stderr)\n" + ADD_PROGRAM),
+        ({"tests": SUMS}, "import sys\nsys.stdout = open(1, 'w', closefd=False)\n" + ADD_PROGRAM),
         (ASSERTS, ADD),
         (ASSERTS, "add = lambda a, b: sum((a, b))"),
         (CHECK, ADD),

@@ -90,6 +90,13 @@ def test_nothing_is_left_of_hostile_programs(results: Any, user: str, backend: s
 
 
 @pytest.mark.parametrize(("user", "backend"), COMBINATIONS)
+def test_nothing_is_left_when_a_call_is_cancelled_or_its_caller_is_killed(
+    results: Any, user: str, backend: str
+) -> None:
+    assert results(user, backend)["left_of"] == {"cancelled": [], "killed": []}
+
+
+@pytest.mark.parametrize(("user", "backend"), COMBINATIONS)
 def test_programs_beside_hostile_ones_run_as_if_alone(results: Any, user: str, backend: str) -> None:
     harmless = results(user, backend)["harmless"]
     assert len(harmless) > 3

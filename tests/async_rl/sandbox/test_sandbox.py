@@ -2,9 +2,6 @@
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_rl.sandbox import Limits, Outcome, Program, Sandbox, open_sandbox
-from tests.support import ROOT
+from tests.support.hostile_programs import DAEMON
 from tests.support.sandbox_worker import processes_with
 
 pytestmark = pytest.mark.distributed
@@ -122,16 +119,6 @@ print(before, pathlib.Path("name").read_text())
     assert [outcome.stdout.decode() for outcome in outcomes] == [f"['program.py'] {i}\n" for i in range(100)]
 
 
-DAEMON = """
-import os, sys, time
-mark = sys.stdin.read()
-if os.fork() == 0:
-    os.setsid()
-    os.execv("/usr/bin/sleep", [mark, "1000"])
-time.sleep(1000)
-"""
-
-
 def wait_for(holds: Callable[[], bool]) -> None:
     until = time.monotonic() + SOON_S
     while not holds():
@@ -170,25 +157,3 @@ def test_calls_cancelled_at_any_moment_leave_nothing(sandbox: Sandbox) -> None:
     asyncio.run(cancel_all())
     wait_for(lambda: not processes_with(mark))
     assert len(list(Path("/proc/self/fd").iterdir())) <= open_before
-
-
-CALLER = """
-import asyncio, sys
-from async_rl.sandbox import Limits, Program, Sandbox
-from tests.support.sandbox_worker import backend_named
-source, mark, backend = sys.argv[1:]
-asyncio.run(Sandbox(backend_named(backend)).run(Program(source, stdin=mark.encode()), Limits(wall_s=100)))
-"""
-
-
-def test_programs_end_with_a_caller_that_is_killed() -> None:
-    mark = f"killed-{os.getpid()}"
-    caller = subprocess.Popen([sys.executable, "-c", CALLER, DAEMON, mark, "bubblewrap"], cwd=ROOT)
-    try:
-        # Of the caller itself, too.
-        wait_for(lambda: len(processes_with(mark)) > 1)
-        caller.send_signal(signal.SIGKILL)
-        caller.wait()
-        wait_for(lambda: not processes_with(mark))
-    finally:
-        caller.kill()
