@@ -16,7 +16,7 @@ from typing import Any
 from async_rl.config.sections import RewardSection
 from async_rl.rewards.base import correct_at
 from async_rl.rewards.function import RewardFunction
-from async_rl.rewards.test_runs import run_tests
+from async_rl.rewards.run_tests import run_tests
 from async_rl.rewards.unit_tests import unit_tests
 from async_rl.sandbox import Limits, Sandbox, open_sandbox
 from async_rl.types import Prompt, Response

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.rewards.test_runs import same_output
+from async_rl.rewards.run_tests import same_output
 from async_rl.rewards.unit_tests import AssertTests, InputOutputTests, unit_tests
 
 PAIRS = InputOutputTests(("1\n", "2"), ("a", "b\n"))
