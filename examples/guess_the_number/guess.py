@@ -3,9 +3,6 @@
 One turn is one token. Tokens are built here, from the model's own vocabulary, so no chat template is needed.
 """
 
-import json
-from pathlib import Path
-
 NUMBERS = range(1, 8)
 """Three guesses are enough for seven numbers, if each one halves those that are left."""
 
@@ -13,9 +10,6 @@ WORDS = ("<pad>", "<eos>", "<unk>", "number?", "higher", "lower", *map(str, NUMB
 """The vocabulary; a word's place is its token id."""
 
 MAX_GUESSES = 3
-
-COPIES = 2
-"""Prompts of each secret number in a batch."""
 
 
 async def rollout(prompt, policy):
@@ -31,9 +25,3 @@ async def rollout(prompt, policy):
         answer = "lower" if guess.isdigit() and int(guess) > secret else "higher"
         context += [*turn.token_ids, WORDS.index(answer)]
     return 0.0
-
-
-def write_rows(path: Path) -> None:
-    """Prompts for each secret number; all of them look alike to the policy."""
-    rows = [{"prompt": "number?", "secret": number} for number in NUMBERS] * COPIES
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -142,6 +142,7 @@ def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
         "bench-chaos",
         "bench-gpu",
         "bench-products",
+        "bench-sandbox",
         "bench-modes",
         "bench-system",
         "test-gpu",

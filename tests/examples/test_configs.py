@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,3 +73,39 @@ def test_an_example_trains_to_its_end(
     if example == "evaluation":
         (evaluation,) = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
         assert (evaluation["iteration"], evaluation["set"], evaluation["num_prompts"]) == (0, "held-out", 2)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_rollouts_of_several_turns_are_learned_from(workplace: Callable[[str], Path]) -> None:
+    folder = workplace("guess_the_number")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for command in (
+        ["make_model.py", "model"],
+        ["-m", "deploy.local.run", "run.toml", "--train.iterations", "40", "--train.order", "prompt"],
+    ):
+        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+    proofs = read(folder / "runs" / "guess" / "ledger.jsonl")
+    assert len(proofs) == 40 and all(proof["on_policy"] for proof in proofs)
+    assert all(14 * 16 < proof["num_turns"] <= 3 * 14 * 16 for proof in proofs)
+    assert all(proof["num_branches"] == 0 and proof["num_response_tokens"] == proof["num_turns"] for proof in proofs)
+    rewards = [record["reward_mean"] for record in read(folder / "runs" / "guess" / "metrics.jsonl")]
+    # 0.29 by chance at first, and in the end more than three guesses find without being told anything.
+    assert sum(rewards[-5:]) / 5 > max(3 / 7, sum(rewards[:5]) / 5 + 0.1), rewards
+
+
+@pytest.mark.distributed
+def test_the_sandboxed_example_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "sandbox" / "isolated.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.splitlines() == ["ok 0 b'cba\\n'", "42"], done.stderr

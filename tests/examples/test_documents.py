@@ -17,8 +17,14 @@ SHOWN_WHOLE = [
     ("README.md", "python", "first_run/reward.py"),
     ("README.md", "toml", "first_run/run.toml"),
     ("docs/rewards.md", "python", "rewards/exact.py"),
+    ("docs/rollouts.md", "python", "tools/environment.py"),
+    ("docs/sandbox.md", "python", "sandbox/isolated.py"),
 ]
-SHOWN_IN_PART = [("docs/evaluation.md", "toml", "evaluation/run.toml"), ("docs/vllm.md", "toml", "vllm/run.toml")]
+SHOWN_IN_PART = [
+    ("docs/evaluation.md", "toml", "evaluation/run.toml"),
+    ("docs/rollouts.md", "toml", "tools/run.toml"),
+    ("docs/vllm.md", "toml", "vllm/run.toml"),
+]
 
 
 @pytest.mark.parametrize(("document", "language", "example"), SHOWN_WHOLE)

@@ -1,0 +1,31 @@
+import json
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "multiply",
+            "description": "The product of two numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+        },
+    }
+]
+
+
+async def rollout(prompt, policy):
+    messages = list(prompt.messages)
+    while True:
+        turn = await policy.generate(messages, tools=TOOLS)
+        messages.append(turn.message)
+        if not turn.tool_calls:
+            return float(prompt.row["answer"] in turn.text)
+        for call in turn.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": multiply(call["function"])})
+
+
+def multiply(function):
+    try:
+        arguments = json.loads(function["arguments"])
+        return str(arguments["a"] * arguments["b"])
+    except (ValueError, TypeError, KeyError) as error:
+        return f"error: {error!r}"
