@@ -59,6 +59,11 @@ class RolloutSection(Section):
         "gateway.md)",
     )
     max_turns: int = Field(16, ge=1, description="turns of a program's rollout, which is truncated there")
+    max_context_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="of a program's rollout: tokens before a turn and its own; by default as many as the model takes",
+    )
     renderer: str = Field(
         "auto", description="from messages to tokens: auto, template, or a name of the renderers package"
     )
@@ -353,6 +358,13 @@ class Config(Section):
     inference: InferenceSection = Field(default_factory=InferenceSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     cluster: ClusterSection = Field(default_factory=ClusterSection)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of a prompt and a response that an instance has to accept; None for as many as its model takes."""
+        if self.rollout.program == SINGLE_TURN:
+            return self.prompts.max_prompt_tokens + self.rollout.max_response_tokens
+        return self.rollout.max_context_tokens
 
     @model_validator(mode="after")
     def _joining_at_once_has_a_snapshot(self) -> "Config":

@@ -109,6 +109,12 @@ def require_fit(config: Config, files: ModelFiles) -> None:
         ConfigError: they do not.
     """
     positions = files.config.get("max_position_embeddings")
+    context = config.rollout.max_context_tokens
+    if isinstance(positions, int) and context is not None and context > positions:
+        raise ConfigError(
+            f"rollout.max_context_tokens is {context}, more than the model's {positions} positions "
+            f"(max_position_embeddings of model.path {files.name!r}): lower it"
+        )
     prompt, response = config.prompts.max_prompt_tokens, config.rollout.max_response_tokens
     if isinstance(positions, int) and prompt + response > positions:
         remedy = (

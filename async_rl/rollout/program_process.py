@@ -72,6 +72,7 @@ class ProgramProcess:
         self._runs: dict[int, _Run] = {}
         self._numbers = itertools.count(1)
         self._blocked_s = 0.0
+        self._reading: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[Any]] = set()
 
     @property
@@ -97,7 +98,7 @@ class ProgramProcess:
         finally:
             os.close(fd)
         self._loaded = asyncio.get_running_loop().create_future()
-        self._spawn(self._read(process, self._mark))
+        self._reading = self._spawn(self._read(process, self._mark))
         self._spawn(self._watch(process, self._mark))
         self._spawn(end_group_after(process))
         try:
@@ -143,6 +144,9 @@ class ProgramProcess:
         self.kill()
         if process is not None:
             await reap(process)
+        if self._reading is not None:
+            # Until it has read the end of the pipe, which closes it.
+            await asyncio.wait({self._reading}, timeout=END_GRACE_S)
         for task in self._background:
             task.cancel()
 

@@ -352,7 +352,10 @@ class RolloutSession:
         Raises:
             LimitReached: none.
         """
-        rollout, longest = self._shared.rollout, self._shared.pool.max_model_len
+        rollout = self._shared.rollout
+        longest = min(
+            (length for length in (self._shared.pool.max_model_len, rollout.max_context_tokens) if length), default=None
+        )
         room: dict[Limit, float] = {
             "turns": math.inf if self.num_turns + len(self._running) < rollout.max_turns else 0,
             "tokens": rollout.max_response_tokens - self.num_tokens,

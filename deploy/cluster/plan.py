@@ -81,7 +81,7 @@ class ClusterPlan:
         `register` is the URL of the fleet endpoint, or the run's directory where all hosts see it.
         """
         config = self.config
-        options: Mapping[str, object] = {
+        options: dict[str, object] = {
             "--engine": config.inference.engine,
             "--model": config.model.path,
             "--host": ANY_HOST,
@@ -90,11 +90,12 @@ class ClusterPlan:
             "--tp": config.inference.tensor_parallel,
             "--dtype": config.model.dtype,
             "--max-concurrency": config.inference.max_concurrency,
-            "--max-model-len": config.prompts.max_prompt_tokens + config.rollout.max_response_tokens,
             "--register": register,
             "--name": name,
             "--patience-s": config.cluster.patience_s,
         }
+        if config.max_model_len is not None:
+            options["--max-model-len"] = config.max_model_len
         python = config.inference.python or config.cluster.python or sys.executable
         argv = [python, "-m", "inference_service"]
         for key, value in options.items():

@@ -172,11 +172,12 @@ def _instance_commands(plan: ClusterPlan, register: str, hosts: int) -> Mapping[
     )
     # Without API server and registration: workers of the leader's engine, with the same transport of weights.
     inference, model = plan.config.inference, plan.config.model
-    max_len = plan.config.prompts.max_prompt_tokens + plan.config.rollout.max_response_tokens
+    max_len = plan.config.max_model_len
     worker = [
         *(argv[0], "-m", "vllm.entrypoints.cli.main", "serve", model.path, "--headless"),
         *("--dtype", model.dtype, "--tensor-parallel-size", str(inference.tensor_parallel)),
-        *("--max-num-seqs", str(inference.max_concurrency), "--max-model-len", str(max_len)),
+        *("--max-num-seqs", str(inference.max_concurrency)),
+        *(() if max_len is None else ("--max-model-len", str(max_len))),
         *("--weight-transfer-config", '{"backend": "async_rl"}'),
         *("--worker-extension-cls", "inference_service.vllm.worker.WorkerExtension"),
         *(*options, *together, WORKER),

@@ -115,8 +115,7 @@ def _instances(
 
 def _instance(config: Config, index: int, port: int, share: Share) -> Process:
     name = f"instance-{index}"
-    max_model_len = config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
-    options = {
+    options: dict[str, object] = {
         "--engine": config.inference.engine,
         "--model": config.model.path,
         "--host": HOST,
@@ -125,8 +124,9 @@ def _instance(config: Config, index: int, port: int, share: Share) -> Process:
         "--tp": config.inference.tensor_parallel,
         "--dtype": config.model.dtype,
         "--max-concurrency": config.inference.max_concurrency,
-        "--max-model-len": max_model_len,
     }
+    if config.max_model_len is not None:
+        options["--max-model-len"] = config.max_model_len
     argv = [config.inference.python or sys.executable, "-m", "inference_service"]
     for key, value in options.items():
         argv += [key, str(value)]

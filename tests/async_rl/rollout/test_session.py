@@ -178,6 +178,15 @@ def test_the_context_ends_at_the_models_length(sessions: Sessions, pool: Scripte
     run(go)
 
 
+def test_the_context_may_be_shorter_than_the_model_takes(sessions: Sessions) -> None:
+    async def go() -> None:
+        session = opened(sessions, max_context_tokens=10)
+        assert len((await session.generate(token_ids=[3] * 6)).token_ids) == 4
+        assert await limit_of(session.generate(token_ids=[3] * 10)) == "context"
+
+    run(go)
+
+
 def test_stop_at_a_limit_wakes_who_waits(sessions: Sessions, pool: ScriptedPool) -> None:
     async def go() -> None:
         session = opened(sessions)
