@@ -16,9 +16,9 @@ PEERS_READY := $(PEERS_VENV)/.ready
 FAST := not distributed and not packaging and not vllm and not layouts and not gpu and not npu
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm containers check format clean
-.PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
-	bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products bench-sandbox \
-	bench-system
+.PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
+	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products \
+	bench-sandbox bench-system
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -95,6 +95,9 @@ bench-frozen-weights: $(READY)
 
 bench-producer: $(READY)
 	$(BIN)/python -m benchmarks.producer --json $(ARGS)
+
+bench-agents: $(READY)
+	$(BIN)/python -m benchmarks.agents --json $(ARGS)
 
 bench-chaos: $(READY)
 	$(BIN)/python -m benchmarks.chaos --json $(ARGS)

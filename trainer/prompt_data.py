@@ -5,6 +5,7 @@ from typing import Any
 from async_rl.config.sections import Config
 from async_rl.data.prompts import PromptSource, Tokenizer
 from async_rl.errors import ConfigError
+from async_rl.programs.user_command import COMMAND
 from async_rl.programs.user_file import PREFIX, file_identity
 from async_rl.rewards.identity import reward_identity
 from trainer.checkpoint.compatibility import Contents
@@ -44,8 +45,10 @@ def load_prompts_and_contents(
 
 
 def _scoring_identity(config: Config) -> str:
-    """Of the reward and of the file of a rollout program."""
+    """Of the reward and of the rollout program: of its file, or of a command its words."""
     reward, program = reward_identity(config.reward.name), config.rollout.program
+    if program.startswith(COMMAND):
+        return f"{reward}, rollouts by {program}"
     if not program.startswith(PREFIX):
         return reward
     return f"{reward}, rollouts by {file_identity('rollout.program', program)}"

@@ -5,6 +5,7 @@ failure of any of them cancels the others and is raised in the training loop at 
 """
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -80,6 +81,8 @@ class Producer:
         loop.run(reward.start(), START_TIMEOUT_S)
         if programs is not None:
             loop.run(programs.start(), START_TIMEOUT_S)
+        # Collections of garbage stop all rollouts: what has been made until now stays, and is not looked at again.
+        gc.freeze()
 
     def start(self, batch: Batch, version: WeightVersion) -> "RolloutRun":
         """Dispatches the whole batch to the instances that serve `version`, and returns immediately."""

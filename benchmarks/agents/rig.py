@@ -1,6 +1,7 @@
 """Tools of `benchmarks.agents`: a producer whose rollouts are agents elsewhere, and a watch over its event loop."""
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -98,14 +99,15 @@ class LongestStep:
     """The longest step of an event loop: what it keeps all others waiting for."""
 
     def __init__(self) -> None:
-        self.wall_s = self.cpu_s = 0.0
+        self.wall_s = self.cpu_s = self.collecting_s = 0.0
         self.what = ""
         self.steps_s: list[float] = []
 
     @contextmanager
     def watched(self) -> Iterator["LongestStep"]:
-        """Times every step of all event loops meanwhile."""
+        """Times every step of all event loops meanwhile, and garbage collection, which is part of the steps."""
         run = Handle._run
+        begun_s = 0.0
 
         def timed(handle: Any) -> None:
             wall_s, cpu_s = time.perf_counter(), time.thread_time()
@@ -114,14 +116,24 @@ class LongestStep:
             self.steps_s.append(cpu_s)
             self.wall_s = max(self.wall_s, wall_s)
             if cpu_s > self.cpu_s:
-                self.cpu_s, self.what = cpu_s, repr(handle)
+                # A task is bound to its step.
+                self.cpu_s, self.what = cpu_s, repr(getattr(handle._callback, "__self__", handle))
 
-        # Its own debug mode measures as well, and makes every step slower.
+        def collecting(phase: str, info: dict[str, int]) -> None:
+            nonlocal begun_s
+            if phase == "start":
+                begun_s = time.thread_time()
+            else:
+                self.collecting_s = max(self.collecting_s, time.thread_time() - begun_s)
+
+        # The loop's own debug mode measures as well, and makes every step slower.
         Handle._run = timed  # type: ignore[method-assign, assignment]
+        gc.callbacks.append(collecting)
         try:
             yield self
         finally:
             Handle._run = run  # type: ignore[method-assign]
+            gc.callbacks.remove(collecting)
 
 
 @contextmanager

@@ -7,10 +7,9 @@ import argparse
 from pathlib import Path
 
 import torch
+from guess import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from guess import WORDS
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

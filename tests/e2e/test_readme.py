@@ -119,6 +119,10 @@ SMALL_BENCHMARKS = {
     "bench-shared-prompt": ("--repeats 1 --case 40 8 4", {"cases"}),
     "bench-weight-sync": ("--repeats 1 --size tiny", {"publish_s", "bare_s", "gb_per_s", "ratio"}),
     "bench-producer": (TINY_PRODUCER, {"responses_per_s", "cpu_s_per_1000", "peak_bytes", "main_thread_slowdown"}),
+    "bench-agents": (
+        "--rollouts 16 --group-size 4 --turns 2 --slow-s 0.1",
+        {"cpu_ms_per_turn", "bytes_per_rollout", "longest_step_ms", "fast_done_s", "slow_done_s"},
+    ),
     "bench-frozen-weights": ("--repeats 1 --size tiny", {"peak_bytes_device", "peak_bytes_host"}),
 }
 

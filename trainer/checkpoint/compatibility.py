@@ -21,6 +21,7 @@ _MAY_CHANGE = {
     *("train.iterations", "train.logprob_noise", "train.on_nonfinite", "train.exact"),
     *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.on_error", "reward.max_attempts"),
     *("rollout.num_workers", "rollout.max_concurrent", "rollout.max_attempts"),
+    *("rollout.gateway_host", "rollout.gateway_port"),
     *("optimizer.learning_rate", "optimizer.min_learning_rate_ratio", "optimizer.warmup_iterations"),
 }
 _PLACES = {"prompts.source", "reward.name", "rollout.program"}

@@ -145,9 +145,10 @@ def test_a_client_that_sends_its_body_too_slowly_gets_a_408(rig: GatewayRig, mon
 
 def test_a_client_that_does_not_take_its_answer_is_left(rigs, monkeypatch, eventually) -> None:
     monkeypatch.setattr("async_rl.gateway.server.SEND_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("async_rl.gateway.line.RETRY_GRACE_S", 0.3)
+    monkeypatch.setattr("async_rl.gateway.line.RETRY_GRACE_S", 1.0)
     # More than the buffers of a connection hold.
-    rig = rigs(lambda context, seed: "a" * 300_000, max_response_tokens=400_000)
+    rig = rigs(lambda context, seed: "a" * 10_000, max_response_tokens=20_000)
+    rig.gateway._server.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     rollout = rig.open()
     connection = raw(rig)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -33,6 +33,7 @@ def test_programs_that_are_there_pass(tmp_path: Path) -> None:
         ("", "python:nowhere.py:rollout", "there is no file 'nowhere.py'"),
         ("", "python:nowhere.py", "there is no file"),
         ("", "two_turns", "expected single_turn, python:path/to/file.py:function, or command:"),
+        ("", "command:no-such-program", "there is no program 'no-such-program'"),
     ],
 )
 def test_programs_that_are_not_there_are_named(tmp_path: Path, text: str, program: str | None, message: str) -> None:
