@@ -12,10 +12,12 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 PEERS_VENV := .venv-peers
+AGENTS_VENV := .venv-agents
+AGENTS_READY := $(AGENTS_VENV)/.ready
 PEERS_READY := $(PEERS_VENV)/.ready
-FAST := not distributed and not packaging and not vllm and not layouts and not gpu and not npu
+FAST := not distributed and not packaging and not vllm and not layouts and not agents and not gpu and not npu
 
-.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm vllm containers check format clean
+.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents vllm containers check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
 	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products \
 	bench-sandbox bench-system
@@ -41,6 +43,10 @@ test-gpu: $(READY)
 
 test-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+# Frameworks in an environment of their own, as their users have them.
+test-agents: $(READY) $(AGENTS_READY)
+	$(BIN)/python -m pytest -m agents tests/async_rl/gateway $(ARGS)
 
 vllm: $(VLLM_READY)
 
@@ -122,6 +128,11 @@ $(PEERS_READY): Makefile
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check trl==1.16.0 transformers==5.23.0
 	touch $@
 
+$(AGENTS_READY): Makefile
+	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
+	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents==0.24.0
+	touch $@
+
 # vLLM for CPU, resolved together with what async-rl needs beside it. Without constraints.txt, whose versions are those of
 # the other environment. torchvision, torchaudio and torchcodec, which vLLM asks for, are built for another torch and do not
 # load with this one; vLLM does without them.
@@ -133,4 +144,4 @@ $(VLLM_READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(AGENTS_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -10,6 +10,8 @@ from typing import Any
 from async_rl.gateway.chat_request import ChatRequest
 from async_rl.rollout.session import Turn
 
+AT_LIMIT = "The limit of this conversation is reached."
+
 Decode = Callable[[Sequence[int]], Sequence[str]]
 """The text of each of some tokens."""
 
@@ -39,8 +41,11 @@ class Answer:
 
     @classmethod
     def without_room(cls) -> "Answer":
-        """What a rollout at its limit still says: nothing, and that its length is the reason."""
-        return cls({"role": "assistant", "content": ""}, "length", (), (), ())
+        """What a rollout at its limit still gets; it is not the policy's, and not trained.
+
+        With a text, since some frameworks take an answer without any as a fault of the server.
+        """
+        return cls({"role": "assistant", "content": AT_LIMIT}, "length", (), (), ())
 
 
 def completion(answer: Answer, request: ChatRequest, decode: Decode) -> dict[str, Any]:

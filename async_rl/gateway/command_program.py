@@ -34,7 +34,7 @@ OWN_VARIABLES = (TOKEN_VARIABLE, "PYTHONSAFEPATH")
 """Agents do not get these: the token of the run's servers, and what our programs run with."""
 
 LIMIT_GRACE_S = 2.0
-"""After its time limit an agent gets empty answers for so long, and may end in its own way."""
+"""After its time limit an agent gets no further turns for so long, and may end in its own way."""
 
 KILL_GRACE_S = 1.0
 """Between SIGTERM and SIGKILL."""

@@ -22,7 +22,7 @@ RETRY_GRACE_S = 10.0
 MAX_REQUESTS = 64
 """Of one rollout at once; others get a 429, after which clients come again."""
 
-NUM_EMPTY_ANSWERS = 4
+NUM_LAST_ANSWERS = 4
 """After a limit of its rollout an agent may end in its own way; one that still asks gets an error."""
 
 
@@ -118,7 +118,7 @@ class Line:
         exchange.arrived = True
         if exchange in self._open:
             self._open.remove(exchange)
-            asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._forget, exchange)
+            asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._forget_if_arrived, exchange)
 
     def lost(self, exchange: Exchange) -> None:
         """The client has gone while it was getting its answer."""
@@ -144,13 +144,17 @@ class Line:
             message = f"This model's maximum context length is exceeded: {limit}"
             raise ApiError(HTTPStatus.BAD_REQUEST, "context_length_exceeded", message, "messages") from limit
         self._num_after_limit += 1
-        if self._num_after_limit > NUM_EMPTY_ANSWERS:
+        if self._num_after_limit > NUM_LAST_ANSWERS:
             raise ApiError(HTTPStatus.BAD_REQUEST, "rollout_limit_reached", str(limit)) from limit
         return Answer.without_room()
 
     def _end_if_forsaken(self, exchange: Exchange) -> None:
         if exchange in self._open and not exchange.num_clients:
             self._end(exchange)
+
+    def _forget_if_arrived(self, exchange: Exchange) -> None:
+        if exchange.arrived:
+            self._forget(exchange)
 
     def _end(self, exchange: Exchange) -> None:
         self._forget(exchange)

@@ -116,9 +116,10 @@ class _Api:
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await _write(request, response, parts)
-        except TimeoutError:
+        except (TimeoutError, ConnectionError):
             line.lost(exchange)
-            raise ConnectionResetError("the client does not take its answer") from None
+            if request.transport is not None:
+                request.transport.abort()
         except BaseException:
             line.lost(exchange)
             raise

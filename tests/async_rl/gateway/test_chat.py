@@ -10,6 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from async_rl.gateway.chat_answer import AT_LIMIT
 from tests.support.agent_tokenizer import END
 from tests.support.gateway_rig import VERSION, Rollout
 
@@ -167,14 +168,14 @@ def test_max_tokens_and_stop_are_honoured_within_the_limits_of_the_run(rigs) -> 
     assert ask(model="m", messages=messages, max_tokens=10_000).usage.completion_tokens == 8 - 2 - 3
 
 
-def test_at_a_limit_an_agent_gets_empty_answers_and_then_errors(rigs) -> None:
+def test_at_a_limit_an_agent_gets_answers_that_say_so_and_then_errors(rigs) -> None:
     rollout = rigs(lambda context, seed: "yes", max_turns=1).open()
     ask = client(rollout, max_retries=0).chat.completions.create
     messages: Any = [{"role": "user", "content": "?"}]
     ask(model="m", messages=messages)
     for _ in range(4):
         (choice,) = ask(model="m", messages=messages).choices
-        assert (choice.finish_reason, choice.message.content) == ("length", "")
+        assert (choice.finish_reason, choice.message.content) == ("length", AT_LIMIT)
     with pytest.raises(openai.BadRequestError) as error:
         ask(model="m", messages=messages)
     assert error.value.code == "rollout_limit_reached"
