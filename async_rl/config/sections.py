@@ -169,7 +169,8 @@ class AlgorithmSection(Section):
     kl_coef: float = Field(0.0, ge=0.0, description="weight of the k3 KL to the reference; 0 keeps no reference")
     normalize: Literal["token", "sequence"] = Field(
         "token",
-        description="mean over the batch's sampled tokens, or over its rollouts of the mean over each one's sampled tokens",
+        description="mean over the batch's sampled tokens, or over its rollouts of the mean over each one's sampled "
+        "tokens",
     )
     scale_by_std: bool = Field(True, description="divide group advantages by the group's standard deviation")
     old_policy: Literal["reuse", "model", "lagged"] = Field(
