@@ -21,6 +21,7 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rewards import Reward
 from async_rl.rollout.expected_length import ExpectedLength
+from async_rl.rollout.garbage import FullCollections
 from async_rl.rollout.idle_work import IdleWork
 from async_rl.rollout.program_rollouts import ProgramRollouts
 from async_rl.rollout.sample_queue import SampleQueue
@@ -83,6 +84,11 @@ class Producer:
             loop.run(programs.start(), START_TIMEOUT_S)
         # Collections of garbage stop all rollouts: what has been made until now stays, and is not looked at again.
         gc.freeze()
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether rollouts are those of a program."""
+        return self._programs is not None
 
     def start(self, batch: Batch, version: WeightVersion) -> "RolloutRun":
         """Dispatches the whole batch to the instances that serve `version`, and returns immediately."""
@@ -157,9 +163,12 @@ class RolloutRun:
         self._batch = batch
         self._version = version
         self._queue = SampleQueue(len(batch.prompts), version, self._watch)
+        self._full_collections = FullCollections()
         self._task = loop.run(self._start())
 
     def __enter__(self) -> "RolloutRun":
+        if self._producer.runs_programs:
+            self._full_collections.hold()
         return self
 
     def ready(self, wait: bool) -> list[Group]:
@@ -183,6 +192,8 @@ class RolloutRun:
             if error is None:
                 raise
             logger.error("leaving the batch of iteration %d: %s", self._batch.iteration, late)
+        finally:
+            self._full_collections.make_up()
 
     def _watch(self) -> None:
         """Called while the training loop waits: checks the rollout thread, and calls the producer's own `watch`."""

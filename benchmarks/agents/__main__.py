@@ -13,8 +13,8 @@ The last line is one JSON object:
 - `cpu_ms_per_turn`: processor time of this process per turn, `turns_per_cpu_s` its inverse;
 - `bytes_per_rollout`: growth of resident memory at its peak, with all rollouts in progress, for each of them;
 - `longest_step_ms`: the longest time for which a step of the event loop used a processor, and so kept all others
-  waiting, and which one it was; `longest_step_wall_ms` the same with the time in which other programs had the core;
-  `longest_collection_ms`, the longest garbage collection, which is part of some step; `p999_step_ms`;
+  waiting; `longest_own_ms` without garbage collection, and which step that was; `longest_collection_ms`, the longest
+  garbage collection; `longest_step_wall_ms` with the time in which other programs had the core; `p999_step_ms`;
 - `turn_p50_s` and `turn_p99_s`, as agents saw them, on a machine that also runs agents and instances;
 - `fast_done_s` and `slow_done_s`: when the last group of each kind was complete, in the case slow; `fast_alone_s`: when
   it was complete in the case many.
@@ -63,6 +63,7 @@ def many(producer: Producer, agents: AgentsElsewhere, options: argparse.Namespac
         "turns_per_cpu_s": round(len(agents.turn_s) / cpu_s),
         "bytes_per_rollout": round((peak_bytes() - before) / options.rollouts),
         "longest_step_ms": round(1e3 * longest.cpu_s, 1),
+        "longest_own_ms": round(1e3 * longest.own_s, 1),
         "longest_step": longest.what[:300],
         "longest_collection_ms": round(1e3 * longest.collecting_s, 1),
         "longest_step_wall_ms": round(1e3 * longest.wall_s, 1),

@@ -99,7 +99,7 @@ class LongestStep:
     """The longest step of an event loop: what it keeps all others waiting for."""
 
     def __init__(self) -> None:
-        self.wall_s = self.cpu_s = self.collecting_s = 0.0
+        self.wall_s = self.cpu_s = self.own_s = self.collecting_s = 0.0
         self.what = ""
         self.steps_s: list[float] = []
 
@@ -107,23 +107,26 @@ class LongestStep:
     def watched(self) -> Iterator["LongestStep"]:
         """Times every step of all event loops meanwhile, and garbage collection, which is part of the steps."""
         run = Handle._run
-        begun_s = 0.0
+        begun_s = collected_s = 0.0
 
         def timed(handle: Any) -> None:
-            wall_s, cpu_s = time.perf_counter(), time.thread_time()
+            wall_s, cpu_s, before_s = time.perf_counter(), time.thread_time(), collected_s
             run(handle)
             wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
             self.steps_s.append(cpu_s)
             self.wall_s = max(self.wall_s, wall_s)
-            if cpu_s > self.cpu_s:
+            self.cpu_s = max(self.cpu_s, cpu_s)
+            own_s = cpu_s - (collected_s - before_s)
+            if own_s > self.own_s:
                 # A task is bound to its step.
-                self.cpu_s, self.what = cpu_s, repr(getattr(handle._callback, "__self__", handle))
+                self.own_s, self.what = own_s, repr(getattr(handle._callback, "__self__", handle))
 
         def collecting(phase: str, info: dict[str, int]) -> None:
-            nonlocal begun_s
+            nonlocal begun_s, collected_s
             if phase == "start":
                 begun_s = time.thread_time()
             else:
+                collected_s += time.thread_time() - begun_s
                 self.collecting_s = max(self.collecting_s, time.thread_time() - begun_s)
 
         # The loop's own debug mode measures as well, and makes every step slower.
