@@ -46,7 +46,7 @@ test-vllm: $(READY) $(VLLM_READY)
 
 # Frameworks in an environment of their own, as their users have them.
 test-agents: $(READY) $(AGENTS_READY)
-	$(BIN)/python -m pytest -m agents tests/async_rl/gateway $(ARGS)
+	$(BIN)/python -m pytest -m agents tests/async_rl/gateway tests/async_rl/environments $(ARGS)
 
 vllm: $(VLLM_READY)
 
@@ -130,7 +130,7 @@ $(PEERS_READY): Makefile
 
 $(AGENTS_READY): Makefile
 	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
-	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents==0.24.0
+	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents==0.24.0 openenv==0.10.0
 	touch $@
 
 # vLLM for CPU, resolved together with what async-rl needs beside it. Without constraints.txt, whose versions are those of

@@ -1,0 +1,1 @@
+"""Clients of other projects' environments, for rollout programs."""

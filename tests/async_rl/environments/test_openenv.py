@@ -1,0 +1,162 @@
+"""The client of OpenEnv servers: the wire of openenv 0.10, which `test_real_openenv.py` runs, and what breaks it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from async_rl.environments.openenv import EnvironmentFailed, open_environment
+
+Serve = Callable[[web.WebSocketResponse], Awaitable[None]]
+
+
+@asynccontextmanager
+async def served(serve: Serve, heartbeat_s: float | None = None) -> AsyncIterator[str]:
+    async def handle(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(heartbeat=heartbeat_s)
+        await socket.prepare(request)
+        await serve(socket)
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/ws"
+    finally:
+        await runner.cleanup()
+
+
+def observation(number: int, reward: float | None, done: bool) -> str:
+    return json.dumps({"type": "observation", "data": {"observation": {"n": number}, "reward": reward, "done": done}})
+
+
+async def count_to_three(socket: web.WebSocketResponse) -> None:
+    number = 0
+    async for message in socket:
+        asked = json.loads(message.data)
+        if asked["type"] == "reset":
+            number = asked["data"].get("start", 0)
+            await socket.send_str(observation(number, None, False))
+        elif asked["type"] == "state":
+            assert "data" not in asked, "the server refuses it"
+            await socket.send_str(json.dumps({"type": "state", "data": {"step_count": number}}))
+        elif asked["data"]["add"] < 0:
+            await socket.send_str(
+                json.dumps({"type": "error", "data": {"message": "negative", "code": "EXECUTION_ERROR"}})
+            )
+        else:
+            number += asked["data"]["add"]
+            await socket.send_str(observation(number, 0.5, number >= 3))
+
+
+def test_an_episode_has_its_observations_rewards_and_end() -> None:
+    async def play() -> None:
+        async with served(count_to_three) as url, open_environment(url) as environment:
+            for start in (1, 0):
+                step = await environment.reset(start=start)
+                assert (step.observation, step.reward, step.done) == ({"n": start}, None, False)
+                while not step.done:
+                    step = await environment.step({"add": 1})
+                assert step.observation == {"n": 3} and environment.total_reward == 0.5 * (3 - start)
+            assert await environment.state() == {"step_count": 3}
+
+    asyncio.run(play())
+
+
+def test_an_action_that_is_refused_is_named_and_the_episode_goes_on() -> None:
+    async def play() -> None:
+        async with served(count_to_three) as url, open_environment(url) as environment:
+            await environment.reset()
+            with pytest.raises(EnvironmentFailed, match=r"refused a step: 'negative'"):
+                await environment.step({"add": -1})
+            assert (await environment.step({"add": 3})).done
+
+    asyncio.run(play())
+
+
+def test_sessions_are_separate() -> None:
+    async def play(url: str, start: int) -> float:
+        async with open_environment(url) as environment:
+            step = await environment.reset(start=start)
+            while not step.done:
+                step = await environment.step({"add": 1})
+            return environment.total_reward
+
+    async def play_all() -> list[float]:
+        async with served(count_to_three) as url:
+            return await asyncio.gather(*(play(url, start) for start in range(-30, 3)))
+
+    assert asyncio.run(play_all()) == [0.5 * (3 - start) for start in range(-30, 3)]
+
+
+def test_pings_are_answered_while_the_policy_takes_its_time() -> None:
+    async def play() -> None:
+        async with served(count_to_three, heartbeat_s=0.1) as url, open_environment(url) as environment:
+            await environment.reset()
+            await asyncio.sleep(1.0)
+            assert (await environment.step({"add": 3})).done
+
+    asyncio.run(play())
+
+
+def saying(text: str) -> Serve:
+    async def serve(socket: web.WebSocketResponse) -> None:
+        async for _ in socket:
+            await socket.send_str(text)
+
+    return serve
+
+
+async def full(socket: web.WebSocketResponse) -> None:
+    data = {"message": "1 of 1 sessions", "code": "CAPACITY_REACHED"}
+    await socket.send_str(json.dumps({"type": "error", "data": data}))
+    await socket.close()
+
+
+async def leaving(socket: web.WebSocketResponse) -> None:
+    await socket.receive()
+    await socket.close(code=1011, message=b"out of memory")
+
+
+async def silent(socket: web.WebSocketResponse) -> None:
+    await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize(
+    ("serve", "message"),
+    [
+        (full, r"refused a reset: '1 of 1 sessions'; raise the server's max_concurrent_envs, or lower rollout"),
+        (leaving, r"has closed the connection, at a reset: out of memory"),
+        (silent, r"did not respond to a reset within 0\.3 s"),
+        (saying("not JSON"), r"responded to a reset with 'not JSON'"),
+        (saying("[]"), r"responded to a reset with '\[\]'"),
+        (saying('{"type": "state", "data": {}}'), r"responded to a reset with"),
+        (saying('{"type": "observation", "data": {}}'), r"without an observation and a reward"),
+        (saying(observation(0, None, False).replace("null", '"much"')), r"without an observation and a reward"),
+        (saying(observation(0, None, False).replace("null", "true")), r"without an observation and a reward"),
+    ],
+)
+def test_what_a_server_should_not_say_is_named(serve: Serve, message: str) -> None:
+    async def play() -> None:
+        async with served(serve) as url, open_environment(url, timeout_s=0.3) as environment:
+            await environment.reset()
+
+    with pytest.raises(EnvironmentFailed, match=message):
+        asyncio.run(play())
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/ws", "ws://", "nowhere"])
+def test_a_server_that_is_not_there_is_named(url: str) -> None:
+    async def play() -> None:
+        async with open_environment(url):
+            raise AssertionError("there is none")
+
+    with pytest.raises(EnvironmentFailed, match=f"no OpenEnv server at '{url}'"):
+        asyncio.run(play())
