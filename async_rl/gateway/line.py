@@ -6,6 +6,7 @@ have all gone is kept for `RETRY_GRACE_S`, in which they may come back; then it 
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -35,6 +36,7 @@ class Exchange:
     num_clients: int = 0
     arrived: bool = False
     answer: Answer | None = None
+    timer: asyncio.TimerHandle | None = None
 
 
 class Line:
@@ -118,7 +120,7 @@ class Line:
         exchange.arrived = True
         if exchange in self._open:
             self._open.remove(exchange)
-            asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._forget_if_arrived, exchange)
+            self._later(exchange, self._forget_if_arrived)
 
     def lost(self, exchange: Exchange) -> None:
         """The client has gone while it was getting its answer."""
@@ -130,11 +132,15 @@ class Line:
         """A client has its answer, or has gone without it."""
         exchange.num_clients -= 1
         if exchange in self._open and not exchange.num_clients:
-            asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._end_if_forsaken, exchange)
+            self._later(exchange, self._end_if_forsaken)
 
     def close(self) -> None:
         """Ends what nobody has got; nothing of it is trained."""
         self._closed = True
+        for exchange in (*self._open, *self._exchanges.values()):
+            if exchange.timer is not None:
+                # It would keep the turns of the rollout in memory.
+                exchange.timer.cancel()
         for exchange in list(self._open):
             self._end(exchange)
 
@@ -147,6 +153,11 @@ class Line:
         if self._num_after_limit > NUM_LAST_ANSWERS:
             raise ApiError(HTTPStatus.BAD_REQUEST, "rollout_limit_reached", str(limit)) from limit
         return Answer.without_room()
+
+    def _later(self, exchange: Exchange, act: Callable[[Exchange], None]) -> None:
+        if exchange.timer is not None:
+            exchange.timer.cancel()
+        exchange.timer = asyncio.get_running_loop().call_later(RETRY_GRACE_S, act, exchange)
 
     def _end_if_forsaken(self, exchange: Exchange) -> None:
         if exchange in self._open and not exchange.num_clients:
