@@ -32,6 +32,11 @@ def files_of(family: str) -> ModelFiles:
         ({"inference": {"engine": "vllm"}}, "qwen3", "needs inference.engine = 'transformers', not 'vllm'"),
         ({"trainer": {"tensor_parallel": 2}}, "qwen3", "needs trainer.tensor_parallel = 1, not 2"),
         ({"trainer": {"pipeline_parallel": 2}}, "qwen3", "needs trainer.pipeline_parallel = 1, not 2"),
+        (
+            {"rollout": {"program": "command:agent"}},
+            "qwen3",
+            "needs rollout.program = 'single_turn', not 'command:agent'",
+        ),
         ({}, "qwen3_moe", "is for models without experts, .* 'a-model' is of 'qwen3_moe'"),
     ],
 )
