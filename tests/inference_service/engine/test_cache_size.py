@@ -1,11 +1,14 @@
 """The cache is as large as the work needs, not as the memory allows."""
 
+import os
+
 import pytest
 import torch
 from transformers import Qwen3Config
 
 from async_rl.errors import ConfigError
-from inference_service.engine.cache_size import CAPACITY_FACTOR, plan_cache
+from inference_service.engine import cache_size
+from inference_service.engine.cache_size import CAPACITY_FACTOR, MEMORY_SHARE, free_memory_bytes, plan_cache
 
 CPU = torch.device("cpu")
 
@@ -15,12 +18,20 @@ def test_cache_holds_all_responses_at_full_length() -> None:
     assert 16 * 100 <= size.max_tokens <= 16 * 100 * CAPACITY_FACTOR
 
 
-def test_cache_stays_within_the_memory() -> None:
+def test_cache_stays_within_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Qwen3Config(num_hidden_layers=2)
-    plenty = plan_cache(config, torch.float32, CPU, max_concurrency=512, max_model_len=30_000)
-    assert plenty.max_tokens < 512 * 30_000
+    monkeypatch.setattr(cache_size, "free_memory_bytes", lambda device: 32 * 2.0**30)
+    size = plan_cache(config, torch.float32, CPU, max_concurrency=512, max_model_len=30_000)
+    bytes_per_token = 2 * size.num_kv_heads * size.head_dim * size.num_layers * torch.float32.itemsize
+    assert size.max_tokens < 512 * 30_000
+    assert size.max_tokens * bytes_per_token == pytest.approx(MEMORY_SHARE * 32 * 2**30, rel=1e-4)
 
 
-def test_one_response_must_fit() -> None:
+def test_free_memory_is_positive_and_no_more_than_there_is() -> None:
+    assert 0 < free_memory_bytes(CPU) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_one_response_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_size, "free_memory_bytes", lambda device: 32 * 2.0**30)
     with pytest.raises(ConfigError, match="--max-model-len"):
         plan_cache(Qwen3Config(num_hidden_layers=80), torch.float32, CPU, max_concurrency=1, max_model_len=100_000_000)
