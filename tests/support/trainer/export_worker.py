@@ -1,6 +1,6 @@
 """One rank of `test_weight_export.py`, started by torchrun: loads and streams models under several layouts.
 
-Arguments: a JSON file with [{"checkpoint", "layout", "bucket_bytes", "port"}, ...], and an output directory. The main
+Arguments: a JSON file with [{"checkpoint", "layout", "bucket_bytes"}, ...], and an output directory. The main
 rank compares every stream with the checkpoint's file; every rank reports how much memory a stream took.
 """
 
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from async_rl.config.sections import TrainerSection
+from tests.support.trainer.own_stores import OwnStores
 from trainer.devices import choose_device
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weight_export import WeightExport
@@ -92,10 +93,9 @@ def run_case(case: dict[str, Any], out: Path) -> dict[str, Any]:
 def main(cases: Path, out: Path) -> None:
     torch.set_num_threads(1)
     reports = []
-    # Groups of one layout must not find the entries of another in torchrun's store: each case has its own store.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    stores = OwnStores()
     for number, case in enumerate(json.loads(cases.read_text())):
-        os.environ["MASTER_PORT"] = str(case["port"])
+        stores.begin()
         reports.append(run_case(case, out / str(number)))
     (out / f"reports{os.environ['RANK']}.json").write_text(json.dumps(reports))
 

@@ -6,9 +6,7 @@ share its process groups, which take longer to create than such a job takes to r
 
 import gc
 import json
-import os
 import pickle
-import socket
 import sys
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 from async_rl.config.sections import (
@@ -29,6 +26,7 @@ from async_rl.config.sections import (
 )
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group
+from tests.support.trainer.own_stores import OwnStores
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
 from trainer.trainer import MegatronTrainer
@@ -101,23 +99,12 @@ def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> Megat
     )
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def main(jobs_file: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    # torchrun's own store still has the addresses of earlier process groups: every placement has its own store.
-    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    stores = OwnStores()
     jobs: list[Job] = pickle.loads(jobs_file.read_bytes())
-    for number, (_, placed) in enumerate(groupby(jobs, key=lambda job: job.placement)):
-        if rank == 0:
-            shared.set(f"port of placement {number}", str(free_port()))
-        os.environ["MASTER_PORT"] = shared.get(f"port of placement {number}").decode()
+    for _, placed in groupby(jobs, key=lambda job: job.placement):
+        stores.begin()
         first, *others = placed
         parallel = init_parallel(choose_device("cpu"), 0, TrainerSection(**first.layout))
         for job in [first, *others]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,18 +30,10 @@ TP2, PP2, EP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"expert_paral
 SP = {"sequence_parallel": True}
 
 
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 def run_cases(num_ranks: int, cases: list[dict[str, Any]], directory: Path) -> list[list[dict[str, Any]]]:
     """Runs all cases in one launch of `num_ranks` processes; the reports of each rank, case by case."""
-    for case, port in zip(cases, free_ports(len(cases)), strict=True):
-        case |= {"checkpoint": str(case["checkpoint"]), "port": port}
+    for case in cases:
+        case["checkpoint"] = str(case["checkpoint"])
     (directory / "cases.json").write_text(json.dumps(cases))
     subprocess.run(
         [*TORCHRUN, "--nproc-per-node", str(num_ranks), *WORKER, directory / "cases.json", directory],
