@@ -1,6 +1,7 @@
 """The whole loop with vLLM as the inference pool: on-policy by proof, and by the log-probs themselves.
 
-The batch has long prompts, more tokens at once than vLLM computes in a step, so that it cuts prompts in parts.
+One batch has long prompts, more tokens at once than vLLM computes in a step, so that it cuts prompts in parts; another
+has rollouts of several turns, whose later requests begin with what vLLM has in its prefix cache.
 """
 
 import json
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from async_rl.proof.gap_limits import noise_scale
+from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.local_run import Run
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -45,10 +48,51 @@ def test_a_run_with_vllm_is_on_policy_and_its_log_probs_are_the_trainers(run: Ru
         *("--rollout.responses_per_prompt", str(NUM_RESPONSES)),
     )
     assert run.finish(FINISH_TIMEOUT_S) == 0, run.everything_said()
+    require_proofs(run)
+    expected = {"num_groups": NUM_PROMPTS, "num_responses": NUM_PROMPTS * NUM_RESPONSES}
+    assert all(proof == proof | expected for proof in run.lines("ledger.jsonl"))
+
+
+PROGRAM = '''
+async def rollout(prompt, policy):
+    """One to three turns with a tool's answers between them; half of the rollouts then change their first message."""
+    messages = [{"role": "user", "content": prompt.row["prompt"]}]
+    num_vowels = 0
+    for number in range(1 + prompt.seed % 3):
+        turn = await policy.generate(messages, max_tokens=12)
+        num_vowels += sum(letter in "aeiou" for letter in turn.text)
+        messages += [turn.message, {"role": "tool", "content": f"result {number}", "tool_call_id": f"call {number}"}]
+    if prompt.seed % 2:
+        await policy.generate([{"role": "user", "content": "another question"}, *messages[1:]], max_tokens=8)
+    return num_vowels / 10
+'''
+
+
+def test_rollouts_of_several_turns_are_on_policy_with_vllm(run: Run, vllm_python: str) -> None:
+    model, program = run.dir.parent / "chat", run.dir.parent / "program.py"
+    make_tiny_model(model, "qwen3", tied=True, vocab_size=128, head_dim=32, max_position_embeddings=1024)
+    make_chat_tokenizer(model)
+    program.write_text(PROGRAM)
+    run.start(
+        *("--model.path", str(model), "--rollout.program", f"python:{program}:rollout", "--rollout.renderer", "qwen3"),
+        *("--inference.engine", "vllm", "--inference.python", vllm_python),
+        *("--prompts.max_prompt_tokens", "700", "--prompts.prompts_per_batch", str(NUM_PROMPTS)),
+        *("--prompts.chat_template", "true", "--rollout.responses_per_prompt", str(NUM_RESPONSES)),
+        *("--rollout.max_response_tokens", "64"),
+    )
+    assert run.finish(FINISH_TIMEOUT_S) == 0, run.everything_said()
+    require_proofs(run)
+    assert all(proof["num_groups"] == NUM_PROMPTS for proof in run.lines("ledger.jsonl"))
+    for rollouts in run.lines("rollouts.jsonl"):
+        assert rollouts["num_rollouts"] == NUM_PROMPTS * NUM_RESPONSES
+        assert rollouts["turns_max"] == 4 and rollouts["branches_mean"]
+
+
+def require_proofs(run: Run) -> None:
+    """Three iterations, each of other weights, and log-probs that are the trainer's."""
     proofs = run.lines("ledger.jsonl")
     assert [proof["iteration"] for proof in proofs] == [0, 1, 2]
-    expected = {"on_policy": True, "num_groups": NUM_PROMPTS, "num_responses": NUM_PROMPTS * NUM_RESPONSES}
-    assert all(proof == proof | expected for proof in proofs)
+    assert all(proof["on_policy"] for proof in proofs)
     assert len({proof["weight_version"] for proof in proofs}) == 3
     assert len({proof["fingerprint"] for proof in proofs}) == 3, "every step changes the weights"
     assert all(record["max_logprob_gap"] <= 1e-3 for record in run.lines("metrics.jsonl"))
