@@ -111,13 +111,25 @@ class Recorder:
 
     def add(self, request: Request, response: Response, message: Message | None = None) -> TurnNode:
         """Records a delivered turn; `message` is what the policy said, as the client saw it."""
-        parent = self._extended_by(request.context)
+        parent = self.extended_by(request.context)
         start = 0 if parent is None else parent.end
         said = request.conversation.then(message) if request.conversation is not None and message is not None else None
         node = TurnNode(parent, start, request.context[start:], response, said)
         (self._roots if parent is None else parent.children).append(node)
         self._turns.append(node)
         return node
+
+    def extended_by(self, context: TokenIds) -> TurnNode | None:
+        """The turn with the most tokens that begin this context."""
+        found: TurnNode | None = None
+        candidates = list(self._roots)
+        while candidates:
+            node = candidates.pop()
+            if node.end <= len(context) and context[node.start : node.end] == node.own:
+                if found is None or node.end > found.end:
+                    found = node
+                candidates += node.children
+        return found
 
     def remove(self, node: TurnNode) -> None:
         """Forgets a turn that did not arrive; no other may extend it."""
@@ -148,18 +160,6 @@ class Recorder:
                 continue
             if said.keys == conversation.keys[: len(said.keys)]:
                 found, most = node, len(said.keys)
-        return found
-
-    def _extended_by(self, context: TokenIds) -> TurnNode | None:
-        """The turn with the most tokens that begin this context."""
-        found: TurnNode | None = None
-        candidates = list(self._roots)
-        while candidates:
-            node = candidates.pop()
-            if node.end <= len(context) and context[node.start : node.end] == node.own:
-                if found is None or node.end > found.end:
-                    found = node
-                candidates += node.children
         return found
 
     def _context_of(self, node: TurnNode) -> TokenIds:

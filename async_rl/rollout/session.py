@@ -26,6 +26,7 @@ from async_rl.config.sections import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.errors import AsyncRLError
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
 from async_rl.rollout.recorder import Recorder, Request, TurnNode
@@ -288,9 +289,11 @@ class RolloutSession:
             return self._sampled[asked]
         request_id = f"{self._name}-{next(self._num_requests)}"
         expected = min(self._expected_tokens, generation.max_tokens)
+        earlier = self._recorder.extended_by(context)
+        cached = Cached(earlier.response.instance, earlier.end) if earlier is not None else None
         try:
             (response,), attempts = await shared.pool.generate_group(
-                context, sampling, request_id, self._version, expected
+                context, sampling, request_id, self._version, expected, cached
             )
         except AsyncRLError as error:
             if not self.failed.done():
