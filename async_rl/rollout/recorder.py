@@ -192,6 +192,7 @@ def _response(path: Sequence[TurnNode], new: Sequence[TurnNode], prompt_ids: Tok
         finish_reason=leaf.response.finish_reason,
         weight_spans=_spans([node.response for node in new]),
         instance=leaf.response.instance,
+        turn_instances=_instances([node.response for node in new]),
         num_continued=sum(node.response.num_continued for node in new),
         num_resampled=sum(node.response.num_resampled for node in new),
         observed=observed,
@@ -201,6 +202,16 @@ def _response(path: Sequence[TurnNode], new: Sequence[TurnNode], prompt_ids: Tok
 
 def _joined(path: Sequence[TurnNode]) -> TokenIds:
     return tuple(chain.from_iterable(node.own for node in path))
+
+
+def _instances(responses: Sequence[Response]) -> tuple[tuple[str, int], ...]:
+    """Who sampled the tokens of the responses in a row; neighbours of one instance become one."""
+    found: list[tuple[str, int]] = []
+    for instance, num_tokens in chain.from_iterable(response.sampled_by for response in responses):
+        if found and found[-1][0] == instance:
+            num_tokens += found.pop()[1]
+        found.append((instance, num_tokens))
+    return tuple(found)
 
 
 def _spans(responses: Sequence[Response]) -> tuple[WeightSpan, ...]:
