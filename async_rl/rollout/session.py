@@ -283,6 +283,7 @@ class RolloutSession:
             stop_token_ids=list(dict.fromkeys(stop_token_ids)),
             seed=turn_seed(self._seed, generation.digest, generation.occurrence),
             logprobs=0,
+            is_turn=True,
         )
         asked = generation.digest, generation.occurrence, generation.max_tokens, generation.stop, renders
         if asked in self._sampled:
