@@ -63,18 +63,18 @@ def request_of(
     first, length = partials[0], len(partials[0].token_ids)
     seed = first.seed if noise_by_position else None
     is_turn = sampling.is_turn if noise_by_position else None
+    num_continued = (sampling.num_continued or 0) + length or None if noise_by_position else None
     if not length:
         assert [partial.seed for partial in partials] == list(range(first.seed, first.seed + len(partials)))
-        return list(prompt_token_ids), sampling.model_copy(
-            update={"n": len(partials), "seed": seed, "is_turn": is_turn}
-        )
+        update = {"n": len(partials), "seed": seed, "num_continued": num_continued, "is_turn": is_turn}
+        return list(prompt_token_ids), sampling.model_copy(update=update)
     assert len(partials) == 1, "a continuation is a request of its own"
     rest = {
         "n": 1,
         "max_tokens": sampling.max_tokens - length,
         "min_tokens": max(0, sampling.min_tokens - length),
         "seed": seed,
-        "num_continued": length if noise_by_position else None,
+        "num_continued": num_continued,
         "is_turn": is_turn,
     }
     return [*prompt_token_ids, *first.token_ids], sampling.model_copy(update=rest)

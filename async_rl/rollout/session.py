@@ -235,6 +235,7 @@ class RolloutSession:
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             raise InvalidRequest(f"stop is {stop!r:.80}: expected a list of texts")
         request = self._recorder.request(messages, tools) if messages is not None else _plain_request(token_ids)
+        request = replace(request, base=self._recorder.base_of(request.context, self._prompt.token_ids))
         most, cut_by = self._allowance(len(request.context), max_tokens)
         digest = digest_of([array("q", request.context).tobytes()])
         generation = _Generation(
@@ -274,7 +275,8 @@ class RolloutSession:
             return response, self._message(generation, response)
 
     async def _sample(self, generation: _Generation) -> Response:
-        shared, context = self._shared, generation.request.context
+        shared, context, base = self._shared, generation.request.context, generation.request.base
+        assert base is not None, "the base of a request is known when it begins"
         renders = generation.request.conversation is not None
         stop_token_ids = (*shared.rollout.stop_token_ids, *(shared.renderer.stop_token_ids if renders else ()))
         sampling = SamplingParams(
@@ -284,8 +286,9 @@ class RolloutSession:
             seed=turn_seed(self._seed, generation.digest, generation.occurrence),
             logprobs=0,
             is_turn=True,
+            num_continued=len(context) - len(base) or None,
         )
-        asked = generation.digest, generation.occurrence, generation.max_tokens, generation.stop, renders
+        asked = generation.digest, generation.occurrence, generation.max_tokens, generation.stop, renders, len(base)
         if asked in self._sampled:
             return self._sampled[asked]
         request_id = f"{self._name}-{next(self._num_requests)}"

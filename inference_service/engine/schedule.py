@@ -159,7 +159,9 @@ class Schedule:
             raise NoRoom
 
     def _start(self, sequence: Sequence) -> Run:
-        num_shared = len(sequence.prompt) - sequence.num_continued
+        # Where the trainer's order does not matter, a later turn shares all that is before it.
+        follows_prompt = self._exact or not sequence.params.is_turn
+        num_shared = len(sequence.prompt) - (sequence.num_continued if follows_prompt else 0)
         segment = self._segments.take(sequence.prompt[:num_shared])
         if not sequence.samples:
             self.num_asked += len(sequence.prompt)
