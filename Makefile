@@ -20,7 +20,7 @@ FAST := not distributed and not packaging and not vllm and not layouts and not a
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents vllm containers check format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
 	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products \
-	bench-sandbox bench-system
+	bench-sandbox bench-system bench-turns
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -104,6 +104,9 @@ bench-producer: $(READY)
 
 bench-agents: $(READY)
 	$(BIN)/python -m benchmarks.agents --json $(ARGS)
+
+bench-turns: $(READY)
+	$(BIN)/python -m benchmarks.turns --json $(ARGS)
 
 bench-chaos: $(READY)
 	$(BIN)/python -m benchmarks.chaos --json $(ARGS)

@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 from statistics import fmean
 from typing import Any, Literal
 
-from async_rl.proof.logprob_gaps import LogprobGaps
+from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 
 WeightVersion = str
 """Opaque name of one published set of weights, unique across runs (`<run id>-<publish number>`)."""
@@ -56,7 +56,8 @@ class Response:
     `num_resampled` how often it was sampled again from the start, under the same seed, because an instance without
     streaming was lost.
 
-    `prompt_ids` is what `token_ids` follows if that is not the group's prompt.
+    `prompt_ids` is what `token_ids` follows if that is not the group's prompt. `turn_instances` has (instance, sampled
+    tokens) for each run of turns of one instance, in a response of several turns.
     """
 
     token_ids: tuple[int, ...]
@@ -69,6 +70,12 @@ class Response:
     num_resampled: int = 0
     observed: tuple[tuple[int, int], ...] = ()
     prompt_ids: tuple[int, ...] | None = None
+    turn_instances: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def sampled_by(self) -> tuple[tuple[str, int], ...]:
+        """(instance, number of sampled tokens), in their order; `MIXED` for what several requests sampled."""
+        return self.turn_instances or ((MIXED if self.num_continued else self.instance, self.num_sampled),)
 
     @property
     def num_sampled(self) -> int:

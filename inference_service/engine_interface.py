@@ -68,7 +68,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since start, and current gauges; running and waiting count responses."""
+    """Counters since start, and current gauges; running and waiting count responses.
+
+    Of the `cache_queries` prompt tokens of all responses that were started, the keys and values of `cache_hits` were in
+    the cache or computed for another response.
+    """
 
     num_running: int
     num_waiting: int
@@ -76,6 +80,8 @@ class EngineStats:
     generation_tokens: int
     finished: Mapping[FinishReason, int]
     cache_usage: float
+    cache_queries: int
+    cache_hits: int
 
 
 class Engine(Protocol):

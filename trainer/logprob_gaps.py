@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, MIXED, SMALLEST, LogprobGaps
-from async_rl.types import Group, Response
+from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, SMALLEST, LogprobGaps
+from async_rl.types import Group
 from trainer.batching.group_slice import GroupSlice
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_host
@@ -38,7 +38,7 @@ class GroupGaps:
             self._logprobs.setdefault(part.group.index, []).append((part, logprobs))
 
     def take(self, groups: Sequence[Group]) -> list[dict[str, LogprobGaps]]:
-        """Per group: instance -> the gaps of the tokens it sampled; responses of several instances under `MIXED`."""
+        """Per group: instance -> the gaps of the tokens it sampled; turns of several requests under `MIXED`."""
         of_groups = [self._logprobs.pop(group.index) for group in groups]
         on_host = iter(to_host([logprobs for parts in of_groups for _, logprobs in parts]))
         return [self._by_instance([(part, next(on_host)) for part, _ in parts]) for parts in of_groups]
@@ -49,8 +49,8 @@ class GroupGaps:
     def _by_instance(self, parts: Sequence[tuple[GroupSlice, torch.Tensor]]) -> dict[str, LogprobGaps]:
         by_instance: dict[str, list[torch.Tensor]] = {}
         for part, logprobs in parts:
-            for response, gaps in _gaps_of(part, logprobs.double()):
-                by_instance.setdefault(_sampler_of(response), []).append(gaps)
+            for instance, gaps in _gaps_of(part, logprobs.double()):
+                by_instance.setdefault(instance, []).append(gaps)
         return {instance: sums_of(torch.cat(gaps), self._clip) for instance, gaps in sorted(by_instance.items())}
 
 
@@ -73,12 +73,11 @@ def sums_of(gaps_N: torch.Tensor, clip: float) -> LogprobGaps:
     )
 
 
-def _gaps_of(part: GroupSlice, logprobs: torch.Tensor) -> Iterator[tuple[Response, torch.Tensor]]:
+def _gaps_of(part: GroupSlice, logprobs: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(instance, gaps of the tokens that it sampled), for all tokens of a slice."""
     responses = part.responses
     for response, own in zip(responses, logprobs.split([r.num_sampled for r in responses]), strict=True):
         assert len(response.logprobs) == len(own), f"{len(response.logprobs)} rollout log-probs for {len(own)} tokens"
-        yield response, own - torch.tensor(response.logprobs, dtype=torch.float64)
-
-
-def _sampler_of(response: Response) -> str:
-    return MIXED if response.num_continued else response.instance
+        gaps = own - torch.tensor(response.logprobs, dtype=torch.float64)
+        instances, lengths = zip(*response.sampled_by, strict=True)
+        yield from zip(instances, gaps.split(lengths), strict=True)

@@ -58,19 +58,23 @@ def request_of(
     function of seed and position, so that a continuation gets exactly the noise it would have got. For other servers
     they would have no benefit: results depend on the batch too, and a continuation under the same seed would repeat the
     noise that generated the prefix. The same servers are told where the prompt ends, so that they attend to it as to
-    the prompt of the other responses.
+    the prompt of the other responses, and which responses later turns follow.
     """
     first, length = partials[0], len(partials[0].token_ids)
     seed = first.seed if noise_by_position else None
+    is_turn = sampling.is_turn if noise_by_position else None
+    num_continued = (sampling.num_continued or 0) + length or None if noise_by_position else None
     if not length:
         assert [partial.seed for partial in partials] == list(range(first.seed, first.seed + len(partials)))
-        return list(prompt_token_ids), sampling.model_copy(update={"n": len(partials), "seed": seed})
+        update = {"n": len(partials), "seed": seed, "num_continued": num_continued, "is_turn": is_turn}
+        return list(prompt_token_ids), sampling.model_copy(update=update)
     assert len(partials) == 1, "a continuation is a request of its own"
     rest = {
         "n": 1,
         "max_tokens": sampling.max_tokens - length,
         "min_tokens": max(0, sampling.min_tokens - length),
         "seed": seed,
-        "num_continued": length if noise_by_position else None,
+        "num_continued": num_continued,
+        "is_turn": is_turn,
     }
     return [*prompt_token_ids, *first.token_ids], sampling.model_copy(update=rest)

@@ -15,7 +15,7 @@ from async_rl.pool.attempts import Attempts
 from async_rl.pool.member import Member
 from async_rl.pool.request import Request
 from async_rl.pool.roster import Roster
-from async_rl.pool.router import Router
+from async_rl.pool.router import Cached, Router
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightVersion
 
@@ -34,6 +34,7 @@ class GroupRollout:
         request_id: str,
         version: WeightVersion,
         expected_tokens: float,
+        cached: Cached | None = None,
     ) -> None:
         """`sampling.seed` is the seed of the first response; each further one has the next seed."""
         assert sampling.seed is not None, "without a seed an interrupted response could not be drawn again"
@@ -43,6 +44,7 @@ class GroupRollout:
         self._request_id = request_id
         self._version = version
         self._expected_tokens = expected_tokens
+        self._cached = cached
         self._partials = [PartialRollout(sampling.seed + j) for j in range(sampling.n)]
         self._num_requests = 0
         self._attempts = Attempts()
@@ -61,7 +63,12 @@ class GroupRollout:
         cost = self._cost(partials)
         avoid = self._attempts.refused_by | ({last.url} if last is not None else set())
         members = await self._roster.router.acquire(
-            cost, self._expected_tokens, self._version, num_responses=len(partials), avoid=avoid
+            cost,
+            self._expected_tokens,
+            self._version,
+            num_responses=len(partials),
+            avoid=avoid,
+            cached=self._cached,
         )
         shares = [
             partials[len(partials) * i // len(members) : len(partials) * (i + 1) // len(members)]

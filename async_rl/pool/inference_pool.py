@@ -21,6 +21,7 @@ from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member
 from async_rl.pool.readiness import wait_until_healthy
 from async_rl.pool.roster import HOLDING_TIMEOUT_S, Roster
+from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightVersion
 
@@ -107,11 +108,13 @@ class InferencePool(Roster):
         request_id: str,
         version: WeightVersion,
         expected_tokens: float | None = None,
+        cached: Cached | None = None,
     ) -> tuple[list[Response], int]:
         """Samples a whole group; responses that an instance leaves unfinished are continued by another one.
 
         Args:
             expected_tokens: of one response; by default the maximum.
+            cached: where the turn before was generated, if the prompt begins with one.
 
         Returns:
             `sampling.n` responses with empty texts, and the number of attempts (1 = nothing failed).
@@ -122,7 +125,7 @@ class InferencePool(Roster):
             PromptFailed: several instances in turn failed at it.
         """
         expected = sampling.max_tokens if expected_tokens is None else expected_tokens
-        return await GroupRollout(self, prompt_token_ids, sampling, request_id, version, expected).run()
+        return await GroupRollout(self, prompt_token_ids, sampling, request_id, version, expected, cached).run()
 
     # Life
 

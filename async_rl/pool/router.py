@@ -1,5 +1,8 @@
 """Assigns requests to instances: longest expected first, to the instance that is likely to finish it first.
 
+A later turn of a rollout goes where the earlier one was generated, unless this instance has far more to do than the
+least loaded one: the keys and values are there, and need not be computed again.
+
 An instance gets enough to keep its engine full and no more; the rest of a batch waits here, so that one that joins or
 is faster finds work (`credit.py`). Coroutines wait in `acquire`; they are woken when an instance has room, joins or
 returns. Requests that an instance has accepted but not started may be moved to an idle one (`moves.py`). All on one
@@ -21,6 +24,18 @@ from async_rl.types import WeightVersion
 MAX_PASSED_OVER = 16
 """Maximum of waiting requests skipped because each instance with room has failed them before."""
 
+MUCH_MORE_LOADED = 1.5
+"""A later turn leaves its instance when this has so many times the work of the least loaded one, and beyond that more
+than computing the earlier turns again: below that, differences pass as turns end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """The instance at `url` has keys and values of a request's first `num_tokens` tokens: it served an earlier turn."""
+
+    url: str
+    num_tokens: int
+
 
 @dataclass(slots=True, order=True)
 class _Waiting:
@@ -29,6 +44,7 @@ class _Waiting:
     num_parts: int = field(compare=False)
     version: WeightVersion = field(compare=False)
     avoid: Collection[str] = field(compare=False)
+    cached: Cached | None = field(compare=False)
     assigned: "asyncio.Future[list[Member]]" = field(compare=False)
 
 
@@ -60,6 +76,7 @@ class Router:
         *,
         num_responses: int = 1,
         avoid: Collection[str] = (),
+        cached: Cached | None = None,
     ) -> list[Member]:
         """Waits for room for a request of `cost` tokens at an instance that serves `version`.
 
@@ -67,6 +84,8 @@ class Router:
             expected_tokens: of its longest response; requests with more go first.
             num_responses: the number of requests it can be divided into.
             avoid: URLs of instances that get it only if no other one serves.
+            cached: where it continues an earlier turn; another instance gets it only if this one has no room, or is far
+                more loaded.
 
         Returns:
             One instance, or several that each take a part of the request. Their outstanding tokens already include it;
@@ -74,7 +93,7 @@ class Router:
         """
         assigned: asyncio.Future[list[Member]] = asyncio.get_running_loop().create_future()
         order = (-expected_tokens, next(self._counter))
-        heapq.heappush(self._waiting, _Waiting(order, cost, num_responses, version, avoid, assigned))
+        heapq.heappush(self._waiting, _Waiting(order, cost, num_responses, version, avoid, cached, assigned))
         self.wake()
         try:
             members = await assigned
@@ -146,7 +165,14 @@ class Router:
             candidates = list(with_room)
         usual = [member.speed for member in self._members() if member.speed]
         unknown = sum(usual) / len(usual) if usual else 1.0
-        candidates.sort(key=lambda m: (m.outstanding_tokens + m.outstanding_elsewhere) / (m.speed or unknown))
+        speeds = {member: member.speed or unknown for member in candidates}
+        loads_s = {m: (m.outstanding_tokens + m.outstanding_elsewhere) / speed for m, speed in speeds.items()}
+        candidates.sort(key=loads_s.__getitem__)
+        for member in candidates:
+            if waiting.cached is not None and member.url == waiting.cached.url:
+                again_s = waiting.cached.num_tokens / speeds[member]
+                if loads_s[member] <= MUCH_MORE_LOADED * loads_s[candidates[0]] + again_s:
+                    return [member]
         num_parts = 1
         if self._split_tail:
             num_idle = sum(member.outstanding_tokens == 0 for member in candidates)

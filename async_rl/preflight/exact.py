@@ -1,6 +1,6 @@
 """What `train.exact` needs: a rule without torch, checked before a start, and again by the trainer."""
 
-from async_rl.config.sections import SINGLE_TURN, Config
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.model import ModelFiles
 
@@ -19,8 +19,6 @@ def require_exact(config: Config, files: ModelFiles) -> None:
         "inference.engine": (config.inference.engine, "transformers"),
         "trainer.tensor_parallel": (config.trainer.tensor_parallel, 1),
         "trainer.pipeline_parallel": (config.trainer.pipeline_parallel, 1),
-        # An instance takes the turns before as a part of the prompt, the trainer as a part of the response.
-        "rollout.program": (config.rollout.program, SINGLE_TURN),
     }
     for key, (value, expected) in needed.items():
         if value != expected:

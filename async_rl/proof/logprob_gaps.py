@@ -17,7 +17,7 @@ SMALLEST = 2.0**-40
 """Up to it, |d| is in bin 0; bin i ends at SMALLEST x 2^(i / BINS_PER_OCTAVE)."""
 
 MIXED = "several instances"
-"""The instance of a response that several requests generated: its record names only the last one's."""
+"""The instance of an answer that several requests generated: its record names only the last one's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ class SamplingParams(Body):
     `stream_interval`: the number of tokens of a response in each chunk of a streaming response.
     `num_continued`: how many of the prompt's last tokens are the beginning of the response, in a request that continues
     one; the embedded engine's only.
+    `is_turn`: whether a later request may begin with this prompt and its response, whose keys and values are kept then;
+    the embedded engine's only.
     """
 
     n: int = Field(1, ge=1, le=1024)
@@ -37,6 +39,7 @@ class SamplingParams(Body):
     logprobs: int | None = Field(None, ge=0, le=20)
     stream_interval: int | None = Field(None, ge=1)
     num_continued: int | None = Field(None, ge=1)
+    is_turn: bool | None = None
 
 
 class GenerateRequest(Body):

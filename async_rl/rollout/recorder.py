@@ -31,11 +31,16 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to sample after; `parent` is the turn whose messages it continues, None for token ids or another history."""
+    """What to sample after; `parent` is the turn whose messages it continues, None for token ids or another history.
+
+    `base` is the beginning of the context that its response will follow in the trainer. Where the engine computes in
+    exactly the trainer's order, it has to be known before; None leaves it to `Recorder.responses`.
+    """
 
     context: TokenIds
     conversation: Conversation | None = None
     parent: "TurnNode | None" = None
+    base: TokenIds | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +52,7 @@ class TurnNode:
     added: TokenIds
     response: Response
     conversation: Conversation | None
+    base: TokenIds | None = None
     children: "list[TurnNode]" = field(default_factory=list)
 
     @property
@@ -111,13 +117,32 @@ class Recorder:
 
     def add(self, request: Request, response: Response, message: Message | None = None) -> TurnNode:
         """Records a delivered turn; `message` is what the policy said, as the client saw it."""
-        parent = self._extended_by(request.context)
+        parent = self.extended_by(request.context, request.base)
         start = 0 if parent is None else parent.end
         said = request.conversation.then(message) if request.conversation is not None and message is not None else None
-        node = TurnNode(parent, start, request.context[start:], response, said)
+        node = TurnNode(parent, start, request.context[start:], response, said, request.base)
         (self._roots if parent is None else parent.children).append(node)
         self._turns.append(node)
         return node
+
+    def base_of(self, context: TokenIds, prompt_ids: TokenIds) -> TokenIds:
+        """What a turn after this context follows in the trainer: see `responses`."""
+        parent = self.extended_by(context)
+        if parent is not None and parent.base is not None:
+            return parent.base
+        return prompt_ids if context[: len(prompt_ids)] == prompt_ids else context
+
+    def extended_by(self, context: TokenIds, base: TokenIds | None = None) -> TurnNode | None:
+        """The turn with the most tokens that begin this context; with a base, of those that follow it, too."""
+        found: TurnNode | None = None
+        candidates = list(self._roots)
+        while candidates:
+            node = candidates.pop()
+            if node.end <= len(context) and context[node.start : node.end] == node.own:
+                if (found is None or node.end > found.end) and base in (None, node.base):
+                    found = node
+                candidates += node.children
+        return found
 
     def remove(self, node: TurnNode) -> None:
         """Forgets a turn that did not arrive; no other may extend it."""
@@ -150,18 +175,6 @@ class Recorder:
                 found, most = node, len(said.keys)
         return found
 
-    def _extended_by(self, context: TokenIds) -> TurnNode | None:
-        """The turn with the most tokens that begin this context."""
-        found: TurnNode | None = None
-        candidates = list(self._roots)
-        while candidates:
-            node = candidates.pop()
-            if node.end <= len(context) and context[node.start : node.end] == node.own:
-                if found is None or node.end > found.end:
-                    found = node
-                candidates += node.children
-        return found
-
     def _context_of(self, node: TurnNode) -> TokenIds:
         return _joined(node.path[:-1]) + node.added
 
@@ -178,8 +191,9 @@ class Recorder:
 def _response(path: Sequence[TurnNode], new: Sequence[TurnNode], prompt_ids: TokenIds) -> Response:
     """The response of a path, of which the turns `new` are labelled."""
     root, leaf = path[0], path[-1]
-    on_prompt = root.added[: len(prompt_ids)] == prompt_ids
-    base = prompt_ids if on_prompt else root.added
+    base = root.base
+    if base is None:
+        base = prompt_ids if root.added[: len(prompt_ids)] == prompt_ids else root.added
     token_ids = _joined(path)[len(base) :]
     sampled = [(node.end - len(node.response.token_ids) - len(base), node.end - len(base)) for node in new]
     # The trainer knows sampled ranges by the observed ones between them; turns without a token between them are one.
@@ -192,15 +206,26 @@ def _response(path: Sequence[TurnNode], new: Sequence[TurnNode], prompt_ids: Tok
         finish_reason=leaf.response.finish_reason,
         weight_spans=_spans([node.response for node in new]),
         instance=leaf.response.instance,
+        turn_instances=_instances([node.response for node in new]),
         num_continued=sum(node.response.num_continued for node in new),
         num_resampled=sum(node.response.num_resampled for node in new),
         observed=observed,
-        prompt_ids=None if on_prompt else base,
+        prompt_ids=None if base == prompt_ids else base,
     )
 
 
 def _joined(path: Sequence[TurnNode]) -> TokenIds:
     return tuple(chain.from_iterable(node.own for node in path))
+
+
+def _instances(responses: Sequence[Response]) -> tuple[tuple[str, int], ...]:
+    """Who sampled the tokens of the responses in a row; neighbours of one instance become one."""
+    found: list[tuple[str, int]] = []
+    for instance, num_tokens in chain.from_iterable(response.sampled_by for response in responses):
+        if found and found[-1][0] == instance:
+            num_tokens += found.pop()[1]
+        found.append((instance, num_tokens))
+    return tuple(found)
 
 
 def _spans(responses: Sequence[Response]) -> tuple[WeightSpan, ...]:

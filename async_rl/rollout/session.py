@@ -26,6 +26,7 @@ from async_rl.config.sections import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.errors import AsyncRLError
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
 from async_rl.rollout.recorder import Recorder, Request, TurnNode
@@ -234,6 +235,7 @@ class RolloutSession:
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             raise InvalidRequest(f"stop is {stop!r:.80}: expected a list of texts")
         request = self._recorder.request(messages, tools) if messages is not None else _plain_request(token_ids)
+        request = replace(request, base=self._recorder.base_of(request.context, self._prompt.token_ids))
         most, cut_by = self._allowance(len(request.context), max_tokens)
         digest = digest_of([array("q", request.context).tobytes()])
         generation = _Generation(
@@ -273,7 +275,8 @@ class RolloutSession:
             return response, self._message(generation, response)
 
     async def _sample(self, generation: _Generation) -> Response:
-        shared, context = self._shared, generation.request.context
+        shared, context, base = self._shared, generation.request.context, generation.request.base
+        assert base is not None, "the base of a request is known when it begins"
         renders = generation.request.conversation is not None
         stop_token_ids = (*shared.rollout.stop_token_ids, *(shared.renderer.stop_token_ids if renders else ()))
         sampling = SamplingParams(
@@ -282,15 +285,19 @@ class RolloutSession:
             stop_token_ids=list(dict.fromkeys(stop_token_ids)),
             seed=turn_seed(self._seed, generation.digest, generation.occurrence),
             logprobs=0,
+            is_turn=True,
+            num_continued=len(context) - len(base) or None,
         )
-        asked = generation.digest, generation.occurrence, generation.max_tokens, generation.stop, renders
+        asked = generation.digest, generation.occurrence, generation.max_tokens, generation.stop, renders, len(base)
         if asked in self._sampled:
             return self._sampled[asked]
         request_id = f"{self._name}-{next(self._num_requests)}"
         expected = min(self._expected_tokens, generation.max_tokens)
+        earlier = self._recorder.extended_by(context)
+        cached = Cached(earlier.response.instance, earlier.end) if earlier is not None else None
         try:
             (response,), attempts = await shared.pool.generate_group(
-                context, sampling, request_id, self._version, expected
+                context, sampling, request_id, self._version, expected, cached
             )
         except AsyncRLError as error:
             if not self.failed.done():

@@ -30,6 +30,8 @@ class EngineCollector(Collector):
         counters = {
             "vllm:prompt_tokens": ("Prompt tokens of accepted requests.", stats.prompt_tokens),
             "vllm:generation_tokens": ("Sampled tokens.", stats.generation_tokens),
+            "vllm:prefix_cache_queries": ("Prompt tokens looked up in the KV cache.", stats.cache_queries),
+            "vllm:prefix_cache_hits": ("Those of them that were in it.", stats.cache_hits),
         }
         for name, (help_text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, help_text, labels=["model_name"])

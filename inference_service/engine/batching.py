@@ -83,6 +83,16 @@ class Batching:
         """Share of the cache in use, including prompts kept for later requests."""
         return self._store.num_tokens / self._store.max_tokens
 
+    @property
+    def num_asked(self) -> int:
+        """Prompt tokens of the sequences that were started."""
+        return self._schedule.num_asked
+
+    @property
+    def num_known(self) -> int:
+        """Those of them whose keys and values were there already, or were computed for another sequence."""
+        return self._schedule.num_known
+
     def submit(self, sequences: Listing[Sequence]) -> None:
         """Starts sequences.
 
@@ -182,7 +192,7 @@ class Batching:
             self._live.difference_update(run.sequence for run in ended)
         self.num_sampled += len(sampled)
         for run in ended:
-            self._schedule.end(run)
+            self._schedule.finish(run)
         self._on_sampled(sampled)
         if failed:
             # Keys and values that are not finite would damage those who get their slots.

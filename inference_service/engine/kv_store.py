@@ -38,6 +38,7 @@ class Shelf:
     """The segments of one capacity; `keys` and `values` are [N, K, C, D] per layer, and the first slots are taken."""
 
     capacity: int
+    is_shared: bool
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     places: list[Place] = field(default_factory=list)
@@ -126,19 +127,31 @@ class KVStore:
         self.generation += 1
 
     def reserve(self, place: Place, num_tokens: int) -> None:
-        """Makes a place of a response, which is in use, hold `num_tokens` tokens, with what is in it.
+        """Makes a place hold `num_tokens` tokens, with what is in it.
 
         Raises:
             NoRoom: the store is full; the place is unchanged.
         """
         if self._width(num_tokens) <= place.shelf.capacity:
             return
-        larger = self.new(num_tokens, is_shared=False)
+        larger, is_in_use = self.new(num_tokens, place.shelf.is_shared), place.is_in_use
         place.shelf.copy(place.slot, larger.shelf, larger.slot)
         self.free(place)
         place.shelf, place.slot = larger.shelf, larger.slot
         place.shelf.places[place.slot] = place
-        self.use(place)
+        if is_in_use:
+            self.use(place)
+
+    def append(self, place: Place, num_tokens: int, source: Place, rows: range) -> None:
+        """Copies tokens of another place after the first `num_tokens` of this one.
+
+        Raises:
+            NoRoom: the store is full; the place is unchanged.
+        """
+        self.reserve(place, num_tokens + len(rows))
+        for mine, others in ((place.shelf.keys, source.shelf.keys), (place.shelf.values, source.shelf.values)):
+            for new, old in zip(mine, others, strict=True):
+                new[place.slot, :, num_tokens : num_tokens + len(rows)] = old[source.slot, :, rows.start : rows.stop]
 
     def free(self, place: Place) -> None:
         if place.is_in_use:
@@ -167,7 +180,7 @@ class KVStore:
                 ]
                 for _ in range(2)
             )
-            self._shelves[is_shared, capacity] = Shelf(capacity, keys, values)
+            self._shelves[is_shared, capacity] = Shelf(capacity, is_shared, keys, values)
         return self._shelves[is_shared, capacity]
 
     def _grow(self, shelf: Shelf) -> None:

@@ -3,8 +3,11 @@
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Listing
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
 
 from inference_service.engine.kv_store import KVStore, NoRoom, Place
 from inference_service.engine.segments import Link, Segment, Segments, shortened
@@ -71,6 +74,10 @@ class Schedule:
         self._waiting: deque[Sequence] = deque()
         self._max_running = max_running
         self._prefill_tokens = prefill_tokens
+        self.num_asked = 0
+        """Prompt tokens of the sequences that were started."""
+        self.num_known = 0
+        """Those of them that were computed already, or for another sequence."""
 
     @property
     def has_work(self) -> bool:
@@ -91,6 +98,15 @@ class Schedule:
         if run.place is not None:
             self._store.free(run.place)
         self._segments.give_back(run.segment)
+
+    def finish(self, run: Run) -> None:
+        """Ends a run whose response is complete; what a turn has computed is kept for the turn that follows it."""
+        if run.sequence.params.is_turn and not self._exact and run.place is not None:
+            token_ids = run.sequence.token_ids()[: run.num_shared + run.num_fed]
+            rows = range(len(run.segment.prompt) - run.num_shared, run.num_fed)
+            with suppress(NoRoom):
+                self._segments.keep(run.segment, np.array(token_ids, dtype=np.int64), run.place, rows)
+        self.end(run)
 
     def restart(self) -> None:
         """Forgets all keys and values: every sequence is computed anew."""
@@ -143,8 +159,13 @@ class Schedule:
             raise NoRoom
 
     def _start(self, sequence: Sequence) -> Run:
-        num_shared = len(sequence.prompt) - sequence.num_continued
+        # Where the trainer's order does not matter, a later turn shares all that is before it.
+        follows_prompt = self._exact or not sequence.params.is_turn
+        num_shared = len(sequence.prompt) - (sequence.num_continued if follows_prompt else 0)
         segment = self._segments.take(sequence.prompt[:num_shared])
+        if not sequence.samples:
+            self.num_asked += len(sequence.prompt)
+            self.num_known += num_shared - (len(segment) - segment.num_done if segment.num_runs == 1 else 0)
         if segment.is_done and num_shared == sequence.num_tokens:
             # Its logits are gone: the last token of the prompt is computed once more.
             if self._exact:

@@ -2,11 +2,14 @@
 
 A prompt whose beginning is the beginning of another one shares that part, too: it is a chain of segments, the nearest
 first. So a continuation of a response shares its prompt with the group's other ones, and prompts share a system prompt.
+
+What a turn of a rollout has sampled is kept as a part of its segment, which the prompt of the next turn begins with; so
+that segment grows from turn to turn, and no token of it is computed twice.
 """
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -20,7 +23,10 @@ MIN_SHARED: Final = 32
 """Tokens that a prompt must have in common with another one to share them: each part costs a call per layer."""
 
 MAX_IDLE: Final = 64
-"""Segments kept for later requests: each new prompt is compared with all."""
+"""Segments kept for later requests, of which few are asked for again."""
+
+MAX_IDLE_TURNS: Final = 1024
+"""The same where turns are kept: rollouts that are not being sampled now. Each new prompt is compared with all."""
 
 MAX_DEPTH: Final = 4
 """Segments of a chain; a longer one costs more calls per layer than its sharing saves."""
@@ -39,13 +45,12 @@ class Segment:
     num_runs: int = 0
     """Responses that attend to it."""
     num_children: int = 0
-    links: "tuple[Link, ...]" = field(init=False)
-    """What a response after this prompt attends to: this segment, and the parents' parts."""
 
-    def __post_init__(self) -> None:
+    @property
+    def links(self) -> "tuple[Link, ...]":
+        """What a response after this prompt attends to: this segment, and the parents' parts."""
         before = self.parent.links if self.parent else ()
-        rest = shortened(before, self.num_before)
-        self.links = (Link(self.place, len(self)), *rest)
+        return (Link(self.place, len(self)), *shortened(before, self.num_before))
 
     @property
     def depth(self) -> int:
@@ -89,7 +94,7 @@ def shortened(links: "tuple[Link, ...]", num_tokens: int) -> "tuple[Link, ...]":
 
 
 class Segments:
-    """All segments in the store; of those that nobody attends to the last `MAX_IDLE` ones, as long as there is room."""
+    """All segments in the store; of those that nobody attends to the last ones, as long as there is room."""
 
     def __init__(self, store: KVStore, chains: bool = True) -> None:
         """`chains`: whether different prompts share their beginning."""
@@ -99,6 +104,7 @@ class Segments:
         """By their prompts."""
         self._idle: dict[Segment, None] = {}
         """In the order in which they were last attended to."""
+        self._max_idle = MAX_IDLE
 
     def take(self, prompt: Listing[int]) -> Segment:
         """The segment whose chain is the prompt, new unless there is one, for one more response.
@@ -109,7 +115,7 @@ class Segments:
         tokens = np.array(prompt, dtype=np.int64)
         segment = self._all.get(tokens.tobytes())
         if segment is None:
-            segment = self._all[tokens.tobytes()] = self._new(tokens, *self._nearest(tokens))
+            segment = self._made_for(tokens, *self._nearest(tokens))
         for each in chain(segment):
             each.num_runs += 1
             if each.num_runs == 1:
@@ -117,18 +123,52 @@ class Segments:
                 self._store.use(each.place)
         return segment
 
-    def _new(self, tokens: Tokens, parent: Segment | None, common: int) -> Segment:
+    def keep(self, segment: Segment, tokens: Tokens, source: Place, rows: range) -> None:
+        """Keeps what a response has computed after the prompt of its segment: `rows` of `source`; `tokens` are all.
+
+        If other responses attend to the segment it becomes another one.
+
+        Raises:
+            NoRoom: the store is full.
+        """
+        self._max_idle = MAX_IDLE_TURNS
+        if not rows or tokens.tobytes() in self._all:
+            return
+        if segment.num_runs == 1:
+            num_before = len(segment)
+            self._grow(segment, tokens)
+        else:
+            num_before = 0
+            segment = self._add(tokens, segment, len(segment.prompt))
+            self._idle[segment] = None
+        self._store.append(segment.place, num_before, source, rows)
+        segment.num_done = len(segment)
+
+    def _made_for(self, tokens: Tokens, nearest: Segment | None, common: int) -> Segment:
+        """A segment for a new prompt, that has the first `common` tokens in common with the nearest one."""
+        if nearest is not None and nearest.is_done and not nearest.num_runs and common == len(nearest.prompt):
+            self._grow(nearest, tokens)
+            return nearest
         # The last token is computed anew, for its logits.
-        num_before = min(common, len(tokens) - 1)
+        parent, num_before = nearest, min(common, len(tokens) - 1)
         while parent is not None and (num_before <= parent.num_before or parent.depth == MAX_DEPTH):
             num_before = min(num_before, parent.num_before)
             parent = parent.parent
-        if parent is None:
-            num_before = 0
+        return self._add(tokens, parent, num_before if parent is not None else 0)
+
+    def _add(self, tokens: Tokens, parent: Segment | None, num_before: int) -> Segment:
         place = self._store.new(len(tokens) - num_before, is_shared=True)
         if parent is not None:
             parent.num_children += 1
-        return Segment(tokens, parent, num_before, place)
+        segment = self._all[tokens.tobytes()] = Segment(tokens, parent, num_before, place)
+        return segment
+
+    def _grow(self, segment: Segment, tokens: Tokens) -> None:
+        """Makes it the segment of a prompt that begins with its own."""
+        self._store.reserve(segment.place, len(tokens) - segment.num_before)
+        del self._all[segment.prompt.tobytes()]
+        self._all[tokens.tobytes()] = segment
+        segment.prompt = tokens
 
     def give_back(self, segment: Segment) -> None:
         """The response has ended. What is not computed yet is of no use to others."""
@@ -139,7 +179,7 @@ class Segments:
                 self._idle[each] = None
                 if not each.is_done and not each.num_children:
                     self._remove(each)
-        while len(self._idle) > MAX_IDLE and self.evict():
+        while len(self._idle) > self._max_idle and self.evict():
             pass
 
     def evict(self) -> bool:
@@ -176,8 +216,12 @@ class Segments:
         best, longest = None, MIN_SHARED - 1
         for segment in self._all.values() if self._chains else ():
             length = min(len(tokens), len(segment.prompt))
-            differ = np.flatnonzero(segment.prompt[:length] != tokens[:length])
-            common = int(differ[0]) if len(differ) else length
+            # Of many only few are worth the whole comparison.
+            if length <= longest or segment.prompt[longest] != tokens[longest]:
+                continue
+            differs = segment.prompt[:length] != tokens[:length]
+            first = int(differs.argmax())
+            common = first if differs[first] else length
             if common > longest:
                 best, longest = segment, common
         return best, longest

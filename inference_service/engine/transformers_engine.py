@@ -109,6 +109,8 @@ class TransformersEngine:
             generation_tokens=self._batching.num_sampled,
             finished=dict(self._finished),
             cache_usage=self._batching.cache_usage,
+            cache_queries=self._batching.num_asked,
+            cache_hits=self._batching.num_known,
         )
 
     # Requests

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightSpan, WeightVersion
 from tests.support.agent_tokenizer import END
@@ -30,6 +31,7 @@ class ScriptedPolicy:
         request_id: str,
         version: WeightVersion,
         expected_tokens: float,
+        cached: Cached | None,
     ) -> tuple[tuple[Response, ...], int]:
         text = self._tokenizer.decode(list(context))
         self.requests.append((text, sampling))

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
+from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightSpan, WeightVersion
 
@@ -30,6 +31,7 @@ class ScriptedPool:
         self.delay_s = delay_s
         self.max_model_len = max_model_len
         self.asked: list[tuple[tuple[int, ...], SamplingParams]] = []
+        self.cached: list[Cached | None] = []
         self.num_cancelled = 0
         self.error: Exception | None = None
 
@@ -40,8 +42,10 @@ class ScriptedPool:
         request_id: str,
         version: WeightVersion,
         expected_tokens: float | None = None,
+        cached: Cached | None = None,
     ) -> tuple[list[Response], int]:
         self.asked.append((tuple(prompt_token_ids), sampling))
+        self.cached.append(cached)
         try:
             await asyncio.sleep(self.delay_s)
         except asyncio.CancelledError:

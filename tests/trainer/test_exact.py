@@ -1,5 +1,6 @@
 """Exact mode: the trainer's log-probs are the engine's, bit for bit, however either of them divides the work."""
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,17 +11,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.sections import RolloutSection, TrainerSection
 from async_rl.cpu.exact import ROW_MULTIPLE
+from async_rl.instance.partial_rollout import PartialRollout, request_of
 from async_rl.protocol.inference import SamplingParams
+from async_rl.rollout.session import Sessions
+from async_rl.rollout.trajectory import Trajectory
 from async_rl.types import Group, Prompt, Response, RolloutFacts, WeightSpan
 from benchmarks.common.random_model import save_random_qwen3
+from inference_service.engine.cache_size import plan_cache
 from inference_service.engine.kernels import EXACT
 from inference_service.engine.kv_store import KVStore
+from inference_service.engine.model import LoadedModel
 from inference_service.engine.sampling import sample_step
 from inference_service.engine.schedule import Schedule
 from inference_service.engine.sequences import Sequence as Generated
 from inference_service.engine.step import ModelStep
+from inference_service.engine.transformers_engine import TransformersEngine
 from trainer.batching.group_slice import slices_of
 from trainer.batching.packing import pack
 from trainer.batching.shared_prompt import make_micro_batch
@@ -276,6 +283,89 @@ def test_turns_and_branches_are_the_engines_bit_for_bit(checkpoint: Path, exactl
     group, model = generate_turns(engine_model, rng, 0.9), load(checkpoint, exactly)
     assert any(response.observed for response in group.responses)
     for max_tokens in (40, 300, 4096):
+        assert different(model, [group], max_tokens, 0.9) == 0.0
+
+
+class EnginePool:
+    """In place of a pool: the requests of sessions go to an engine in this process, as one or as two."""
+
+    max_model_len = None
+
+    def __init__(self, engine: TransformersEngine, rng: random.Random) -> None:
+        self._engine = engine
+        self._rng = rng
+
+    async def generate_group(
+        self, context: Sequence[int], sampling: SamplingParams, request_id: str, version: str, *_: object
+    ) -> tuple[list[Response], int]:
+        assert sampling.seed is not None
+        partial = PartialRollout(sampling.seed)
+        for most in (self._rng.randint(1, sampling.max_tokens), sampling.max_tokens):
+            if len(partial.token_ids) < sampling.max_tokens:
+                prompt, params = request_of(context, sampling, [partial], noise_by_position=True)
+                params = params.model_copy(update={"max_tokens": min(most, params.max_tokens)})
+                (choice,) = await self._engine.generate(f"{request_id}-{most}", prompt, params)
+                partial.token_ids.extend(sample.token_id for sample in choice.samples)
+                partial.logprobs.extend(sample.logprob for sample in choice.samples)
+        length = len(partial.token_ids)
+        partial.spans, partial.finish_reason = [WeightSpan(version, 0, length)], "length"
+        return [partial.response()], 1
+
+
+class NoTexts:
+    def batch_decode(self, sequences: Sequence[object], **_: object) -> list[str]:
+        return [""] * len(sequences)
+
+
+async def roll_out(model: PreTrainedModel, rng: random.Random) -> Group:
+    """The group of four rollouts at once, whose sessions sample turns, branches, and one turn after another prompt."""
+    vocab = model.config.vocab_size
+
+    def tokens(most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(1, vocab) for _ in range(rng.randint(1, most)))
+
+    size = plan_cache(model.config, torch.float32, torch.device("cpu"), 3, 512, EXACT.width)
+    engine = TransformersEngine(LoadedModel(model, None, frozenset(), 512), size, 512, "processed_logprobs", EXACT)
+    await engine.start()
+    prompt, other = Prompt("p", tokens(50), {}), tokens(50)
+    limits = RolloutSection(max_response_tokens=1000, max_turns=8, temperature=0.9)
+    sessions = Sessions(EnginePool(engine, rng), NoTexts(), None, limits)  # type: ignore[arg-type]
+
+    async def one(number: int) -> Trajectory:
+        session = sessions.open(prompt, "v", number, str(number), 20.0)
+        contexts = [prompt.token_ids, prompt.token_ids, other]
+        for _ in range(5):
+            context = rng.choice(contexts)
+            turn = await session.generate(token_ids=context, max_tokens=rng.randint(1, 30))
+            contexts += [(*context, *turn.token_ids, *tokens(20)), (*context, *turn.token_ids[:2], *tokens(5))]
+        return session.finish()
+
+    try:
+        trajectories = await asyncio.gather(*map(one, range(4)))
+    finally:
+        engine.close()
+    return Group(
+        iteration=0,
+        index=0,
+        prompt=prompt,
+        responses=tuple(response for each in trajectories for response in each.responses),
+        rewards=(0.0,) * 4,
+        weight_version="v",
+        started_s=0.0,
+        finished_s=0.0,
+        rollouts=tuple(
+            RolloutFacts(num_responses=len(each.responses), num_turns=each.num_turns) for each in trajectories
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rollouts_of_sessions_are_the_engines_bit_for_bit(checkpoint: Path, exactly: Parallel, seed: int) -> None:
+    engine_model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    group, model = asyncio.run(roll_out(engine_model, random.Random(seed))), load(checkpoint, exactly)
+    assert any(response.observed for response in group.responses)
+    assert any(response.prompt_ids for response in group.responses)
+    for max_tokens in (40, 4096):
         assert different(model, [group], max_tokens, 0.9) == 0.0
 
 

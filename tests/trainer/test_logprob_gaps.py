@@ -13,7 +13,9 @@ import torch
 
 from async_rl.proof.gap_limits import NoiseLimits, Unit, noise_scale
 from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
-from async_rl.types import Group, GroupProof, Prompt, Response, WeightSpan
+from async_rl.rollout.recorder import Recorder, Request
+from async_rl.types import Group, GroupProof, Prompt, Response, RolloutFacts, WeightSpan
+from trainer.batching.group_codec import pack_groups, unpack_groups
 from trainer.logprob_gaps import LARGEST_GAP, sums_of
 from trainer.trainer import MegatronTrainer
 
@@ -96,6 +98,37 @@ def test_the_sums_are_those_of_every_token_by_instance(
         assert gaps.clipped_rms == pytest.approx(math.sqrt(sum(d * d for d in cut) / len(ds)), **close)
     assert row.all_gaps.count == 18
     assert GroupProof.from_json(json.loads(json.dumps(asdict(row)))) == row
+
+
+def test_turns_of_one_rollout_are_counted_for_the_instances_that_sampled_them(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, rng: random.Random
+) -> None:
+    trainer = make_trainer(tiny_model("qwen3"))
+    (plain,) = with_scores(trainer, [make_group(0, 5, (16,), rng)])
+    prompt, (whole,) = plain.prompt.token_ids, plain.responses
+    turns = [(0, 3, "http://a", 0), (5, 9, "http://b", 0), (9, 10, "http://b", 1), (12, 16, "http://a", 0)]
+    recorder = Recorder(None)  # type: ignore[arg-type]
+    expected: dict[str, list[float]] = {}
+    for begin, end, instance, num_continued in turns:
+        shifts = [rng.gauss(0, 0.5) for _ in range(begin, end)]
+        expected.setdefault(MIXED if num_continued else instance, []).extend(shifts)
+        sampled = replace(
+            whole,
+            token_ids=whole.token_ids[begin:end],
+            logprobs=tuple(lp - d for lp, d in zip(whole.logprobs[begin:end], shifts, strict=True)),
+            weight_spans=(WeightSpan("v0", 0, end - begin),),
+            instance=instance,
+            num_continued=num_continued,
+        )
+        recorder.add(Request((*prompt, *whole.token_ids[:begin])), sampled)
+    responses = recorder.responses(prompt)
+    facts = RolloutFacts(num_turns=len(turns))
+    group = replace(plain, responses=responses, rewards=(1.0,), rollouts=(facts,))
+    (row,) = trainer.accumulate([unpack_groups(*pack_groups([group]))])
+    assert [instance for instance, _ in row.gaps] == sorted(expected)
+    for instance, gaps in row.gaps:
+        shifts = expected[instance]
+        assert gaps.count == len(shifts) and gaps.mean == pytest.approx(sum(shifts) / len(shifts), abs=1e-5)
 
 
 def test_quantiles_and_totals_are_those_of_all_tokens() -> None:

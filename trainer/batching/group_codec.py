@@ -64,6 +64,7 @@ def _header(group: Group) -> dict[str, Any]:
                 "finish_reason": response.finish_reason,
                 "spans": [(span.version, span.start, span.end) for span in response.weight_spans],
                 "instance": response.instance,
+                "turn_instances": response.turn_instances,
                 "num_continued": response.num_continued,
                 "num_resampled": response.num_resampled,
             }
@@ -84,6 +85,7 @@ def _group(header: dict[str, Any], token: Iterator[int], logprob: Iterator[float
             finish_reason=response["finish_reason"],
             weight_spans=tuple(WeightSpan(*span) for span in response["spans"]),
             instance=response["instance"],
+            turn_instances=tuple((instance, num_tokens) for instance, num_tokens in response["turn_instances"]),
             num_continued=response["num_continued"],
             num_resampled=response["num_resampled"],
         )

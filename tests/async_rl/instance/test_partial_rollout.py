@@ -64,6 +64,14 @@ def test_a_continuation_asks_for_the_rest_with_its_prefix_as_prompt(
     assert params.seed == (7 if noise_by_position else None)
 
 
+@pytest.mark.parametrize("length", [0, 3])
+def test_only_the_embedded_engine_is_told_of_turns(length: int) -> None:
+    sampling = SamplingParams(max_tokens=20, seed=1, is_turn=True, num_continued=1)
+    for noise_by_position, told in ((True, (True, 1 + length)), (False, (None, None))):
+        _, params = request_of(PROMPT, sampling, [partial_of(length)], noise_by_position=noise_by_position)
+        assert (params.is_turn, params.num_continued) == told
+
+
 def test_partials_that_no_one_request_can_bring_further_are_our_own_mistake() -> None:
     sampling = SamplingParams(n=2, max_tokens=20, seed=0, logprobs=0)
     with pytest.raises(AssertionError):

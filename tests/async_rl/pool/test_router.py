@@ -12,7 +12,7 @@ from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.credit import QUEUE_S
 from async_rl.pool.member import Member
 from async_rl.pool.request import Request
-from async_rl.pool.router import MAX_PASSED_OVER, Router
+from async_rl.pool.router import MAX_PASSED_OVER, MUCH_MORE_LOADED, Cached, Router
 from tests.support.members import ready_member
 
 NUM_POOLS = 40
@@ -188,6 +188,42 @@ def test_the_one_that_is_likely_done_first_takes_it() -> None:
         assert await router.acquire(100, 1.0, "v1") == [fast], "what other leaders sent counts too"
 
     run(scenario())
+
+
+def test_a_later_turn_goes_where_the_earlier_one_was_unless_that_is_closed_full_or_far_more_loaded() -> None:
+    """Generated pools; the rule once more, in words of its own."""
+
+    async def scenario(rng: Random) -> str:
+        members = [ready_member(f"m{i}", concurrency=2, speed=rng.choice((10.0, 20.0))) for i in range(3)]
+        for member in members:
+            member.outstanding_tokens = rng.randrange(1000)
+            member.outstanding_elsewhere = rng.choice((0, rng.randrange(1000)))
+        home = members[0]
+        cached = Cached(home.url, rng.randrange(600))
+        hindrance = rng.choice((None, None, None, "other version", "circuit", "full", "avoided", "gone"))
+        if hindrance == "other version":
+            members[0] = home = ready_member("m0", "v0")
+        elif hindrance == "circuit":
+            home.circuit.failed(1e12, 1e12, "reset")
+        elif hindrance == "full":
+            home.begin(Request([PartialRollout(0), PartialRollout(1)], 1))
+        elif hindrance == "gone":
+            members.remove(home)
+        avoid = {home.url} if hindrance == "avoided" else set()
+        loads = {m: (m.outstanding_tokens + m.outstanding_elsewhere) / (m.speed or 1.0) for m in members}
+        others = min((m for m in members if m is not home), key=loads.__getitem__)
+        router = Router(lambda: members, None, split_tail=rng.random() < 0.5)
+        (taken,) = await router.acquire(10, 1.0, "v1", avoid=avoid, cached=cached)
+        if hindrance is not None:
+            assert taken is others
+            return "hindered"
+        least = min(loads.values())
+        bears = loads[home] <= least * MUCH_MORE_LOADED + cached.num_tokens / (home.speed or 1.0)
+        assert taken is (home if bears else others)
+        return "kept" if taken is home else "left"
+
+    outcomes = [asyncio.run(scenario(Random(seed))) for seed in range(400)]
+    assert all(outcomes.count(each) > 50 for each in ("kept", "left", "hindered"))
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,6 @@ def files_of(family: str) -> ModelFiles:
         ({"inference": {"engine": "vllm"}}, "qwen3", "needs inference.engine = 'transformers', not 'vllm'"),
         ({"trainer": {"tensor_parallel": 2}}, "qwen3", "needs trainer.tensor_parallel = 1, not 2"),
         ({"trainer": {"pipeline_parallel": 2}}, "qwen3", "needs trainer.pipeline_parallel = 1, not 2"),
-        (
-            {"rollout": {"program": "command:agent"}},
-            "qwen3",
-            "needs rollout.program = 'single_turn', not 'command:agent'",
-        ),
         ({}, "qwen3_moe", "is for models without experts, .* 'a-model' is of 'qwen3_moe'"),
     ],
 )
@@ -49,3 +44,4 @@ def test_what_cannot_be_exact_is_refused(sections: dict[str, Any], family: str, 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_one_rank_in_float32_on_a_cpu_is_exact(family: str) -> None:
     require_exact(config_of(True, trainer={"num_processes": 2}), files_of(family))
+    require_exact(config_of(True, rollout={"program": "command:agent"}), files_of(family))

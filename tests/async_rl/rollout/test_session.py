@@ -9,6 +9,7 @@ import pytest
 
 from async_rl.config.sections import RolloutSection
 from async_rl.errors import NoInstanceLeft
+from async_rl.pool.router import Cached
 from async_rl.rollout.messages import InvalidRequest
 from async_rl.rollout.rendering import make_renderer
 from async_rl.rollout.session import NothingSampled, RolloutSession, Sessions
@@ -73,6 +74,19 @@ def test_a_turn_has_what_was_sampled_and_its_message(sessions: Sessions, tokeniz
         assert trajectory.num_turns == len(trajectory.responses) == 2 and trajectory.num_tokens == 14
         assert trajectory.last.text == plain.text
         assert [response.prompt_ids is None for response in trajectory.responses] == [True, False]
+
+    run(go)
+
+
+def test_a_turn_is_asked_for_where_the_one_it_extends_was_generated(sessions: Sessions, pool: ScriptedPool) -> None:
+    async def go() -> None:
+        session = opened(sessions)
+        first = await session.generate(messages=HI)
+        length = len(first.prompt_token_ids) + len(first.token_ids)
+        await session.generate(messages=[*HI, first.message, {"role": "user", "content": "on"}])
+        await session.generate(token_ids=[*first.prompt_token_ids, *first.token_ids, 20])
+        await session.generate(messages=[{"role": "user", "content": "else"}, first.message, *HI])
+        assert pool.cached == [None, Cached("http://scripted", length), Cached("http://scripted", length), None]
 
     run(go)
 

@@ -231,6 +231,8 @@ def test_metrics_have_vllms_names(client: httpx.Client, generate: Callable[..., 
         "vllm:kv_cache_usage_perc",
         "vllm:prompt_tokens_total",
         "vllm:generation_tokens_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
         "vllm:request_success_total",
     ):
         assert f"\n{name}" in text

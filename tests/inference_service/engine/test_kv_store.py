@@ -41,7 +41,7 @@ def test_contents_survive_any_order_of_operations(seed: int, max_tokens: int) ->
     contents: dict[Place, torch.Tensor] = {}
     shared: set[Place] = set()
     for _ in range(60):
-        action = rng.choice(["new", "new", "grow", "grow", "free", "use", "aside"])
+        action = rng.choice(["new", "new", "grow", "grow", "append", "free", "use", "aside"])
         place = rng.choice(list(contents)) if contents else None
         before, length = store.generation, 0
         try:
@@ -54,9 +54,16 @@ def test_contents_survive_any_order_of_operations(seed: int, max_tokens: int) ->
                 else:
                     store.use(place)
                 length = rng.randint(0, length)
-            elif action == "grow" and place not in shared:
+            elif action == "grow":
                 length = contents[place].shape[3] + rng.randint(0, 90)
                 store.reserve(place, length)
+            elif action == "append":
+                source = rng.choice(list(contents))
+                begin, start = rng.randint(0, contents[source].shape[3]), contents[place].shape[3]
+                rows = contents[source][:, :, :, begin:]
+                length = start + rows.shape[3]
+                store.append(place, start, source, range(begin, contents[source].shape[3]))
+                contents[place] = torch.cat([contents[place], rows], dim=3)
             elif action == "free":
                 store.free(place)
                 del contents[place]

@@ -68,7 +68,7 @@ class Engine:
         for run, sample in zip(drawing.runs, samples, strict=True):
             run.sequence.samples.append(sample)
             if not run.sequence.remaining_tokens:
-                self.schedule.end(run)
+                self.schedule.finish(run)
 
 
 def make_prompts(rng: random.Random, num: int, longest: int) -> list[tuple[int, ...]]:
@@ -116,12 +116,82 @@ def test_each_token_has_the_probability_that_the_model_alone_gives_it(
     while engine.schedule.has_work:
         engine.run_step()
     assert all(sequence.remaining_tokens == 0 for sequence in live)
+    assert_log_probs(model, sequences)
+
+
+@torch.inference_mode()
+def assert_log_probs(model: PreTrainedModel, sequences: list[Sequence]) -> None:
+    """Those of the model alone."""
     for sequence in sequences:
         tokens = sequence.token_ids()
         logits = model(input_ids=torch.tensor([tokens])).logits[0].double()
         expected = logits.log_softmax(-1)[len(sequence.prompt) - 1 : -1]
         for sample, row in zip(sequence.samples, expected, strict=True):
             assert sample.logprob == pytest.approx(float(row[sample.token_id]), abs=2e-5)
+
+
+def turn(prompt: tuple[int, ...], seed: int, num_tokens: int) -> Sequence:
+    return Sequence(prompt, SamplingParams(max_tokens=num_tokens, is_turn=True), seed, frozenset())
+
+
+@torch.inference_mode()
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([2, 16]), st.sampled_from([3, 512]), st.booleans())
+def test_turns_have_the_probabilities_that_the_model_alone_gives_them(
+    model: PreTrainedModel, seed: int, max_running: int, prefill_tokens: int, has_little_room: bool
+) -> None:
+    """Rollouts that go on, branch and begin again, several at once, some of their turns cancelled."""
+    rng = random.Random(seed)
+    engine = Engine(model, 1100 if has_little_room else 100_000, max_running, prefill_tokens)
+    roots = make_prompts(rng, 2, 20)
+    live: list[Sequence] = []
+    done: list[Sequence] = []
+    while len(done) < 20:
+        if len(live) < 5 and rng.random() < 0.3:
+            before = rng.choice(done).token_ids() if done and rng.random() < 0.8 else list(rng.choice(roots))
+            context = before if rng.random() < 0.8 else before[: rng.randint(1, len(before))]
+            said = [rng.randrange(2, 96) for _ in range(rng.randrange(8))]
+            live.append(turn((*context[:100], *said), rng.randrange(2**32), rng.randint(1, 12)))
+            engine.schedule.add(live[-1:])
+        if live and rng.random() < 0.01:
+            live.remove(rng.choice(live))
+            engine.schedule.keep(set(live))
+        if rng.random() < 0.01:
+            engine.schedule.restart()
+        if engine.schedule.has_work:
+            engine.run_step()
+        done += [each for each in live if not each.remaining_tokens]
+        live = [each for each in live if each.remaining_tokens]
+    assert_log_probs(model, done)
+    engine.schedule.keep(set())
+    while engine.schedule._segments.evict():
+        pass
+    assert engine.store.num_tokens == 0, "each place was given back"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_rollouts", [1, 4])
+def test_a_later_turn_computes_only_what_is_new(model: PreTrainedModel, num_rollouts: int) -> None:
+    engine = Engine(model, 100_000, 16, 512)
+    prompt = tuple(range(2, 42))
+    contexts = [prompt] * num_rollouts
+    for number in range(8):
+        turns = [turn(context, 10 * number + i, 3 + i) for i, context in enumerate(contexts)]
+        engine.schedule.add(turns)
+        known, num_computed = engine.schedule.num_known, 0
+        while engine.schedule.has_work:
+            work = engine.schedule.next()
+            num_computed += sum(len(fed.token_ids) for fed in work.fed) + len(
+                [run for run in work.decoding if not run.sequence.samples]
+            )
+            engine.compute(work)
+        # The last token of a turn was sampled, and not fed; five more are new.
+        expected = len(prompt) if number == 0 else num_rollouts * (1 + 5)
+        assert num_computed == expected
+        assert engine.schedule.num_known - known == sum(map(len, contexts)) - expected
+        contexts = [(*each.token_ids(), *range(50 + number, 55 + number)) for each in turns]
+    num_tokens = sum(place.shelf.capacity for shelf in engine.store._shelves.values() for place in shelf.places)
+    assert num_tokens <= 2 * (len(prompt) + num_rollouts * 256), "a rollout has one segment, not one for each turn"
 
 
 def test_a_group_shares_its_prompt_and_continuations_share_it_too(model: PreTrainedModel) -> None:
