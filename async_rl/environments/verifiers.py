@@ -102,8 +102,8 @@ class VerifiersEnvironment:
         """
         if "task" not in prompt.row:
             raise ConfigError(
-                f"the row of prompt {prompt.prompt_id!r} has no task (it has {sorted(prompt.row)}): write the data with "
-                "`python -m async_rl.environments.verifiers_rows`"
+                f"the row of prompt {prompt.prompt_id!r} has no task (it has {sorted(prompt.row)}): write the data "
+                "with `python -m async_rl.environments.verifiers_rows`"
             )
         service = await self._service(urlsplit(prompt.base_url).hostname or "")
         asked = {"task": prompt.row["task"], "base_url": prompt.base_url}

@@ -98,7 +98,8 @@ class Service:
             task = self._task_type(data, self._env.config.taskset.task)
             client = self._vf.EvalClientConfig(base_url=base_url, api_key_var=NO_KEY)
             episode = await self._env.run_episode(task, self._vf.ModelContext(model=MODEL, client=client))
-            said = {"reward": _reward(episode, base_url)} if self._env.complete(episode) else {"error": _faults(episode)}
+            complete = self._env.complete(episode)
+            said = {"reward": _reward(episode, base_url)} if complete else {"error": _faults(episode)}
         except Exception as error:
             said = {"error": _shown(error)}
         return web.json_response(said)
@@ -129,9 +130,7 @@ def _reward(episode: Any, base_url: str) -> float | None:
     """
     played = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
     if len(played) != 1 or not played[0].agent.trainable:
-        names = ", ".join(
-            trace.agent.name + ("" if trace.agent.trainable else " (not trainable)") for trace in played
-        )
+        names = ", ".join(trace.agent.name + ("" if trace.agent.trainable else " (not trainable)") for trace in played)
         raise ValueError(
             f"{len(played)} runs of agents talked to the policy: {names or 'none'}; expected one that is trainable: a "
             "rollout has one reward. Give all other agents a client and a model of their own in the config"
@@ -175,8 +174,10 @@ def main(config: str, socket: str) -> None:
         service = Service(tomllib.loads(Path(config).read_text()).get("env", {}))
         asyncio.run(service.serve(socket, tell))
     except Exception as error:
+        # Before it is told: who reads that ends this process.
+        traceback.print_exc()
         tell({"error": f"{type(error).__name__}: {error}"[:MAX_SHOWN]})
-        raise
+        sys.exit(1)
 
 
 if __name__ == "__main__":
