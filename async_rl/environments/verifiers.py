@@ -111,7 +111,9 @@ class VerifiersEnvironment:
             async with service.session() as session, session.post("/episodes", json=asked) as response:
                 response.raise_for_status()
                 said = await response.json()
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            # Until it has ended, so that the next episode starts another one.
+            await service.close()
             raise EnvironmentFailed(f"the process of {self._config} failed: {error!r}") from error
         if "error" in said:
             raise self._failure(said["error"])

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,10 +156,18 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield stage
 
 
+def descendants(word: str) -> list[psutil.Process]:
+    """The living processes that this test's process has started, directly or not, with `word` in their first words."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if any(word in each for each in process.cmdline()[:3]):
+                found.append(process)
+    return found
+
+
 def services() -> list[psutil.Process]:
-    """The processes of environments that this test's process has started, their guards left out."""
-    found = psutil.Process().children(recursive=True)
-    return [each for each in found if each.name() != "sh" and any("_service.py" in word for word in each.cmdline()[:3])]
+    return descendants("_service.py")
 
 
 def wait_until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -203,14 +211,10 @@ def test_a_row_of_another_task_is_named(stage: Stage) -> None:
 
 
 def test_a_rollout_that_is_cancelled_leaves_no_process_of_its_agent(stage: Stage) -> None:
-    def sleeping() -> list[psutil.Process]:
-        found = psutil.Process().children(recursive=True)
-        return [each for each in found if each.status() != psutil.STATUS_ZOMBIE and "987654" in each.cmdline()]
-
     stage.play()
     with pytest.raises(TimeoutError):
         stage.play_all({"fault": "process"}, within_s=5.0)
-    wait_until(lambda: not sleeping())
+    wait_until(lambda: not descendants("987654"))
     assert stage.play()[0].reward == pytest.approx(3.1)
 
 
