@@ -116,6 +116,10 @@ class Stage:
 
     rig: GatewayRig
     program: ServedProgram
+    config: Path
+
+    def services(self) -> list[psutil.Process]:
+        return descendants(str(self.config))
 
     def play(self, **task: Any) -> tuple[RolloutResult, Trajectory]:
         return self.play_all(task)[0]
@@ -144,7 +148,7 @@ def stage_of(folder: Path, config: str, say: Callable[[str, int], str]) -> Itera
         with gateway_rig(loop, say, program=f"python:{folder / 'play.py'}:rollout", max_turns=4, timeout_s=150) as rig:
             program = ServedProgram(WorkerProgram(rig.config), rig.gateway)
             loop.run(program.start())
-            yield Stage(rig, program)
+            yield Stage(rig, program, folder / "env.toml")
             loop.run(program.close())
     finally:
         loop.close()
@@ -161,13 +165,9 @@ def descendants(word: str) -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if any(word in each for each in process.cmdline()[:3]):
+            if any(word in each for each in process.cmdline()[:4]):
                 found.append(process)
     return found
-
-
-def services() -> list[psutil.Process]:
-    return descendants("_service.py")
 
 
 def wait_until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -187,7 +187,7 @@ def test_episodes_at_once_are_rollouts_of_one_process_each_with_its_own_turns_an
         num_turns = 1 + number % 3
         assert result.reward == trajectory.reward == pytest.approx(len("yes") + num_turns / 10)
         assert (trajectory.num_turns, len(trajectory.responses), trajectory.status) == (num_turns, 1, "completed")
-    assert len(services()) == 1
+    assert len(stage.services()) == 1
 
 
 def test_an_episode_that_cannot_be_scored_failed_and_says_why(stage: Stage) -> None:
@@ -220,13 +220,13 @@ def test_a_rollout_that_is_cancelled_leaves_no_process_of_its_agent(stage: Stage
 
 def test_a_process_that_is_lost_fails_its_rollouts_and_another_one_plays_the_next(stage: Stage) -> None:
     stage.play()
-    (service,) = services()
+    (service,) = stage.services()
     threading.Timer(2.0, service.kill).start()
     with pytest.raises(ProgramFailed, match=r"the process of .*env.toml failed"):
         stage.play(fault="process")
     wait_until(lambda: not is_alive(service.pid))
     assert stage.play()[0].reward == pytest.approx(3.1)
-    assert [each.pid for each in services()] != [service.pid]
+    assert [each.pid for each in stage.services()] != [service.pid]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_config_that_cannot_be_served_is_an_error_that_all_its_rollouts_share(
     with stage_of(tmp_path, config, lambda context, seed: "yes") as stage:
         with pytest.raises(ProgramFailed, match=f"cannot serve the environment of .*{fault}"):
             stage.play_all({}, {}, {})
-        assert not services()
+        assert not stage.services()
 
 
 def rows_of(config: Path, *words: str) -> "subprocess.CompletedProcess[str]":
@@ -280,7 +280,7 @@ def test_a_harness_of_verifiers_with_a_tool_is_one_sequence_of_two_turns(tmp_pat
         result, trajectory = stage.play(prompt="What is 49 * 97?", answer=4753)
         assert result.reward == 1.0
         assert (trajectory.num_turns, len(trajectory.responses), trajectory.status) == (2, 1, "completed")
-        (service,) = services()
+        (service,) = stage.services()
         left = [service.pid, *(each.pid for each in service.children(recursive=True))]
         (folder,) = (Path(word).parent for word in service.cmdline() if word.endswith("/socket"))
         assert len(left) > 1 and folder.exists()
