@@ -14,6 +14,9 @@ VLLM_READY := $(VLLM_VENV)/.ready
 PEERS_VENV := .venv-peers
 AGENTS_VENV := .venv-agents
 AGENTS_READY := $(AGENTS_VENV)/.ready
+# verifiers pins other versions of openai and mcp than the frameworks do.
+VERIFIERS_VENV := .venv-verifiers
+VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
 PEERS_READY := $(PEERS_VENV)/.ready
 FAST := not distributed and not packaging and not vllm and not layouts and not agents and not gpu and not npu
 
@@ -44,8 +47,8 @@ test-gpu: $(READY)
 test-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
-# Frameworks in an environment of their own, as their users have them.
-test-agents: $(READY) $(AGENTS_READY)
+# Frameworks in environments of their own, as their users have them.
+test-agents: $(READY) $(AGENTS_READY) $(VERIFIERS_READY)
 	$(BIN)/python -m pytest -m agents tests/async_rl/gateway tests/async_rl/environments $(ARGS)
 
 vllm: $(VLLM_READY)
@@ -136,6 +139,12 @@ $(AGENTS_READY): Makefile
 	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents==0.24.0 openenv==0.10.0
 	touch $@
 
+# Its harnesses install their own packages with uv, at their first start.
+$(VERIFIERS_READY): Makefile
+	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 uv==0.13.9
+	touch $@
+
 # vLLM for CPU, resolved together with what async-rl needs beside it. Without constraints.txt, whose versions are those of
 # the other environment. torchvision, torchaudio and torchcodec, which vLLM asks for, are built for another torch and do not
 # load with this one; vLLM does without them.
@@ -147,4 +156,4 @@ $(VLLM_READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(AGENTS_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(AGENTS_VENV) $(VERIFIERS_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

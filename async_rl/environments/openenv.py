@@ -25,6 +25,8 @@ from typing import Any
 
 import aiohttp
 
+from async_rl.environments.failure import EnvironmentFailed
+
 CONNECT_TIMEOUT_S = 30.0
 
 REPLY_TIMEOUT_S = 300.0
@@ -34,10 +36,6 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 MAX_SHOWN = 500
 """Characters of a response in an error."""
-
-
-class EnvironmentFailed(Exception):
-    """The server does not respond, refuses, or responds with something else; the rollout is run again."""
 
 
 @dataclass(frozen=True, slots=True)

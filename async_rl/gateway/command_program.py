@@ -18,9 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-from async_rl.config.cluster_section import TOKEN_VARIABLE
 from async_rl.config.sections import RolloutSection
 from async_rl.programs import process_guard
+from async_rl.programs.agent_environment import agent_environment
 from async_rl.programs.user_command import split_command
 from async_rl.rollout.program import ProgramFailed, ProgramPrompt, RolloutResult
 from async_rl.rollout.session import RolloutSession
@@ -29,9 +29,6 @@ SETTING = "rollout.program"
 
 PROMPT_VARIABLE = "ASYNC_RL_PROMPT"
 """Names the file with the prompt, for agents whose standard input is not at hand."""
-
-OWN_VARIABLES = (TOKEN_VARIABLE, "PYTHONSAFEPATH")
-"""Agents do not get these: the token of the run's servers, and what our programs run with."""
 
 LIMIT_GRACE_S = 2.0
 """After its time limit an agent gets no further turns for so long, and may end in its own way."""
@@ -143,16 +140,12 @@ async def _guarded(
 
 
 def _environment(prompt: ProgramPrompt, file: Path) -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
-    direct = urlsplit(prompt.base_url).hostname or ""
     return {
-        **environment,
+        **agent_environment(urlsplit(prompt.base_url).hostname or ""),
         "OPENAI_BASE_URL": prompt.base_url,
         "OPENAI_API_BASE": prompt.base_url,
         "OPENAI_API_KEY": prompt.api_key,
         PROMPT_VARIABLE: str(file),
-        # The gateway is here, whatever proxy leads elsewhere.
-        **{name: ",".join(filter(None, [environment.get(name), direct])) for name in ("NO_PROXY", "no_proxy")},
     }
 
 

@@ -41,7 +41,8 @@ def keep(command: Sequence[str], cores: Sequence[int], grace_s: float, stdin: st
             start_new_session=True,
             preexec_fn=_die_with_guard if sys.platform == "linux" else None,
         )
-    ended_by_us = _wait_for_child_or_closed_pipe(child)
+    with _reaping_orphans(child.pid):
+        ended_by_us = _wait_for_child_or_closed_pipe(child)
     if ended_by_us:
         _end(child, grace_s)
     _kill_what_is_left(child.pid)
@@ -57,6 +58,27 @@ def _wait_for_child_or_closed_pipe(child: subprocess.Popen[bytes]) -> bool:
             if sys.stdin in readable:
                 return child.poll() is None
     return False
+
+
+@contextlib.contextmanager
+def _reaping_orphans(child: int) -> Iterator[None]:
+    """Orphans become our children: a command that runs for days would fill the table of processes with dead ones."""
+    if sys.platform != "linux":
+        yield
+        return
+    signal.signal(signal.SIGCHLD, lambda number, frame: _reap_all_but(child))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _reap_all_but(child: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == child:
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 @contextlib.contextmanager

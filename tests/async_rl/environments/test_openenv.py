@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from async_rl.environments.openenv import EnvironmentFailed, open_environment
+from async_rl.environments.failure import EnvironmentFailed
+from async_rl.environments.openenv import open_environment
 
 Serve = Callable[[web.WebSocketResponse], Awaitable[None]]
 
