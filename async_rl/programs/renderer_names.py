@@ -29,5 +29,6 @@ def require_renderer(name: str) -> None:
     except ValueError as error:
         known = sorted(set(import_module("renderers.base").MODEL_RENDERER_MAP.values()))
         raise ConfigError(
-            f"rollout.renderer is {name!r}: expected {AUTO}, {TEMPLATE}, {', '.join(known)}; {TEMPLATE} does for any model"
+            f"rollout.renderer is {name!r}: expected {AUTO}, {TEMPLATE}, {', '.join(known)}; {TEMPLATE} does for any "
+            "model"
         ) from error

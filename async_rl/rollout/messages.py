@@ -65,6 +65,13 @@ def key_of_tools(tools: Sequence[Tool] | None) -> str:
         raise InvalidRequest(f"tools cannot be written as JSON: {error}") from error
 
 
+def num_bytes_of(message: Message) -> int:
+    """Of what a normalized message says."""
+    calls = (call["function"]["arguments"] for call in message.get("tool_calls", ()))
+    texts = (message["content"], message.get("reasoning_content", ""), *calls)
+    return sum(len(text.encode(errors="surrogatepass")) for text in texts)
+
+
 def text_of(content: object, where: str) -> str:
     """The text of a message's content, a text itself or parts of text; `where` names it.
 

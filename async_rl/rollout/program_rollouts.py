@@ -173,9 +173,12 @@ class ProgramRollouts:
         )
         try:
             result = await self._program.run(shown, session)
-            async with self._sessions.turnstile:
-                await asyncio.sleep(0)
-                return session.finish(result.reward, result.turn_rewards)
+            session.close()
+            turnstile = self._sessions.turnstile
+            async with turnstile.entered():
+                return await turnstile.run(
+                    lambda: session.finish(result.reward, result.turn_rewards), session.num_recorded
+                )
         except InstanceRefused as error:
             error.add_note(f"asked for {place}")
             raise
