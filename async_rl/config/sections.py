@@ -73,6 +73,9 @@ class RolloutSection(Section):
     )
     max_attempts: int = Field(3, ge=1, description="runs of a rollout whose program fails; then the training run ends")
     max_concurrent: int = Field(256, ge=1, description="rollouts of a program under way at once, for each replica")
+    max_concurrent_per_environment: int | None = Field(
+        None, ge=1, description="of these, rollouts whose rows name the same `environment`; by default all of them"
+    )
     num_workers: int = Field(1, ge=1, description="processes that run the program's rollouts")
     gateway_host: str = Field("127.0.0.1", description="where the gateway listens for agents (see gateway.md)")
     gateway_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one")

@@ -42,3 +42,7 @@ class ApiError(Exception):
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, "invalid_request", message, param)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, "unsupported_parameter", message, param)

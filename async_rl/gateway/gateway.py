@@ -17,7 +17,7 @@ from aiohttp import web
 from async_rl.config.sections import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.gateway.api_error import ApiError
-from async_rl.gateway.chat_request import IgnoredFields
+from async_rl.gateway.ignored_fields import IgnoredFields
 from async_rl.gateway.keys import Keys
 from async_rl.gateway.line import Line
 from async_rl.gateway.server import make_app

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from async_rl.errors import AsyncRLError
+from async_rl.gateway.answer import Answer
 from async_rl.gateway.api_error import ApiError, bad_request
-from async_rl.gateway.chat_answer import Answer
-from async_rl.gateway.chat_request import ChatRequest
+from async_rl.gateway.turn_request import TurnRequest
 from async_rl.rollout.messages import InvalidRequest
 from async_rl.rollout.session import LimitReached, RolloutSession, SessionClosed, Turn
 
@@ -29,9 +29,13 @@ NUM_LAST_ANSWERS = 4
 
 @dataclass(eq=False, slots=True)
 class Exchange:
-    """A request and its turn. `num_clients` wait for it; `arrived`: it has been sent, or is being sent, to one."""
+    """A request and its turn. `num_clients` wait for it; `arrived`: it has been sent, or is being sent, to one.
+
+    `source` is the request's field with the messages, for errors.
+    """
 
     digest: bytes
+    source: str
     task: "asyncio.Task[Turn]"
     num_clients: int = 0
     arrived: bool = False
@@ -66,7 +70,7 @@ class Line:
     def leave(self) -> None:
         self._num_requests -= 1
 
-    def join(self, request: ChatRequest, digest: bytes, is_retry: bool) -> Exchange:
+    def join(self, request: TurnRequest, digest: bytes, is_retry: bool) -> Exchange:
         """The exchange of a request, which ends with `part`.
 
         A request is a new one, unless its client says that it sends it again or the same one has lost its clients.
@@ -76,11 +80,11 @@ class Line:
         if exchange is None or not (is_retry or forsaken):
             generating = self._session.generate(
                 messages=request.messages,
-                tools=request.offered_tools,
-                max_tokens=request.most_tokens,
-                stop=request.stops,
+                tools=request.tools,
+                max_tokens=request.max_tokens,
+                stop=request.stop,
             )
-            exchange = self._exchanges[digest] = Exchange(digest, asyncio.create_task(generating))
+            exchange = self._exchanges[digest] = Exchange(digest, request.source, asyncio.create_task(generating))
             # Nobody may be waiting when it fails.
             exchange.task.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._open.add(exchange)
@@ -97,7 +101,7 @@ class Line:
             turn = await asyncio.shield(exchange.task)
         except LimitReached as limit:
             self._forget(exchange)
-            return self._after(limit)
+            return self._after(limit, exchange.source)
         except InvalidRequest as error:
             self._forget(exchange)
             raise bad_request(str(error)) from error
@@ -144,11 +148,11 @@ class Line:
         for exchange in list(self._open):
             self._end(exchange)
 
-    def _after(self, limit: LimitReached) -> Answer:
+    def _after(self, limit: LimitReached, source: str) -> Answer:
         if limit.limit == "context":
             # This conversation is too long, as for any server; others of the rollout may go on.
             message = f"This model's maximum context length is exceeded: {limit}"
-            raise ApiError(HTTPStatus.BAD_REQUEST, "context_length_exceeded", message, "messages") from limit
+            raise ApiError(HTTPStatus.BAD_REQUEST, "context_length_exceeded", message, source) from limit
         self._num_after_limit += 1
         if self._num_after_limit > NUM_LAST_ANSWERS:
             raise ApiError(HTTPStatus.BAD_REQUEST, "rollout_limit_reached", str(limit)) from limit

@@ -2,20 +2,26 @@
 
 import asyncio
 import hashlib
-import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from async_rl.gateway.answer import Answer, Decode, to_json
 from async_rl.gateway.api_error import ApiError
-from async_rl.gateway.chat_answer import Answer, Decode, completion, events
-from async_rl.gateway.chat_request import ChatRequest, IgnoredFields, read_chat_request
+from async_rl.gateway.chat_answer import completion, completion_events
+from async_rl.gateway.chat_request import read_chat_request
+from async_rl.gateway.ignored_fields import IgnoredFields
 from async_rl.gateway.line import Exchange, Line, ended
+from async_rl.gateway.responses_answer import response_events, response_object
+from async_rl.gateway.responses_request import read_responses_request
+from async_rl.gateway.turn_request import ApiRequest, TurnRequest
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +37,24 @@ RETRY_COUNT = "x-stainless-retry-count"
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
 
+Request = TypeVar("Request", bound=ApiRequest)
+
 FindLine = Callable[[str], Line | None]
 """The line of a key; None after its rollout has ended. Raises ApiError for a key that is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect(Generic[Request]):
+    """One of OpenAI's APIs: how a request is read, and its answer written, whole or as server-sent events."""
+
+    route: str
+    read: Callable[[bytes], Request]
+    whole: Callable[[Answer, Request, Decode], Mapping[str, Any]]
+    events: Callable[[Answer, Request, Decode], Iterator[bytes]]
+
+
+CHAT = Dialect("/chat/completions", read_chat_request, completion, completion_events)
+RESPONSES = Dialect("/responses", read_responses_request, response_object, response_events)
 
 
 def make_app(find_line: FindLine, ignored: IgnoredFields, decode: Decode, model: str) -> web.Application:
@@ -40,7 +62,8 @@ def make_app(find_line: FindLine, ignored: IgnoredFields, decode: Decode, model:
     api = _Api(find_line, ignored, decode, model)
     app = web.Application(middlewares=[api.report_errors], client_max_size=MAX_BODY_BYTES)
     for prefix in ("/v1", "/r/{key}/v1"):
-        app.router.add_post(f"{prefix}/chat/completions", api.complete_chat)
+        app.router.add_post(prefix + CHAT.route, partial(api.serve, CHAT))
+        app.router.add_post(prefix + RESPONSES.route, partial(api.serve, RESPONSES))
         app.router.add_get(f"{prefix}/models", api.list_models)
         app.router.add_get(f"{prefix}/models/{{model:.+}}", api.show_model)
     return app
@@ -67,18 +90,22 @@ class _Api:
             log.exception("the gateway failed at a request; its agent gets an error")
             return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error", "see the trainer's log").response()
 
-    async def complete_chat(self, request: web.Request) -> web.StreamResponse:
+    async def serve(self, dialect: Dialect[Request], request: web.Request) -> web.StreamResponse:
+        """A turn for a request of one of the APIs."""
         line = self._line(request)
         line.enter()
         try:
             body = await _read(request)
-            chat = read_chat_request(body)
-            self._ignored.note(chat)
+            asked = dialect.read(body)
+            self._ignored.note(asked.model_extra or {})
             idempotency_key = request.headers.get(IDEMPOTENCY_KEY)
             is_retry = idempotency_key is not None or request.headers.get(RETRY_COUNT, "0") != "0"
-            async with _exchange(line, chat, _digest(body, idempotency_key), is_retry) as exchange:
+            digest = _digest(body, dialect.route, idempotency_key or "")
+            async with _exchange(line, asked.turn, digest, is_retry) as exchange:
                 answer = await line.answer(exchange)
-                return await self._send(request, chat, answer, line, exchange)
+                response, parts = self._response(dialect, asked, answer)
+                await _send(request, response, parts, line, exchange)
+                return response
         finally:
             line.leave()
 
@@ -102,32 +129,35 @@ class _Api:
             raise ended()
         return line
 
-    async def _send(
-        self, request: web.Request, chat: ChatRequest, answer: Answer, line: Line, exchange: Exchange
-    ) -> web.StreamResponse:
-        response: web.StreamResponse
-        if chat.stream:
+    def _response(
+        self, dialect: Dialect[Request], asked: Request, answer: Answer
+    ) -> tuple[web.StreamResponse, Iterator[bytes]]:
+        """With the parts that follow its head."""
+        if asked.stream:
             headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-            response, parts = web.StreamResponse(headers=headers), events(answer, chat, self._decode)
-        else:
-            body = json.dumps(completion(answer, chat, self._decode)).encode()
-            response, parts = web.Response(body=body, content_type="application/json"), iter(())
-        line.sending(exchange)
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await _write(request, response, parts)
-        except (TimeoutError, ConnectionError):
-            line.lost(exchange)
-            if request.transport is not None:
-                request.transport.abort()
-        except BaseException:
-            line.lost(exchange)
-            raise
-        return response
+            return web.StreamResponse(headers=headers), dialect.events(answer, asked, self._decode)
+        body = to_json(dialect.whole(answer, asked, self._decode))
+        return web.Response(body=body, content_type="application/json"), iter(())
 
     @staticmethod
     def _card(model: str) -> dict[str, Any]:
         return {"id": model, "object": "model", "created": 0, "owned_by": "async-rl"}
+
+
+async def _send(
+    request: web.Request, response: web.StreamResponse, parts: Iterable[bytes], line: Line, exchange: Exchange
+) -> None:
+    line.sending(exchange)
+    try:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await _write(request, response, parts)
+    except (TimeoutError, ConnectionError):
+        line.lost(exchange)
+        if request.transport is not None:
+            request.transport.abort()
+    except BaseException:
+        line.lost(exchange)
+        raise
 
 
 async def _write(request: web.Request, response: web.StreamResponse, parts: Iterable[bytes]) -> None:
@@ -138,8 +168,8 @@ async def _write(request: web.Request, response: web.StreamResponse, parts: Iter
 
 
 @asynccontextmanager
-async def _exchange(line: Line, chat: ChatRequest, digest: bytes, is_retry: bool) -> AsyncIterator[Exchange]:
-    exchange = line.join(chat, digest, is_retry)
+async def _exchange(line: Line, turn: TurnRequest, digest: bytes, is_retry: bool) -> AsyncIterator[Exchange]:
+    exchange = line.join(turn, digest, is_retry)
     try:
         yield exchange
     finally:
@@ -161,5 +191,7 @@ async def _read(request: web.Request) -> bytes:
         raise ApiError(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", message) from error
 
 
-def _digest(body: bytes, idempotency_key: str | None) -> bytes:
-    return hashlib.blake2b(body, key=hashlib.sha256((idempotency_key or "").encode()).digest()).digest()
+def _digest(body: bytes, route: str, idempotency_key: str) -> bytes:
+    # The text of a header may hold bytes that are no text.
+    kind = f"{route} {idempotency_key}".encode(errors="surrogateescape")
+    return hashlib.blake2b(body, key=hashlib.sha256(kind).digest()).digest()

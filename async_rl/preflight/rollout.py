@@ -3,17 +3,15 @@
 from async_rl.config.sections import SINGLE_TURN, RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.preflight.user_file import PREFIX, require_function
-from async_rl.programs.extras import require_extras
+from async_rl.programs.renderer_names import require_renderer
 from async_rl.programs.user_command import COMMAND, split_command
-
-TEMPLATE = "template"
 
 
 def require_program(config: RolloutSection) -> None:
-    """Checks `rollout.program`, and that the package of `rollout.renderer` is installed.
+    """Checks `rollout.program` and `rollout.renderer`.
 
     Raises:
-        ConfigError: there is no such program; names the file and, if possible, the line.
+        ConfigError: there is no such program, named with its file and, if possible, the line; or no such renderer.
     """
     if config.program == SINGLE_TURN:
         return
@@ -26,5 +24,4 @@ def require_program(config: RolloutSection) -> None:
             f"rollout.program is {config.program!r}: expected {SINGLE_TURN}, {PREFIX}path/to/file.py:function, or "
             f"{COMMAND}PROGRAM ARGUMENTS"
         )
-    if config.renderer != TEMPLATE:
-        require_extras(f"rollout.renderer = {config.renderer!r}", "agents")
+    require_renderer(config.renderer)

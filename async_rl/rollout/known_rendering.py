@@ -13,10 +13,9 @@ from renderers.configs import config_from_name
 from renderers.parsers import Qwen3ToolParser
 
 from async_rl.errors import ConfigError
+from async_rl.programs.renderer_names import AUTO, require_renderer
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
 from async_rl.rollout.rendering import ParsedCall, ToolParser
-
-AUTO = "auto"
 
 
 def make_known_renderer(name: str, tokenizer: Any, model_path: str) -> "KnownRenderer | None":
@@ -29,11 +28,8 @@ def make_known_renderer(name: str, tokenizer: Any, model_path: str) -> "KnownRen
         # The exact hub name, as the package wants it: the template of a fine-tuned model may be another one.
         found = MODEL_RENDERER_MAP.get(model_path)
         return None if found is None else make_known_renderer(found, tokenizer, model_path)
-    try:
-        config: Any = config_from_name(name)
-    except ValueError as error:
-        known = ", ".join(sorted(set(MODEL_RENDERER_MAP.values())))
-        raise ConfigError(f"rollout.renderer is {name!r}: expected auto, template, {known}") from error
+    require_renderer(name)
+    config: Any = config_from_name(name)
     try:
         # A template that drops old thinking would make a branch of every turn after a user's message.
         return KnownRenderer(create_renderer(tokenizer, type(config)(thinking_retention="all")), tokenizer)

@@ -65,27 +65,19 @@ def key_of_tools(tools: Sequence[Tool] | None) -> str:
         raise InvalidRequest(f"tools cannot be written as JSON: {error}") from error
 
 
-def _normalized(message: Message, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise InvalidRequest(f"{where} is {message!r:.80}: expected an object with a role of {', '.join(ROLES)}")
-    plain: dict[str, Any] = {
-        "role": ROLES[message["role"]],
-        "content": _text(message.get("content"), f"{where}.content"),
-    }
-    for name in ("tool_call_id", "name", "reasoning_content"):
-        if message.get(name) is not None:
-            plain[name] = _text(message[name], f"{where}.{name}")
-    if "reasoning_content" not in plain and isinstance(message.get("reasoning"), str):
-        plain["reasoning_content"] = message["reasoning"]
-    if message.get("tool_calls"):
-        calls = message["tool_calls"]
-        if not isinstance(calls, Sequence):
-            raise InvalidRequest(f"{where}.tool_calls is {calls!r:.80}: expected a list")
-        plain["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
-    return plain
+def num_bytes_of(message: Message) -> int:
+    """Of what a normalized message says."""
+    calls = (call["function"]["arguments"] for call in message.get("tool_calls", ()))
+    texts = (message["content"], message.get("reasoning_content", ""), *calls)
+    return sum(len(text.encode(errors="surrogatepass")) for text in texts)
 
 
-def _text(content: object, where: str) -> str:
+def text_of(content: object, where: str) -> str:
+    """The text of a message's content, a text itself or parts of text; `where` names it.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -96,6 +88,26 @@ def _text(content: object, where: str) -> str:
         if not (isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)):
             raise InvalidRequest(f"{where} has the part {part!r:.80}: expected parts of text")
     return "".join(part["text"] for part in content)
+
+
+def _normalized(message: Message, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        raise InvalidRequest(f"{where} is {message!r:.80}: expected an object with a role of {', '.join(ROLES)}")
+    plain: dict[str, Any] = {
+        "role": ROLES[message["role"]],
+        "content": text_of(message.get("content"), f"{where}.content"),
+    }
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        if message.get(name) is not None:
+            plain[name] = text_of(message[name], f"{where}.{name}")
+    if "reasoning_content" not in plain and isinstance(message.get("reasoning"), str):
+        plain["reasoning_content"] = message["reasoning"]
+    if message.get("tool_calls"):
+        calls = message["tool_calls"]
+        if not isinstance(calls, Sequence):
+            raise InvalidRequest(f"{where}.tool_calls is {calls!r:.80}: expected a list")
+        plain["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
+    return plain
 
 
 def _call(call: object, where: str) -> dict[str, Any]:

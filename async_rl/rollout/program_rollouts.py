@@ -21,6 +21,7 @@ from async_rl.rollout.program import Program, ProgramFailed, ProgramInterrupted,
 from async_rl.rollout.rendering import make_renderer
 from async_rl.rollout.rollout_figures import RolloutFigures
 from async_rl.rollout.session import NothingSampled, RolloutSession, Sessions
+from async_rl.rollout.slots import Slots
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.seeds import rollout_seed
@@ -30,6 +31,10 @@ log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.5
 """Before the second attempt, and twice as long before each further one: a service that it calls may recover."""
+
+
+ENVIRONMENT = "environment"
+"""The column of a row that names where its rollouts run, such as the URL of a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class ProgramRollouts:
         self._rollout = rollout
         self._prompts = prompts
         self._seed = seed
-        self._slots = asyncio.Semaphore(rollout.max_concurrent)
+        self._slots = Slots(rollout.max_concurrent, rollout.max_concurrent_per_environment)
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
         self.figures = RolloutFigures(rollout.program)
 
@@ -141,7 +146,8 @@ class ProgramRollouts:
 
     async def _roll_out(self, place: _Place) -> tuple[Trajectory, int]:
         """A finished rollout, and how often it, or a request of it, had to be repeated."""
-        async with self._slots:
+        environment = self._environment_of(place.prompt)
+        async with self._slots.taken(environment):
             begun_s = time.monotonic()
             num_failures = num_runs = 0
             session: RolloutSession | None = None
@@ -158,7 +164,8 @@ class ProgramRollouts:
                     await asyncio.sleep(RETRY_PAUSE_S * 2 ** (num_failures - 1))
                     continue
                 num_repeats = num_runs - 1 + trajectory.num_faults
-                self.figures.note(trajectory, time.monotonic() - begun_s, num_runs - 1)
+                seconds = time.monotonic() - begun_s
+                self.figures.note(environment, place.prompt.prompt_id, trajectory, seconds, num_runs - 1)
                 return trajectory, num_repeats
 
     async def _run(self, place: _Place, session: RolloutSession) -> Trajectory:
@@ -173,9 +180,12 @@ class ProgramRollouts:
         )
         try:
             result = await self._program.run(shown, session)
-            async with self._sessions.turnstile:
-                await asyncio.sleep(0)
-                return session.finish(result.reward, result.turn_rewards)
+            session.close()
+            turnstile = self._sessions.turnstile
+            async with turnstile.entered():
+                return await turnstile.run(
+                    lambda: session.finish(result.reward, result.turn_rewards), session.num_recorded
+                )
         except InstanceRefused as error:
             error.add_note(f"asked for {place}")
             raise
@@ -186,6 +196,11 @@ class ProgramRollouts:
             ) from error
         finally:
             session.close()
+
+    def _environment_of(self, prompt: Prompt) -> str:
+        """The one that the row names; those of all other rows are one."""
+        name = prompt.row.get(ENVIRONMENT)
+        return name if isinstance(name, str) else self._rollout.program
 
     def _open(self, place: _Place, number: int, earlier: RolloutSession | None) -> RolloutSession:
         return self._sessions.open(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from async_rl.rollout.messages import Message, MessageKey, Tool, key_of, key_of_tools, normalized
+from async_rl.rollout.messages import Message, MessageKey, Tool, key_of, key_of_tools, normalized, num_bytes_of
 from async_rl.rollout.rendering import Renderer
 from async_rl.types import Response, WeightSpan
 
@@ -24,6 +24,21 @@ class Conversation:
     messages: tuple[Message, ...]
     keys: tuple[MessageKey, ...]
     tools: str
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> "Conversation":
+        """That of a request.
+
+        Raises:
+            InvalidRequest: the messages or tools are malformed.
+        """
+        plain = normalized(messages)
+        return cls(tuple(plain), tuple(map(key_of, plain)), key_of_tools(tools))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is said in it."""
+        return len(self.tools) + sum(num_bytes_of(message) for message in self.messages)
 
     def then(self, message: Message) -> "Conversation":
         return Conversation((*self.messages, message), (*self.keys, key_of(message)), self.tools)
@@ -89,21 +104,25 @@ class Recorder:
         """In the order in which they were recorded."""
         return self._turns
 
-    def request(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> Request:
+    @property
+    def num_tokens(self) -> int:
+        """Of all turns and what they were sampled after, shared ones once."""
+        return sum(len(node.own) for node in self._turns)
+
+    def request(self, conversation: Conversation, tools: Sequence[Tool] | None = None) -> Request:
         """The tokens of a conversation: recorded ones as far as it was recorded, and only new messages rendered.
 
         Where the history is none that was recorded, or the new messages change how it is rendered (a template that
-        drops old thinking), all of it is rendered, and the turn becomes a branch.
+        drops old thinking), all of it is rendered, and the turn becomes a branch. Turns may be recorded in another
+        thread meanwhile; these are not continued.
 
         Raises:
-            InvalidRequest: the messages or tools are malformed.
+            InvalidRequest: the messages or tools cannot be rendered.
         """
-        plain = normalized(messages)
-        conversation = Conversation(tuple(plain), tuple(map(key_of, plain)), key_of_tools(tools))
         parent = self._continued_by(conversation)
         if parent is not None and parent.conversation is not None:
             length = len(parent.conversation.keys)
-            before, after = self._context_of(parent), plain[length:]
+            before, after = self._context_of(parent), conversation.messages[length:]
             bridged = self._renderer.bridge(
                 before, parent.response.token_ids, parent.conversation.messages, after, tools
             )
@@ -113,7 +132,7 @@ class Recorder:
                     (*parent.conversation.messages, *after), conversation.keys, parent.conversation.tools
                 )
                 return Request(bridged, said, parent)
-        return Request(self._renderer.render(plain, tools), conversation)
+        return Request(self._renderer.render(conversation.messages, tools), conversation)
 
     def add(self, request: Request, response: Response, message: Message | None = None) -> TurnNode:
         """Records a delivered turn; `message` is what the policy said, as the client saw it."""
@@ -167,7 +186,7 @@ class Recorder:
     def _continued_by(self, conversation: Conversation) -> TurnNode | None:
         """The recorded turn with the most messages that begin this conversation; of several, the newest."""
         found, most = None, 0
-        for node in self._turns:
+        for node in tuple(self._turns):
             said = node.conversation
             if said is None or said.tools != conversation.tools or len(said.keys) < most:
                 continue

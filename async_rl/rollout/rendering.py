@@ -13,12 +13,10 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from async_rl.programs.extras import require_extras
+from async_rl.programs.renderer_names import TEMPLATE
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
 
 log = logging.getLogger(__name__)
-
-TEMPLATE = "template"
-"""The name of the tokenizer's chat template."""
 
 TOOL_MARKUP = "<tool_call>"
 """In templates of models that write each call as JSON between `<tool_call>` and `</tool_call>`."""

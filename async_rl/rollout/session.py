@@ -29,10 +29,11 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
-from async_rl.rollout.recorder import Recorder, Request, TurnNode
+from async_rl.rollout.recorder import Conversation, Recorder, Request, TurnNode
 from async_rl.rollout.rendering import ParsedCall, Renderer
 from async_rl.rollout.trajectory import Trajectory, with_texts
 from async_rl.rollout.turn import Limit, LimitReached, SessionClosed, Turn
+from async_rl.rollout.turnstile import Turnstile
 from async_rl.seeds import turn_seed
 from async_rl.types import Prompt, Response, WeightSpan, WeightVersion, digest_of
 
@@ -56,8 +57,7 @@ class Sessions:
     renderer: Renderer
     rollout: RolloutSection
     skip_special_tokens: bool = True
-    turnstile: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Rendering and parsing take a millisecond: of a thousand at once, one goes through in each round of the loop."""
+    turnstile: Turnstile = field(default_factory=Turnstile)
 
     def open(
         self,
@@ -137,6 +137,11 @@ class RolloutSession:
         return len(self._recorder.turns)
 
     @property
+    def num_recorded(self) -> int:
+        """Tokens of all delivered turns, and before them."""
+        return self._recorder.num_tokens
+
+    @property
     def num_tokens(self) -> int:
         """Sampled tokens of the delivered turns."""
         return sum(len(node.response.token_ids) for node in self._recorder.turns)
@@ -169,11 +174,11 @@ class RolloutSession:
         generation = self._by_request.get(request_id)
         if generation is None:
             self._require_room()
-            async with self._shared.turnstile:
-                await asyncio.sleep(0)
+            async with self._shared.turnstile.entered():
                 generation = self._by_request.get(request_id)
                 if generation is None:
-                    generation = self._begin(messages, token_ids, tools, max_tokens, stop, request_id)
+                    request = await self._request(messages, token_ids, tools, max_tokens, stop)
+                    generation = self._begin(request, tools, max_tokens, stop, request_id)
         return await self._wait_for(generation)
 
     def retract(self, turn: Turn) -> None:
@@ -191,12 +196,15 @@ class RolloutSession:
         self._cancel()
 
     def close(self) -> None:
-        """Ends what is still being sampled; it is not recorded."""
-        self._closed = True
-        self._cancel()
+        """Ends what is still being sampled; it is not recorded. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._cancel()
 
     def finish(self, reward: float | None = None, turn_rewards: Sequence[float] = ()) -> Trajectory:
         """Closes the session and returns what the rollout has become; a limit makes it a truncated one.
+
+        A session that is closed may be finished in another thread.
 
         Raises:
             NothingSampled: no turn was delivered.
@@ -218,15 +226,15 @@ class RolloutSession:
             num_faults=self._num_faults,
         )
 
-    def _begin(
+    async def _request(
         self,
         messages: Sequence[Message] | None,
         token_ids: Sequence[int] | None,
         tools: Sequence[Tool] | None,
         max_tokens: int | None,
         stop: Sequence[str],
-        request_id: str | None,
-    ) -> _Generation:
+    ) -> Request:
+        """What to sample after; for one who has entered the turnstile."""
         self._require_room()
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise InvalidRequest(f"max_tokens is {max_tokens!r:.80}: expected a number from 1")
@@ -234,7 +242,23 @@ class RolloutSession:
             raise InvalidRequest("generate takes either messages or token_ids")
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             raise InvalidRequest(f"stop is {stop!r:.80}: expected a list of texts")
-        request = self._recorder.request(messages, tools) if messages is not None else _plain_request(token_ids)
+        if messages is None:
+            return _plain_request(token_ids)
+        conversation = Conversation.of(messages, tools)
+        return await self._shared.turnstile.run(
+            lambda: self._recorder.request(conversation, tools), conversation.num_bytes
+        )
+
+    def _begin(
+        self,
+        request: Request,
+        tools: Sequence[Tool] | None,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        request_id: str | None,
+    ) -> _Generation:
+        # Rendering may have taken its time.
+        self._require_room()
         request = replace(request, base=self._recorder.base_of(request.context, self._prompt.token_ids))
         most, cut_by = self._allowance(len(request.context), max_tokens)
         digest = digest_of([array("q", request.context).tobytes()])
@@ -270,9 +294,10 @@ class RolloutSession:
     async def _answer(self, generation: _Generation) -> tuple[Response, dict[str, Any]]:
         """What was sampled, and its message."""
         response = await self._sample(generation)
-        async with self._shared.turnstile:
-            await asyncio.sleep(0)
-            return response, self._message(generation, response)
+        turnstile = self._shared.turnstile
+        async with turnstile.entered():
+            message = await turnstile.run(lambda: self._message(generation, response), len(response.token_ids))
+            return response, message
 
     async def _sample(self, generation: _Generation) -> Response:
         shared, context, base = self._shared, generation.request.context, generation.request.base

@@ -118,8 +118,7 @@ class LongestStep:
             self.cpu_s = max(self.cpu_s, cpu_s)
             own_s = cpu_s - (collected_s - before_s)
             if own_s > self.own_s:
-                # A task is bound to its step.
-                self.own_s, self.what = own_s, repr(getattr(handle._callback, "__self__", handle))
+                self.own_s, self.what = own_s, _name_of(handle)
 
         def collecting(phase: str, info: dict[str, int]) -> None:
             nonlocal begun_s, collected_s
@@ -137,6 +136,15 @@ class LongestStep:
         finally:
             Handle._run = run  # type: ignore[method-assign]
             gc.callbacks.remove(collecting)
+
+
+def _name_of(handle: Any) -> str:
+    """Which step it is; without `repr`, which changes what it shows: a response of aiohttp would lose its headers."""
+    # A task is bound to its step.
+    task = getattr(handle._callback, "__self__", None)
+    if isinstance(task, asyncio.Task):
+        return f"{task.get_name()}: {getattr(task.get_coro(), '__qualname__', '')}"
+    return str(getattr(handle._callback, "__qualname__", type(handle._callback)))
 
 
 @contextmanager

@@ -25,7 +25,8 @@ import sys
 from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
 
 set_tracing_disabled(True)
-set_default_openai_api("chat_completions")
+if %r:
+    set_default_openai_api("chat_completions")
 
 
 @function_tool
@@ -73,16 +74,21 @@ def run_agent(rig: GatewayRig, code: str, folder: Path) -> tuple[RolloutResult, 
     return rig.loop.run(roll_out())
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+# By default it takes the Responses API.
+@pytest.mark.parametrize("chat", [False, True], ids=["responses", "chat"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_an_agent_of_openai_agents_is_one_sequence_of_two_turns(
-    rigs: Callable[..., GatewayRig], tmp_path: Path, streamed: bool
+    rigs: Callable[..., GatewayRig], tmp_path: Path, streamed: bool, chat: bool
 ) -> None:
-    result, trajectory = run_agent(rigs(calculator), OPENAI_AGENTS % streamed, tmp_path)
+    result, trajectory = run_agent(rigs(calculator), OPENAI_AGENTS % (chat, streamed), tmp_path)
     assert result.reward == 1.0
     assert (trajectory.num_turns, len(trajectory.responses), trajectory.status) == (2, 1, "completed")
 
 
-def test_at_the_limit_of_turns_its_run_ends_with_a_reward(rigs: Callable[..., GatewayRig], tmp_path: Path) -> None:
-    result, trajectory = run_agent(rigs(calculator, max_turns=1), OPENAI_AGENTS % False, tmp_path)
+@pytest.mark.parametrize("chat, streamed", [(False, False), (False, True), (True, False)])
+def test_at_the_limit_of_turns_its_run_ends_with_a_reward(
+    rigs: Callable[..., GatewayRig], tmp_path: Path, chat: bool, streamed: bool
+) -> None:
+    result, trajectory = run_agent(rigs(calculator, max_turns=1), OPENAI_AGENTS % (chat, streamed), tmp_path)
     assert result.reward == 0.0
     assert (trajectory.num_turns, trajectory.status) == (1, "truncated")

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from async_rl.gateway.chat_answer import AT_LIMIT
+from async_rl.gateway.answer import AT_LIMIT
 from tests.support.agent_tokenizer import END
 from tests.support.gateway_rig import VERSION, Rollout
 

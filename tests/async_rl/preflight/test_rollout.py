@@ -46,3 +46,18 @@ def test_a_renderer_whose_package_is_missing_is_named(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError, match=r"rollout\.renderer = 'auto' needs no_such_module.*async-rl\[agents\]"):
         require(tmp_path, "async def rollout(prompt, policy): ...")
     require(tmp_path, "async def rollout(prompt, policy): ...", renderer="template")
+
+
+@pytest.mark.parametrize("name", ["qwen-3", "", "Qwen/Qwen3-8B", "AUTO"])
+def test_a_renderer_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path, name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.renderer is '{name}': expected auto, template, .*qwen3.*any model"
+    ):
+        require(tmp_path, "async def rollout(prompt, policy): ...", renderer=name)
+    # Nothing is rendered in a single turn.
+    require_program(RolloutSection(renderer=name))
+
+
+@pytest.mark.parametrize("name", ["auto", "template", "qwen3", "llama-3"])
+def test_renderers_that_exist_pass(tmp_path: Path, name: str) -> None:
+    require(tmp_path, "async def rollout(prompt, policy): ...", renderer=name)

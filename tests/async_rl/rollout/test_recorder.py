@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.rollout.known_rendering import make_known_renderer
 from async_rl.rollout.messages import InvalidRequest, normalized
-from async_rl.rollout.recorder import Recorder, Request
+from async_rl.rollout.recorder import Conversation, Recorder, Request
 from async_rl.rollout.rendering import Renderer, TemplateRenderer, make_renderer
 from async_rl.types import Response, WeightSpan
 from tests.support.chat_tokenizer import make_chat_tokenizer
@@ -131,7 +131,7 @@ def say(
     recorder: Recorder, renderer: Renderer, tokenizer: Any, messages: list[Any], text: str, tools: Any = None
 ) -> Any:
     """One turn in which the policy says `text`; returns its message."""
-    request = recorder.request(messages, tools)
+    request = recorder.request(Conversation.of(messages, tools), tools)
     sampled = tuple(tokenizer([text + "<|im_end|>"], add_special_tokens=False)["input_ids"][0])
     message, calls = renderer.parse(request.context, sampled, tools)
     if calls:
@@ -217,10 +217,10 @@ def test_calls_of_tools_are_parsed_and_compared_by_what_they_say(tokenizer: Any)
             "tool_calls": [{**call, "function": {"name": "add", "arguments": '{"b":2,"a":1}'}}],
         }
         result = {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "3"}]}
-        request = recorder.request([*messages, echoed, result], TOOLS)
+        request = recorder.request(Conversation.of([*messages, echoed, result], TOOLS), TOOLS)
         if name == "qwen3":
             assert request.parent is recorder.turns[0]
-        changed = recorder.request([*messages, echoed, result], [])
+        changed = recorder.request(Conversation.of([*messages, echoed, result], []), [])
         assert changed.parent is None, "other tools, another history"
 
 
@@ -243,12 +243,12 @@ def test_what_was_sampled_otherwise_than_it_would_be_encoded_is_never_encoded_ag
         assert renderer is not None
         recorder = Recorder(renderer)
         messages: list[Any] = [{"role": "user", "content": "hi"}]
-        request = recorder.request(messages)
+        request = recorder.request(Conversation.of(messages))
         sampled = (letter, letter, end)
         message, _ = renderer.parse(request.context, sampled, None)
         assert message["content"] == "zz"
         recorder.add(request, response(sampled), message)
-        following = recorder.request([*messages, message, {"role": "user", "content": "zz"}])
+        following = recorder.request(Conversation.of([*messages, message, {"role": "user", "content": "zz"}]))
         assert following.context[: len(request.context) + 3] == request.context + sampled
         assert pair in following.context[len(request.context) + 3 :], "the new message is encoded as usual"
 
@@ -287,4 +287,4 @@ def test_malformed_messages_are_refused(messages: Any) -> None:
 @pytest.mark.parametrize("tools", [5, ["add"], {"add": 1}])
 def test_malformed_tools_are_refused(renderer: Renderer, tools: Any) -> None:
     with pytest.raises(InvalidRequest):
-        Recorder(renderer).request([{"role": "user", "content": "hi"}], tools)
+        Recorder(renderer).request(Conversation.of([{"role": "user", "content": "hi"}], tools), tools)
