@@ -1,0 +1,60 @@
+"""The kinds of rollouts that `benchmarks.chaos` puts under faults, as parts of a run's config."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}w3 {{ m.content }} <eos> {% else %}w2 {{ m.content }} "
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}w3{% endif %}"
+)
+"""For a tokenizer of words: each message after a word for its role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """One kind. `program` is its `rollout.program`, `settings` are further lines of `[rollout]`.
+
+    `max_model_len` is that of instances. `worker` is a word of the command lines of the processes that run the program,
+    None if there are none. `spoil` scales the share of disturbed requests, of which there is one for each turn.
+    """
+
+    program: str
+    chat: bool
+    max_model_len: int
+    settings: str = ""
+    worker: str | None = None
+    spoil: float = 1.0
+
+
+PROMPT_TOKENS = 12
+"""Words of a prompt."""
+
+MAX_RESPONSE_TOKENS = 192
+MAX_CHAT_TOKENS = 240
+"""Less than a prompt, all sampled tokens and what is said between them may have: another limit that is reached."""
+
+LIMITS = """renderer = "template"
+max_turns = 6
+truncated_reward = 0.25
+max_attempts = 1000
+num_workers = 2
+"""
+"""Faults come every few seconds here, and each of them may end every rollout of a process: so many attempts."""
+
+KINDS = {
+    "single-turn": Rollouts("single_turn", False, PROMPT_TOKENS + MAX_RESPONSE_TOKENS),
+    "program": Rollouts(
+        f"python:{HERE / 'program.py'}:rollout", True, MAX_CHAT_TOKENS, LIMITS, "async_rl.rollout.program_worker", 0.15
+    ),
+    "agent": Rollouts(
+        f"command:{sys.executable} -I -S {HERE / 'agent.py'}",
+        True,
+        MAX_CHAT_TOKENS,
+        LIMITS,
+        str(HERE / "agent.py"),
+        0.15,
+    ),
+}
