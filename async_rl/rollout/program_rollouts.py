@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 RETRY_PAUSE_S = 0.5
 """Before the second attempt, and twice as long before each further one: a service that it calls may recover."""
 
+MAX_RETRY_PAUSE_S = 30.0
+"""Of a rollout with many attempts, which the whole batch waits for."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -78,6 +81,11 @@ def make_program_rollouts(
     renderer = make_renderer(rollout.renderer, tokenizer, model_path)
     sessions = Sessions(pool, tokenizer, renderer, rollout, skip_special_tokens)
     return ProgramRollouts(program, sessions, reward, rollout, prompts, seed)
+
+
+def pause_before(attempt: int) -> float:
+    """Seconds before the attempt of this number, counted from 0."""
+    return min(RETRY_PAUSE_S * 2.0 ** min(attempt - 1, 64), MAX_RETRY_PAUSE_S)
 
 
 class ProgramRollouts:
@@ -197,7 +205,7 @@ class ProgramRollouts:
                 except (ProgramFailed, NothingSampled) as error:
                     num_failures += 1
                     self._note_failure(place, num_failures, error)
-                    await asyncio.sleep(RETRY_PAUSE_S * 2 ** (num_failures - 1))
+                    await asyncio.sleep(pause_before(num_failures))
                     continue
                 return _Finished(trajectory, time.monotonic() - begun_s, num_runs - 1)
 

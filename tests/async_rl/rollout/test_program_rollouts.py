@@ -140,6 +140,11 @@ def test_faults_of_a_program_are_repeated_with_the_same_turns(rig: Rig, monkeypa
     assert num_sampled == 2 * num_asked, "what was sampled is not sampled again"
 
 
+def test_the_pause_before_another_attempt_grows_to_half_a_minute() -> None:
+    pauses = [program_rollouts.pause_before(attempt) for attempt in (1, 2, 3, 7, 8, 100, 5000)]
+    assert pauses == [0.5, 1.0, 2.0, 30.0, 30.0, 30.0, 30.0]
+
+
 def test_a_program_that_always_fails_ends_the_batch_by_name(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_rollouts, "RETRY_PAUSE_S", 0.01)
     message = r"(?s)rollout \d of prompt 'row1', index 1 of iteration 0, attempt 2 of 2 failed:.*broken tool"
