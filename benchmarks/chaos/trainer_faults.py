@@ -48,7 +48,7 @@ class TrainerFaults:
         while True:
             await asyncio.sleep(self._draw.uniform(*GAP_S))
             workers = self._run.processes(word)
-            if workers and self._run.num_done:
+            if workers:
                 await self._injure(self._draw.choice(workers))
 
     async def _injure(self, worker: psutil.Process) -> None:

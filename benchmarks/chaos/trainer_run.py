@@ -92,7 +92,7 @@ order = "prompt"
 every = {checkpoint_every}
 """
 
-CHECKPOINT_EVERY = 3
+CHECKPOINT_EVERY = 2
 
 
 def make_inputs(directory: Path, iterations: int) -> None:
