@@ -117,10 +117,17 @@ async def measure(directory: Path, options: argparse.Namespace, say: Callable[[s
 
 
 async def _injure(controller: Controller, faults: TrainerFaults, seconds: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds), asyncio.TaskGroup() as injuring:
-            injuring.create_task(controller.injure())
-            injuring.create_task(faults.injure())
+    """The kills of the trainer have their places in the run, whatever the time."""
+
+    async def injure_others() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds), asyncio.TaskGroup() as injuring:
+                injuring.create_task(controller.injure())
+                injuring.create_task(faults.injure_workers())
+
+    async with asyncio.TaskGroup() as both:
+        both.create_task(injure_others())
+        both.create_task(faults.kill_trainer())
 
 
 def _crew(

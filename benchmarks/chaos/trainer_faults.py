@@ -16,7 +16,7 @@ POLL_S = 0.1
 
 
 class TrainerFaults:
-    """Acts on the processes of `run` until it is cancelled.
+    """Acts on the processes of `run`.
 
     Args:
         worker: a word of the command lines of the program's processes; None if there are none.
@@ -30,13 +30,8 @@ class TrainerFaults:
         self._worker = worker
         self._deaths = [number / (num_kills + 1) for number in range(1, num_kills + 1)]
 
-    async def injure(self) -> None:
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._kill_trainer())
-            if self._worker is not None:
-                both.create_task(self._injure_workers(self._worker))
-
-    async def _kill_trainer(self) -> None:
+    async def kill_trainer(self) -> None:
+        """Returns after the last kill."""
         for progress in self._deaths:
             while self._run.progress < progress:
                 await asyncio.sleep(POLL_S)
@@ -44,10 +39,11 @@ class TrainerFaults:
             self._run.kill()
             self._log.note("trainer kill")
 
-    async def _injure_workers(self, word: str) -> None:
-        while True:
+    async def injure_workers(self) -> None:
+        """One after the other, until it is cancelled."""
+        while self._worker is not None:
             await asyncio.sleep(self._draw.uniform(*GAP_S))
-            workers = self._run.processes(word)
+            workers = self._run.processes(self._worker)
             if workers:
                 await self._injure(self._draw.choice(workers))
 
