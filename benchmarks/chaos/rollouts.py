@@ -27,6 +27,7 @@ class Rollouts:
     settings: str = ""
     worker: str | None = None
     spoil: float = 1.0
+    max_turns: int = 1
 
 
 PROMPT_TOKENS = 12
@@ -36,8 +37,9 @@ MAX_RESPONSE_TOKENS = 192
 MAX_CHAT_TOKENS = 240
 """Less than a prompt, all sampled tokens and what is said between them may have: another limit that is reached."""
 
-LIMITS = """renderer = "template"
-max_turns = 6
+MAX_TURNS = 6
+LIMITS = f"""renderer = "template"
+max_turns = {MAX_TURNS}
 truncated_reward = 0.25
 max_attempts = 1000
 num_workers = 2
@@ -47,7 +49,13 @@ num_workers = 2
 KINDS = {
     "single-turn": Rollouts("single_turn", False, PROMPT_TOKENS + MAX_RESPONSE_TOKENS),
     "program": Rollouts(
-        f"python:{HERE / 'program.py'}:rollout", True, MAX_CHAT_TOKENS, LIMITS, "async_rl.rollout.program_worker", 0.15
+        f"python:{HERE / 'program.py'}:rollout",
+        True,
+        MAX_CHAT_TOKENS,
+        LIMITS,
+        "async_rl.rollout.program_worker",
+        0.15,
+        MAX_TURNS,
     ),
     "agent": Rollouts(
         f"command:{sys.executable} -I -S {HERE / 'agent.py'}",

@@ -43,9 +43,10 @@ PUBLISH_TIMEOUT_S = 5.0
 
 START_LIMIT_S = 150.0
 END_LIMIT_S = 60.0
-ITERATION_LIMIT_S = POOL_TIMEOUT_S + 6 * PUBLISH_TIMEOUT_S + 5 * REQUEST_TIMEOUT_S
-"""The pool's full waiting time without an instance, a publish whose every step times out, and requests that are moved
-several times: an iteration that takes longer counts as a hang."""
+ITERATION_LIMIT_S = POOL_TIMEOUT_S + 6 * PUBLISH_TIMEOUT_S
+TURN_LIMIT_S = 5 * REQUEST_TIMEOUT_S
+"""The pool's full waiting time without an instance, a publish whose every step times out, and for each turn of a rollout
+a request that is moved several times: an iteration that takes longer counts as a hang."""
 
 POLL_S = 0.1
 
@@ -157,6 +158,7 @@ class TrainerRun:
             )
         )
         self._iterations = iterations
+        self._limit_s = ITERATION_LIMIT_S + rollouts.max_turns * TURN_LIMIT_S
         self._times_s: list[float] = []
         self._num_hangs = 0
         self._running: Running | None = None
@@ -221,7 +223,7 @@ class TrainerRun:
         while running.exit_code() is None:
             await asyncio.sleep(POLL_S)
             if self._note(records):
-                since_s, limit_s = time.monotonic(), ITERATION_LIMIT_S
+                since_s, limit_s = time.monotonic(), self._limit_s
             if self.num_done == self._iterations:
                 limit_s = END_LIMIT_S
             if time.monotonic() - since_s > limit_s:
