@@ -13,12 +13,12 @@ CHAT_TEMPLATE = (
 """For a tokenizer of words: each message after a word for its role."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
     """One kind. `program` is its `rollout.program`, `settings` are further lines of `[rollout]`.
 
     `max_model_len` is that of instances. `worker` is a word of the command lines of the processes that run the program,
-    None if there are none. `spoil` scales the share of disturbed requests, of which there is one for each turn.
+    None if there are none. `spoil` scales the share of disturbed requests.
     """
 
     program: str
@@ -46,23 +46,29 @@ num_workers = 2
 """
 """Faults come every few seconds here, and each of them may end every rollout of a process: so many attempts."""
 
+SPOIL = 0.15
+"""A rollout has several requests instead of one for a whole group."""
+
+AGENT = str(HERE / "agent.py")
+
 KINDS = {
-    "single-turn": Rollouts("single_turn", False, PROMPT_TOKENS + MAX_RESPONSE_TOKENS),
+    "single-turn": Rollouts(program="single_turn", chat=False, max_model_len=PROMPT_TOKENS + MAX_RESPONSE_TOKENS),
     "program": Rollouts(
-        f"python:{HERE / 'program.py'}:rollout",
-        True,
-        MAX_CHAT_TOKENS,
-        LIMITS,
-        "async_rl.rollout.program_worker",
-        0.15,
-        MAX_TURNS,
+        program=f"python:{HERE / 'program.py'}:rollout",
+        chat=True,
+        max_model_len=MAX_CHAT_TOKENS,
+        settings=LIMITS,
+        worker="async_rl.rollout.program_worker",
+        spoil=SPOIL,
+        max_turns=MAX_TURNS,
     ),
     "agent": Rollouts(
-        f"command:{sys.executable} -I -S {HERE / 'agent.py'}",
-        True,
-        MAX_CHAT_TOKENS,
-        LIMITS,
-        str(HERE / "agent.py"),
-        0.15,
+        program=f"command:{sys.executable} -I -S {AGENT}",
+        chat=True,
+        max_model_len=MAX_CHAT_TOKENS,
+        settings=LIMITS,
+        worker=AGENT,
+        spoil=SPOIL,
+        max_turns=MAX_TURNS,
     ),
 }

@@ -45,8 +45,8 @@ START_LIMIT_S = 150.0
 END_LIMIT_S = 60.0
 ITERATION_LIMIT_S = POOL_TIMEOUT_S + 6 * PUBLISH_TIMEOUT_S
 TURN_LIMIT_S = 5 * REQUEST_TIMEOUT_S
-"""The pool's full waiting time without an instance, a publish whose every step times out, and for each turn of a rollout
-a request that is moved several times: an iteration that takes longer counts as a hang."""
+"""The pool's full waiting time without an instance, a publish whose every step times out, and for each turn a request
+that is moved several times: an iteration that takes longer counts as a hang."""
 
 POLL_S = 0.1
 
