@@ -38,6 +38,11 @@ def evaluation_seed(run_seed: int, set_name: str, prompt_id: str) -> int:
     return _sampling_seed("evaluation", run_seed, set_name, prompt_id)
 
 
+def evaluation_rollout_seed(run_seed: int, set_name: str, prompt_id: str, number: int) -> int:
+    """The seed of one rollout of a program on an evaluated prompt: the same in every iteration, too."""
+    return derive_seed("evaluation rollout", run_seed, set_name, prompt_id, number, num_bits=SAMPLING_BITS)
+
+
 def evaluation_rows_seed(run_seed: int) -> int:
     """The seed of the rows drawn from a reasoning-gym task for evaluation, in [0, 2^31)."""
     return derive_seed("evaluation rows", run_seed, num_bits=31)

@@ -30,7 +30,7 @@ from async_rl.publish.publisher import Publisher
 from async_rl.publish.snapshot_store import SnapshotStore
 from async_rl.rewards import Reward
 from async_rl.rollout.producer import Producer
-from async_rl.rollout.program_rollouts import make_program_rollouts
+from async_rl.rollout.program_rollouts import ProgramRollouts, make_program_rollouts
 from async_rl.tracking.records import ROLLOUTS
 from async_rl.types import Prompt, WeightVersion
 from trainer.parallel import Parallel
@@ -88,10 +88,32 @@ class Leader:
         require_fit(self._config.rollout, longest, self._pool.max_model_len)
         self._pool.min_model_len = len(longest.token_ids) + self._config.rollout.max_response_tokens
 
+    def programs(self, tokenizer: Tokenizer, reward: Reward) -> ProgramRollouts | None:
+        """The rollouts of the run's program, for evaluator and producer, which starts and closes it.
+
+        None for single turns.
+
+        Raises:
+            ConfigError: there is no such program, or no renderer for its messages.
+        """
+        config = self._config
+        return make_program_rollouts(
+            config.rollout,
+            config.prompts,
+            config.run.seed,
+            config.model.path,
+            self._pool,
+            tokenizer,
+            reward,
+            skip_special_tokens=config.reward.skip_special_tokens,
+            program=make_program(config.rollout, tokenizer, config.publish.master_address),
+        )
+
     def evaluator(
         self,
         tokenizer: Tokenizer,
         reward: Reward,
+        programs: ProgramRollouts | None,
         first_iteration: int,
         require_lease: Callable[[], None] = lambda: None,
     ) -> Evaluator | None:
@@ -114,6 +136,7 @@ class Leader:
             config.rollout,
             config.run.seed,
             skip_special_tokens=config.reward.skip_special_tokens,
+            programs=programs,
         )
         evaluator = Evaluator(self._pool, sampler, sets, config.evaluation, recorder.write)
         if evaluator.longest is not None:
@@ -124,6 +147,7 @@ class Leader:
         self,
         tokenizer: Tokenizer,
         reward: Reward,
+        programs: ProgramRollouts | None,
         evaluator: Evaluator | None,
         watch: Callable[[], None],
         require_lease: Callable[[], None] = lambda: None,
@@ -133,17 +157,6 @@ class Leader:
         `watch` raises when the run has to end, `require_lease` if its records may not be written any more.
         """
         config = self._config
-        programs = make_program_rollouts(
-            config.rollout,
-            config.prompts,
-            config.run.seed,
-            config.model.path,
-            self._pool,
-            tokenizer,
-            reward,
-            skip_special_tokens=config.reward.skip_special_tokens,
-            program=make_program(config.rollout, tokenizer, config.publish.master_address),
-        )
 
         def note_rollouts(figures: Mapping[str, Any]) -> None:
             require_lease()

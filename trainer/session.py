@@ -112,10 +112,10 @@ def open_session(
         fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
         if side is not None:
             side.wait_for_instances(fleet_url, prompts.longest)
-            evaluator = None
+            evaluator, programs = None, side.programs(tokenizer, reward)
             if parallel.is_main:
-                evaluator = side.evaluator(tokenizer, reward, saving.first_iteration, require_lease)
-            rollouts = side.producer(tokenizer, reward, evaluator, ending.watch, require_lease)
+                evaluator = side.evaluator(tokenizer, reward, programs, saving.first_iteration, require_lease)
+            rollouts = side.producer(tokenizer, reward, programs, evaluator, ending.watch, require_lease)
         recorder = _make_recorder(config, parallel, saving.first_iteration, side, reward, tokenizer, require_lease)
         closing.callback(recorder.close)
         yield Session(

@@ -337,11 +337,12 @@ class InferenceSection(Section):
 
 
 class EvaluationSet(Section):
-    """`[[evaluation.sets]]`: prompts are rendered as those of the `prompts` section, and scored by the run's reward."""
+    """`[[evaluation.sets]]`: prompts are rendered as those of the `prompts` section, and answered and scored as in
+    training."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="as its figures are called")
     source: str = Field(description="a .jsonl or .parquet file, or reasoning-gym:TASK")
-    num_samples: int = Field(1, ge=1, le=1024, description="k: responses per prompt, for pass@1 and pass@k")
+    num_samples: int = Field(1, ge=1, le=1024, description="k: rollouts per prompt, for pass@1 and pass@k")
     max_prompts: int | None = Field(None, ge=1, description="take the first so many rows only")
     temperature: float = Field(1.0, ge=0.0, description="of sampling; 0 takes the most likely tokens")
 
@@ -387,17 +388,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _something_rewards(self) -> "Config":
-        if self.reward.name is not None:
-            return self
-        for what, needs in [
-            (f"rollout.program = {SINGLE_TURN!r}", self.rollout.program == SINGLE_TURN),
-            ("evaluation.sets", bool(self.evaluation.sets)),
-        ]:
-            if needs:
-                raise ValueError(
-                    f"reward.name is not set, but {what} needs a reward: set it to reasoning_gym, math, or "
-                    "python:path/to/file.py:function"
-                )
+        if self.reward.name is None and self.rollout.program == SINGLE_TURN:
+            raise ValueError(
+                f"reward.name is not set, but rollout.program = {SINGLE_TURN!r} needs a reward: set it to "
+                "reasoning_gym, math, or python:path/to/file.py:function"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
 """`python -m async_rl.evaluation CONFIG --out DIR [--section.key VALUE ...]`: evaluates running instances.
 
 Takes the config of a run: its `[[evaluation.sets]]` are sampled at `pool.instances`, whose weights are not changed,
-and scored by its reward. Writes into DIR progress.jsonl, a line per finished prompt, results.jsonl, a line per set, and
-responses.jsonl, the responses to the first prompts of each set.
+and scored as in that run; where it has a rollout program, by that. Writes into DIR progress.jsonl, a line per finished
+prompt, results.jsonl, a line per set, and responses.jsonl, the responses to the first prompts of each set.
 
 Exit codes: 0 all evaluated, 1 an error, including that of a prompt, 2 invalid input.
 """
@@ -27,11 +27,13 @@ from async_rl.evaluation.output import Output
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import load_sets
+from async_rl.gateway.programs import make_program
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import report_failure
 from async_rl.rewards import make_reward
+from async_rl.rollout.program_rollouts import make_program_rollouts
 from async_rl.types import WeightVersion
 
 log = logging.getLogger("async_rl.evaluation")
@@ -81,6 +83,20 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
         version = await _put_in_service(pool)
         await reward.start()
         closing.push_async_callback(reward.close)
+        programs = make_program_rollouts(
+            config.rollout,
+            config.prompts,
+            config.run.seed,
+            config.model.path,
+            pool,
+            tokenizer,
+            reward,
+            skip_special_tokens=config.reward.skip_special_tokens,
+            program=make_program(config.rollout, tokenizer, None),
+        )
+        if programs is not None:
+            closing.push_async_callback(programs.close)
+            await programs.start()
         sampler = Sampler(
             pool,
             reward,
@@ -88,6 +104,7 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
             config.rollout,
             config.run.seed,
             skip_special_tokens=config.reward.skip_special_tokens,
+            programs=programs,
             on_scored=output.on_scored,
         )
         once = EvaluationSection(sets=config.evaluation.sets, every=1)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from async_rl.config.sections import EvaluationSection
-from async_rl.errors import InstanceError, NoInstanceLeft, RewardError
+from async_rl.errors import InstanceError, NoInstanceLeft, RewardError, RolloutFailed
 from async_rl.evaluation.figures import ScoredPrompt, figures_of
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sampler import Sampler
@@ -155,7 +155,7 @@ class Evaluator:
             item = evaluation.waiting.popleft()
             try:
                 scored = await self._sampler.score(item.loaded, item.prompt, evaluation.version)
-            except (InstanceError, RewardError) as error:
+            except (InstanceError, RewardError, RolloutFailed) as error:
                 log.error("evaluation set %s, prompt %s: %s", item.loaded.name, item.prompt.prompt_id, error)
                 evaluation.failed.add(item)
             except NoInstanceLeft as error:

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from async_rl.rollout.trajectory import Trajectory
 from async_rl.types import Response
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """The data kept of a prompt's responses: rewards, lengths, and how many were cut by the length limit."""
+    """The data kept of a prompt's rollouts: rewards, lengths, and how many were cut by a limit."""
 
     rewards: tuple[float, ...]
     num_tokens: int
@@ -22,6 +23,14 @@ class ScoredPrompt:
             rewards=tuple(rewards),
             num_tokens=sum(len(response.token_ids) for response in responses),
             num_cut=sum(response.finish_reason == "length" for response in responses),
+        )
+
+    @classmethod
+    def of_trajectories(cls, trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> "ScoredPrompt":
+        return cls(
+            rewards=tuple(rewards),
+            num_tokens=sum(trajectory.num_tokens for trajectory in trajectories),
+            num_cut=sum(trajectory.status == "truncated" for trajectory in trajectories),
         )
 
     def num_correct(self, correct_at: float) -> int:

@@ -10,15 +10,20 @@ from async_rl.evaluation.sets import LoadedSet
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rewards import Reward
+from async_rl.rollout.program_rollouts import ProgramRollouts
 from async_rl.seeds import evaluation_seed
 from async_rl.types import Prompt, Response, WeightVersion
 
 OnScored = Callable[[LoadedSet, Prompt, Sequence[Response], Sequence[float]], None]
-"""Called with each finished prompt: its set, its responses and their rewards."""
+"""Called with each finished prompt: its set, its responses, of programs their last turns, and their rewards."""
 
 
 class Sampler:
-    """Samples at the instances of `pool` and scores with `reward`, which its owner starts and closes."""
+    """Samples at the instances of `pool` and scores with `reward`, which its owner starts and closes.
+
+    `programs` runs the rollouts of the run's program, which its owner starts and closes, too; None generates single
+    turns.
+    """
 
     def __init__(
         self,
@@ -29,6 +34,7 @@ class Sampler:
         seed: int,
         *,
         skip_special_tokens: bool = True,
+        programs: ProgramRollouts | None = None,
         on_scored: OnScored | None = None,
     ) -> None:
         self._pool = pool
@@ -37,6 +43,7 @@ class Sampler:
         self._rollout = rollout
         self._seed = seed
         self._skip_special_tokens = skip_special_tokens
+        self._programs = programs
         self._on_scored = on_scored
 
     @property
@@ -45,11 +52,28 @@ class Sampler:
         return self._reward.correct_at
 
     async def score(self, loaded: LoadedSet, prompt: Prompt, version: WeightVersion) -> ScoredPrompt:
-        """Samples the set's `num_samples` responses with the weights `version`.
+        """Samples the set's `num_samples` rollouts with the weights `version`.
 
         Raises:
-            InstanceError, NoInstanceLeft, RewardError: see errors.py.
+            InstanceError, NoInstanceLeft, RewardError, RolloutFailed: see errors.py.
         """
+        if self._programs is None:
+            responses = await self._sample(loaded, prompt, version)
+            rewards = await self._reward.score(prompt, responses)
+            scored = ScoredPrompt.of(responses, rewards)
+        else:
+            config = loaded.config
+            trajectories, rewards = await self._programs.evaluate(
+                loaded.name, prompt, version, config.num_samples, config.temperature
+            )
+            responses = [trajectory.last for trajectory in trajectories]
+            scored = ScoredPrompt.of_trajectories(trajectories, rewards)
+        if self._on_scored is not None:
+            self._on_scored(loaded, prompt, responses, rewards)
+        return scored
+
+    async def _sample(self, loaded: LoadedSet, prompt: Prompt, version: WeightVersion) -> Sequence[Response]:
+        """Single turns."""
         sampling = SamplingParams(
             n=loaded.config.num_samples,
             max_tokens=self._rollout.max_response_tokens,
@@ -63,8 +87,4 @@ class Sampler:
         texts = self._tokenizer.batch_decode(
             [list(r.token_ids) for r in sampled], skip_special_tokens=self._skip_special_tokens
         )
-        responses = tuple(replace(r, text=text) for r, text in zip(sampled, texts, strict=True))
-        rewards = await self._reward.score(prompt, responses)
-        if self._on_scored is not None:
-            self._on_scored(loaded, prompt, responses, rewards)
-        return ScoredPrompt.of(responses, rewards)
+        return [replace(r, text=text) for r, text in zip(sampled, texts, strict=True)]

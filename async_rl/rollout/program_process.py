@@ -48,6 +48,10 @@ class NotLoaded(Exception):
     """The program could not be loaded; the message says why."""
 
 
+class LoadingEnded(NotLoaded):
+    """Its process ended before it had loaded: because of the program, or of what happened on the machine."""
+
+
 @dataclass(eq=False)
 class _Run:
     """A running rollout."""
@@ -87,7 +91,7 @@ class ProgramProcess:
         """Starts the process and waits until it has loaded the program.
 
         Raises:
-            NotLoaded: it could not.
+            NotLoaded, LoadingEnded: it could not.
         """
         self.kill()
         self._mark, fd = Mark.make()
@@ -115,7 +119,10 @@ class ProgramProcess:
         if not self.running:
             raise ProgramInterrupted
         number = next(self._numbers)
-        run = self._runs[number] = _Run(session, asyncio.get_running_loop().create_future(), self._blocked_s)
+        ended: asyncio.Future[RolloutResult] = asyncio.get_running_loop().create_future()
+        # Nobody awaits the end of a rollout that was cancelled.
+        ended.add_done_callback(lambda ended: ended.exception())
+        run = self._runs[number] = _Run(session, ended, self._blocked_s)
         self._send("begin", number, prompt)
         try:
             await self._wait(run, timeout_s)
@@ -187,7 +194,6 @@ class ProgramProcess:
             if not run.ended.done():
                 fails = culprit in (0, number)
                 run.ended.set_exception(ProgramFailed(reason) if fails else ProgramInterrupted())
-                run.ended.exception()  # retrieved, for a rollout that nobody awaits any more
 
     def _send(self, *frame: Any) -> None:
         """Sends nothing to a process that has ended or is ending: its reader fails all rollouts."""
@@ -220,7 +226,7 @@ class ProgramProcess:
         code = await exit_code(process)
         self._process = None
         if self._loaded is not None and not self._loaded.done():
-            self._loaded.set_exception(NotLoaded(f"its process ended with exit code {code}"))
+            self._loaded.set_exception(LoadingEnded(f"its process ended with exit code {code}"))
         what = f"wrote into the trainer's pipe ({nonsense})" if nonsense else f"ended (exit code {code})"
         if culprit in self._runs:
             self._fail_all(culprit, f": its process {what} while it ran")

@@ -1,4 +1,4 @@
-"""Groups whose rollouts are runs of a program; for `producer`.
+"""Rollouts that are runs of a program: whole groups for `producer`, those of held-out prompts for an evaluation.
 
 A run that fails is repeated, with the turns that were sampled already, up to `rollout.max_attempts` times; one that was
 ended because of another one is repeated without being counted. A limit is no failure: the rollout is truncated, keeps
@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from async_rl.config.sections import SINGLE_TURN, PromptsSection, RolloutSection
 from async_rl.data.prompts import Tokenizer, conversation_of
@@ -24,13 +24,16 @@ from async_rl.rollout.session import NothingSampled, RolloutSession, Sessions
 from async_rl.rollout.slots import Slots
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.rollout.worker_programs import WorkerProgram
-from async_rl.seeds import rollout_seed
+from async_rl.seeds import evaluation_rollout_seed, rollout_seed
 from async_rl.types import Group, Prompt, WeightVersion
 
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.5
 """Before the second attempt, and twice as long before each further one: a service that it calls may recover."""
+
+MAX_RETRY_PAUSE_S = 30.0
+"""Of a rollout with many attempts, which the whole batch waits for."""
 
 
 ENVIRONMENT = "environment"
@@ -39,19 +42,22 @@ ENVIRONMENT = "environment"
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Which rollout it is."""
+    """Which rollout it is: `name` in messages, `request` in requests to instances, where it is unique in the run."""
 
-    iteration: int
-    index: int
-    number: int
+    name: str
+    request: str
     prompt: Prompt
     version: WeightVersion
+    seed: int
 
-    def __str__(self) -> str:
-        return (
-            f"rollout {self.number} of prompt {self.prompt.prompt_id!r}, index {self.index} of iteration "
-            f"{self.iteration}"
-        )
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """A finished rollout: its time since it began, and how often it was run again."""
+
+    trajectory: Trajectory
+    seconds: float
+    num_repeats: int
 
 
 def make_program_rollouts(
@@ -80,6 +86,11 @@ def make_program_rollouts(
     renderer = make_renderer(rollout.renderer, tokenizer, model_path)
     sessions = Sessions(pool, tokenizer, renderer, rollout, skip_special_tokens)
     return ProgramRollouts(program, sessions, reward, rollout, prompts, seed)
+
+
+def pause_before(attempt: int) -> float:
+    """Seconds before the attempt of this number, counted from 0."""
+    return min(RETRY_PAUSE_S * 2.0 ** min(attempt - 1, 64), MAX_RETRY_PAUSE_S)
 
 
 class ProgramRollouts:
@@ -121,15 +132,22 @@ class ProgramRollouts:
         """
         started_s = time.monotonic()
         places = [
-            _Place(iteration, index, number, prompt, version) for number in range(self._rollout.responses_per_prompt)
+            _Place(
+                f"rollout {number} of prompt {prompt.prompt_id!r}, index {index} of iteration {iteration}",
+                f"{version}-{index}-{number}",
+                prompt,
+                version,
+                rollout_seed(self._seed, iteration, index, number),
+            )
+            for number in range(self._rollout.responses_per_prompt)
         ]
-        try:
-            async with asyncio.TaskGroup() as siblings:
-                running = [siblings.create_task(self._roll_out(place)) for place in places]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        trajectories = [task.result()[0] for task in running]
-        rewards = await self._rewards(places, trajectories)
+        expected = self._expected_length.of(prompt.prompt_id)
+        finished, rewards = await self._roll_out_all(places, self._sessions, expected)
+        trajectories = [each.trajectory for each in finished]
+        for each in finished:
+            self.figures.note(
+                self._environment_of(prompt), prompt.prompt_id, each.trajectory, each.seconds, each.num_repeats
+            )
         self._expected_length.note(prompt.prompt_id, [t.num_tokens / t.num_turns for t in trajectories])
         return Group(
             iteration=iteration,
@@ -140,20 +158,53 @@ class ProgramRollouts:
             weight_version=version,
             started_s=started_s,
             finished_s=time.monotonic(),
-            attempts=1 + sum(task.result()[1] for task in running),
+            attempts=1 + sum(each.num_repeats + each.trajectory.num_faults for each in finished),
             rollouts=tuple(trajectory.facts for trajectory in trajectories),
         )
 
-    async def _roll_out(self, place: _Place) -> tuple[Trajectory, int]:
-        """A finished rollout, and how often it, or a request of it, had to be repeated."""
-        environment = self._environment_of(place.prompt)
-        async with self._slots.taken(environment):
+    async def evaluate(
+        self, set_name: str, prompt: Prompt, version: WeightVersion, num_samples: int, temperature: float
+    ) -> tuple[list[Trajectory], list[float]]:
+        """So many rollouts of a prompt of an evaluation set, with their rewards; in no figures of the training.
+
+        Raises:
+            As `group`.
+        """
+        places = [
+            _Place(
+                f"rollout {number} of prompt {prompt.prompt_id!r} of evaluation set {set_name!r}",
+                f"{version}-evaluation-{set_name}-{prompt.prompt_id}-{number}",
+                prompt,
+                version,
+                evaluation_rollout_seed(self._seed, set_name, prompt.prompt_id, number),
+            )
+            for number in range(num_samples)
+        ]
+        sessions = replace(self._sessions, rollout=self._rollout.model_copy(update={"temperature": temperature}))
+        finished, rewards = await self._roll_out_all(places, sessions, float(self._rollout.max_response_tokens))
+        return [each.trajectory for each in finished], rewards
+
+    async def _roll_out_all(
+        self, places: Sequence[_Place], sessions: Sessions, expected_tokens: float
+    ) -> tuple[list[_Finished], list[float]]:
+        """The rollouts of one prompt, at the same time, and their rewards; `expected_tokens` are those of a turn."""
+        try:
+            async with asyncio.TaskGroup() as siblings:
+                running = [siblings.create_task(self._roll_out(place, sessions, expected_tokens)) for place in places]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finished = [task.result() for task in running]
+        return finished, await self._rewards(places, [each.trajectory for each in finished])
+
+    async def _roll_out(self, place: _Place, sessions: Sessions, expected_tokens: float) -> _Finished:
+        async with self._slots.taken(self._environment_of(place.prompt)):
             begun_s = time.monotonic()
             num_failures = num_runs = 0
             session: RolloutSession | None = None
             while True:
                 num_runs += 1
-                session = self._open(place, num_runs, session)
+                name = f"{place.request}-{num_runs}"
+                session = sessions.open(place.prompt, place.version, place.seed, name, expected_tokens, session)
                 try:
                     trajectory = await self._run(place, session)
                 except ProgramInterrupted:
@@ -161,22 +212,18 @@ class ProgramRollouts:
                 except (ProgramFailed, NothingSampled) as error:
                     num_failures += 1
                     self._note_failure(place, num_failures, error)
-                    await asyncio.sleep(RETRY_PAUSE_S * 2 ** (num_failures - 1))
+                    await asyncio.sleep(pause_before(num_failures))
                     continue
-                num_repeats = num_runs - 1 + trajectory.num_faults
-                seconds = time.monotonic() - begun_s
-                self.figures.note(environment, place.prompt.prompt_id, trajectory, seconds, num_runs - 1)
-                return trajectory, num_repeats
+                return _Finished(trajectory, time.monotonic() - begun_s, num_runs - 1)
 
     async def _run(self, place: _Place, session: RolloutSession) -> Trajectory:
         prompt = place.prompt
-        seed = rollout_seed(self._seed, place.iteration, place.index, place.number)
         shown = ProgramPrompt(
             prompt_id=prompt.prompt_id,
             token_ids=prompt.token_ids,
             row=prompt.row,
             messages=conversation_of(prompt.row, self._prompts),
-            seed=seed,
+            seed=place.seed,
         )
         try:
             result = await self._program.run(shown, session)
@@ -187,12 +234,12 @@ class ProgramRollouts:
                     lambda: session.finish(result.reward, result.turn_rewards), session.num_recorded
                 )
         except InstanceRefused as error:
-            error.add_note(f"asked for {place}")
+            error.add_note(f"asked for {place.name}")
             raise
         except PromptFailed as error:
             raise PromptFailed(
-                f"{place}: {error}\nthe instances stay in service: take the prompt out of the data, or repair what it "
-                "meets there"
+                f"{place.name}: {error}\nthe instances stay in service: take the prompt out of the data, or repair "
+                "what it meets there"
             ) from error
         finally:
             session.close()
@@ -202,16 +249,6 @@ class ProgramRollouts:
         name = prompt.row.get(ENVIRONMENT)
         return name if isinstance(name, str) else self._rollout.program
 
-    def _open(self, place: _Place, number: int, earlier: RolloutSession | None) -> RolloutSession:
-        return self._sessions.open(
-            place.prompt,
-            place.version,
-            rollout_seed(self._seed, place.iteration, place.index, place.number),
-            f"{place.version}-{place.index}-{place.number}-{number}",
-            self._expected_length.of(place.prompt.prompt_id),
-            earlier,
-        )
-
     def _note_failure(self, place: _Place, num_failures: int, error: Exception) -> None:
         """
         Raises:
@@ -219,7 +256,7 @@ class ProgramRollouts:
         """
         reason = str(error) if isinstance(error, ProgramFailed) else f": {error}"
         attempt = f"attempt {num_failures} of {self._rollout.max_attempts}"
-        what = f"rollout.program {self._rollout.program!r}, {place}, {attempt}{reason}"
+        what = f"rollout.program {self._rollout.program!r}, {place.name}, {attempt}{reason}"
         if num_failures >= self._rollout.max_attempts:
             raise RolloutFailed(what) from error
         log.warning("%s", what)
@@ -240,8 +277,8 @@ class ProgramRollouts:
             reward = score if trajectory.reward is None else trajectory.reward
             if reward is None:
                 raise RolloutFailed(
-                    f"rollout.program {self._rollout.program!r}, {place}: it returned no reward, and no reward.name is "
-                    "set: return a number, or set reward.name"
+                    f"rollout.program {self._rollout.program!r}, {place.name}: it returned no reward, and no "
+                    "reward.name is set: return a number, or set reward.name"
                 )
             rewards.append(reward)
         return rewards

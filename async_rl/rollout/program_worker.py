@@ -102,6 +102,8 @@ class WorkerPolicy:
         self._loop = loop
         self._requests = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Turn]] = {}
+        self._num_known = 0
+        """Turns that the program has."""
         self._over: Exception | None = None
 
     async def generate(
@@ -126,6 +128,7 @@ class WorkerPolicy:
             "tools": tools,
             "max_tokens": max_tokens,
             "stop": stop,
+            "num_known": self._num_known,
         }
         request = next(self._requests)
         self._waiting[request] = future = self._loop.create_future()
@@ -135,6 +138,7 @@ class WorkerPolicy:
             except (TypeError, ValueError) as error:
                 raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
             turn: Turn = await future
+            self._num_known += 1
             return turn
         except asyncio.CancelledError:
             self._pipe.send("cancel", self._number, request)

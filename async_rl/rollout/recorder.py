@@ -6,6 +6,7 @@ path, however its requests were made, and any other one branches where its histo
 ids: what was sampled is never encoded again.
 """
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -60,8 +61,12 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class TurnNode:
-    """One recorded turn. `added` is what its context has beyond its parent's tokens; `start` is where that begins."""
+    """One recorded turn, the `number`th one that was asked for.
 
+    `added` is what its context has beyond its parent's tokens; `start` is where that begins.
+    """
+
+    number: int
     parent: "TurnNode | None"
     start: int
     added: TokenIds
@@ -101,7 +106,7 @@ class Recorder:
 
     @property
     def turns(self) -> Sequence[TurnNode]:
-        """In the order in which they were recorded."""
+        """In the order in which they were asked for, which does not depend on which of them was answered first."""
         return self._turns
 
     @property
@@ -134,14 +139,21 @@ class Recorder:
                 return Request(bridged, said, parent)
         return Request(self._renderer.render(conversation.messages, tools), conversation)
 
-    def add(self, request: Request, response: Response, message: Message | None = None) -> TurnNode:
-        """Records a delivered turn; `message` is what the policy said, as the client saw it."""
+    def add(
+        self, request: Request, response: Response, message: Message | None = None, number: int | None = None
+    ) -> TurnNode:
+        """Records a delivered turn; `message` is what the policy said, as the client saw it.
+
+        It is the `number`th turn that was asked for, by default the last one.
+        """
+        if number is None:
+            number = 1 + (self._turns[-1].number if self._turns else 0)
         parent = self.extended_by(request.context, request.base)
         start = 0 if parent is None else parent.end
         said = request.conversation.then(message) if request.conversation is not None and message is not None else None
-        node = TurnNode(parent, start, request.context[start:], response, said, request.base)
+        node = TurnNode(number, parent, start, request.context[start:], response, said, request.base)
         (self._roots if parent is None else parent.children).append(node)
-        self._turns.append(node)
+        bisect.insort(self._turns, node, key=lambda node: node.number)
         return node
 
     def base_of(self, context: TokenIds, prompt_ids: TokenIds) -> TokenIds:

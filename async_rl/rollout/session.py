@@ -82,8 +82,9 @@ class Sessions:
 
 @dataclass(eq=False)
 class _Generation:
-    """A turn that is being sampled; several identical requests of a client may wait for it."""
+    """A turn that is being sampled, the `number`th one of its rollout; several identical requests may wait for it."""
 
+    number: int
     request: Request
     digest: str
     occurrence: int
@@ -118,10 +119,13 @@ class RolloutSession:
         self._expected_tokens = expected_tokens
         self._recorder = Recorder(shared.renderer)
         self._delivered: WeakKeyDictionary[Turn, tuple[_Generation, TurnNode]] = WeakKeyDictionary()
+        self._arrived: list[TurnNode] = []
+        """The delivered turns, in the order of delivery."""
         self._occurrences: dict[str, set[int]] = {}
         self._running: list[_Generation] = []
         self._by_request: dict[str | None, _Generation] = {}
         self._num_requests = itertools.count(1)
+        self._num_turns = itertools.count(1)
         self._sampled: dict[tuple[Any, ...], Response] = {} if earlier is None else earlier._sampled
         self._num_faults: int = 0 if earlier is None else earlier._num_faults
         self._closed = False
@@ -144,7 +148,7 @@ class RolloutSession:
     @property
     def num_tokens(self) -> int:
         """Sampled tokens of the delivered turns."""
-        return sum(len(node.response.token_ids) for node in self._recorder.turns)
+        return _num_sampled(self._arrived)
 
     async def generate(
         self,
@@ -155,6 +159,7 @@ class RolloutSession:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         request_id: str | None = None,
+        num_known: int | None = None,
     ) -> Turn:
         """Samples one turn after `messages`, or after `token_ids` as they are; cancelling it leaves nothing behind.
 
@@ -164,6 +169,8 @@ class RolloutSession:
             max_tokens: of this turn, where the limits of the rollout leave so many.
             stop: texts that end the turn; the tokens up to the end of the first one are kept.
             request_id: requests of the same id that run at the same time are one turn; without one, each is its own.
+            num_known: how many turns the program had when it asked; by default all that were delivered. Their tokens
+                count for the limit, which thus does not depend on which of two turns at the same time is faster.
 
         Raises:
             LimitReached: the rollout has no turn, token or time left.
@@ -173,12 +180,12 @@ class RolloutSession:
         """
         generation = self._by_request.get(request_id)
         if generation is None:
-            self._require_room()
+            self._require_room(num_known)
             async with self._shared.turnstile.entered():
                 generation = self._by_request.get(request_id)
                 if generation is None:
-                    request = await self._request(messages, token_ids, tools, max_tokens, stop)
-                    generation = self._begin(request, tools, max_tokens, stop, request_id)
+                    request = await self._request(messages, token_ids, tools, max_tokens, stop, num_known)
+                    generation = self._begin(request, tools, max_tokens, stop, request_id, num_known)
         return await self._wait_for(generation)
 
     def retract(self, turn: Turn) -> None:
@@ -187,6 +194,7 @@ class RolloutSession:
         if not node.children:
             del self._delivered[turn]
             self._recorder.remove(node)
+            self._arrived.remove(node)
             self._occurrences[generation.digest].discard(generation.occurrence)
 
     def stop(self, limit: Limit) -> None:
@@ -233,9 +241,10 @@ class RolloutSession:
         tools: Sequence[Tool] | None,
         max_tokens: int | None,
         stop: Sequence[str],
+        num_known: int | None,
     ) -> Request:
         """What to sample after; for one who has entered the turnstile."""
-        self._require_room()
+        self._require_room(num_known)
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise InvalidRequest(f"max_tokens is {max_tokens!r:.80}: expected a number from 1")
         if (messages is None) == (token_ids is None):
@@ -256,15 +265,15 @@ class RolloutSession:
         max_tokens: int | None,
         stop: Sequence[str],
         request_id: str | None,
+        num_known: int | None,
     ) -> _Generation:
         # Rendering may have taken its time.
-        self._require_room()
+        self._require_room(num_known)
         request = replace(request, base=self._recorder.base_of(request.context, self._prompt.token_ids))
-        most, cut_by = self._allowance(len(request.context), max_tokens)
+        most, cut_by = self._allowance(len(request.context), max_tokens, num_known)
         digest = digest_of([array("q", request.context).tobytes()])
-        generation = _Generation(
-            request, digest, self._free_occurrence(digest), most, cut_by, tools, tuple(stop), request_id
-        )
+        number, occurrence = next(self._num_turns), self._free_occurrence(digest)
+        generation = _Generation(number, request, digest, occurrence, most, cut_by, tools, tuple(stop), request_id)
         generation.task = asyncio.create_task(self._answer(generation), name=f"turn of {self._name}")
         self._occurrences[digest].add(generation.occurrence)
         self._running.append(generation)
@@ -346,7 +355,9 @@ class RolloutSession:
             prompt_token_ids=generation.request.context,
             weight_version=self._version,
         )
-        self._delivered[turn] = generation, self._recorder.add(generation.request, response, message)
+        node = self._recorder.add(generation.request, response, message, generation.number)
+        self._arrived.append(node)
+        self._delivered[turn] = generation, node
         return turn
 
     def _give_up(self, generation: _Generation) -> None:
@@ -373,12 +384,12 @@ class RolloutSession:
         if self._stopped is not None:
             raise LimitReached(self._stopped, f"the rollout has reached its limit of {self._stopped}")
 
-    def _require_room(self) -> None:
+    def _require_room(self, num_known: int | None) -> None:
         """Before anything is rendered: a program may ask very often."""
         self._require_going_on()
-        self._allowance(0, None)
+        self._allowance(0, None, num_known)
 
-    def _allowance(self, num_context: int, asked: int | None) -> tuple[int, Limit | None]:
+    def _allowance(self, num_context: int, asked: int | None, num_known: int | None) -> tuple[int, Limit | None]:
         """How many tokens a turn may have, and the limit of the rollout that sets this number, if one does.
 
         Raises:
@@ -390,7 +401,7 @@ class RolloutSession:
         )
         room: dict[Limit, float] = {
             "turns": math.inf if self.num_turns + len(self._running) < rollout.max_turns else 0,
-            "tokens": rollout.max_response_tokens - self.num_tokens,
+            "tokens": rollout.max_response_tokens - _num_sampled(self._arrived[:num_known]),
             "context": math.inf if longest is None else longest - num_context,
         }
         limit = min(room, key=room.__getitem__)
@@ -450,6 +461,10 @@ class RolloutSession:
                 if span.start < length
             ),
         )
+
+
+def _num_sampled(turns: Sequence[TurnNode]) -> int:
+    return sum(len(node.response.token_ids) for node in turns)
 
 
 def _plain_request(token_ids: Sequence[int] | None) -> Request:

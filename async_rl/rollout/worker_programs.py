@@ -1,13 +1,16 @@
 """Rollout programs named `python:path/to/file.py:function`, in `rollout.num_workers` processes of their own."""
 
 import asyncio
+import logging
 
 from async_rl.config.sections import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.programs.user_file import find_file
 from async_rl.rollout.program import ProgramPrompt, RolloutResult
-from async_rl.rollout.program_process import NotLoaded, ProgramProcess
+from async_rl.rollout.program_process import LoadingEnded, NotLoaded, ProgramProcess
 from async_rl.rollout.session import RolloutSession
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """A worker imports the program's packages; on a cold disk that takes long."""
@@ -54,6 +57,16 @@ class WorkerProgram:
             if worker.process.running:
                 return
             try:
-                await worker.process.start(START_TIMEOUT_S)
+                await self._load(worker.process)
             except NotLoaded as error:
                 raise ConfigError(f"rollout.program {self._config.program!r} cannot be loaded:\n{error}") from error
+
+    async def _load(self, process: ProgramProcess) -> None:
+        """Starts a process, again if it ends meanwhile: a machine without memory kills whatever starts."""
+        for attempt in range(1, self._config.max_attempts):
+            try:
+                await process.start(START_TIMEOUT_S)
+                return
+            except LoadingEnded as error:
+                log.warning("rollout.program %r, attempt %d to load it: %s", self._config.program, attempt, error)
+        await process.start(START_TIMEOUT_S)

@@ -1,6 +1,6 @@
 """Fault injection: a real run whose inference pool fails repeatedly, compared with the same run without faults.
 
-    python -m benchmarks.chaos --json [--seed N] [--iterations K] [--minutes M]
+    python -m benchmarks.chaos --json [--seed N] [--iterations K] [--minutes M] [--rollouts KIND] [--trainer-kills N]
 
 The trainer and instances of the embedded engine are real processes. While they run, instances are killed, stalled,
 slowed down, cut off, drained, restarted and added, also in the middle of a publish; twice no instance is left. A proxy
@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.instances import Crew
 from benchmarks.chaos.proxy import Disturbance
 from benchmarks.chaos.report import is_sound, report
-from benchmarks.chaos.trainer_run import MAX_MODEL_LEN, REQUEST_TIMEOUT_S, Outcome, TrainerRun, make_inputs
+from benchmarks.chaos.rollouts import KINDS, Rollouts
+from benchmarks.chaos.trainer_faults import TrainerFaults
+from benchmarks.chaos.trainer_run import REQUEST_TIMEOUT_S, Outcome, TrainerRun, make_inputs
 from deploy.cluster.stopping import Stopped, stop_on_signals
 from deploy.local.machine import free_ports
 
@@ -57,18 +60,22 @@ FAULTY = Disturbance(
 SOUND = Disturbance(shares={}, pace_s=0.0, hold_s=0.0)
 
 
-async def run_hurt(directory: Path, iterations: int, seed: int, minutes: float, log: FaultLog) -> Outcome:
-    """A run with faults injected into its pool for `minutes` at most."""
+async def run_hurt(
+    directory: Path, rollouts: Rollouts, iterations: int, seed: int, minutes: float, trainer_kills: int, log: FaultLog
+) -> Outcome:
+    """A run with faults injected into its pool and its own processes for `minutes` at most."""
     (port,) = free_ports(1)
-    run = TrainerRun(directory, "hurt", iterations, seed, port)
+    run = TrainerRun(directory, "hurt", rollouts, iterations, seed, port, is_killed=trainer_kills > 0)
     draw = random.Random(seed)
-    crew = _crew(directory, "hurt", port, FAULTY, draw, log)
+    shares = {kind: share * rollouts.spoil for kind, share in FAULTY.shares.items()}
+    crew = _crew(directory, "hurt", rollouts, port, replace(FAULTY, shares=shares), draw, log)
     controller = Controller(
         crew, FleetClient(f"http://127.0.0.1:{port}", None), draw, log, lambda: run.progress, outages=(0.25, 0.7)
     )
+    faults = TrainerFaults(run, random.Random(seed), log, rollouts.worker, trainer_kills)
     try:
         operating = asyncio.create_task(controller.operate())
-        injuring = asyncio.create_task(_injure(controller, minutes * 60))
+        injuring = asyncio.create_task(_injure(controller, faults, minutes * 60))
         try:
             return await run.finish()
         finally:
@@ -81,11 +88,11 @@ async def run_hurt(directory: Path, iterations: int, seed: int, minutes: float, 
         await crew.close()
 
 
-async def run_calm(directory: Path, iterations: int, seed: int) -> Outcome:
-    """The same run on instances without faults."""
+async def run_calm(directory: Path, rollouts: Rollouts, iterations: int, seed: int) -> Outcome:
+    """The same run without faults."""
     (port,) = free_ports(1)
-    run = TrainerRun(directory, "calm", iterations, seed, port)
-    crew = _crew(directory, "calm", port, SOUND, random.Random(seed), FaultLog())
+    run = TrainerRun(directory, "calm", rollouts, iterations, seed, port, is_killed=False)
+    crew = _crew(directory, "calm", rollouts, port, SOUND, random.Random(seed), FaultLog())
     try:
         for _ in range(INSTANCES_WITHOUT_FAULTS):
             await crew.add()
@@ -94,15 +101,14 @@ async def run_calm(directory: Path, iterations: int, seed: int) -> Outcome:
         await crew.close()
 
 
-async def measure(
-    directory: Path, iterations: int, seed: int, minutes: float, say: Callable[[str], None]
-) -> dict[str, Any]:
+async def measure(directory: Path, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """Both runs, and their figures."""
+    rollouts, iterations, seed = KINDS[options.rollouts], options.iterations, options.seed
     make_inputs(directory, iterations)
     log = FaultLog()
-    hurt = await run_hurt(directory, iterations, seed, minutes, log)
+    hurt = await run_hurt(directory, rollouts, iterations, seed, options.minutes, options.trainer_kills, log)
     say(f"with faults: {len(hurt.records)} iterations in {hurt.seconds:.1f} s, {log.num_faults} faults")
-    calm = await run_calm(directory, iterations, seed)
+    calm = await run_calm(directory, rollouts, iterations, seed)
     say(f"without: {len(calm.records)} iterations in {calm.seconds:.1f} s")
     for run in (hurt, calm):
         if run.exit_code != 0:
@@ -110,15 +116,31 @@ async def measure(
     return report(iterations, log, hurt, calm)
 
 
-async def _injure(controller: Controller, seconds: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await controller.injure()
+async def _injure(controller: Controller, faults: TrainerFaults, seconds: float) -> None:
+    """The kills of the trainer have their places in the run, whatever the time."""
+
+    async def injure_others() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds), asyncio.TaskGroup() as injuring:
+                injuring.create_task(controller.injure())
+                injuring.create_task(faults.injure_workers())
+
+    async with asyncio.TaskGroup() as both:
+        both.create_task(injure_others())
+        both.create_task(faults.kill_trainer())
 
 
-def _crew(directory: Path, name: str, port: int, disturbance: Disturbance, draw: random.Random, log: FaultLog) -> Crew:
+def _crew(
+    directory: Path,
+    name: str,
+    rollouts: Rollouts,
+    port: int,
+    disturbance: Disturbance,
+    draw: random.Random,
+    log: FaultLog,
+) -> Crew:
     url, logs = f"http://127.0.0.1:{port}", directory / name / "logs"
-    return Crew(directory / "model", url, logs, MAX_MODEL_LEN, disturbance, draw, log)
+    return Crew(directory / "model", url, logs, rollouts.max_model_len, disturbance, draw, log)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -130,6 +152,12 @@ def main(arguments: Sequence[str]) -> int:
         "--minutes", type=float, default=4.0, help="how long faults go on at most (default: %(default)s)"
     )
     parser.add_argument(
+        "--rollouts", choices=KINDS, default="single-turn", help="what a rollout is (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--trainer-kills", type=int, default=0, help="how often the trainer is killed (default: %(default)s)"
+    )
+    parser.add_argument(
         "--keep", type=Path, help="a new directory for all files of both runs (default: a temporary one)"
     )
     options = parser.parse_args(arguments)
@@ -139,7 +167,7 @@ def main(arguments: Sequence[str]) -> int:
         directory = options.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            figures = asyncio.run(measure(directory, options.iterations, options.seed, options.minutes, say))
+            figures = asyncio.run(measure(directory, options, say))
         except Stopped as stop:
             return stop.exit_code
     print(json.dumps(figures))

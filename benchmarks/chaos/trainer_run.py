@@ -2,25 +2,26 @@
 
 import asyncio
 import json
+import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.chaos.rollouts import CHAT_TEMPLATE, MAX_RESPONSE_TOKENS, PROMPT_TOKENS, Rollouts
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
-from deploy.cluster.process import Process
+from deploy.cluster.process import Process, Running
 from deploy.cluster.run_view import JsonlTail
 from deploy.local.processes import Deployment
 
 PROMPTS_PER_BATCH = 6
 RESPONSES_PER_PROMPT = 4
-PROMPT_TOKENS = 12
-MAX_RESPONSE_TOKENS = 192
-MAX_MODEL_LEN = PROMPT_TOKENS + MAX_RESPONSE_TOKENS
 VOCAB_SIZE = 96
 """The EOS token has a probability of about one in so many, so that lengths spread over the whole range."""
 
@@ -42,9 +43,10 @@ PUBLISH_TIMEOUT_S = 5.0
 
 START_LIMIT_S = 150.0
 END_LIMIT_S = 60.0
-ITERATION_LIMIT_S = POOL_TIMEOUT_S + 6 * PUBLISH_TIMEOUT_S + 5 * REQUEST_TIMEOUT_S
-"""The pool's full waiting time without an instance, a publish whose every step times out, and requests that are moved
-several times: an iteration that takes longer counts as a hang."""
+ITERATION_LIMIT_S = POOL_TIMEOUT_S + 6 * PUBLISH_TIMEOUT_S
+TURN_LIMIT_S = 5 * REQUEST_TIMEOUT_S
+"""The pool's full waiting time without an instance, a publish whose every step times out, and for each turn a request
+that is moved several times: an iteration that takes longer counts as a hang."""
 
 POLL_S = 0.1
 
@@ -63,11 +65,12 @@ path = "{directory}/model"
 source = "{directory}/rows.jsonl"
 prompts_per_batch = {prompts}
 max_prompt_tokens = {prompt_tokens}
-chat_template = false
+chat_template = {chat}
 [rollout]
+program = "{program}"
 responses_per_prompt = {responses}
 max_response_tokens = {response_tokens}
-[reward]
+{settings}[reward]
 name = "python:{directory}/reward.py:early_words"
 [pool]
 fleet_port = {port}
@@ -87,15 +90,17 @@ learning_rate = 1e-3
 iterations = {iterations}
 order = "prompt"
 [checkpoint]
-every = 0
+every = {checkpoint_every}
 """
+
+CHECKPOINT_EVERY = 2
 
 
 def make_inputs(directory: Path, iterations: int) -> None:
     """A random model, a tokenizer of one token per word `w<i>`, prompts for every iteration, and a reward."""
     transformers_logging.disable_progress_bar()
     save_random_qwen3(directory / "model", **MODEL_SIZE)
-    save_word_tokenizer(directory / "model", VOCAB_SIZE)
+    save_word_tokenizer(directory / "model", VOCAB_SIZE, CHAT_TEMPLATE)
     rows = torch.randint(2, VOCAB_SIZE, (iterations * PROMPTS_PER_BATCH, PROMPT_TOKENS)).tolist()
     lines = (json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n" for row in rows)
     (directory / "rows.jsonl").write_text("".join(lines))
@@ -104,10 +109,14 @@ def make_inputs(directory: Path, iterations: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results of a run; `times_s` are the times at which iterations were complete, by `time.monotonic()`."""
+    """Results of a run; `rollouts` are the records of its program's, if it has one.
+
+    `times_s` are the times at which iterations were complete first, by `time.monotonic()`.
+    """
 
     proofs: list[dict[str, Any]]
     records: list[dict[str, Any]]
+    rollouts: list[dict[str, Any]]
     times_s: list[float]
     num_hangs: int
     exit_code: int | None
@@ -119,7 +128,10 @@ class Outcome:
 class TrainerRun:
     """The trainer of one run, as a deployment starts it; its instances are managed elsewhere."""
 
-    def __init__(self, directory: Path, name: str, iterations: int, seed: int, port: int) -> None:
+    def __init__(
+        self, directory: Path, name: str, rollouts: Rollouts, iterations: int, seed: int, port: int, *, is_killed: bool
+    ) -> None:
+        """`is_killed`: it saves checkpoints, from which it resumes after `kill`."""
         self.dir = directory / name
         self.dir.mkdir()
         self._config = directory / f"{name}.toml"
@@ -131,19 +143,26 @@ class TrainerRun:
                 port=port,
                 iterations=iterations,
                 prompts=PROMPTS_PER_BATCH,
+                program=rollouts.program,
+                settings=rollouts.settings,
+                chat=json.dumps(rollouts.chat),
+                checkpoint_every=CHECKPOINT_EVERY if is_killed else 0,
                 responses=RESPONSES_PER_PROMPT,
-                prompt_tokens=PROMPT_TOKENS,
+                prompt_tokens=PROMPT_TOKENS + (2 if rollouts.chat else 0),
                 response_tokens=MAX_RESPONSE_TOKENS,
                 pool_timeout_s=POOL_TIMEOUT_S,
                 request_timeout_s=REQUEST_TIMEOUT_S,
                 heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
-                max_outstanding_tokens=2 * RESPONSES_PER_PROMPT * MAX_MODEL_LEN,
+                max_outstanding_tokens=2 * RESPONSES_PER_PROMPT * rollouts.max_model_len,
                 publish_timeout_s=PUBLISH_TIMEOUT_S,
             )
         )
         self._iterations = iterations
+        self._limit_s = ITERATION_LIMIT_S + rollouts.max_turns * TURN_LIMIT_S
         self._times_s: list[float] = []
         self._num_hangs = 0
+        self._running: Running | None = None
+        self._is_killed = False
 
     @property
     def num_done(self) -> int:
@@ -154,42 +173,72 @@ class TrainerRun:
         return self.num_done / self._iterations
 
     async def finish(self) -> Outcome:
-        """Runs the trainer until it exits; a hanging trainer is ended."""
-        started = time.monotonic()
+        """Runs the trainer until it exits, again each time it was killed; a hanging trainer is ended."""
+        started_s = time.monotonic()
+        records = JsonlTail(self.dir / "metrics.jsonl")
         with Deployment() as deployment:
-            running = deployment.start(self._process())
-            records = JsonlTail(self.dir / "metrics.jsonl")
-            since_s = started
-            while running.exit_code() is None:
-                await asyncio.sleep(POLL_S)
-                for _ in records.read_new():
-                    since_s = time.monotonic()
-                    self._times_s.append(since_s)
-                if time.monotonic() - since_s > self._limit_s():
-                    self._num_hangs += 1
+            while True:
+                self._is_killed = False
+                running = self._running = deployment.start(self._process())
+                await self._watch(running, records)
+                if not self._is_killed or running.exit_code() == 0:
                     break
+            self._running = None
             exit_code = running.exit_code()
             last_lines = running.last_lines()
-        self._times_s += [time.monotonic() for _ in records.read_new()]
+        self._note(records)
         return Outcome(
             _lines(self.dir / "ledger.jsonl"),
             _lines(self.dir / "metrics.jsonl"),
+            _lines(self.dir / "rollouts.jsonl"),
             self._times_s,
             self._num_hangs,
             exit_code,
             last_lines,
-            time.monotonic() - started,
+            time.monotonic() - started_s,
             self.dir / "model" / "model.safetensors",
         )
 
-    def _limit_s(self) -> float:
-        if self.num_done == self._iterations:
-            return END_LIMIT_S
-        return ITERATION_LIMIT_S if self._times_s else START_LIMIT_S
+    def kill(self) -> None:
+        """Ends the trainer as a lost machine would; `finish` starts it again."""
+        self._is_killed = True
+        for process in (*self.processes("torch.distributed.run"), *self.processes("trainer")):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Those of the trainer whose command lines have this word."""
+        found = []
+        with suppress(psutil.NoSuchProcess):
+            descendants = psutil.Process(self._running.pid).children(recursive=True) if self._running else ()
+            for process in descendants:
+                with suppress(psutil.NoSuchProcess):
+                    if word in process.cmdline():
+                        found.append(process)
+        return found
+
+    async def _watch(self, running: Running, records: JsonlTail) -> None:
+        """Until the trainer exits or hangs."""
+        since_s, limit_s = time.monotonic(), START_LIMIT_S
+        while running.exit_code() is None:
+            await asyncio.sleep(POLL_S)
+            if self._note(records):
+                since_s, limit_s = time.monotonic(), self._limit_s
+            if self.num_done == self._iterations:
+                limit_s = END_LIMIT_S
+            if time.monotonic() - since_s > limit_s:
+                self._num_hangs += 1
+                return
+
+    def _note(self, records: JsonlTail) -> bool:
+        """Notes the iterations that were completed, each for the first time; whether a line was written."""
+        new = records.read_new()
+        self._times_s += [time.monotonic() for record in new if record["iteration"] >= self.num_done]
+        return bool(new)
 
     def _process(self) -> Process:
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        argv += ["--nproc-per-node", "1", "-m", "trainer", str(self._config)]
+        argv += ["--nproc-per-node", "1", "-m", "trainer", str(self._config), "--run.resume", "true"]
         env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
         return Process("trainer", "trainer", tuple(argv), self.dir / "logs" / "trainer.log", env=env)
 

@@ -86,9 +86,11 @@ def save_endless_qwen3(path: Path, **size: Any) -> None:
     model.save_pretrained(path)
 
 
-def save_word_tokenizer(path: Path, vocab_size: int) -> None:
+def save_word_tokenizer(path: Path, vocab_size: int, chat_template: str | None = None) -> None:
     """A tokenizer of one token per word `w<i>`, with spaces between; token 0 is <eos>, 1 is <unk>."""
     words = ["<eos>", "<unk>", *(f"w{i}" for i in range(2, vocab_size))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(path)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = chat_template
+    fast.save_pretrained(path)

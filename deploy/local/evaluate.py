@@ -1,4 +1,4 @@
-"""Evaluates a model on this machine: `async-rl eval MODEL --data SOURCE --reward NAME`.
+"""Evaluates a model on this machine: `async-rl eval MODEL --data SOURCE (--reward NAME | --program NAME)`.
 
 Starts instances of the model on this machine, or uses running ones, and samples and scores the data with them, through
 the program `async_rl.evaluation`. Every process it started ends with it, however it ends.
@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from async_rl.config.file import load_config
-from async_rl.config.sections import Config
+from async_rl.config.sections import SINGLE_TURN, Config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
@@ -45,15 +45,26 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
         "async-rl eval",
         "Samples a model on held-out prompts and scores its responses: pass@k, mean reward, lengths. The options below "
         "set keys of the config by shorter names; other keys, such as --prompts.chat_template false, can be set too.",
-        "MODEL --data SOURCE --reward NAME [OPTIONS] [--section.key VALUE ...]",
+        "MODEL --data SOURCE [--reward NAME] [--program NAME] [OPTIONS] [--section.key VALUE ...]",
         Config,
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a directory or a hub name")
     parser.add_argument("--data", required=True, help="a .jsonl or .parquet file, or reasoning-gym:TASK")
-    parser.add_argument("--reward", required=True, help="reasoning_gym, math, code, or python:path/to/file.py:function")
+    parser.add_argument(
+        "--reward",
+        help="reasoning_gym, math, code, or python:path/to/file.py:function; none if a program rewards itself",
+    )
+    parser.add_argument(
+        "--program",
+        default=SINGLE_TURN,
+        help="python:path/to/file.py:function or command:PROGRAM ARGUMENTS, each of whose runs is a sample; by default "
+        "a single response",
+    )
     parser.add_argument("--samples", type=int, default=1, help="responses to each prompt (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of a response (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, help="of a response, or of all turns of a program (default: %(default)s)"
+    )
     parser.add_argument("--max-prompts", type=int, help="take the first so many rows only")
     parser.add_argument(
         "--instances", help="base URLs of running instances, with commas between; else it starts its own"
@@ -73,13 +84,15 @@ def config_text(options: argparse.Namespace, run_dir: Path) -> str:
         "model.path": options.model,
         "prompts.source": options.data,
         "prompts.prompts_per_batch": 1,
+        "rollout.program": options.program,
         "rollout.max_response_tokens": options.max_tokens,
-        "reward.name": options.reward,
         "pool.instances": options.instances.split(",") if options.instances else [],
         "train.iterations": 1,
         "inference.engine": options.engine,
         "inference.num_instances": options.num_instances,
     }
+    if options.reward is not None:
+        values["reward.name"] = options.reward
     the_set = {
         "name": set_name(options.data),
         "source": options.data,

@@ -37,6 +37,16 @@ def test_a_run_under_faults_loses_nothing_and_ends_as_one_without() -> None:
         assert figures[kind] > 0, f"{kind} of {figures}"
 
 
+@pytest.mark.distributed
+def test_a_run_of_programs_whose_trainer_and_workers_die_ends_as_one_without() -> None:
+    arguments = "--rollouts program --trainer-kills 1 --iterations 4 --seed 3 --minutes 3"
+    figures = json.loads(make("bench-chaos", arguments).splitlines()[-1])
+    assert not any(figures[key] for key in MUST_BE_ZERO)
+    assert figures["weights_equal"] and figures["samples_equal"]
+    for kind in ("trainer_kills", "worker_kills", "rollouts_repeated", "turns", "branches", "truncated"):
+        assert figures[kind] > 0, f"{kind} of {figures}"
+
+
 async def answer(request: web.BaseRequest) -> web.StreamResponse:
     """Stands for an instance that holds version v1: says so, or streams one token after the other."""
     if request.path == routes.WEIGHT_INFO:
@@ -185,13 +195,15 @@ def outcome(path: Path) -> Outcome:
             "on_policy": True,
             "num_responses": PROMPTS_PER_BATCH * RESPONSES_PER_PROMPT,
             "num_branches": 0,
+            "num_turns": PROMPTS_PER_BATCH * RESPONSES_PER_PROMPT,
+            "num_truncated": 0,
             "num_response_tokens": 100,
             "num_continued": 0,
             "num_resampled": 0,
         }
         for i in range(2)
     ]
-    return Outcome(proofs, [{}, {}], [1.0, 2.0], 0, 0, [], 3.0, path)
+    return Outcome(proofs, [{}, {}], [], [1.0, 2.0], 0, 0, [], 3.0, path)
 
 
 def test_two_runs_that_went_well_are_sound(tmp_path: Path) -> None:

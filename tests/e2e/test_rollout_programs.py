@@ -1,6 +1,5 @@
-"""A run whose rollouts are those of a program with several turns, tools and branches, on real parts."""
+"""Runs whose rollouts are those of a program with several turns, tools and branches, on real parts."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,20 +28,42 @@ async def rollout(prompt, policy):
     return num_vowels / 10
 '''
 
+EVALUATION = """
+[evaluation]
+every = 1
+max_delay_s = 30.0
+[[evaluation.sets]]
+name = "held-out"
+source = "{source}"
+num_samples = 2
+max_prompts = 3
+temperature = 0.7
+"""
+
+SETTINGS = (
+    *("--inference.num_instances=2", "--train.iterations=2", "--train.order=prompt"),
+    # So small a step changes no sample: those of both layouts can be compared in each iteration.
+    "--optimizer.learning_rate=1e-9",
+)
+
 
 @pytest.fixture
-def run(new_run: Callable[[str], Run], tmp_path: Path) -> Run:
-    run = new_run("run")
+def make_run(new_run: Callable[[str], Run], tmp_path: Path) -> Callable[[str], Run]:
     model = make_chat_model(tmp_path / "chat")
     (tmp_path / "program.py").write_text(PROGRAM)
-    before = run.config.read_text()
-    lines = [line for line in before.splitlines() if not line.startswith(("path =", "chat_template"))]
-    text = "\n".join(lines).replace("[model]", f'[model]\npath = "{model}"')
-    text = text.replace("max_response_tokens = 24", "max_response_tokens = 64").replace(
-        "[reward]", f'program = "python:{tmp_path / "program.py"}:rollout"\nrenderer = "qwen3"\n[reward]'
-    )
-    run.config.write_text(text)
-    return run
+
+    def make(name: str) -> Run:
+        run = new_run(name)
+        before = run.config.read_text()
+        lines = [line for line in before.splitlines() if not line.startswith(("path =", "chat_template", "name ="))]
+        text = "\n".join(lines).replace("[model]", f'[model]\npath = "{model}"')
+        text = text.replace("max_response_tokens = 24", "max_response_tokens = 64").replace(
+            "[reward]", f'program = "python:{tmp_path / "program.py"}:rollout"\nrenderer = "qwen3"\n[reward]'
+        )
+        run.config.write_text(text + EVALUATION.format(source=tmp_path / name / "rows.jsonl"))
+        return run
+
+    return make
 
 
 def make_chat_model(path: Path) -> Path:
@@ -51,13 +72,25 @@ def make_chat_model(path: Path) -> Path:
     return path
 
 
-def test_a_run_of_programs_is_proven_token_by_token(run: Run) -> None:
-    run.start("--inference.num_instances=2", "--train.iterations=2")
+def test_programs_are_proven_and_evaluated_and_the_same_with_two_leaders(make_run: Callable[[str], Run]) -> None:
+    run, divided = make_run("run"), make_run("divided")
+    run.start(*SETTINGS)
     assert run.finish() == 0, run.everything_said()
-    proofs = run.lines("ledger.jsonl")
-    assert len(proofs) == 2 and all(proof["on_policy"] for proof in proofs)
-    records = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
-    assert all(record["max_logprob_gap"] < 1e-4 for record in records)
+    divided.start(*SETTINGS, "--trainer.num_processes=2")
+    assert divided.finish() == 0, divided.everything_said()
+    for each in (run, divided):
+        assert [proof["on_policy"] for proof in each.lines("ledger.jsonl")] == [True, True], each.everything_said()
+        assert all(record["max_logprob_gap"] < 1e-4 for record in each.lines("metrics.jsonl"))
+    proofs = ("samples", "prompt_ids", "num_responses", "num_response_tokens", "num_turns", "num_branches")
+    groups = ("iteration", "index", "prompt_id", "samples", "reward_mean", "num_turns", "num_branches")
+    for name, keys in (("ledger.jsonl", proofs), ("timeline.jsonl", groups)):
+        rows, expected = ([[row[key] for key in keys] for row in each.lines(name)] for each in (divided, run))
+        assert rows == expected and rows, name
     rollouts = run.lines("rollouts.jsonl")
     assert [(each["iteration"], each["num_rollouts"]) for each in rollouts] == [(0, 24), (1, 24)]
     assert all(each["turns_max"] == 4 and each["branches_mean"] for each in rollouts)
+    assert [each["num_rollouts"] for each in divided.lines("rollouts.jsonl")] == [12, 12], "of the main rank's replica"
+    # An evaluation that the training outran has no figures; those of all others are of the same samples.
+    evaluations = [row for each in (run, divided) for row in each.lines("evaluations.jsonl") if row["complete"]]
+    figures = ("num_prompts", "num_samples", "reward_mean", "response_tokens_mean", "cut_share")
+    assert len({tuple(row[key] for key in figures) for row in evaluations}) == 1, evaluations

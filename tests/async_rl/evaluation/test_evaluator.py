@@ -2,13 +2,15 @@ import concurrent.futures
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from async_rl.config.sections import EvaluationSection, EvaluationSet, PoolSection, RewardSection, RolloutSection
+from async_rl.errors import RolloutFailed
 from async_rl.evaluation.evaluator import Evaluator
+from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import LoadedSet
@@ -240,6 +242,22 @@ def test_a_prompt_that_fails_is_counted_and_costs_no_other(instances, make_stage
     (result,) = stage.run(evaluator)
     assert (result.num_prompts, result.num_failed, result.total_prompts, result.figures) == (4, 1, 5, {})
     assert "evaluation set words, prompt 0: reward" in caplog.text and "broken row" in caplog.text
+
+
+def test_a_program_that_fails_costs_its_prompt_only(instances, make_stage, caplog) -> None:
+    class Programs:
+        correct_at = None
+
+        async def score(self, loaded: LoadedSet, prompt: Prompt, version: str) -> ScoredPrompt:
+            if prompt.prompt_id == "1":
+                raise RolloutFailed("the environment is gone")
+            return ScoredPrompt((1.0, 1.0), 2, 0)
+
+    stage = make_stage(*instances({}))
+    section, sampler, results = EvaluationSection(every=1), cast(Any, Programs()), list[SetResult]()
+    stage.loop.run(Evaluator(stage.pool, sampler, [a_set("words", 3)], section, results.extend).run(0, "v1"))
+    assert [(result.num_prompts, result.num_failed) for result in results] == [(2, 1)]
+    assert "evaluation set words, prompt 1: the environment is gone" in caplog.text
 
 
 def test_an_evaluation_without_an_instance_ends_and_says_so(instances, make_stage, caplog) -> None:

@@ -1,16 +1,26 @@
 """One prompt of an evaluation set to its scored responses."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.config.sections import EvaluationSet, RolloutSection
+import pytest
+from transformers import AutoTokenizer
+
+from async_rl.config.sections import EvaluationSet, PromptsSection, RewardSection, RolloutSection
+from async_rl.errors import RolloutFailed
+from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.protocol.inference import SamplingParams
+from async_rl.rewards import make_reward
+from async_rl.rollout.program import ProgramFailed, ProgramPrompt, RolloutResult
+from async_rl.rollout.program_rollouts import make_program_rollouts
+from async_rl.rollout.session import RolloutSession
 from async_rl.seeds import RESPONSE_BITS, evaluation_seed
 from async_rl.types import Prompt, Response
+from tests.support.scripted_pool import ScriptedPool
 
 PROMPT = Prompt("7", (3, 4), {"answer": 1})
 
@@ -75,3 +85,53 @@ def test_seeds_leave_room_for_the_responses_and_no_two_prompts_share_one() -> No
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 and seed % 2**RESPONSE_BITS == 0 for seed in seeds)
     assert evaluation_seed(1, "a", "2") == evaluation_seed(1, "a", "2")
+
+
+class TwoTurns:
+    """A program in this process: a second turn, longer than what is left of the tokens, truncates every rollout."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def run(self, prompt: ProgramPrompt, session: RolloutSession) -> RolloutResult:
+        if "broken" in prompt.row:
+            raise ProgramFailed(": it is broken")
+        first = await session.generate(token_ids=prompt.token_ids)
+        await session.generate(token_ids=[*first.prompt_token_ids, *first.token_ids, 5])
+        return RolloutResult(float(prompt.seed % 7))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_a_program_is_evaluated_as_it_is_trained(tiny_model: Callable[..., Path], temperature: float) -> None:
+    pool: Any = ScriptedPool(lambda context, seed: [9, 9, 9, 1] if len(context) == 2 else [9] * 9)
+    rollout = RolloutSection(program="python:x.py:f", max_response_tokens=8, max_attempts=1)
+    tokenizer, reward = AutoTokenizer.from_pretrained(tiny_model()), make_reward(RewardSection())
+    prompts = PromptsSection(source="x.jsonl", prompts_per_batch=1, chat_template=False)
+    shown: list[Any] = []
+
+    async def score(row: dict[str, Any], version: str) -> ScoredPrompt:
+        programs = make_program_rollouts(
+            rollout, prompts, 3, "m", pool, tokenizer, reward, skip_special_tokens=True, program=TwoTurns()
+        )
+        assert programs is not None
+        config = EvaluationSet(name="held-out", source="rows.jsonl", num_samples=4, temperature=temperature)
+        prompt = Prompt("7", (3, 4), row)
+        sampler = Sampler(
+            *(pool, reward, tokenizer, rollout, 3),
+            programs=programs,
+            on_scored=lambda loaded, prompt, responses, rewards: shown.append((responses, rewards)),
+        )
+        scored = await sampler.score(LoadedSet(config, (prompt,)), prompt, version)
+        assert programs.figures.take() == {}, "it is no part of the training's figures"
+        return scored
+
+    first, later = asyncio.run(score({"prompt": "q"}, "v5")), asyncio.run(score({"prompt": "q"}, "v6"))
+    assert first == later, "only the weights differ"
+    assert (len(set(first.rewards)) > 1, first.num_tokens, first.num_cut) == (True, 4 * 8, 4)
+    assert {sampling.temperature for _, sampling in pool.asked} == {temperature}
+    assert len({sampling.seed for _, sampling in pool.asked}) == 8, "four rollouts of two turns, twice"
+    ((responses, rewards), _) = shown
+    assert [len(response.token_ids) for response in responses] == [4] * 4 and tuple(rewards) == first.rewards
+    with pytest.raises(RolloutFailed, match="rollout 0 of prompt '7' of evaluation set 'held-out', attempt 1 of 1"):
+        asyncio.run(score({"prompt": "q", "broken": 1}, "v7"))

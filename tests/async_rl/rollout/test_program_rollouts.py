@@ -1,6 +1,8 @@
 """Groups whose rollouts are runs of a program: exactly G of each prompt, whatever the programs do."""
 
+import gc
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +136,13 @@ def test_faults_of_a_program_are_repeated_with_the_same_turns(rig: Rig, monkeypa
     assert [group.rewards for group in groups] == [group.rewards for group in whole]
     assert [r.token_ids for g in groups for r in g.responses] == [r.token_ids for g in whole for r in g.responses]
     assert sum(group.attempts - 1 for group in groups) >= 2
-    assert len(rig.pool.asked) == 2 * num_asked, "what was sampled is not sampled again"
+    num_sampled = len(rig.pool.asked) - rig.pool.num_cancelled
+    assert num_sampled == 2 * num_asked, "what was sampled is not sampled again"
+
+
+def test_the_pause_before_another_attempt_grows_to_half_a_minute() -> None:
+    pauses = [program_rollouts.pause_before(attempt) for attempt in (1, 2, 3, 7, 8, 100, 5000)]
+    assert pauses == [0.5, 1.0, 2.0, 30.0, 30.0, 30.0, 30.0]
 
 
 def test_a_program_that_always_fails_ends_the_batch_by_name(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +214,42 @@ def test_at_most_so_many_run_at_once(rig: Rig) -> None:
     rig.pool.generate_group = counted  # type: ignore[method-assign]
     rig.groups(rig.make(max_concurrent=3), [{}] * 4)
     assert most == 3
+
+
+DIES_AT_SOME_STARTS = """
+import os
+from pathlib import Path
+
+starts = Path(__file__).parent / "starts"
+starts.mkdir(exist_ok=True)
+number = len(list(starts.iterdir()))
+(starts / str(number)).touch()
+if number in (0, 2, 3):
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_process_that_ends_while_it_loads_is_started_again(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """As a machine without memory kills it: at the start of the run, and when it replaces one that has ended."""
+    (rig.directory / "program.py").write_text(DIES_AT_SOME_STARTS + PROGRAM)
+    (group,) = rig.groups(rig.make(), [{"fault": str(rig.directory / "fault")}])
+    assert len(group.rewards) == 4 and len(list((rig.directory / "starts").iterdir())) == 5
+    assert caplog.text.count("to load it: its process ended with exit code -9") == 3
+    (rig.directory / "program.py").write_text("import os\nos._exit(4)\n")
+    with pytest.raises(ConfigError, match="cannot be loaded:\nits process ended with exit code 4"):
+        rig.make()
+
+
+def test_a_batch_that_ends_early_leaves_no_error_of_its_rollouts(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """They fail as they are cancelled, when nobody awaits them any more."""
+    producer = rig.make()
+    rig.pool.delay_s = 0.5
+    with producer.start(Batch(0, {0: Prompt("row0", (20, 68), {"prompt": "q"})}), "v1") as run:
+        assert not run.ready(wait=False)
+        time.sleep(0.3)
+    time.sleep(0.3)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_program_that_cannot_be_loaded_is_named_at_the_start(rig: Rig) -> None:

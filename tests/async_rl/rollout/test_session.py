@@ -266,6 +266,28 @@ def test_a_repeated_rollout_meets_the_turns_that_it_had(sessions: Sessions, pool
     run(go)
 
 
+@pytest.mark.parametrize("order", [(0.0, 0.1), (0.1, 0.0)])
+def test_of_turns_at_the_same_time_nothing_depends_on_which_is_faster(
+    sessions: Sessions, pool: ScriptedPool, tokenizer: Any, order: tuple[float, float]
+) -> None:
+    """Also in a repeated rollout, whose turns are there at once: the second is asked after the first has arrived."""
+
+    async def go() -> None:
+        session = opened(sessions, max_response_tokens=10)
+        turns = []
+        for number, delay_s in enumerate(order):
+            pool.delay_s = delay_s
+            asking = session.generate(token_ids=[3, number], num_known=0)
+            turns.append(asyncio.create_task(asking))
+            await asyncio.sleep(0.02)
+        said = [len((await turn).token_ids) for turn in turns]
+        assert said == [7, 7], "each had all ten tokens"
+        assert await limit_of(session.generate(token_ids=[3, 2], num_known=2)) == "tokens"
+        assert session.finish().last.text == tokenizer.decode(turns[1].result().token_ids[:-1])
+
+    run(go)
+
+
 def test_a_text_that_stops_a_turn_cuts_its_tokens(sessions: Sessions, pool: ScriptedPool, tokenizer: Any) -> None:
     said = tokenizer(["go on. Observation: mine is"], add_special_tokens=False)["input_ids"][0]
     pool.says = lambda context, seed: said

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from async_rl.config.file import load_config
+from async_rl.errors import ConfigError
 from deploy.local.evaluate import config_text, parse, set_name
 
 REWARD = """
@@ -102,6 +103,18 @@ def test_options_become_a_config_with_one_set(tmp_path: Path) -> None:
     assert config.pool.instances == ("http://a:1", "http://b:2")
     (the_set,) = config.evaluation.sets
     assert (the_set.name, the_set.num_samples, the_set.temperature, the_set.max_prompts) == ("held-out", 8, 0.0, None)
+
+
+def test_a_program_that_rewards_itself_needs_no_reward(tmp_path: Path) -> None:
+    words = ["model", "--data", "rows.jsonl", "--program", "python:environment.py:rollout", "--max-tokens", "99"]
+    path = tmp_path / "evaluation.toml"
+    path.write_text(config_text(parse(words)[0], tmp_path))
+    config = load_config(path)
+    assert (config.rollout.program, config.rollout.max_response_tokens) == ("python:environment.py:rollout", 99)
+    assert config.reward.name is None
+    path.write_text(config_text(parse(words[:3])[0], tmp_path))
+    with pytest.raises(ConfigError, match=r"reward\.name is not set, but rollout\.program = 'single_turn' needs"):
+        load_config(path)
 
 
 @pytest.mark.parametrize(
