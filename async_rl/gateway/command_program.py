@@ -181,7 +181,7 @@ def _result_of(output: bytes) -> RolloutResult:
     last = next((line for line in reversed(lines) if line.strip()), b"")
     try:
         said = json.loads(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         return RolloutResult()
     if not isinstance(said, dict) or "reward" not in said:
         return RolloutResult()

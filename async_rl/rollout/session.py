@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from async_rl.config.sections import RolloutSection
 from async_rl.data.prompts import Tokenizer
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, InstanceRefused
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
@@ -231,9 +231,13 @@ class RolloutSession:
             raise InvalidRequest(f"max_tokens is {max_tokens!r:.80}: expected a number from 1")
         if (messages is None) == (token_ids is None):
             raise InvalidRequest("generate takes either messages or token_ids")
-        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        if (
+            isinstance(stop, str)
+            or not isinstance(stop, Sequence)
+            or not all(isinstance(text, str) and text for text in stop)
+        ):
             raise InvalidRequest(f"stop is {stop!r:.80}: expected a list of texts")
-        request = self._recorder.request(messages, tools) if messages is not None else _plain_request(token_ids)
+        request = self._request(messages, tools) if messages is not None else _plain_request(token_ids)
         most, cut_by = self._allowance(len(request.context), max_tokens)
         digest = digest_of([array("q", request.context).tobytes()])
         generation = _Generation(
@@ -245,6 +249,12 @@ class RolloutSession:
         if request_id is not None:
             self._by_request[request_id] = generation
         return generation
+
+    def _request(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> Request:
+        try:
+            return self._recorder.request(messages, tools)
+        except RecursionError as error:
+            raise InvalidRequest(f"messages or tools are nested too deeply: {error}") from error
 
     async def _wait_for(self, generation: _Generation) -> Turn:
         generation.num_waiting += 1
@@ -293,6 +303,8 @@ class RolloutSession:
                 context, sampling, request_id, self._version, expected
             )
         except AsyncRLError as error:
+            if isinstance(error, InstanceRefused) and not renders:
+                raise InvalidRequest(f"these token_ids were refused: {error}") from error
             if not self.failed.done():
                 self.failed.set_result(error)
             raise

@@ -81,7 +81,9 @@ print()
     assert (trajectory.num_turns, trajectory.status, trajectory.reward) == (1, "completed", 3.0)
 
 
-@pytest.mark.parametrize("last", ["nothing", "", '{"score": 1}', "[1]", '{"reward": null}', "{", "7"])
+@pytest.mark.parametrize(
+    "last", ["nothing", "", '{"score": 1}', "[1]", '{"reward": null}', "{", "7", "[" * 5000, '{"reward": ' + "[" * 5000]
+)
 def test_without_a_reward_in_the_last_line_reward_scores_it(run, last: str) -> None:
     assert run(f"ask()\nprint({last!r})")[0].reward is None
 

@@ -53,6 +53,7 @@ def head(rollout: Rollout, *lines: str) -> bytes:
         b'{"messages": [1]}',
         b'{"messages": [{}]}',
         b'{"messages": [{"role": "wizard", "content": "?"}]}',
+        b'{"messages": [{"role": ["user"], "content": "?"}]}',
         b'{"messages": [{"role": "user", "content": {"a": 1}}]}',
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]}',
