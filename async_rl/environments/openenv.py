@@ -100,10 +100,7 @@ class Environment:
 
     def _step(self, data: Mapping[str, Any]) -> Step:
         observation, reward = data.get("observation"), data.get("reward")
-        is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-        # Neither infinite, nor NaN, nor an integer that no float can hold.
-        is_finite = is_number and abs(reward) <= sys.float_info.max
-        if not isinstance(observation, Mapping) or not (is_finite or reward is None):
+        if not isinstance(observation, Mapping) or not (reward is None or _is_finite(reward)):
             raise EnvironmentFailed(f"{self._url} responded without an observation and a reward: {_shown(data)}")
         self.total_reward += reward or 0.0
         return Step(observation, None if reward is None else float(reward), bool(data.get("done")))
@@ -181,6 +178,11 @@ async def open_environment(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> Asyn
 
 def _reason_of(message: aiohttp.WSMessage) -> str:
     return str(message.extra or message.data or "no reason given")
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number, and no integer that no float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _shown(value: object) -> str:

@@ -270,7 +270,10 @@ def main(name: str, mark_fd: int) -> None:
         path, _ = find_file(SETTING, name)
         function = load_from_file(SETTING, name)
         if not is_async(function):
-            raise ConfigError(f"{SETTING} {name!r}: the function is not asynchronous; write `async def`")
+            raise ConfigError(
+                f"{SETTING} {name!r}: the function is not asynchronous, or a generator; write `async def`, without "
+                "`yield`"
+            )
     except Exception as error:
         pipe.send("not_loaded", str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
         return
