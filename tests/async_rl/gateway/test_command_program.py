@@ -1,6 +1,7 @@
 """Agents as processes: what they get, what counts as their result, and that nothing of them survives."""
 
 import asyncio
+import resource
 import sys
 import threading
 import time
@@ -100,6 +101,17 @@ def test_an_agent_that_fails_is_a_failure_with_the_end_of_its_standard_error(run
         run("ask()\nsys.stderr.write('x' * 10_000_000)\n{}['gone']")
     with pytest.raises(ProgramFailed, match="exit code 137"):
         run("ask()\nos.kill(os.getpid(), 9)")
+
+
+def test_an_agent_that_cannot_be_started_is_a_failure_with_its_remedy(run) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    run("ask()")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 2, before[1]))
+        with pytest.raises(ProgramFailed, match=r"cannot be started: .*Too many open files.*; lower rollout\.max_conc"):
+            run("ask()")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_flood_of_output_is_read_and_its_last_line_counts(run) -> None:
