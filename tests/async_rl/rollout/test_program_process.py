@@ -12,13 +12,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from async_rl.config.sections import RolloutSection
-from async_rl.errors import NoInstanceLeft
+from async_rl.errors import ConfigError, NoInstanceLeft
 from async_rl.event_loop import EventLoopThread
 from async_rl.rollout import program_process
 from async_rl.rollout.program import ProgramFailed, ProgramInterrupted, ProgramPrompt, RolloutResult
 from async_rl.rollout.program_process import NotLoaded, ProgramProcess
 from async_rl.rollout.rendering import TemplateRenderer
 from async_rl.rollout.session import RolloutSession, SessionClosed, Sessions
+from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.types import Prompt
 from tests.support.scripted_pool import ScriptedPool
 
@@ -500,3 +501,22 @@ def test_no_process_outlives_its_parent_end(runs: Runs) -> None:
     runs.loop.run(runs.process.close())
     with pytest.raises(ProcessLookupError):
         os.kill(pid or 0, 0)
+
+
+def test_a_program_that_changes_during_the_run_is_not_loaded_again(loop: EventLoopThread, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text("async def rollout(prompt, policy): ...")
+    program = WorkerProgram(RolloutSection(program=f"python:{file}:rollout"))
+
+    async def go() -> None:
+        try:
+            await program.start()
+            file.write_text("async def rollout(prompt, policy): return 1.0")
+            await program.start()
+            program._workers[0].process.kill()
+            with pytest.raises(ConfigError, match="its file has changed since the run began"):
+                await program.start()
+        finally:
+            await program.close()
+
+    loop.run(go(), 60)
