@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from async_rl.config.sections import Config, RolloutSection
+from async_rl.config.sections import SINGLE_TURN, Config, RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
@@ -85,8 +85,12 @@ class Leader:
         if not self._parallel.is_main:
             self._start(FleetFollower(self._pool, fleet_url, self._parallel.dp_rank, self._token))
         self._loop.run(self._pool.wait_until_ready())
-        require_fit(self._config.rollout, longest, self._pool.max_model_len)
-        self._pool.min_model_len = len(longest.token_ids) + self._config.rollout.max_response_tokens
+        rollout, max_model_len = self._config.rollout, self._pool.max_model_len
+        if rollout.program == SINGLE_TURN:
+            require_fit(rollout, longest, max_model_len)
+            self._pool.min_model_len = len(longest.token_ids) + rollout.max_response_tokens
+        else:
+            self._pool.min_model_len = require_room(rollout, longest, max_model_len)
 
     def programs(self, tokenizer: Tokenizer, reward: Reward) -> ProgramRollouts | None:
         """The rollouts of the run's program, for evaluator and producer, which starts and closes it.
@@ -240,3 +244,20 @@ def require_fit(rollout: RolloutSection, longest: Prompt, max_model_len: int | N
             f"lower prompts.max_prompt_tokens to {max(max_model_len - rollout.max_response_tokens, 0)} "
             "or shorten the responses"
         )
+
+
+def require_room(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> int:
+    """Checks that a program has room for a turn after every prompt; returns the tokens that a turn may need in all.
+
+    Raises:
+        ConfigError: it has none after some; names the prompt and the lengths.
+    """
+    num_tokens = len(longest.token_ids)
+    most = min((length for length in (max_model_len, rollout.max_context_tokens) if length), default=num_tokens + 1)
+    if num_tokens >= most:
+        raise ConfigError(
+            f"prompt {longest.prompt_id} has {num_tokens} tokens, which leaves no room for a turn: with all that is "
+            f"before it, it has at most {most} (rollout.max_context_tokens, else the instances' model): lower "
+            f"prompts.max_prompt_tokens to {most - 1}, or raise rollout.max_context_tokens"
+        )
+    return most

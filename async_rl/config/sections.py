@@ -69,7 +69,7 @@ class RolloutSection(Section):
     )
     timeout_s: float = Field(600.0, gt=0, description="of a program's rollout, which is truncated then")
     truncated_reward: float = Field(
-        0.0, allow_inf_nan=False, description="of a rollout that a limit ended before its program gave it a reward"
+        0.0, ge=-1e30, le=1e30, description="of a rollout that a limit ended before its program gave it a reward"
     )
     max_attempts: int = Field(3, ge=1, description="runs of a rollout whose program fails; then the training run ends")
     max_concurrent: int = Field(256, ge=1, description="rollouts of a program under way at once, for each replica")
@@ -391,7 +391,7 @@ class Config(Section):
         if self.reward.name is None and self.rollout.program == SINGLE_TURN:
             raise ValueError(
                 f"reward.name is not set, but rollout.program = {SINGLE_TURN!r} needs a reward: set it to "
-                "reasoning_gym, math, or python:path/to/file.py:function"
+                "reasoning_gym, math, code, or python:path/to/file.py:function"
             )
         return self
 

@@ -18,6 +18,7 @@ A connection is one episode's session at the server. Requests are `{"type": "res
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ CONNECT_TIMEOUT_S = 30.0
 
 REPLY_TIMEOUT_S = 300.0
 """For one step of the environment."""
+
+CLOSE_TIMEOUT_S = 1.0
+"""For the server's part of a closing handshake: a rollout at its time limit has two seconds to end."""
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
@@ -55,6 +59,10 @@ class Environment:
         self._url = url
         self._timeout_s = timeout_s
         self._replies: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
+        self._turnstile = asyncio.Lock()
+        """For one request after the other: responses have no number."""
+        self._unanswered = ""
+        """The request whose response was not awaited to its end: what arrives from then on belongs to no other one."""
         self.total_reward = 0.0
         """The sum of the rewards since the last reset."""
 
@@ -90,33 +98,44 @@ class Environment:
 
     def _step(self, data: Mapping[str, Any]) -> Step:
         observation, reward = data.get("observation"), data.get("reward")
-        is_number = reward is None or (isinstance(reward, int | float) and not isinstance(reward, bool))
-        if not isinstance(observation, Mapping) or not is_number:
+        if not isinstance(observation, Mapping) or not (reward is None or _is_finite(reward)):
             raise EnvironmentFailed(f"{self._url} responded without an observation and a reward: {_shown(data)}")
         self.total_reward += reward or 0.0
         return Step(observation, None if reward is None else float(reward), bool(data.get("done")))
 
     async def _ask(self, kind: str, data: Mapping[str, Any] | None, expected: str) -> Mapping[str, Any]:
-        request = {"type": kind} if data is None else {"type": kind, "data": dict(data)}
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                # A server that is full says so, and closes, before it is asked anything.
-                with suppress(ConnectionError, aiohttp.ClientError):
-                    await self._socket.send_str(json.dumps(request))
-                message = await self._replies.get()
-        except TimeoutError as error:
-            raise EnvironmentFailed(f"{self._url} did not respond to a {kind} within {self._timeout_s:g} s") from error
+        request = json.dumps({"type": kind} if data is None else {"type": kind, "data": dict(data)})
+        async with self._turnstile:
+            message = await self._reply_to(kind, request)
         if message.type is not aiohttp.WSMsgType.TEXT:
             # For the next request.
             self._replies.put_nowait(message)
             raise EnvironmentFailed(f"{self._url} has closed the connection, at a {kind}: {_reason_of(message)}")
         return self._data_of(message.data, kind, expected)
 
+    async def _reply_to(self, kind: str, request: str) -> aiohttp.WSMessage:
+        if self._unanswered:
+            raise EnvironmentFailed(
+                f"{self._url} cannot be asked for a {kind}: its response to a {self._unanswered} is not there yet; "
+                "open another environment"
+            )
+        self._unanswered = kind
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                # A server that is full says so, and closes, before it is asked anything.
+                with suppress(ConnectionError, aiohttp.ClientError):
+                    await self._socket.send_str(request)
+                message = await self._replies.get()
+        except TimeoutError as error:
+            raise EnvironmentFailed(f"{self._url} did not respond to a {kind} within {self._timeout_s:g} s") from error
+        self._unanswered = ""
+        return message
+
     def _data_of(self, text: str, kind: str, expected: str) -> Mapping[str, Any]:
         try:
             reply = json.loads(text)
             found, data = reply["type"], reply["data"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise EnvironmentFailed(f"{self._url} responded to a {kind} with {_shown(text)}") from error
         if found == "error" and isinstance(data, Mapping):
             hint = ""
@@ -138,10 +157,12 @@ async def open_environment(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> Asyn
     Raises:
         EnvironmentFailed: the server cannot be reached.
     """
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         try:
-            socket = await session.ws_connect(url, max_msg_size=MAX_MESSAGE_BYTES)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                socket = await session.ws_connect(
+                    url, max_msg_size=MAX_MESSAGE_BYTES, timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_TIMEOUT_S)
+                )
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EnvironmentFailed(f"no OpenEnv server at {url!r}: {type(error).__name__}: {error}") from error
         environment = Environment(socket, url, timeout_s)
@@ -155,6 +176,11 @@ async def open_environment(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> Asyn
 
 def _reason_of(message: aiohttp.WSMessage) -> str:
     return str(message.extra or message.data or "no reason given")
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number, and no integer that no float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _shown(value: object) -> str:

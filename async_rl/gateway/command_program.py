@@ -117,16 +117,22 @@ async def _guarded(
 
     If it is not, the process cannot be ended.
     """
-    process = await asyncio.create_subprocess_exec(
-        # By its path, without site-packages, and without modules of the working directory: it starts faster.
-        *(sys.executable, "-I", "-S", process_guard.__file__, "--grace-s", str(KILL_GRACE_S)),
-        *("--stdin", str(file), "--", *command),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-        env=environment,
-        start_new_session=True,
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            # By its path, without site-packages, and without modules of the working directory: it starts faster.
+            *(sys.executable, "-I", "-S", process_guard.__file__, "--grace-s", str(KILL_GRACE_S)),
+            *("--stdin", str(file), "--", *command),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ProgramFailed(
+            f": its process cannot be started: {error}; lower rollout.max_concurrent, or raise the limits of open "
+            "files and processes (ulimit -n, -u)"
+        ) from error
     ended = asyncio.create_task(_end_of(process))
     try:
         yield ended
@@ -174,7 +180,7 @@ def _result_of(output: bytes) -> RolloutResult:
     last = next((line for line in reversed(lines) if line.strip()), b"")
     try:
         said = json.loads(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         return RolloutResult()
     if not isinstance(said, dict) or "reward" not in said:
         return RolloutResult()

@@ -26,6 +26,11 @@ from async_rl.rollout.session import RolloutSession
 
 log = logging.getLogger(__name__)
 
+HTTP_LOG = logging.getLogger(f"{__name__}.http")
+"""Of aiohttp, which reports each malformed request with a traceback; whoever sends one gets a 400 that says so."""
+
+HTTP_LOG.setLevel(logging.CRITICAL)
+
 MODEL = "policy"
 """The name under which the policy is listed; any other name means it, too."""
 
@@ -90,6 +95,7 @@ class Gateway:
             app,
             handle_signals=False,
             access_log=None,
+            logger=HTTP_LOG,
             handler_cancellation=True,
             auto_decompress=False,
             keepalive_timeout=IDLE_S,

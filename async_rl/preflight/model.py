@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from async_rl.config.sections import Config
+from async_rl.config.sections import SINGLE_TURN, Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.layout import require_layout
 
@@ -103,7 +103,7 @@ def require_trainable(config: Config, files: ModelFiles) -> None:
 
 
 def require_fit(config: Config, files: ModelFiles) -> None:
-    """Checks that the longest prompt and response fit into the model.
+    """Checks that the longest prompt and response fit into the model; of a program, whose turns end there, the prompt.
 
     Raises:
         ConfigError: they do not.
@@ -116,6 +116,15 @@ def require_fit(config: Config, files: ModelFiles) -> None:
             f"(max_position_embeddings of model.path {files.name!r}): lower it"
         )
     prompt, response = config.prompts.max_prompt_tokens, config.rollout.max_response_tokens
+    if config.rollout.program != SINGLE_TURN and not config.evaluation.sets:
+        most = min((length for length in (context, positions) if isinstance(length, int)), default=None)
+        if most is not None and prompt >= most:
+            raise ConfigError(
+                f"prompts.max_prompt_tokens = {prompt} leaves no room for a turn: with all that is before it, it has "
+                f"at most {most} tokens (rollout.max_context_tokens, else the model's positions): lower "
+                f"prompts.max_prompt_tokens to {most - 1} at most, or raise rollout.max_context_tokens"
+            )
+        return
     if isinstance(positions, int) and prompt + response > positions:
         remedy = (
             f"lower prompts.max_prompt_tokens to at most {positions - response}, or the responses"

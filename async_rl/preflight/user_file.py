@@ -16,8 +16,11 @@ OPEN_ENDED = {"exec", "globals", "setattr", "vars", "__getattr__"}
 """Code that uses one of these may give a module names that its text does not show."""
 
 
-def require_function(setting: str, name: str) -> None:
+def require_function(setting: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """Checks that `name`, the value of `setting`, is a function of a file whose imports can be found.
+
+    Returns:
+        Its definition, if the module has one of this name, and binds it to nothing else.
 
     Raises:
         ConfigError: it is not; names the file and, if possible, the line.
@@ -40,6 +43,10 @@ def require_function(setting: str, name: str) -> None:
     if function not in names and not _is_open_ended(module):
         functions = [node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         raise ConfigError(f"{setting} {name!r}: {file} has no function {function!r}; it has {functions}")
+    definitions = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = [definition for definition in definitions if definition.name == function]
+    is_only_one = list(_bound_names(module)).count(function) == len(found) == 1
+    return found[0] if is_only_one and not _is_open_ended(module) else None
 
 
 def _parse(setting: str, name: str, path: Path) -> ast.Module:

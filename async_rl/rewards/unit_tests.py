@@ -19,10 +19,14 @@ class InputOutputTests:
 
 @dataclass(frozen=True, slots=True)
 class AssertTests:
-    """Each test is Python that raises unless the code is correct; `setup` runs before the first one."""
+    """Each test is Python that raises unless the code is correct; `setup` runs before the first one.
+
+    `entry` is the function that both call `__entry__`: it may have a name of Python's own.
+    """
 
     setup: str
     tests: tuple[str, ...]
+    entry: str | None = None
 
     def __len__(self) -> int:
         return len(self.tests)
@@ -58,7 +62,7 @@ def _unit_tests(row: Mapping[str, Any]) -> UnitTests:
         setup = "\n".join([*map(str, imports), str(row.get("test_setup_code") or "")])
         return AssertTests(setup, tuple(map(str, row["test_list"])))
     if row.get("test") is not None and row.get("entry_point") is not None:
-        return AssertTests(str(row["test"]), (f"check({row['entry_point']})",))
+        return AssertTests(str(row["test"]), ("check(__entry__)",), str(row["entry_point"]))
     raise ValueError(f"the row has no unit tests (it has {sorted(row)}): {EXPECTED}")
 
 
@@ -83,11 +87,12 @@ def _inputs_and_outputs(column: str, value: Any) -> UnitTests:
     if not str(function).isidentifier():
         raise ValueError(f"the row's fn_name is {function!r:.200}: expected the name of a function")
     return AssertTests(
-        CALL.format(function=function),
+        CHECK,
         tuple(
             f"check({_arguments(given)!r}, {_results(expected)!r})"
             for given, expected in zip(inputs, outputs, strict=True)
         ),
+        str(function),
     )
 
 
@@ -95,20 +100,15 @@ def _is_case(value: Any) -> bool:
     return isinstance(value, Mapping) and {"input", "output"} <= value.keys()
 
 
-CALL = """
-def call(args):
-    if "{function}" in globals():
-        return {function}(*args)
-    return Solution().{function}(*args)
-
+CHECK = """
 def plain(value):
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 def check(args, results):
-    found = plain(call(args))
+    found = plain(__entry__(*args))
     assert found in results or [found] in results
 """
-"""Of a function, or a method of LeetCode's class. JSON has no tuples, and some data sets give a list of one result."""
+"""JSON has no tuples, and some data sets give a list of one result."""
 
 
 def _text(value: Any) -> str:

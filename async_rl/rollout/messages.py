@@ -91,10 +91,11 @@ def text_of(content: object, where: str) -> str:
 
 
 def _normalized(message: Message, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str) or role not in ROLES:
         raise InvalidRequest(f"{where} is {message!r:.80}: expected an object with a role of {', '.join(ROLES)}")
     plain: dict[str, Any] = {
-        "role": ROLES[message["role"]],
+        "role": ROLES[role],
         "content": text_of(message.get("content"), f"{where}.content"),
     }
     for name in ("tool_call_id", "name", "reasoning_content"):
@@ -123,5 +124,6 @@ def _call(call: object, where: str) -> dict[str, Any]:
 def _canonical(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
+        # The policy may write any number of brackets.
         return arguments

@@ -9,6 +9,7 @@ A program is named in `rollout.program` and runs elsewhere than the trainer (`wo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from async_rl.rewards.base import LARGEST_REWARD, as_float, is_reward
@@ -78,9 +79,10 @@ class RolloutResult:
         if returned is None:
             return cls()
         reward = getattr(returned, "reward", returned)
-        turn_rewards = tuple(getattr(returned, "turn_rewards", None) or ())
+        # One more than the most is enough to detect too many: an iterator may never end.
+        turn_rewards = tuple(islice(getattr(returned, "turn_rewards", None) or (), MAX_TURN_REWARDS + 1))
         if len(turn_rewards) > MAX_TURN_REWARDS:
-            raise ValueError(f"it returned {len(turn_rewards)} turn_rewards: expected one for each turn at most")
+            raise ValueError(f"it returned more than {MAX_TURN_REWARDS:,} turn_rewards: expected one for each turn")
         return cls(
             None if reward is None else _number(reward, "a reward"), tuple(_number(x, "a turn's") for x in turn_rewards)
         )

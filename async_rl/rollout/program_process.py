@@ -143,6 +143,8 @@ class ProgramProcess:
         process, self._process = self._process, None
         if process is not None:
             kill_group(process)
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_exception(NotLoaded("its process was killed"))
         self._fail_all()
 
     async def close(self) -> None:
@@ -214,7 +216,7 @@ class ProgramProcess:
                 self._receive(*json.loads(await process.stdout.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             nonsense = error
             kill_group(process)
         finally:
@@ -287,8 +289,10 @@ class ProgramProcess:
         """Measures how long single rollouts keep the process from running the others."""
         before = mark.read()
         since_s = 0.0
-        while process is self._process and process.returncode is None:
+        while True:
             await asyncio.sleep(BLOCK_POLL_S)
+            if process is not self._process or process.returncode is not None:
+                return
             now = mark.read()
             number, _ = now
             if now != before or not number:

@@ -37,6 +37,9 @@ SETTING = "rollout.program"
 MAX_OUTPUT_BYTES = 4 * 2**20
 """What a process may print in all; the rest is dropped."""
 
+MAX_TRACEBACK = 20_000
+"""Characters of the report of a failure: an error may quote a whole page, or megabytes."""
+
 ROLLOUT: contextvars.ContextVar[int] = contextvars.ContextVar("rollout", default=0)
 """The rollout that the running code belongs to, in tasks that it has started, too."""
 
@@ -158,8 +161,11 @@ class WorkerPolicy:
         future.set_exception(error)
 
     def end(self) -> None:
-        """The rollout is over: whoever kept the policy gets an error."""
+        """The rollout is over: whoever kept the policy, or waits for a turn of it, gets an error."""
         self._over = SessionClosed("the rollout has ended: its program gets no further turns")
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._over)
 
 
 class Worker:
@@ -216,7 +222,7 @@ class Worker:
             result = RolloutResult.of(await self._function(prompt, self._policies[number]))
         except BaseException as error:
             kind = "limit" if _is_limit(error) else "failed"
-            self._pipe.send("ended", number, kind, traceback_from(self._path, error))
+            self._pipe.send("ended", number, kind, _shortened(traceback_from(self._path, error)))
         else:
             self._pipe.send("ended", number, "result", [result.reward, result.turn_rewards])
 
@@ -268,18 +274,37 @@ def main(name: str, mark_fd: int) -> None:
         path, _ = find_file(SETTING, name)
         function = load_from_file(SETTING, name)
         if not is_async(function):
-            raise ConfigError(f"{SETTING} {name!r}: the function is not asynchronous; write `async def`")
+            raise ConfigError(
+                f"{SETTING} {name!r}: the function is not asynchronous, or a generator; write `async def`, without "
+                "`yield`"
+            )
     except Exception as error:
         pipe.send("not_loaded", str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
         return
     Worker(function, path, requests, pipe, Mark(mark_fd)).serve()
 
 
-def _is_limit(error: BaseException | None) -> bool:
+def _is_limit(error: BaseException) -> bool:
     """Whether a program let `LimitReached` pass, possibly within an error that it caused, or a group of errors."""
-    if isinstance(error, BaseExceptionGroup):
-        return any(map(_is_limit, error.exceptions))
-    return isinstance(error, LimitReached) or (error is not None and _is_limit(error.__cause__))
+    waiting: list[BaseException] = [error]
+    # Causes may be many, and form a circle.
+    seen: list[BaseException] = []
+    while waiting:
+        error = waiting.pop()
+        if isinstance(error, LimitReached):
+            return True
+        if any(error is other for other in seen):
+            continue
+        seen.append(error)
+        waiting += error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        waiting += () if error.__cause__ is None else (error.__cause__,)
+    return False
+
+
+def _shortened(text: str) -> str:
+    """The text without its middle, if it is so long that nobody reads it."""
+    half = MAX_TRACEBACK // 2
+    return text if len(text) <= MAX_TRACEBACK else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 if __name__ == "__main__":

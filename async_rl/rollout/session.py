@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from async_rl.config.sections import RolloutSection
 from async_rl.data.prompts import Tokenizer
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, InstanceRefused
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
@@ -249,14 +249,21 @@ class RolloutSession:
             raise InvalidRequest(f"max_tokens is {max_tokens!r:.80}: expected a number from 1")
         if (messages is None) == (token_ids is None):
             raise InvalidRequest("generate takes either messages or token_ids")
-        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        if (
+            isinstance(stop, str)
+            or not isinstance(stop, Sequence)
+            or not all(isinstance(text, str) and text for text in stop)
+        ):
             raise InvalidRequest(f"stop is {stop!r:.80}: expected a list of texts")
         if messages is None:
             return _plain_request(token_ids)
-        conversation = Conversation.of(messages, tools)
-        return await self._shared.turnstile.run(
-            lambda: self._recorder.request(conversation, tools), conversation.num_bytes
-        )
+        try:
+            conversation = Conversation.of(messages, tools)
+            return await self._shared.turnstile.run(
+                lambda: self._recorder.request(conversation, tools), conversation.num_bytes
+            )
+        except RecursionError as error:
+            raise InvalidRequest(f"messages or tools are nested too deeply: {error}") from error
 
     def _begin(
         self,
@@ -334,6 +341,8 @@ class RolloutSession:
                 context, sampling, request_id, self._version, expected, cached
             )
         except AsyncRLError as error:
+            if isinstance(error, InstanceRefused) and not renders:
+                raise InvalidRequest(f"these token_ids were refused: {error}") from error
             if not self.failed.done():
                 self.failed.set_result(error)
             raise

@@ -5,7 +5,7 @@ import logging
 
 from async_rl.config.sections import RolloutSection
 from async_rl.errors import ConfigError
-from async_rl.programs.user_file import find_file
+from async_rl.programs.user_file import file_identity
 from async_rl.rollout.program import ProgramPrompt, RolloutResult
 from async_rl.rollout.program_process import LoadingEnded, NotLoaded, ProgramProcess
 from async_rl.rollout.session import RolloutSession
@@ -33,7 +33,7 @@ class WorkerProgram:
         Raises:
             ConfigError: the program's file does not exist.
         """
-        find_file("rollout.program", config.program)
+        self._identity = file_identity("rollout.program", config.program)
         self._config = config
         self._workers = [_Worker(config.program) for _ in range(config.num_workers)]
 
@@ -56,6 +56,11 @@ class WorkerProgram:
         async with worker.starting:
             if worker.process.running:
                 return
+            if file_identity("rollout.program", self._config.program) != self._identity:
+                raise ConfigError(
+                    f"rollout.program {self._config.program!r}: its file has changed since the run began, and a "
+                    "process has to load it again: restore it, or resume the run with run.accept_changes"
+                )
             try:
                 await self._load(worker.process)
             except NotLoaded as error:

@@ -1,7 +1,7 @@
 """What a program may use, and how it ended."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 MiB = 2**20
@@ -28,6 +28,11 @@ class Limits:
     output_bytes: int = MiB
     file_bytes: int = 64 * MiB
     num_files: int = 10_000
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"the limit {name} is {value!r}: expected a number above 0")
 
 
 @dataclass(frozen=True, slots=True)

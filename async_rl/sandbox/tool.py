@@ -23,6 +23,7 @@ class PythonTool:
         self._limits = limits
         self._stack = contextlib.AsyncExitStack()
         self._process: SandboxProcess | None = None
+        self._ended = False
         self._one_call = asyncio.Lock()
 
     async def call(self, code: str) -> str:
@@ -33,16 +34,24 @@ class PythonTool:
 
         Raises:
             SandboxFailed: the sandbox itself failed.
+            RuntimeError: its block has ended.
         """
         async with self._one_call:
+            if self._ended:
+                raise RuntimeError("the Python tool has ended with its block: open another one with open_python_tool")
             try:
                 process = self._process or await self._start()
                 return await self._ask(process, code)
             except BaseException:
-                await self.close()
+                await self._close()
                 raise
 
-    async def close(self) -> None:
+    async def end(self) -> None:
+        """Ends the interpreter; there will be no other one."""
+        self._ended = True
+        await self._close()
+
+    async def _close(self) -> None:
         self._process = None
         await self._stack.aclose()
 
@@ -67,7 +76,7 @@ class PythonTool:
         except EOFError:
             why = "too much memory" if process.exceeded == "memory" else "it exited"
         if why:
-            await self.close()
+            await self._close()
             return (process.stdout + process.stderr).decode(errors="replace") + LOST.format(why=why)
         return said.decode(errors="replace")
 
@@ -82,4 +91,4 @@ async def open_python_tool(sandbox: Sandbox, limits: Limits = Limits()) -> Async
     try:
         yield tool
     finally:
-        await tool.close()
+        await tool.end()

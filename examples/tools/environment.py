@@ -26,6 +26,6 @@ async def rollout(prompt, policy):
 def multiply(function):
     try:
         arguments = json.loads(function["arguments"])
-        return str(arguments["a"] * arguments["b"])
-    except (ValueError, TypeError, KeyError) as error:
+        return f"{float(arguments['a']) * float(arguments['b']):.12g}"
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return f"error: {error!r}"

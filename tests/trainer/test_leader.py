@@ -3,7 +3,7 @@ import pytest
 from async_rl.config.sections import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.types import Prompt
-from trainer.leader import require_fit
+from trainer.leader import require_fit, require_room
 
 PROMPT = Prompt("row-7", (1, 2, 3), {})
 
@@ -14,3 +14,12 @@ def test_a_prompt_and_its_longest_response_must_fit_into_the_instances_model() -
     require_fit(rollout, PROMPT, None)
     with pytest.raises(ConfigError, match=r"prompt row-7 has 3 tokens; .* that is 11, but .* takes 10: lower .* to 2"):
         require_fit(rollout, PROMPT, 10)
+
+
+def test_a_program_needs_room_for_a_turn_and_instances_that_take_all_that_may_be_before_it() -> None:
+    rollout = RolloutSection(program="python:x.py:f", max_response_tokens=1000)
+    assert require_room(rollout, PROMPT, 4) == 4
+    assert require_room(rollout, PROMPT, None) == 4
+    assert require_room(rollout.model_copy(update={"max_context_tokens": 90}), PROMPT, 100) == 90
+    with pytest.raises(ConfigError, match=r"prompt row-7 has 3 tokens, .* at most 3 .*: lower .* to 2"):
+        require_room(rollout, PROMPT, 3)

@@ -99,14 +99,24 @@ def main(connection: int, request: dict[str, Any]) -> None:
     solution = Solution(connection)
     names: dict[str, Any] = {"__name__": "tests"}
     wanted = _names_of(request["setup"], *request["tests"])
-    # A name of Python's own means Python's: a module that defines `abs`, or `math`, must not judge itself.
+    # A name of Python's own means Python's, and one that the tests define is theirs, even if they fail before they do:
+    # a module that defines `abs`, or `math`, or a test's `check`, must not judge itself.
     names.update({name: __import__(name) for name in wanted & sys.stdlib_module_names})
-    theirs = wanted & set(request["names"]) - sys.stdlib_module_names - set(dir(builtins))
+    theirs = wanted & set(request["names"]) - sys.stdlib_module_names - set(dir(builtins)) - _bound_by(request["setup"])
     names.update({name: Remote(solution, name) for name in theirs})
+    if request["entry"] is not None:
+        names["__entry__"] = _entry(solution, request["entry"], request["names"])
     _passes(request["setup"], names, solution)
     for test in request["tests"]:
         send(connection, b"=" + bytes([_passes(test, names, solution)]))
     os._exit(0)
+
+
+def _entry(solution: Solution, name: str, defined: list[str]) -> Any:
+    """The function under test, or the method of LeetCode's class, of a new object for each call."""
+    if name in defined:
+        return Remote(solution, name)
+    return lambda *args, **kwargs: getattr(Remote(solution, "Solution")(), name)(*args, **kwargs)
 
 
 def _passes(test: str, names: dict[str, Any], solution: Solution) -> bool:
@@ -117,6 +127,26 @@ def _passes(test: str, names: dict[str, Any], solution: Solution) -> bool:
         return False
     # A test that catches everything has not seen its failure.
     return not solution.lost
+
+
+def _bound_by(source: str) -> set[str]:
+    """Names that the statements of a module bind; not those in its functions and classes."""
+    found: set[str] = set()
+    try:
+        waiting: list[ast.AST] = [ast.parse(source)]
+    except (SyntaxError, ValueError, RecursionError):
+        return found
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        if isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+        waiting += ast.iter_child_nodes(node)
+    return found
 
 
 def _names_of(*sources: str) -> set[str]:

@@ -20,12 +20,17 @@ def main(connection: int, request: dict[str, Any]) -> None:
     confine(request)
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     signal.signal(signal.SIGALRM, _too_long)
+    process = os.getpid()
     while True:
         try:
             code = receive(connection).decode("utf-8", "replace")
         except EOFError:
             os._exit(0)
-        send(connection, _call(code, names, request["call_s"], request["answer_bytes"]))
+        answer = _call(code, names, request["call_s"], request["answer_bytes"])
+        if os.getpid() != process:
+            # The code has forked: calls are answered once.
+            os._exit(0)
+        send(connection, answer)
 
 
 def _too_long(number: int, frame: FrameType | None) -> None:

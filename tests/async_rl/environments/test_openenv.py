@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import web
+from aiohttp import WSMessage, web
 
+from async_rl.environments import openenv
 from async_rl.environments.failure import EnvironmentFailed
-from async_rl.environments.openenv import open_environment
+from async_rl.environments.openenv import Environment, open_environment
 
 Serve = Callable[[web.WebSocketResponse], Awaitable[None]]
 
@@ -142,6 +144,9 @@ async def silent(socket: web.WebSocketResponse) -> None:
         (saying('{"type": "observation", "data": {}}'), r"without an observation and a reward"),
         (saying(observation(0, None, False).replace("null", '"much"')), r"without an observation and a reward"),
         (saying(observation(0, None, False).replace("null", "true")), r"without an observation and a reward"),
+        (saying(observation(0, float("nan"), False)), r"without an observation and a reward"),
+        (saying(observation(0, 10**400, False)), r"without an observation and a reward"),
+        (saying("[" * 100_000), r"responded to a reset with"),
     ],
 )
 def test_what_a_server_should_not_say_is_named(serve: Serve, message: str) -> None:
@@ -151,6 +156,66 @@ def test_what_a_server_should_not_say_is_named(serve: Serve, message: str) -> No
 
     with pytest.raises(EnvironmentFailed, match=message):
         asyncio.run(play())
+
+
+async def late(socket: web.WebSocketResponse) -> None:
+    """Its first response comes when it was given up."""
+    async for number, _ in aenumerate(socket):
+        await asyncio.sleep(0.4 if number == 0 else 0.0)
+        await socket.send_str(observation(number, 1.0, False))
+
+
+async def aenumerate(socket: web.WebSocketResponse) -> AsyncIterator[tuple[int, WSMessage]]:
+    number = 0
+    async for message in socket:
+        yield number, message
+        number += 1
+
+
+def test_a_late_response_is_none_to_the_next_request() -> None:
+    async def play(give_up: Callable[[Environment], Awaitable[object]]) -> None:
+        async with served(late) as url, open_environment(url, timeout_s=0.3) as environment:
+            with pytest.raises((EnvironmentFailed, TimeoutError)):
+                await give_up(environment)
+            await asyncio.sleep(0.3)
+            with pytest.raises(EnvironmentFailed, match="response to a reset is not there yet; open another"):
+                await environment.step({"add": 1})
+
+    asyncio.run(play(lambda environment: environment.reset()))
+    asyncio.run(play(lambda environment: asyncio.wait_for(environment.reset(), 0.1)))
+
+
+def test_requests_at_once_are_asked_one_after_the_other() -> None:
+    async def play() -> None:
+        async with served(count_to_three) as url, open_environment(url) as environment:
+            await environment.reset()
+            steps = await asyncio.gather(*(environment.step({"add": 1}) for _ in range(3)))
+            assert [step.observation["n"] for step in steps] == [1, 2, 3]
+
+    asyncio.run(play())
+
+
+def test_a_server_that_does_not_close_holds_nobody_up() -> None:
+    async def play() -> float:
+        async with served(silent) as url:
+            async with open_environment(url):
+                begun_s = time.monotonic()
+            return time.monotonic() - begun_s
+
+    assert asyncio.run(play()) < 2.0, "a rollout at its time limit is killed then"
+
+
+def test_a_server_that_never_answers_a_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv, "CONNECT_TIMEOUT_S", 0.2)
+
+    async def play() -> None:
+        server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(3600), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, open_environment(f"ws://127.0.0.1:{port}/ws"):
+            raise AssertionError("it has said nothing")
+
+    with pytest.raises(EnvironmentFailed, match=r"no OpenEnv server at .* TimeoutError"):
+        asyncio.run(asyncio.wait_for(play(), 10))
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/ws", "ws://", "nowhere"])

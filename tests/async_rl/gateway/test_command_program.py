@@ -1,6 +1,7 @@
 """Agents as processes: what they get, what counts as their result, and that nothing of them survives."""
 
 import asyncio
+import resource
 import sys
 import threading
 import time
@@ -81,7 +82,9 @@ print()
     assert (trajectory.num_turns, trajectory.status, trajectory.reward) == (1, "completed", 3.0)
 
 
-@pytest.mark.parametrize("last", ["nothing", "", '{"score": 1}', "[1]", '{"reward": null}', "{", "7"])
+@pytest.mark.parametrize(
+    "last", ["nothing", "", '{"score": 1}', "[1]", '{"reward": null}', "{", "7", "[" * 5000, '{"reward": ' + "[" * 5000]
+)
 def test_without_a_reward_in_the_last_line_reward_scores_it(run, last: str) -> None:
     assert run(f"ask()\nprint({last!r})")[0].reward is None
 
@@ -98,6 +101,17 @@ def test_an_agent_that_fails_is_a_failure_with_the_end_of_its_standard_error(run
         run("ask()\nsys.stderr.write('x' * 10_000_000)\n{}['gone']")
     with pytest.raises(ProgramFailed, match="exit code 137"):
         run("ask()\nos.kill(os.getpid(), 9)")
+
+
+def test_an_agent_that_cannot_be_started_is_a_failure_with_its_remedy(run) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    run("ask()")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 2, before[1]))
+        with pytest.raises(ProgramFailed, match=r"cannot be started: .*Too many open files.*; lower rollout\.max_conc"):
+            run("ask()")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_flood_of_output_is_read_and_its_last_line_counts(run) -> None:

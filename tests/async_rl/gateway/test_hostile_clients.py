@@ -53,6 +53,7 @@ def head(rollout: Rollout, *lines: str) -> bytes:
         b'{"messages": [1]}',
         b'{"messages": [{}]}',
         b'{"messages": [{"role": "wizard", "content": "?"}]}',
+        b'{"messages": [{"role": ["user"], "content": "?"}]}',
         b'{"messages": [{"role": "user", "content": {"a": 1}}]}',
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]}',
@@ -182,7 +183,7 @@ def test_half_a_request_is_no_request(rig: GatewayRig) -> None:
     assert post(rollout).status_code == 200 and rollout.end().num_turns == 1
 
 
-def test_no_http_at_all_harms_nobody(rig: GatewayRig) -> None:
+def test_no_http_at_all_harms_nobody(rig: GatewayRig, caplog: pytest.LogCaptureFixture) -> None:
     rollout = rig.open()
     for content in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
         connection = raw(rig)
@@ -190,6 +191,7 @@ def test_no_http_at_all_harms_nobody(rig: GatewayRig) -> None:
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(65536)[:12] in (b"", b"HTTP/1.0 400", b"HTTP/1.1 400")
     assert post(rollout).status_code == 200
+    assert not caplog.records, "whoever reaches the port could fill the trainer's log"
 
 
 def test_two_requests_at_once_are_two_turns_unless_one_is_a_retry(rig: GatewayRig) -> None:

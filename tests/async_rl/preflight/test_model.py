@@ -108,6 +108,22 @@ def test_the_longest_sequence_has_to_fit_to_the_token(
 
 
 @pytest.mark.parametrize(
+    ("prompt", "context", "positions", "most"),
+    [(99, None, 100, None), (100, None, 100, 100), (49, 50, 100, None), (50, 50, 100, 50), (500, None, None, None)],
+)
+def test_a_program_needs_room_for_a_turn_whatever_its_turns_have_together(
+    prompt: int, context: int | None, positions: int | None, most: int | None
+) -> None:
+    rollout = {"program": "command:true", "max_response_tokens": 1000, "max_context_tokens": context}
+    config = config_of(prompts={"max_prompt_tokens": prompt}, rollout=rollout)
+    if most is None:
+        require_fit(config, files_of(max_position_embeddings=positions))
+        return
+    with pytest.raises(ConfigError, match=f"leaves no room for a turn: .* at most {most} tokens .* to {most - 1} at"):
+        require_fit(config, files_of(max_position_embeddings=positions))
+
+
+@pytest.mark.parametrize(
     ("tokens", "vocabulary", "is_right"),
     [
         ([], 10, True),

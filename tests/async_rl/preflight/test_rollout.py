@@ -17,6 +17,9 @@ def require(folder: Path, text: str, **settings: str) -> None:
 
 def test_programs_that_are_there_pass(tmp_path: Path) -> None:
     require(tmp_path, "async def rollout(prompt, policy): ...")
+    require(tmp_path, "@asynchronous\ndef rollout(prompt, policy): ...\ndef asynchronous(function): ...")
+    require(tmp_path, "def rollout(prompt, policy): ...\nrollout = asynchronous(rollout)")
+    require(tmp_path, "async def rollout(prompt, policy):\n    async def parts():\n        yield 1\n    return 1.0")
     require_program(RolloutSection())
 
 
@@ -29,6 +32,8 @@ def test_programs_that_are_there_pass(tmp_path: Path) -> None:
             r"rollout\.program .*has no function 'rollout'; it has \['other'\]",
         ),
         ("import no_such_module", None, r"rollout\.program .*line 1: there is no module 'no_such_module'"),
+        ("def rollout(prompt, policy): ...", None, r"rollout\.program .*line 1: the function is not asynchronous"),
+        ("async def rollout(prompt, policy):\n    yield 1.0", None, r"rollout\.program .*line 1: .* is a generator"),
         ("async def rollout(", None, r"rollout\.program .*correct the file"),
         ("", "python:nowhere.py:rollout", "there is no file 'nowhere.py'"),
         ("", "python:nowhere.py", "there is no file"),

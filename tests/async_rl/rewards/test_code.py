@@ -81,6 +81,12 @@ METHOD = {"input_output": '{"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outpu
         ({"test_list": ["try:\n    f(0)\n    assert False\nexcept ValueError: pass"]}, "def f(x): raise ValueError"),
         ({"test_list": ["assert f() == ((1, 2.5, None), {3}, {4: b'x'}, 10**400)"]},
          "def f(): return ((1, 2.5, None), {3}, {4: b'x'}, 10**400)"),
+        # Functions with names of Python's own, in rows that say which function is tested.
+        (CHECK | {"entry_point": "trace"}, ADD.replace("add", "trace")),
+        ({"tests": {"fn_name": "sum", "inputs": [[1, 2]], "outputs": [3]}}, ADD.replace("add", "sum")),
+        ({"tests": {"fn_name": "copy", "inputs": [[1, 2]], "outputs": [3]}},
+         "class Solution:\n    def copy(self, a, b): return a + b"),
+        ({"test_imports": ["import no_such_module"], "test_list": ["assert add(1, 2) == 3"]}, ADD),
     ],
 )  # fmt: skip
 def test_correct_code_has_all_its_tests(score: Callable[..., list[float]], row: dict[str, Any], code: str) -> None:
@@ -140,6 +146,23 @@ def test_code_that_does_not_solve_the_task_has_no_reward(score: Callable[..., li
 
 
 @pytest.mark.distributed
+def test_python_does_not_stand_in_for_a_function_of_its_name(score: Callable[..., list[float]]) -> None:
+    row = {"test": "def check(candidate):\n    assert candidate(-1) == 1\n", "entry_point": "abs"}
+    assert score(row, "pass", "def abs(x): return 0", "def abs(x): return max(x, -x)") == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.distributed
+def test_code_that_breaks_what_runs_before_the_tests_does_not_judge_itself(score: Callable[..., list[float]]) -> None:
+    row = {
+        "test_setup_code": "tree = make(3)\ndef is_right(value):\n    return value == 3",
+        "test_list": ["assert is_right(solve(3))"],
+    }
+    honest = "def make(n): return [n]\ndef solve(n): return make(n)[0]"
+    cheating = "def make(n): raise ValueError\ndef solve(n): return 0\ndef is_right(value): return True"
+    assert score(row, honest, cheating) == [1.0, 0.0]
+
+
+@pytest.mark.distributed
 def test_one_response_cannot_reach_the_next(score: Callable[..., list[float]]) -> None:
     leaves = "open('left', 'w').write('3')\nimport os\nif os.fork() == 0:\n    while True: pass\nprint(0)"
     takes = "print(open('left').read())"
@@ -156,6 +179,41 @@ def test_tests_that_have_no_time_left_fail_and_the_call_ends_in_time() -> None:
         texts = [f"```\n{code}\n```" for code in ("while True: pass", "import time; time.sleep(99)", ADD_PROGRAM)]
         rewards = loop.run(reward.score(Prompt("row7", (1,), row), [response(text) for text in texts]))
         assert rewards == [0.0, 0.0, 1.0]
+    finally:
+        loop.run(reward.close())
+        loop.close()
+
+
+SLOW_TO_READ = """
+import json, os, stat, time
+calls = []
+def f(x):
+    time.sleep(3)
+    calls.append(x)
+    if len(calls) == 1:
+        return 0
+    same_hash = json.dumps(["value", {"set": [i * (2**61 - 1) for i in range(1, 60_001)]}, [None]]).encode()
+    message = len(same_hash).to_bytes(4, "big") + same_hash
+    for fd in range(3, 20):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                while message:
+                    message = message[os.write(fd, message):]
+        except OSError:
+            pass
+    time.sleep(99)
+"""
+"""Writes an answer of its own, which takes minutes to read."""
+
+
+@pytest.mark.distributed
+def test_an_answer_that_takes_long_to_read_takes_no_more_than_the_calls_time() -> None:
+    loop = EventLoopThread()
+    reward = make_reward(RewardSection(name="code", test_timeout_s=4.0, timeout_s=8.0))
+    try:
+        loop.run(reward.start())
+        row = {"tests": {"fn_name": "f", "inputs": [[1]] * 9, "outputs": [3] * 9}}
+        assert loop.run(reward.score(Prompt("row7", (1,), row), [response(f"```\n{SLOW_TO_READ}\n```")])) == [0.0]
     finally:
         loop.run(reward.close())
         loop.close()

@@ -30,7 +30,7 @@ def test_assertions_with_what_runs_before_them() -> None:
     assert unit_tests(row) == AssertTests("import math\nN = 3", ("assert f() == N",))
     assert unit_tests({"test_list": ["assert f()"], "test_setup_code": None}) == AssertTests("", ("assert f()",))
     assert unit_tests({"test": "def check(f): ...", "entry_point": "f"}) == AssertTests(
-        "def check(f): ...", ("check(f)",)
+        "def check(f): ...", ("check(__entry__)",), "f"
     )
 
 

@@ -12,26 +12,28 @@ import pytest
 from transformers import AutoTokenizer
 
 from async_rl.config.sections import RolloutSection
-from async_rl.errors import NoInstanceLeft
+from async_rl.errors import ConfigError, NoInstanceLeft
 from async_rl.event_loop import EventLoopThread
 from async_rl.rollout import program_process
 from async_rl.rollout.program import ProgramFailed, ProgramInterrupted, ProgramPrompt, RolloutResult
 from async_rl.rollout.program_process import NotLoaded, ProgramProcess
 from async_rl.rollout.rendering import TemplateRenderer
 from async_rl.rollout.session import RolloutSession, SessionClosed, Sessions
+from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.types import Prompt
 from tests.support.scripted_pool import ScriptedPool
 
 pytestmark = pytest.mark.distributed
 
 PROGRAM = """
-import asyncio, ctypes, os, signal, sys, threading, time
+import asyncio, ctypes, itertools, os, signal, sys, threading, time
 from types import SimpleNamespace
 
 from async_rl.rollout.program import RolloutResult
 from async_rl.rollout.turn import LimitReached, SessionClosed
 
 kept = []
+lent = []
 
 async def rollout(prompt, policy):
     return await globals()[prompt.row["does"]](prompt, policy)
@@ -132,6 +134,28 @@ async def returns_text(prompt, policy):
     await policy.generate(prompt.messages)
     return "1.0"
 
+async def says_much(prompt, policy):
+    await policy.generate(prompt.messages)
+    raise KeyError("x" * 70_000_000)
+
+async def causes_in_a_circle(prompt, policy):
+    await policy.generate(prompt.messages)
+    first, second = KeyError("first"), KeyError("second")
+    first.__cause__, second.__cause__ = second, first
+    raise first
+
+async def nests_deeply(prompt, policy):
+    await policy.generate(prompt.messages)
+    sys.setrecursionlimit(100_000)
+    nested = []
+    for _ in range(5000):
+        nested = [nested]
+    await policy.generate([{"role": "user", "content": nested}])
+
+async def turn_rewards_without_end(prompt, policy):
+    await policy.generate(prompt.messages)
+    return SimpleNamespace(reward=1.0, turn_rewards=itertools.count())
+
 async def returns_much(prompt, policy):
     await policy.generate(prompt.messages)
     return SimpleNamespace(reward=[0] * 10**7)
@@ -151,6 +175,17 @@ async def uses_a_kept_policy(prompt, policy):
     await policy.generate(prompt.messages)
     try:
         await kept[0].generate(prompt.messages)
+    except SessionClosed:
+        return 2.0
+
+async def uses_the_policy_of_another(prompt, policy):
+    if not lent:
+        lent.append(policy)
+        await policy.generate(prompt.messages)
+        await asyncio.sleep(0.5)
+        return 1.0
+    try:
+        await lent[0].generate(prompt.messages)
     except SessionClosed:
         return 2.0
 
@@ -274,6 +309,9 @@ def test_rollouts_of_one_process_run_at_the_same_time(runs: Runs) -> None:
         ("returns_nan", "it returned nan as a reward"),
         ("returns_text", "it returned '1.0' as a reward"),
         ("returns_much", "as a reward"),
+        ("turn_rewards_without_end", "more than 10,000 turn_rewards"),
+        ("says_much", "KeyError"),
+        ("causes_in_a_circle", "KeyError: 'first'"),
         ("asks_for_ever", "in vain"),
         ("exits_at_once", r"exit code 7\) while it ran"),
         ("crashes", r"exit code -11\) while it ran"),
@@ -321,6 +359,17 @@ def test_a_program_that_does_not_end_is_killed_and_others_are_interrupted(
     if does.startswith("hangs"):
         assert isinstance(beside, ProgramInterrupted), "the time of the other one is not its own"
     assert not runs.process.running
+
+
+def test_a_process_that_replaces_a_killed_one_is_not_killed_for_it(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_process, "END_GRACE_S", 0.5)
+
+    async def go() -> RolloutResult:
+        await runs.run("hangs", timeout_s=1.0)
+        await runs.process.start(60)
+        return await runs.run("two_turns")
+
+    assert runs(go) == RolloutResult(0.5)
 
 
 def test_what_is_left_behind_and_hangs_ends_the_process_and_not_the_rollouts(
@@ -381,6 +430,24 @@ def test_a_policy_that_was_kept_is_of_no_use(runs: Runs) -> None:
     assert runs(go) == RolloutResult(2.0)
 
 
+def test_what_cannot_be_read_is_a_fault_at_once(runs: Runs) -> None:
+    async def go() -> Any:
+        return await outcome(runs.run("nests_deeply", timeout_s=30))
+
+    failed = runs(go)
+    assert isinstance(failed, ProgramFailed) and "wrote into the trainer's pipe" in str(failed)
+
+
+def test_a_turn_of_a_rollout_that_ends_meanwhile_is_an_error_at_once(runs: Runs) -> None:
+    async def go() -> list[RolloutResult]:
+        first = asyncio.create_task(runs.run("uses_the_policy_of_another"))
+        await asyncio.sleep(0.2)
+        runs.pool.delay_s = 1.0
+        return await asyncio.gather(first, runs.run("uses_the_policy_of_another", timeout_s=10))
+
+    assert runs(go) == [RolloutResult(1.0), RolloutResult(2.0)]
+
+
 def test_a_failing_pool_ends_the_rollout_with_its_error(runs: Runs) -> None:
     runs.pool.error = NoInstanceLeft("all gone")
 
@@ -434,3 +501,22 @@ def test_no_process_outlives_its_parent_end(runs: Runs) -> None:
     runs.loop.run(runs.process.close())
     with pytest.raises(ProcessLookupError):
         os.kill(pid or 0, 0)
+
+
+def test_a_program_that_changes_during_the_run_is_not_loaded_again(loop: EventLoopThread, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text("async def rollout(prompt, policy): ...")
+    program = WorkerProgram(RolloutSection(program=f"python:{file}:rollout"))
+
+    async def go() -> None:
+        try:
+            await program.start()
+            file.write_text("async def rollout(prompt, policy): return 1.0")
+            await program.start()
+            program._workers[0].process.kill()
+            with pytest.raises(ConfigError, match="its file has changed since the run began"):
+                await program.start()
+        finally:
+            await program.close()
+
+    loop.run(go(), 60)

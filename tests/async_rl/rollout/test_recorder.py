@@ -224,6 +224,15 @@ def test_calls_of_tools_are_parsed_and_compared_by_what_they_say(tokenizer: Any)
         assert changed.parent is None, "other tools, another history"
 
 
+def test_the_policy_may_write_any_number_of_brackets(renderer: Renderer, tokenizer: Any) -> None:
+    recorder = Recorder(renderer)
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    text = '<tool_call>\n{"name": "add", "arguments": "%s"}\n</tool_call>' % ("[" * 5000)
+    message = say(recorder, renderer, tokenizer, messages, text, TOOLS)
+    request = recorder.request([*messages, message, {"role": "tool", "content": "no"}], TOOLS)
+    assert len(request.context) > 5000
+
+
 @pytest.mark.parametrize(
     "text", ['<tool_call>{"name": "add", "argu</tool_call>', '<tool_call>{"name": "add"', "<tool_call>[1]</tool_call>"]
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.sections import RolloutSection
-from async_rl.errors import NoInstanceLeft
+from async_rl.errors import InstanceRefused, NoInstanceLeft
 from async_rl.pool.router import Cached
 from async_rl.rollout.messages import InvalidRequest
 from async_rl.rollout.rendering import make_renderer
@@ -19,6 +19,14 @@ from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.scripted_pool import ScriptedPool
 
 HI = [{"role": "user", "content": "hi"}]
+
+
+def nested(depth: int) -> list[Any]:
+    """A list in a list in a list; of 980 of them JSON can be read, and little more."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 @pytest.fixture(scope="module")
@@ -306,6 +314,21 @@ def test_a_text_that_stops_a_turn_cuts_its_tokens(sessions: Sessions, pool: Scri
     run(go)
 
 
+def test_token_ids_that_instances_refuse_are_the_programs_fault(sessions: Sessions, pool: ScriptedPool) -> None:
+    pool.error = InstanceRefused("token id 100000 is out of vocabulary", 400)
+
+    async def go() -> None:
+        session = opened(sessions)
+        with pytest.raises(InvalidRequest, match="out of vocabulary"):
+            await session.generate(token_ids=[100_000])
+        assert not session.failed.done()
+        with pytest.raises(InstanceRefused):
+            await session.generate(messages=HI)
+        assert session.failed.done(), "what we have rendered ourselves is not"
+
+    run(go)
+
+
 def test_what_the_renderer_cannot_parse_is_text(sessions: Sessions, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def __getattr__(self, name: str) -> Any:
@@ -337,7 +360,11 @@ def test_what_the_renderer_cannot_parse_is_text(sessions: Sessions, caplog: pyte
         {"token_ids": [2**40]},
         {"messages": HI, "max_tokens": 0},
         {"messages": HI, "max_tokens": "9"},
+        {"messages": [{"role": ["user"], "content": "hi"}]},
+        {"messages": [{"role": "user", "content": nested(800)}]},
+        {"messages": HI, "tools": nested(980)},
         {"messages": HI, "stop": "x"},
+        {"messages": HI, "stop": None},
         {"messages": HI, "stop": [""]},
         {"messages": HI, "tools": "add"},
     ],

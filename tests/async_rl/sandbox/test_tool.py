@@ -40,6 +40,28 @@ def test_names_files_and_modules_last_from_call_to_call(say: Callable[..., list[
     ) == ["", "2\n", "", "'[2]'\n", "4\n", "'text'\n", "", "2432902008176640000\n", "2\n", "", ""]
 
 
+def test_code_that_forks_is_answered_once(say: Callable[..., list[str]]) -> None:
+    answers = say("import os, time\nif os.fork() == 0: time.sleep(0.2)", *("x = 1", "x", "time.sleep(0.5)", "x + 1"))
+    assert answers == ["", "", "1\n", "", "2\n"]
+
+
+def test_a_tool_whose_block_has_ended_starts_nothing(sandbox: Sandbox) -> None:
+    async def talk() -> None:
+        async with open_python_tool(sandbox) as tool:
+            await tool.call("1")
+        with pytest.raises(RuntimeError, match="open another one"):
+            await tool.call("2")
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("limit", ["wall_s", "file_bytes", "num_files"])
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_a_limit_of_nothing_is_refused(limit: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"the limit {limit} is .*: expected a number above 0"):
+        Limits(**{limit: value})
+
+
 def test_an_exception_is_an_answer_and_keeps_the_state(say: Callable[..., list[str]]) -> None:
     answers = say("x = 1", "print('before')\n1 / 0", "x", "raise SystemExit(3)", "x(", "x")
     assert answers[1].startswith('before\nTraceback (most recent call last):\n  File "<call>", line 2')
