@@ -229,7 +229,7 @@ def test_the_policy_may_write_any_number_of_brackets(renderer: Renderer, tokeniz
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     text = '<tool_call>\n{"name": "add", "arguments": "%s"}\n</tool_call>' % ("[" * 5000)
     message = say(recorder, renderer, tokenizer, messages, text, TOOLS)
-    request = recorder.request([*messages, message, {"role": "tool", "content": "no"}], TOOLS)
+    request = recorder.request(Conversation.of([*messages, message, {"role": "tool", "content": "no"}], TOOLS), TOOLS)
     assert len(request.context) > 5000
 
 
