@@ -149,6 +149,7 @@ def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
         "bench-sandbox",
         "bench-modes",
         "bench-system",
+        "bench-turns",
         "test-gpu",
         *SMALL_BENCHMARKS,
     }
