@@ -20,18 +20,19 @@ VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
 PEERS_READY := $(PEERS_VENV)/.ready
 FAST := not distributed and not packaging and not vllm and not layouts and not agents and not gpu and not npu
 
-.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents vllm containers check format clean
-.PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
+.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents test-peers vllm containers check format clean
+.PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
 	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products \
-	bench-sandbox bench-system bench-turns
+	bench-data bench-sandbox bench-system bench-turns
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
 
 # Half of the time the tests wait for processes, so two run at once; those of one file share what they start. The order is
-# that of tests/conftest.py.
+# that of tests/conftest.py. What a busy machine can have failed gets a second round, alone.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS) || { [ $$? -eq 1 ] && \
+		$(BIN)/python -m pytest --second-round --last-failed --last-failed-no-failures none $(ARGS); }
 
 # Everything that starts no processes; none of it waits, so a minute for one test means that it hangs.
 test-fast: $(READY)
@@ -51,6 +52,10 @@ test-vllm: $(READY) $(VLLM_READY)
 test-agents: $(READY) $(AGENTS_READY) $(VERIFIERS_READY)
 	$(BIN)/python -m pytest -m agents tests/async_rl/gateway tests/async_rl/environments $(ARGS)
 
+# Losses against TRL's, which `make test` leaves out where this environment is missing.
+test-peers: $(READY) $(PEERS_READY)
+	$(BIN)/python -m pytest tests/benchmarks/test_peers.py -k same_samples $(ARGS)
+
 vllm: $(VLLM_READY)
 
 # The images for CPU, with docker, podman or buildah; ARGS may name another base or index of torch.
@@ -68,6 +73,9 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench-algorithms: $(READY)
+	$(BIN)/python -m benchmarks.algorithms $(ARGS)
 
 bench-overlap: $(READY)
 	$(BIN)/python -m benchmarks.overlap --json $(ARGS)
@@ -92,6 +100,9 @@ bench-modes: $(READY)
 
 bench-sandbox: $(READY)
 	$(BIN)/python -m benchmarks.sandbox --json $(ARGS)
+
+bench-data: $(READY)
+	$(BIN)/python -m benchmarks.data --json $(ARGS)
 
 bench-peers: $(READY) $(PEERS_READY)
 	$(BIN)/python -m benchmarks.peers --json --trl-python $(PEERS_VENV)/bin/python $(ARGS)
@@ -127,7 +138,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	touch $@
 
-# What a user may take instead, for `bench-peers`: with the same torch and transformers.
+# What a user may take instead, for `bench-peers` and `test-peers`: with the same torch and transformers.
 $(PEERS_READY): Makefile
 	test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"

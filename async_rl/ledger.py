@@ -3,7 +3,8 @@
 Before a step, `Ledger.require_on_policy` proves from the rows of all data-parallel leaders that
 
 - I1 one version: every response token was sampled from the version this iteration trains;
-- I2 exact batch: every prompt of the batch contributed exactly its G rollouts, once.
+- I2 exact batch: every prompt of the batch contributed exactly its G rollouts, once; of a batch with a reserve, every
+  prompt that the rewards select (`selection/proof.py`).
 
 Both are strict. It also compares the trainer's log-probs of the sampled tokens with the rollout's: every token must
 have both, and noise must explain the differences (`gap_limits.py`). That check is statistical: it finds wrong weights
@@ -16,14 +17,17 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from async_rl.errors import OnPolicyViolation
 from async_rl.files import append_lines
 from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, Unit, unjudged
 from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 from async_rl.proof.prompt_ids import as_runs, digest_of_ids
+from async_rl.selection.proof import selection_record, selection_violations
 from async_rl.types import Batch, GroupProof, Publication, digest_of
 
 log = logging.getLogger(__name__)
@@ -61,20 +65,25 @@ class Ledger:
         self._limits = limits
         self._has_warned = False
 
-    def require_on_policy(self, batch: Batch, publication: Publication, rows: Sequence[GroupProof]) -> None:
+    def require_on_policy(
+        self, batch: Batch, publication: Publication, rows: Sequence[GroupProof], num_replicas: int = 1
+    ) -> None:
         """Proves the batch on-policy and complete, and records the proof.
 
         Args:
             batch: the whole batch, not a replica's share.
             publication: the weights that this iteration trains.
-            rows: the rows of all replicas, in any order.
+            rows: the rows of all replicas, in any order; those of groups that a selection left out, too.
+            num_replicas: how many leaders the batch was shared among.
 
         Raises:
             OnPolicyViolation: names the violating rows (the first few in the message, more of them in the ledger file).
         """
         by_instance = gaps_by_instance(rows)
-        violations = self._violations(batch, publication, rows, by_instance)
-        self._append(batch, publication, rows, by_instance, violations)
+        violations = self._violations(batch, publication, rows, num_replicas, by_instance)
+        selection = {"selection": selection_record(batch, num_replicas, rows)} if batch.has_reserve else {}
+        trained = [row for row in rows if row.is_trained]
+        self._append(batch, publication, trained, by_instance, violations, selection)
         if violations:
             shown = "\n  ".join(violations[:MAX_VIOLATIONS_SHOWN])
             more = len(violations) - MAX_VIOLATIONS_SHOWN
@@ -88,15 +97,14 @@ class Ledger:
         batch: Batch,
         publication: Publication,
         rows: Sequence[GroupProof],
+        num_replicas: int,
         by_instance: Mapping[str, LogprobGaps],
     ) -> list[str]:
         found: list[str] = []
-        counts = Counter(row.index for row in rows)
-        for index, prompt in sorted(batch.prompts.items()):
-            if counts[index] != 1:
-                found.append(
-                    f"group {index} (prompt {prompt.prompt_id!r}) was trained {counts[index]} times, expected 1"
-                )
+        if batch.has_reserve:
+            found += selection_violations(batch, num_replicas, rows)
+        else:
+            found += _not_trained_once(batch, rows)
         for row in sorted(rows, key=lambda row: row.index):
             found += self._row_violations(row, batch, publication)
         return found + self._deviations(rows, by_instance)
@@ -126,7 +134,7 @@ class Ledger:
                 "drain the instance that sampled it before publishing"
             )
         num_compared = sum(gaps.count + gaps.num_bad for _, gaps in row.gaps)
-        if num_compared != row.num_response_tokens:
+        if row.is_trained and num_compared != row.num_response_tokens:
             found.append(
                 f"{name} has {row.num_response_tokens} response tokens, but log-probs of {num_compared} were compared"
             )
@@ -144,6 +152,7 @@ class Ledger:
         rows: Sequence[GroupProof],
         by_instance: Mapping[str, LogprobGaps],
         violations: Sequence[str],
+        selection: Mapping[str, Any],
     ) -> None:
         if self._path is None:
             return
@@ -162,6 +171,7 @@ class Ledger:
             "num_turns": sum(row.num_turns for row in rows),
             "num_branches": sum(row.num_branches for row in rows),
             "num_truncated": sum(row.num_truncated for row in rows),
+            "num_corrected": sum(row.num_corrected for row in rows),
             "num_continued": sum(row.num_continued for row in rows),
             "num_resampled": sum(row.num_resampled for row in rows),
             "samples": digest_of([row.samples for row in ordered]),
@@ -175,6 +185,8 @@ class Ledger:
             },
             "prompt_ids": as_runs(prompt_ids),
             "prompt_ids_sha256": digest_of_ids(prompt_ids),
+            **selection,
+            **(asdict(batch.drawn_by) if batch.drawn_by is not None else {}),
             "num_violations": len(violations),
             "violations": list(violations[:MAX_VIOLATIONS_KEPT]),
         }
@@ -194,6 +206,13 @@ class Ledger:
             self._has_warned = True
             log.warning("versions and counts are proven, log-probs are not: %s", reason)
         return reason
+
+
+def _not_trained_once(batch: Batch, rows: Sequence[GroupProof]) -> Iterator[str]:
+    counts = Counter(row.index for row in rows if row.is_trained)
+    for index, prompt in sorted(batch.prompts.items()):
+        if counts[index] != 1:
+            yield f"group {index} (prompt {prompt.prompt_id!r}) was trained {counts[index]} times, expected 1"
 
 
 def gaps_by_instance(rows: Sequence[GroupProof]) -> dict[str, LogprobGaps]:

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from async_rl.config.sections import TrainSection
 from async_rl.ledger import Ledger
+from async_rl.selection.finished_groups import FinishedGroups
 from async_rl.tracking.recorder import Recorder
-from async_rl.training_order import FinishedGroups, TrainingOrder
+from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, GroupProof, Publication, StepStats, WeightVersion
 
 Window = Sequence[Sequence[Group]]
@@ -54,7 +55,11 @@ class Trainer(Protocol):
 
 class PromptBatches(Protocol):
     def batch(self, iteration: int) -> Batch:
-        """The prompts of an iteration: a pure function of seed and iteration."""
+        """The prompts of an iteration: a pure function of seed, iteration, and what was noted of earlier ones."""
+        ...
+
+    def note(self, rows: Sequence[GroupProof]) -> None:
+        """The groups of the last batch, trained or left out, as they were proven; the same rows on all ranks."""
         ...
 
 
@@ -97,10 +102,11 @@ def train(
                     for window in trainer.windows(order):
                         with record.training(window):
                             rows += trainer.accumulate(window)
-                rows = trainer.gather(rows)
+                rows = trainer.gather([*rows, *order.left_out()])
                 recorder.write_groups(record, rows)
-                ledger.require_on_policy(mini_batch, publication, rows)
+                ledger.require_on_policy(mini_batch, publication, rows, trainer.num_replicas)
                 with record.timed("step_s"):
                     record.add_step(rows, trainer.optimizer_step())
         recorder.end(record, publication)
+        prompts.note([*record.rows, *record.left_out])
         after_iteration(iteration)

@@ -7,6 +7,7 @@ run that resumes from a checkpoint other prompts and samples than an uninterrupt
 
 import hashlib
 import random
+from array import array
 
 RESPONSE_BITS = 10
 """Response j of a request is sampled with the request's seed + j, and a request has at most 1024 responses."""
@@ -48,12 +49,19 @@ def evaluation_rows_seed(run_seed: int) -> int:
     return derive_seed("evaluation rows", run_seed, num_bits=31)
 
 
-def prompt_order(run_seed: int, epoch: int, num_rows: int) -> list[int]:
-    """The numbers 0 to `num_rows` - 1 in the order of an epoch."""
-    order = list(range(num_rows))
+def prompt_order(run_seed: int, epoch: int, num_rows: int, part: str = "") -> "array[int]":
+    """The numbers 0 to `num_rows` - 1 in the order of an epoch; those of a mixture's part in an order of its own."""
+    order = array("q", range(num_rows))
     # Python's own seeding from a string, which differs from `derive_seed`.
-    random.Random(_name("prompts", run_seed, epoch)).shuffle(order)
+    random.Random(_name("prompts", run_seed, *([part] if part else []), epoch)).shuffle(order)
     return order
+
+
+def mixed_places(run_seed: int, iteration: int, num_places: int) -> list[int]:
+    """The numbers 0 to `num_places` - 1 in the order in which a batch of a mixture has the places of its schedule."""
+    places = list(range(num_places))
+    random.Random(_name("mixture", run_seed, iteration)).shuffle(places)
+    return places
 
 
 def derive_seed(*use: object, num_bits: int) -> int:

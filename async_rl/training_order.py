@@ -1,31 +1,27 @@
 """Which groups may be trained next: in order of completion, or by index in the batch, mini-batch after mini-batch.
 
 `mode = "synchronous"` waits for the whole batch first, as a baseline. `order = "prompt"` trains groups by their index
-in the batch, holding back groups that finished early, so that sums are formed in the same order in every run.
+in the batch, holding back groups that finished early, so that sums are formed in the same order in every run. Of a
+batch with a reserve only the selected groups are trained, those without a signal last if by index.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from async_rl.config.sections import TrainSection
-from async_rl.types import Batch, Group
-
-
-class FinishedGroups(Protocol):
-    def ready(self, wait: bool) -> list[Group]:
-        """The groups that finished since the last call, in that order.
-
-        With `wait` at least one, and none only when the batch is complete; without, those available now.
-        """
-        ...
+from async_rl.selection.finished_groups import FinishedGroups, SelectedGroups
+from async_rl.types import Batch, Group, GroupProof
 
 
 class TrainingOrder:
     """Returns the groups of one batch, or of a replica's share, in training order; used by the training thread."""
 
     def __init__(self, finished: FinishedGroups, config: TrainSection, mini_batches: Sequence[Batch]) -> None:
-        self._finished = finished
         self.by_index = config.order == "prompt"
+        self._selected: SelectedGroups | None = None
+        if any(mini_batch.has_reserve for mini_batch in mini_batches):
+            (share,) = mini_batches
+            finished = self._selected = SelectedGroups(finished, share, by_index=self.by_index)
+        self._finished = finished
         self._synchronous = config.mode == "synchronous"
         self._indices = [sorted(mini_batch.prompts) for mini_batch in mini_batches]
         self._due: list[int] = []
@@ -53,6 +49,10 @@ class TrainingOrder:
                 return groups
             self._fetch(wait=True)
 
+    def left_out(self) -> list[GroupProof]:
+        """Rows, for the ledger, of the groups that the selection passed over; known when the batch is complete."""
+        return [] if self._selected is None else self._selected.left_out()
+
     def _fetch(self, wait: bool) -> None:
         if self._all_arrived:
             return
@@ -66,7 +66,7 @@ class TrainingOrder:
                 self._fetch(wait=True)
         later = {index for indices in self._indices for index in indices}
         groups = [group for group in self._held if group.index not in later]
-        if self.by_index:
+        if self.by_index and self._selected is None:
             groups = self._next_by_index(groups)
         self._held = _without(self._held, groups)
         taken = {group.index for group in groups}

@@ -5,8 +5,8 @@ trainer process (producer thread -> queue -> training loop -> ledger).
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from statistics import fmean
 from typing import Any, Literal
@@ -25,12 +25,24 @@ UNPROVEN: WeightVersion = "unproven"
 class Prompt:
     """One prompt of the dataset, tokenized.
 
-    `prompt_id` names the dataset row (stable over runs); `row` is that row as loaded, handed to the reward.
+    `prompt_id` names the dataset row (stable over runs), in a mixture after its part, as "PART/ROW"; `row` is that row
+    as loaded, handed to the reward. `stop` and `stop_token_ids` end responses to it besides those of the run;
+    `max_response_tokens` is None, or a limit of its own where less than the run's. `reward` has the labels of the parts
+    of the reward that score it, where its part of a mixture names them.
     """
 
     prompt_id: str
     token_ids: tuple[int, ...]
     row: Mapping[str, Any] = field(repr=False)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_response_tokens: int | None = None
+    reward: tuple[str, ...] = ()
+
+
+def part_of(prompt_id: str) -> str:
+    """The part of a mixture that a prompt is of; empty without one."""
+    return prompt_id.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +115,44 @@ class Response:
         return frozenset(versions if ends == starts else versions | {UNPROVEN})
 
 
+RewardParts = tuple[tuple[str, tuple[float, ...]], ...]
+"""Of a composed reward: each part's label, and its reward of each rollout, before its weight; else empty."""
+
+CorrectAt = float | Mapping[str, float] | None
+"""The least reward of a correct response: of the whole reward, or by label of parts, of which the first one that scored
+the prompt counts; None if no response is correct or incorrect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a reward gives the responses of one prompt, in their order."""
+
+    rewards: tuple[float, ...]
+    parts: RewardParts = ()
+
+
+def have_signal(rewards: Sequence[float]) -> bool:
+    """Whether a group's rewards differ; so does what is not a number, which is then refused where it is trained."""
+    return any(reward != rewards[0] for reward in rewards)
+
+
+def num_correct(correct_at: CorrectAt, rewards: Sequence[float], parts: RewardParts) -> int | None:
+    """How many of a prompt's responses are correct; None if that is not defined for them."""
+    if isinstance(correct_at, Mapping):
+        judged = [(correct_at[label], values) for label, values in parts if label in correct_at]
+        correct_at, rewards = judged[0] if judged else (None, ())
+    return None if correct_at is None else sum(reward >= correct_at for reward in rewards)
+
+
+def reward_part_means(groups: Iterable[RewardParts]) -> dict[str, float]:
+    """`reward/LABEL` -> the mean of this part's rewards over all responses that it scored."""
+    values: dict[str, list[float]] = {}
+    for parts in groups:
+        for label, rewards in parts:
+            values.setdefault(f"reward/{label}", []).extend(rewards)
+    return {name: fmean(each) for name, each in values.items()}
+
+
 Status = Literal["completed", "truncated"]
 """How a rollout ended: by itself, or at a limit (turns, tokens, time), which is an outcome like any other."""
 
@@ -135,7 +185,7 @@ class Group:
 
     `responses` are those of all rollouts, in the order of these; `rewards` and `rollouts` have one entry per rollout.
     By default each response is a rollout of a single turn. Advantages, baselines and lengths are those of rollouts,
-    however many branches these have.
+    however many branches these have. `reward_parts` are those of a composed reward, if it scored every rollout.
 
     `index` is the prompt's index in its batch. `started_s` and `finished_s` are `time.monotonic()` seconds of the
     dispatch and of the last score; `attempts` counts how often the group was sent to an instance (1 = no retry).
@@ -151,6 +201,7 @@ class Group:
     finished_s: float
     attempts: int = 1
     rollouts: tuple[RolloutFacts, ...] = ()
+    reward_parts: RewardParts = ()
 
     def __post_init__(self) -> None:
         if not self.rollouts:
@@ -162,6 +213,8 @@ class Group:
             f"{num_responses} of {len(self.responses)} responses have a rollout"
         )
         assert len(self.rewards) == len(self.rollouts), f"{len(self.rewards)} rewards, {len(self.rollouts)} rollouts"
+        for label, values in self.reward_parts:
+            assert len(values) == len(self.rollouts), f"{len(values)} of {label!r}, {len(self.rollouts)} rollouts"
 
     @property
     def num_response_tokens(self) -> int:
@@ -193,29 +246,55 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawnBy:
+    """The history by which prompts were passed over when a batch was drawn, as a digest, and how many were."""
+
+    history_sha256: str
+    num_passed_over: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """The prompts of one iteration, by their index; a share of a batch keeps the indices of the whole batch."""
+    """The prompts of one iteration, by their index; a share of a batch keeps the indices of the whole batch.
+
+    Prompts from `first_reserve` on are a reserve: as many groups are trained as there are prompts before it, and
+    `async_rl.selection` says which.
+    """
 
     iteration: int
     prompts: Mapping[int, Prompt]
+    first_reserve: int | None = None
+    drawn_by: DrawnBy | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """How many of its groups are trained."""
+        if self.first_reserve is None:
+            return len(self.prompts)
+        return sum(index < self.first_reserve for index in self.prompts)
+
+    @property
+    def has_reserve(self) -> bool:
+        return self.num_trained < len(self.prompts)
 
     def share(self, rank: int, size: int) -> "Batch":
         """The prompts at indices congruent to `rank` modulo `size`: the share of one of `size` leaders."""
-        return Batch(self.iteration, {i: p for i, p in self.prompts.items() if i % size == rank})
+        return replace(self, prompts={i: p for i, p in self.prompts.items() if i % size == rank})
 
     def split(self, num_parts: int) -> "list[Batch]":
         """Consecutive indices in `num_parts` mini-batches of nearly equal size, one per optimizer step.
 
         They are split by index, not by order of completion, which would put short responses first.
         """
+        assert num_parts == 1 or not self.has_reserve, "which groups are trained is known at the end of the batch"
         indices = sorted(self.prompts)
         bounds = [len(indices) * part // num_parts for part in range(num_parts + 1)]
-        return [Batch(self.iteration, {i: self.prompts[i] for i in indices[a:b]}) for a, b in pairwise(bounds)]
+        return [replace(self, prompts={i: self.prompts[i] for i in indices[a:b]}) for a, b in pairwise(bounds)]
 
     @classmethod
     def union(cls, parts: "Sequence[Batch]") -> "Batch":
         """Joins the parts of one batch."""
-        return cls(parts[0].iteration, {i: prompt for part in parts for i, prompt in part.prompts.items()})
+        return replace(parts[0], prompts={i: prompt for part in parts for i, prompt in part.prompts.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +312,13 @@ class Publication:
 class GroupProof:
     """One ledger row: a trained group's content and how far the trainer's log-probs were from the rollout's.
 
+    A group that a selection passed over has a row that is not `is_trained`, and no gaps.
+
     `versions` are all weight versions its tokens were sampled from; `gaps` compares the trainer's log-probs of its
     response tokens (the sampled ones) with the rollout's, by instance; `samples` digests its responses, what they
     observed included. `num_prompt_tokens` counts each prompt once that a response follows. `num_branches` responses are
-    further ones of a rollout that has one already, `num_truncated` counts rollouts that ended at a limit.
+    further ones of a rollout that has one already, `num_truncated` counts rollouts that ended at a limit,
+    `num_corrected` sampled tokens whose loss an importance correction changed.
     """
 
     index: int
@@ -254,9 +336,12 @@ class GroupProof:
     num_turns: int = 0
     num_branches: int = 0
     num_truncated: int = 0
+    reward_parts: RewardParts = ()
+    num_corrected: int = 0
+    is_trained: bool = True
 
     @classmethod
-    def of(cls, group: Group, gaps: Mapping[str, LogprobGaps]) -> "GroupProof":
+    def of(cls, group: Group, gaps: Mapping[str, LogprobGaps], num_corrected: int = 0) -> "GroupProof":
         """The row of a trained group with the given gaps, by instance."""
         return cls(
             index=group.index,
@@ -274,13 +359,16 @@ class GroupProof:
             num_turns=sum(facts.num_turns for facts in group.rollouts),
             num_branches=len(group.responses) - len(group.rollouts),
             num_truncated=sum(facts.status == "truncated" for facts in group.rollouts),
+            reward_parts=group.reward_parts,
+            num_corrected=num_corrected,
         )
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "GroupProof":
         """The row from its JSON form, as written with `asdict`."""
         gaps = tuple((instance, LogprobGaps.from_json(value)) for instance, value in row["gaps"])
-        lists = {"versions": tuple(row["versions"]), "rewards": tuple(row["rewards"])}
+        parts = tuple((label, tuple(values)) for label, values in row.get("reward_parts", ()))
+        lists = {"versions": tuple(row["versions"]), "rewards": tuple(row["rewards"]), "reward_parts": parts}
         return cls(**{**row, **lists, "gaps": gaps})
 
     @property

@@ -25,8 +25,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 
+from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.sections import (
-    AlgorithmSection,
     ModelSection,
     OptimizerSection,
     RolloutSection,

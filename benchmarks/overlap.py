@@ -44,7 +44,7 @@ from async_rl.config.sections import Config, PoolSection
 from async_rl.data.prompts import PromptSource
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
-from async_rl.types import Batch, Response
+from async_rl.types import Batch, GroupProof, Response
 from benchmarks.common.iteration import bound, run_iteration
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from benchmarks.common.running_instance import running_instance
@@ -130,6 +130,9 @@ class OneBatch:
 
     def batch(self, iteration: int) -> Batch:
         return Batch(iteration, self._source.batch(self._number).prompts)
+
+    def note(self, rows: Sequence[GroupProof]) -> None:
+        pass
 
 
 def response_tokens(prompt_token_ids: Sequence[int]) -> int:

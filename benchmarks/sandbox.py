@@ -89,7 +89,8 @@ async def responses(row: dict[str, Any], code: str, num_responses: int) -> float
     group = [response] * GROUP_SIZE
 
     async def one() -> None:
-        assert await reward.score(Prompt("row", (1,), row), group) == [1.0] * GROUP_SIZE
+        scores = await reward.score(Prompt("row", (1,), row), group)
+        assert scores.rewards == (1.0,) * GROUP_SIZE
 
     await reward.start()
     try:

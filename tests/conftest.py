@@ -28,6 +28,26 @@ LONG = ("e2e", "packaging", "benchmarks", "trainer/test_layouts.py", "multihost"
 """What takes longest for one worker, which has a whole file to itself; the rest fills the time of the others."""
 
 
+MOST_OF_SECOND_ROUND = 5
+"""More failures than these are not a busy machine's."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--second-round", action="store_true", help="refuse tests that a busy machine cannot fail")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """`make test` runs what failed again, alone, but only tests of processes, which have time limits.
+
+    With other tests the random inputs of the second round would hide an error of the first.
+    """
+    if session.config.getoption("second_round"):
+        marks = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in session.items}
+        steady = [name for name, of_one in marks.items() if not of_one & {"distributed", "packaging"}]
+        if steady or len(marks) > MOST_OF_SECOND_ROUND:
+            pytest.exit(f"no second round: {len(marks)} failed, {len(steady)} of them start no processes", returncode=1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: with two workers the last long one would otherwise run beside nothing."""
     here = Path(__file__).parent

@@ -52,6 +52,11 @@ def main(arguments: list[str]) -> int:
         report_failure(error, os.environ)
         _say(error, logs)
         return exit_code_of(error)
+    except SystemExit as end:
+        if not end.code:
+            # A code of 0 would count as a run that trained to its end.
+            raise RuntimeError("sys.exit() was called while training, by an algorithm of your own: remove it") from end
+        raise
     return 0
 
 

@@ -28,7 +28,7 @@ from trainer.model.pipeline_shapes import pipeline_arguments
 from trainer.parallel import Parallel
 
 LossOf = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(number of the micro-batch, log-probs [N] with gradient, entropies [N] without) -> its loss, a sum."""
+"""(number of the micro-batch, log-probs [N], entropies [N]; or values [N], None) -> its loss, a sum."""
 
 
 class Pass(Protocol):
@@ -157,7 +157,7 @@ class TwoStagePass:
         for micro_group in self.micro_batches:
             rows_TH = model.rows_for_logits(model.hidden(micro_group.rows, cache))
             rows_RH = torch.cat([cache.last_row(), rows_TH])
-            yield model.logprobs(rows_RH, micro_group.labels, self._temperature, with_entropy)
+            yield model.scores(rows_RH, micro_group.labels, self._temperature, with_entropy)
 
 
 def _with_count(

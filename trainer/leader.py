@@ -4,7 +4,7 @@ Every leader has its own pool; only the main rank's serves the endpoint, publish
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -118,11 +118,12 @@ class Leader:
         tokenizer: Tokenizer,
         reward: Reward,
         programs: ProgramRollouts | None,
+        held_out: Sequence[Prompt],
         first_iteration: int,
         require_lease: Callable[[], None] = lambda: None,
     ) -> Evaluator | None:
-        """The evaluator of the config's sets, or None without any; `require_lease` raises if its results may not be
-        written any more.
+        """The evaluator of the config's sets, or None without any; `held_out` are the prompts held out of training,
+        `require_lease` raises if its results may not be written any more.
 
         Raises:
             ConfigError: a set cannot be loaded, or its longest prompt does not fit.
@@ -130,7 +131,7 @@ class Leader:
         config = self._config
         if not config.evaluation.sets:
             return None
-        sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed)
+        sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed, held_out)
         recorder = EvaluationRecorder(config.run.dir, first_iteration, require_lease)
         self._closing.callback(recorder.close)
         sampler = Sampler(

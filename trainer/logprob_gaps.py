@@ -3,12 +3,12 @@
 Shape legend: N sampled tokens of one micro-batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, SMALLEST, LogprobGaps
-from async_rl.types import Group
+from async_rl.types import Group, Response
 from trainer.batching.group_slice import GroupSlice
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_host
@@ -23,12 +23,13 @@ LARGEST_GAP = 1e30
 class GroupGaps:
     """The log-probs of the groups that were trained, until `take` computes their gaps.
 
-    `clip`: see `LogprobGaps`. Log-probs stay on the device until their groups are taken, all in one copy: the device
-    is waited for once.
+    `clip`: see `LogprobGaps`; `num_corrected`: see `Algorithm`. Log-probs stay on the device until their groups are
+    taken, all in one copy: the device is waited for once.
     """
 
-    def __init__(self, clip: float) -> None:
+    def __init__(self, clip: float, num_corrected: Callable[[torch.Tensor], int] = lambda gaps_N: 0) -> None:
         self._clip = clip
+        self._num_corrected = num_corrected
         self._logprobs: dict[int, list[tuple[GroupSlice, torch.Tensor]]] = {}
 
     def add(self, micro_batch: MicroBatch, logprobs_N: torch.Tensor) -> None:
@@ -37,8 +38,11 @@ class GroupGaps:
         for part, logprobs in zip(micro_batch.slices, logprobs_N.detach().split(sizes), strict=True):
             self._logprobs.setdefault(part.group.index, []).append((part, logprobs))
 
-    def take(self, groups: Sequence[Group]) -> list[dict[str, LogprobGaps]]:
-        """Per group: instance -> the gaps of the tokens it sampled; turns of several requests under `MIXED`."""
+    def take(self, groups: Sequence[Group]) -> list[tuple[dict[str, LogprobGaps], int]]:
+        """Per group: instance -> the gaps of the tokens it sampled, and how many tokens were corrected.
+
+        Turns of several requests are under `MIXED`.
+        """
         of_groups = [self._logprobs.pop(group.index) for group in groups]
         on_host = iter(to_host([logprobs for parts in of_groups for _, logprobs in parts]))
         return [self._by_instance([(part, next(on_host)) for part, _ in parts]) for parts in of_groups]
@@ -46,12 +50,17 @@ class GroupGaps:
     def clear(self) -> None:
         self._logprobs.clear()
 
-    def _by_instance(self, parts: Sequence[tuple[GroupSlice, torch.Tensor]]) -> dict[str, LogprobGaps]:
+    def _by_instance(self, parts: Sequence[tuple[GroupSlice, torch.Tensor]]) -> tuple[dict[str, LogprobGaps], int]:
         by_instance: dict[str, list[torch.Tensor]] = {}
+        num_corrected = 0
         for part, logprobs in parts:
-            for instance, gaps in _gaps_of(part, logprobs.double()):
-                by_instance.setdefault(instance, []).append(gaps)
-        return {instance: sums_of(torch.cat(gaps), self._clip) for instance, gaps in sorted(by_instance.items())}
+            for response, gaps in _gaps_of(part, logprobs.double()):
+                num_corrected += self._num_corrected(gaps)
+                instances, lengths = zip(*response.sampled_by, strict=True)
+                for instance, own in zip(instances, gaps.split(lengths), strict=True):
+                    by_instance.setdefault(instance, []).append(own)
+        sums = {instance: sums_of(torch.cat(gaps), self._clip) for instance, gaps in sorted(by_instance.items())}
+        return sums, num_corrected
 
 
 def sums_of(gaps_N: torch.Tensor, clip: float) -> LogprobGaps:
@@ -73,11 +82,9 @@ def sums_of(gaps_N: torch.Tensor, clip: float) -> LogprobGaps:
     )
 
 
-def _gaps_of(part: GroupSlice, logprobs: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(instance, gaps of the tokens that it sampled), for all tokens of a slice."""
+def _gaps_of(part: GroupSlice, logprobs: torch.Tensor) -> Iterator[tuple[Response, torch.Tensor]]:
+    """The responses of a slice, each with the gaps of its sampled tokens."""
     responses = part.responses
     for response, own in zip(responses, logprobs.split([r.num_sampled for r in responses]), strict=True):
         assert len(response.logprobs) == len(own), f"{len(response.logprobs)} rollout log-probs for {len(own)} tokens"
-        gaps = own - torch.tensor(response.logprobs, dtype=torch.float64)
-        instances, lengths = zip(*response.sampled_by, strict=True)
-        yield from zip(instances, gaps.split(lengths), strict=True)
+        yield response, own - torch.tensor(response.logprobs, dtype=torch.float64)

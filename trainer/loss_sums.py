@@ -4,12 +4,13 @@ Shape legend: G responses and N sampled tokens of one micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 
-from async_rl.algorithms import Algorithm, Responses
+from async_rl.algorithms import Algorithm, Responses, Rollouts, Tokens, Totals
 from async_rl.types import Group, GroupProof
+from trainer.algorithm_results import ENTROPY, require_loss, require_of_rollouts
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_device, to_host
 from trainer.logprob_gaps import GroupGaps
@@ -23,27 +24,69 @@ class LossSums:
         self._algorithm = algorithm
         self._old_policy = old_policy
         self._terms: dict[str, list[float | torch.Tensor]] = {}
-        self._gaps = GroupGaps(gap_clip)
+        self._gaps = GroupGaps(gap_clip, algorithm.num_corrected)
+        self._of_groups: dict[int, torch.Tensor] = {}
+
+    def begin(self, groups: Sequence[Group], kl: Mapping[int, tuple[float, ...]], totals: Totals | None) -> None:
+        """Makes advantages and weights of whole groups, which are trained next.
+
+        Args:
+            kl: `Rollouts.kl` by the index of the group, where the algorithm needs it.
+            totals: those of the batch, where the algorithm needs them.
+
+        Raises:
+            ConfigError: the algorithm, a user's own one, returns no advantages or weights.
+        """
+        for group in groups:
+            rollouts = Rollouts.of(group, kl.get(group.index))
+            returned = {
+                "advantages": self._algorithm.advantages(rollouts, totals),
+                "weights": self._algorithm.weights(rollouts),
+            }
+            checked = [require_of_rollouts(self._algorithm, *each, group) for each in returned.items()]
+            self._of_groups[group.index] = torch.stack(checked)
+            self._append({f"total/{name}": value for name, value in self._algorithm.sums(rollouts).items()})
 
     def add(
         self,
         micro_batch: MicroBatch,
         logprobs_N: torch.Tensor,
         entropy_N: torch.Tensor,
-        old_logprobs_N: torch.Tensor | None,
-        ref_logprobs_N: torch.Tensor | None,
+        old_logprobs_N: torch.Tensor | None = None,
+        ref_logprobs_N: torch.Tensor | None = None,
+        teacher_logprobs_N: torch.Tensor | None = None,
+        advantages_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Adds a micro-batch; returns its loss sum. Without an old model the policy itself is the old policy."""
-        if old_logprobs_N is None:
-            old_logprobs_N = logprobs_N.detach()
-        responses = self._responses(micro_batch, logprobs_N)
-        loss_sum = self._algorithm.loss_sum(logprobs_N, old_logprobs_N, ref_logprobs_N, responses)
-        self._append({"loss": loss_sum.loss.detach(), "count": loss_sum.count, "tokens": len(logprobs_N)})
+        """Adds a micro-batch of begun groups; returns its loss sum.
+
+        Without an old model the policy itself is the old policy, or what the instances reported.
+
+        Raises:
+            ConfigError: the algorithm, a user's own one, returns no loss.
+        """
+        rollout_logprobs_N: torch.Tensor | None = None
+        if self._algorithm.needs.rollout or self._old_policy == "rollout":
+            rollout_logprobs_N = sampled_logprobs(micro_batch, logprobs_N)
+        # Under the model that sampled: the published weights.
+        sampler_N = logprobs_N.detach() if old_logprobs_N is None or self._old_policy != "model" else old_logprobs_N
+        # A copy: a user's own algorithm that changes its tokens must not change what the proof compares.
+        self._gaps.add(micro_batch, sampler_N.clone())
+        if self._old_policy == "rollout":
+            old_logprobs_N = rollout_logprobs_N
+        tokens = Tokens(
+            logprobs_N,
+            entropy_N,
+            logprobs_N.detach() if old_logprobs_N is None else old_logprobs_N,
+            ref_logprobs_N,
+            teacher_logprobs_N,
+            rollout_logprobs_N,
+            advantages_N,
+        )
+        responses = self.responses_of(micro_batch, logprobs_N)
+        loss_sum = require_loss(self._algorithm, self._algorithm.loss_sum(tokens, responses))
+        self._append({"loss": loss_sum.loss.detach(), "tokens": len(logprobs_N)})
         self._append({f"metric/{name}": value for name, value in loss_sum.metrics.items()})
-        self._append({"metric/entropy": entropy_N.sum()})
-        # The model that sampled: the published weights.
-        sampler_N = old_logprobs_N if self._old_policy == "model" else logprobs_N.detach()
-        self._gaps.add(micro_batch, sampler_N)
+        self._append({f"metric/{ENTROPY}": entropy_N.detach().sum()})
         return loss_sum.loss
 
     def note_untrained(self, num_groups: int) -> None:
@@ -52,7 +95,7 @@ class LossSums:
 
     def take_rows(self, groups: Sequence[Group]) -> list[GroupProof]:
         """The ledger rows of groups that were added; to be called once per group. Waits once for the device."""
-        return [GroupProof.of(group, gaps) for group, gaps in zip(groups, self._gaps.take(groups), strict=True)]
+        return [GroupProof.of(group, *found) for group, found in zip(groups, self._gaps.take(groups), strict=True)]
 
     def totals(self) -> dict[str, float]:
         """All sums as Python floats. Waits once for the device."""
@@ -64,18 +107,26 @@ class LossSums:
     def clear(self) -> None:
         self._terms.clear()
         self._gaps.clear()
+        self._of_groups.clear()
 
-    def _responses(self, micro_batch: MicroBatch, like: torch.Tensor) -> Responses:
+    def responses_of(self, micro_batch: MicroBatch, like: torch.Tensor) -> Responses:
         """What the loss needs to know of a micro-batch's responses; advantages are from the rewards of whole groups."""
         slices, labels = micro_batch.slices, micro_batch.labels
-        parts = [self._algorithm.advantages(part.group.rewards)[part.rollouts] for part in slices]
-        return Responses(
-            advantages_G=to_device(torch.cat([torch.empty(0), *parts]).to(like.dtype), like.device),
-            lengths_G=labels.lengths_G,
-            rollout_lengths_G=labels.rollout_lengths_G,
-            num_rollouts=sum(part.num_rollouts for part in slices),
+        parts = [self._of_groups[part.group.index][:, part.rollouts] for part in slices]
+        numbers = {index: number for number, index in enumerate(dict.fromkeys(part.group.index for part in slices))}
+        groups = [numbers[part.group.index] for part in slices for _ in part.indices]
+        advantages_G, weights_G, groups_G = to_device(
+            torch.cat([torch.cat([torch.empty(2, 0), *parts], dim=1), torch.tensor([groups])]).to(like.dtype),
+            like.device,
         )
+        return Responses(advantages_G, weights_G, labels.lengths_G, labels.rollout_lengths_G, groups_G.long())
 
     def _append(self, terms: Mapping[str, float | torch.Tensor]) -> None:
         for name, term in terms.items():
             self._terms.setdefault(name, []).append(term)
+
+
+def sampled_logprobs(micro_batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
+    """The log-probs that the instances reported of a micro-batch's sampled tokens, [N], as `like` in type and place."""
+    reported = chain.from_iterable(response.logprobs for part in micro_batch.slices for response in part.responses)
+    return to_device(torch.tensor(list(reported), dtype=like.dtype), like.device)

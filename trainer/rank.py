@@ -166,3 +166,6 @@ class NoRollouts:
 
     def ready(self, wait: bool) -> list[Group]:
         raise AssertionError("only a leader reads the order of training")
+
+    def cancel(self, indices: Collection[int]) -> None:
+        raise AssertionError("only a leader selects")

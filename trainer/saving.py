@@ -33,8 +33,9 @@ class Saving:
         self.first_iteration = 0
         newest = newest_checkpoint(checkpoints_dir(run.dir)) if run.resume else None
         if newest is not None:
-            models = megatron.models
-            self.first_iteration = checkpoints.load(newest, models.policy, megatron.optimizer, megatron.lagged_old)
+            self.first_iteration = checkpoints.load(
+                newest, megatron.models.policy, megatron.optimizer, megatron.lagged_old, megatron.critic
+            )
         self._saved = self._sound = self.first_iteration
         self._sound_counts = megatron.optimizer.counts
 
@@ -74,11 +75,15 @@ class Saving:
         else:
             # Skipped steps of the unfinished iteration will be repeated.
             self._megatron.optimizer.resume(self._sound_counts)
+            if self._megatron.critic is not None:
+                self._megatron.critic.optimizer.resume(self._sound_counts)
             self._save()
             self._checkpoints.wait()
             log.info("saved a checkpoint: go on from iteration %d with run.resume = true", self._saved)
 
     def _save(self) -> None:
-        models = self._megatron.models
-        self._checkpoints.save(self._sound, models.policy, self._megatron.optimizer, self._megatron.lagged_old)
+        megatron = self._megatron
+        self._checkpoints.save(
+            self._sound, megatron.models.policy, megatron.optimizer, megatron.lagged_old, megatron.critic
+        )
         self._saved = self._sound

@@ -83,7 +83,14 @@ def open_session(
         tokenizer = _load_tokenizer(config)
         prompts, contents = load_prompts_and_contents(config, parallel, tokenizer)
         megatron = MegatronTrainer(
-            parallel, config.trainer, config.model, config.rollout, config.algorithm, config.optimizer, config.train
+            parallel,
+            config.trainer,
+            config.model,
+            config.rollout,
+            config.algorithm,
+            config.optimizer,
+            config.train,
+            config.critic,
         )
         # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
         mine = [secrets.token_hex(4), lease.name, lease.term] if lease is not None else None
@@ -96,6 +103,7 @@ def open_session(
             parallel,
             config,
             contents,
+            history=prompts.history,
             term=term,
             require_lease=require_lease,
         )
@@ -114,7 +122,9 @@ def open_session(
             side.wait_for_instances(fleet_url, prompts.longest)
             evaluator, programs = None, side.programs(tokenizer, reward)
             if parallel.is_main:
-                evaluator = side.evaluator(tokenizer, reward, programs, saving.first_iteration, require_lease)
+                evaluator = side.evaluator(
+                    tokenizer, reward, programs, prompts.held_out, saving.first_iteration, require_lease
+                )
             rollouts = side.producer(tokenizer, reward, programs, evaluator, ending.watch, require_lease)
         recorder = _make_recorder(config, parallel, saving.first_iteration, side, reward, tokenizer, require_lease)
         closing.callback(recorder.close)
@@ -155,7 +165,14 @@ def _make_recorder(
         return tokenizer.batch_decode([list(token_ids)], skip_special_tokens=False)[0]
 
     return Recorder(
-        config.run.dir, iterations, first_iteration, side.on_record, reward.correct_at, decode, require_lease
+        config.run.dir,
+        iterations,
+        first_iteration,
+        side.on_record,
+        reward.correct_at,
+        decode,
+        require_lease,
+        has_reserve=config.prompts.reserve > 0,
     )
 
 

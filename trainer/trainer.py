@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from megatron.core.distributed import finalize_model_grads
 
-from async_rl.algorithms import make_algorithm
+from async_rl.algorithms import Rollouts, Totals, make_algorithm
+from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.config.critic_section import NO_CRITIC, CriticSection
 from async_rl.config.sections import (
-    AlgorithmSection,
     ModelSection,
     OptimizerSection,
     RolloutSection,
@@ -31,7 +32,11 @@ from async_rl.proof.gap_limits import noise_limits
 from async_rl.rewards.base import LARGEST_REWARD, is_reward
 from async_rl.training_order import TrainingOrder
 from async_rl.types import UNPROVEN, Group, GroupProof, Prompt, Response, StepStats
+from trainer.algorithm_needs import require_possible
+from trainer.algorithm_results import require_denominator
 from trainer.batching.group_feed import GroupFeed
+from trainer.batching.group_slice import num_rows
+from trainer.critic import Critic
 from trainer.forward_backward import Pass, make_passes
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weight_export import WeightExport
@@ -42,6 +47,7 @@ from trainer.policy.canary_weights import CanaryWeights
 from trainer.policy.frozen_model import FrozenModel
 from trainer.policy.optimizer import PolicyOptimizer
 from trainer.policy.tri_model import load_tri_model
+from trainer.rollout_kl import rollout_kl
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +67,9 @@ class MegatronTrainer:
         algorithm: AlgorithmSection,
         optimizer: OptimizerSection,
         train: TrainSection,
+        critic: CriticSection = NO_CRITIC,
     ) -> None:
-        """Loads the model named by `model.path`.
+        """Loads the model named by `model.path`, and the critic where the algorithm needs one.
 
         Raises:
             ConfigError: there is no such checkpoint, the trainer does not support it, or the layout does not divide it.
@@ -73,26 +80,39 @@ class MegatronTrainer:
         self._old_policy = algorithm.old_policy
         self.checkpoint = find_checkpoint(model.path)
         self._shape = read_model_shape(self.checkpoint)
-        self._algorithm = make_algorithm(algorithm)
+        self._algorithm = make_algorithm(algorithm, rollout.max_response_tokens)
+        require_possible(self._algorithm.needs, algorithm, train, critic)
+        self._config = algorithm
         self.models = load_tri_model(
             self.checkpoint,
             self._shape,
             getattr(torch, model.dtype),
             parallel,
             section,
-            needs_old=algorithm.old_policy != "reuse",
-            needs_reference=self._algorithm.needs_reference,
+            needs_old=algorithm.old_policy in ("model", "lagged"),
+            needs_reference=self._algorithm.needs.reference,
+            teacher=algorithm.teacher if self._algorithm.needs.teacher else None,
         )
         shares_optimizer = section.shares_optimizer(parallel.num_replicas)
-        self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, shares_optimizer)
+        num_held = critic.iterations_alone if self._algorithm.needs.values else 0
+        self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, shares_optimizer, num_held)
+        self.critic: Critic | None = None
+        if self._algorithm.needs.values:
+            dtype = getattr(torch, model.dtype)
+            source = (self.checkpoint, self._shape, dtype, parallel, section)
+            self.critic = Critic(critic, algorithm, optimizer, train, *source)
         self.export = WeightExport(self.models.policy_model)
         self.canary_weights = CanaryWeights(self.models.policy_model)
         self._feed = GroupFeed(parallel, section)
+        self._totals: Totals | None = None
         self._sums = LossSums(self._algorithm, algorithm.old_policy, noise_limits(train, model.dtype).clip)
 
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
-        """See `GroupFeed.windows`."""
-        return self._feed.windows(order)
+        """See `GroupFeed.windows`. The first comes when all groups have, if the algorithm needs the batch's totals."""
+        windows = self._feed.windows(order)
+        if self._algorithm.needs.totals:
+            windows = iter(self._with_totals(list(windows)))
+        return windows
 
     def accumulate(self, window: Window) -> list[GroupProof]:
         """Adds the gradient of a window; returns its groups' ledger rows on one rank per replica, none elsewhere.
@@ -100,24 +120,30 @@ class MegatronTrainer:
         Groups that have no gradient are run forward only, for their rows and for the metrics and count of the batch.
 
         Raises:
-            ConfigError: a token id is outside the model's vocabulary.
+            ConfigError: a token id is outside the model's vocabulary, or a group is too long for the algorithm.
             RewardError: a reward is not finite.
         """
         groups = [group for micro_batch in window for group in micro_batch]
         for group in groups:
             self._check_vocabulary(group)
+            self._check_length(group)
             _check_rewards(group)
-        for frozen in (self.models.reference, self.models.old):
-            if frozen is not None:
-                frozen.prefetch()
+        for frozen in self._frozen:
+            frozen.prefetch()
         with_gradient, without = self._by_gradient(window)
         trained, untrained = self._passes(with_gradient), self._passes(without)
         passes = [*trained, *untrained]
         ref_logprobs = _logprobs_of(self.models.reference, passes)
         old_logprobs = _logprobs_of(self.models.old, passes)
+        teacher_logprobs = _logprobs_of(self.models.teacher, passes)
+        self._sums.begin(groups, self._reward_kl(passes, ref_logprobs), self._totals)
+        advantages: Sequence[list[torch.Tensor] | None] = [None] * len(passes)
+        if self.critic is not None:
+            old_values = _logprobs_of(self.critic.old, passes)
+            advantages = self.critic.train(passes, self._sums.responses_of, ref_logprobs, old_values)
         losses = [
-            functools.partial(self._loss_of, a_pass, old, ref)
-            for a_pass, old, ref in zip(passes, old_logprobs, ref_logprobs, strict=True)
+            functools.partial(self._loss_of, a_pass, others)
+            for a_pass, *others in zip(passes, old_logprobs, ref_logprobs, teacher_logprobs, advantages, strict=True)
         ]
         for a_pass, loss_of in zip(trained, losses[: len(trained)], strict=True):
             a_pass.train(self.models.policy, loss_of)
@@ -154,41 +180,56 @@ class MegatronTrainer:
             NonFiniteGradient: on all ranks, if `train.on_nonfinite` is "fail", or too many steps in a row were skipped.
         """
         sums: Counter[str] = Counter()
-        for part in self._parallel.gather_json(self._sums.totals() if self._reports else {}):
+        for part in self._parallel.gather_json(self._own_totals() if self._reports else {}):
             sums.update(part)
-        assert sums["count"] > 0, "optimizer_step() without an accumulated group"
+        totals = {name.removeprefix("total/"): value for name, value in sums.items() if name.startswith("total/")}
+        assert totals, "optimizer_step() without an accumulated group"
+        # Where nothing counts the gradient is 0.
+        denominator = require_denominator(self._algorithm, self._algorithm.denominator(totals)) or 1.0
         policy = self.models.policy
         finalize_model_grads([policy])
-        policy.scale_gradients(1.0 / sums["count"])
-        # Over all ranks: they take the step together or not at all.
-        norms = self._parallel.gather_json(self.optimizer.gradient_norm())
-        grad_norm = next((norm for norm in norms if not math.isfinite(norm)), norms[self._parallel.rank])
+        policy.scale_gradients(1.0 / denominator)
+        if self.critic is not None:
+            self.critic.finish_gradients(sums["tokens"])
+        norms = self._gradient_norms()
         learning_rate = self.optimizer.learning_rate
-        skipped = not math.isfinite(grad_norm)
+        skipped = not all(map(math.isfinite, norms))
         if skipped:
-            self._skip(grad_norm)
+            self._skip(next(norm for norm in norms if not math.isfinite(norm)))
         else:
             if self._old_policy == "lagged":
                 self._refresh_old()
-            self.optimizer.step(grad_norm)
+            for optimizer, norm in zip(self._optimizers, norms, strict=True):
+                optimizer.step(norm)
         self.discard()
         metrics = {
             name.removeprefix("metric/"): value / sums["tokens"]
             for name, value in sums.items()
             if name.startswith("metric/")
         }
-        loss = sums["loss"] / sums["count"]
+        grad_norm, *norm_of_critic = norms
+        if self.critic is not None:
+            metrics |= self.critic.metrics(sums, sums["tokens"]) | {"critic_grad_norm": norm_of_critic[0]}
+        loss = sums["loss"] / denominator
         return StepStats(loss, grad_norm, learning_rate, metrics, int(sums["untrained"]), skipped)
 
     def discard(self) -> None:
         """Drops what has been accumulated since the last step."""
         self.models.policy.zero_grad_buffer()
+        if self.critic is not None:
+            self.critic.discard()
         self._sums.clear()
+        self._totals = None
 
     def before_publish(self) -> None:
-        """Called before rollouts use the current weights: an old model that represents the sampler copies them."""
+        """Called before rollouts use the current weights: an old model that represents the sampler copies them.
+
+        So does that of the critic's old values.
+        """
         if self._old_policy == "model":
             self._refresh_old()
+        if self.critic is not None:
+            self.critic.refresh_old()
 
     def save_hf(self, path: Path) -> None:
         """Writes the policy as a Hugging Face checkpoint to `path`."""
@@ -215,8 +256,9 @@ class MegatronTrainer:
         Micro-batches are not repacked, so that they depend on the order of training only, not on what was ready at what
         time.
         """
+        has_gradient = self._algorithm.has_gradient
         parts = [
-            [[group for group in groups if self._algorithm.has_gradient(group.rewards) == wanted] for groups in window]
+            [[group for group in groups if has_gradient(Rollouts.of(group)) == wanted] for groups in window]
             for wanted in (True, False)
         ]
         with_gradient, without = ([groups for groups in part if groups] for part in parts)
@@ -228,23 +270,66 @@ class MegatronTrainer:
     def _loss_of(
         self,
         a_pass: Pass,
-        old_logprobs: list[torch.Tensor] | None,
-        ref_logprobs: list[torch.Tensor] | None,
+        others: Sequence[list[torch.Tensor] | None],
         number: int,
         logprobs_N: torch.Tensor,
         entropy_N: torch.Tensor,
     ) -> torch.Tensor:
-        """The loss of a pass's micro-batch, given the log-probs of all micro-batches under the other models."""
-        return self._sums.add(
-            a_pass.micro_batches[number],
-            logprobs_N,
-            entropy_N,
-            old_logprobs[number] if old_logprobs else None,
-            ref_logprobs[number] if ref_logprobs else None,
-        )
+        """The loss of a pass's micro-batch; `others`: what the other models give for each of its micro-batches."""
+        of_others = [given[number] if given else None for given in others]
+        return self._sums.add(a_pass.micro_batches[number], logprobs_N, entropy_N, *of_others)
+
+    def _with_totals(self, windows: list[Window]) -> list[Window]:
+        """A mini-batch's windows, of which the totals over all replicas are known from now on."""
+        sums: Counter[str] = Counter()
+        for group in (group for window in windows for groups in window for group in groups):
+            # On all ranks, so that all of them fail.
+            _check_rewards(group)
+            sums.update(self._algorithm.sums(Rollouts.of(group)))
+        totals: Counter[str] = Counter()
+        for part in self._parallel.gather_json(dict(sums) if self._reports else {}):
+            totals.update(part)
+        self._totals = totals
+        return windows
+
+    def _reward_kl(
+        self, passes: Sequence[Pass], ref_logprobs: Sequence[list[torch.Tensor] | None]
+    ) -> dict[int, tuple[float, ...]]:
+        """See `rollout_kl`; empty where the algorithm does not need it, and before the last pipeline stage."""
+        if not self._algorithm.needs.reward_kl:
+            return {}
+        pairs = [
+            pair
+            for a_pass, logprobs in zip(passes, ref_logprobs, strict=True)
+            if logprobs
+            for pair in zip(a_pass.micro_batches, logprobs, strict=True)
+        ]
+        return rollout_kl(pairs, self._config.kl_estimator, self._config.kl_clamp)
+
+    @property
+    def _frozen(self) -> list[FrozenModel]:
+        """In the order of their use."""
+        of_critic = self.critic.old if self.critic is not None else None
+        return [*self.models.frozen, *([of_critic] if of_critic is not None else [])]
+
+    @property
+    def _optimizers(self) -> list[PolicyOptimizer]:
+        return [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
+
+    def _own_totals(self) -> dict[str, float]:
+        return self._sums.totals() | (self.critic.totals() if self.critic is not None else {})
+
+    def _gradient_norms(self) -> list[float]:
+        """The gradient norm of each optimizer, over all ranks: they take the step together or not at all."""
+        of_ranks = self._parallel.gather_json([optimizer.gradient_norm() for optimizer in self._optimizers])
+        return [
+            next((norm for norm in norms if not math.isfinite(norm)), norms[self._parallel.rank])
+            for norms in zip(*of_ranks, strict=True)
+        ]
 
     def _skip(self, grad_norm: float) -> None:
-        self.optimizer.skip(grad_norm)
+        for optimizer in self._optimizers:
+            optimizer.skip(grad_norm)
         if self._parallel.is_main:
             counts = self.optimizer.counts
             log.error(
@@ -256,6 +341,16 @@ class MegatronTrainer:
     def _refresh_old(self) -> None:
         assert self.models.old is not None
         self.models.old.copy_from(self.models.policy_model)
+
+    def _check_length(self, group: Group) -> None:
+        limit = self._section.micro_batch_tokens
+        if self._algorithm.needs.whole_groups and num_rows(group) > limit:
+            raise ConfigError(
+                f"group {group.index} (prompt {group.prompt.prompt_id!r}) has {num_rows(group)} rows, but "
+                f"trainer.micro_batch_tokens is {limit} and algorithm.name = {self._config.name!r} compares "
+                "rollouts of a whole group: raise trainer.micro_batch_tokens, or lower rollout.responses_per_prompt or "
+                "rollout.max_response_tokens"
+            )
 
     def _check_vocabulary(self, group: Group) -> None:
         sequences = [*group.responses_by_prompt, *(response.token_ids for response in group.responses)]
@@ -278,7 +373,7 @@ def _check_rewards(group: Group) -> None:
 
 
 def _logprobs_of(model: FrozenModel | None, passes: Sequence[Pass]) -> Sequence[list[torch.Tensor] | None]:
-    """Log-probs of each pass's micro-batches under a frozen model; None for each pass without a model."""
+    """Log-probs (of a critic: values) of each pass's micro-batches under a frozen model; None for each without one."""
     if model is None:
         return [None] * len(passes)
     with model.resident() as resident:

@@ -1,12 +1,64 @@
 """One small file per algorithm: advantages and a loss as a sum, pure functions on tensors."""
 
-from async_rl.algorithms.base import Algorithm, LossSum, Responses
+from async_rl.algorithms.base import Algorithm, LossSum, Needs, Responses, Rollouts, Tokens, Totals
+from async_rl.algorithms.cispo import CISPO
+from async_rl.algorithms.dapo import DAPO
+from async_rl.algorithms.distillation import Distillation
+from async_rl.algorithms.dppo import DPPO
+from async_rl.algorithms.dr_grpo import DrGRPO
+from async_rl.algorithms.gdpo import GDPO
 from async_rl.algorithms.grpo import GRPO
-from async_rl.config.sections import AlgorithmSection
+from async_rl.algorithms.gspo import GSPO
+from async_rl.algorithms.maxrl import MaxRL
+from async_rl.algorithms.online_dpo import OnlineDPO
+from async_rl.algorithms.pf_ppo import PFPPO
+from async_rl.algorithms.policy_gradient import PolicyGradient
+from async_rl.algorithms.ppo import PPO
+from async_rl.algorithms.reinforce_pp_baseline import ReinforcePPBaseline
+from async_rl.algorithms.rloo import RLOO
+from async_rl.algorithms.sapo import SAPO
+from async_rl.algorithms.user_algorithm import load_algorithm
+from async_rl.config.algorithm_section import BUILT_IN, AlgorithmSection
 
-__all__ = ["Algorithm", "LossSum", "Responses", "make_algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "LossSum",
+    "Needs",
+    "PolicyGradient",
+    "Responses",
+    "Rollouts",
+    "Tokens",
+    "Totals",
+    "make_algorithm",
+]
+
+ALGORITHMS: dict[str, type[PolicyGradient]] = {
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "dapo": DAPO,
+    "rloo": RLOO,
+    "reinforce_pp_baseline": ReinforcePPBaseline,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "dppo": DPPO,
+    "maxrl": MaxRL,
+    "gdpo": GDPO,
+    "pf_ppo": PFPPO,
+    "online_dpo": OnlineDPO,
+    "distillation": Distillation,
+    "ppo": PPO,
+}
+assert ALGORITHMS.keys() == set(BUILT_IN)
 
 
-def make_algorithm(config: AlgorithmSection) -> Algorithm:
-    """The algorithm named by the config."""
-    return GRPO(config)
+def make_algorithm(config: AlgorithmSection, max_response_tokens: int) -> Algorithm:
+    """The algorithm named by the config; a user's own class gets the same two arguments.
+
+    Raises:
+        ConfigError: its options are wrong, or a user's file cannot be loaded.
+    """
+    if config.is_own:
+        return load_algorithm(config, max_response_tokens)
+    return ALGORITHMS[config.name](config, max_response_tokens)

@@ -67,7 +67,7 @@ def explain_unknown(model: type[BaseModel], path: Sequence[str | int]) -> str:
     section = name.split(".")[0]
     in_section = [key.name for key in keys.values() if key.section == section]
     near = nearest(name, keys) or _same_last_part(name, keys)
-    if "." in name and in_section:
+    if in_section or "." not in name:
         # A key of exactly this name in another section is more likely meant than one that is only similar.
         near = next((key for key in keys if key.endswith("." + name.rpartition(".")[2])), near)
     meant = f"did you mean {near!r}? " if near else "correct its spelling or remove it; "
@@ -158,7 +158,7 @@ def kinds_of(annotation: Any) -> set[Any]:
 
 def _takes(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
-        return "|".join(str(choice) for choice in get_args(annotation))
+        return "|".join(choice if isinstance(choice, str) else json.dumps(choice) for choice in get_args(annotation))
     if get_origin(annotation) in (Union, UnionType):
         return "|".join(_takes(part) for part in get_args(annotation) if part is not type(None))
     names = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", tuple: "LIST", dict: "TABLE"}

@@ -8,7 +8,17 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from async_rl.config.algorithm_section import (
+    OF_SINGLE_ROLLOUTS,
+    OF_WHOLE_BATCHES,
+    OF_WHOLE_GROUPS,
+    WITH_CRITIC,
+    AlgorithmSection,
+)
 from async_rl.config.cluster_section import ClusterSection
+from async_rl.config.critic_section import NO_CRITIC, CriticSection
+from async_rl.config.prompts_section import MAX_STOPS, SOURCES, Columns, PromptsSection, StopText
+from async_rl.config.reward_section import RewardSection as RewardSection
 from async_rl.config.section import Section
 from async_rl.errors import ConfigError
 
@@ -28,23 +38,14 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and activations, in both pools")
 
 
-class PromptsSection(Section):
-    source: str = Field(description="a .jsonl or .parquet file, or reasoning-gym:TASK")
-    prompts_per_batch: int = Field(ge=1, description="B: prompts of one iteration")
-    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are reported and left out, once, at start")
-    column: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
-    chat_template: bool = Field(True, description="render the prompt with the tokenizer's chat template")
-    system_prompt: str | None = Field(None, description="put before each prompt, in the chat template's system role")
-    num_rows: int = Field(10_000, ge=1, description="how many rows to draw from a reasoning-gym task")
-    task_options: dict[str, Any] = Field(default_factory=dict, description="options of the reasoning-gym task")
-
-
 SINGLE_TURN = "single_turn"
 """The rollout that needs no program."""
 
 
 class RolloutSection(Section):
-    responses_per_prompt: int = Field(8, ge=1, le=1024, description="G: responses of one group; at least 2")
+    responses_per_prompt: int = Field(
+        8, ge=1, le=1024, description="G: responses of one group; at least 2, where an algorithm compares them"
+    )
     max_response_tokens: int = Field(
         512,
         ge=1,
@@ -52,6 +53,11 @@ class RolloutSection(Section):
     )
     temperature: float = Field(1.0, gt=0.0, description="of sampling; the trainer divides its logits by it too")
     stop_token_ids: tuple[int, ...] = Field((), description="end a response, besides the model's own end of sequence")
+    stop: tuple[StopText, ...] = Field(
+        (),
+        max_length=MAX_STOPS,
+        description="texts that end a response, which keeps the tokens up to the end of the first one",
+    )
     program: str = Field(
         SINGLE_TURN,
         description="single_turn: one response to each prompt; python:path/to/file.py:function, an asynchronous "
@@ -80,28 +86,17 @@ class RolloutSection(Section):
     gateway_host: str = Field("127.0.0.1", description="where the gateway listens for agents (see gateway.md)")
     gateway_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one")
 
-
-class RewardSection(Section):
-    name: str | None = Field(
-        None,
-        description="reasoning_gym, math, code, or python:path/to/file.py:function; none if a program rewards itself",
-    )
-    timeout_s: float = Field(30.0, gt=0, description="for one group, from when its call begins")
-    num_workers: int = Field(1, ge=1, description="processes that run the reward")
-    max_concurrency: int = Field(
-        64, ge=1, description="calls of an asynchronous reward under way at once; a synchronous one has one per process"
-    )
-    on_error: Literal["fail", "retry"] = Field(
-        "fail", description="a call that raises, hangs or returns nonsense ends the run, or is made again first"
-    )
-    max_attempts: int = Field(3, ge=1, description="calls for one group at most, with `retry`")
-    skip_special_tokens: bool = Field(
-        True, description="leave special tokens (end of sequence, a chat template's) out of the text that is scored"
-    )
-    test_timeout_s: float = Field(3.0, gt=0, description="code: for one unit test of a response")
-    test_memory_bytes: int = Field(
-        512 * 2**20, ge=64 * 2**20, description="code: memory and files of all processes of one response"
-    )
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_every_token(cls, tree: Any) -> Any:
+        for key in ("top_p", "top_k", "min_p"):
+            if isinstance(tree, dict) and key in tree:
+                raise ValueError(
+                    f"rollout.{key} (value {tree[key]!r}) is no setting: the trainer's log-probs are of the whole "
+                    "distribution, and would not be those of tokens drawn from its most likely part, unless it knew "
+                    "at each token which others had been left in; remove it, or lower rollout.temperature"
+                )
+        return tree
 
 
 class PoolSection(Section):
@@ -163,24 +158,6 @@ class PublishSection(Section):
                 "and instances share, such as one under /dev/shm"
             )
         return self
-
-
-class AlgorithmSection(Section):
-    name: Literal["grpo"] = Field("grpo", description="group-relative policy optimization")
-    clip_low: float = Field(0.2, ge=0.0, description="the ratio counts from 1 - clip_low")
-    clip_high: float = Field(0.2, ge=0.0, description="to 1 + clip_high")
-    kl_coef: float = Field(0.0, ge=0.0, description="weight of the k3 KL to the reference; 0 keeps no reference")
-    normalize: Literal["token", "sequence"] = Field(
-        "token",
-        description="mean over the batch's sampled tokens, or over its rollouts of the mean over each one's sampled "
-        "tokens",
-    )
-    scale_by_std: bool = Field(True, description="divide group advantages by the group's standard deviation")
-    old_policy: Literal["reuse", "model", "lagged"] = Field(
-        "reuse",
-        description="denominator of the ratio: the policy's own log-probs, detached; a model with the published "
-        "weights; or one with the weights before the last step",
-    )
 
 
 class OptimizerSection(Section):
@@ -341,7 +318,8 @@ class EvaluationSet(Section):
     training."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="as its figures are called")
-    source: str = Field(description="a .jsonl or .parquet file, or reasoning-gym:TASK")
+    source: str = Field(description=f"{SOURCES}, or held-out: the rows of prompts.held_out")
+    columns: Columns | None = Field(None, description="as those of prompts, which are the default")
     num_samples: int = Field(1, ge=1, le=1024, description="k: rollouts per prompt, for pass@1 and pass@k")
     max_prompts: int | None = Field(None, ge=1, description="take the first so many rows only")
     temperature: float = Field(1.0, ge=0.0, description="of sampling; 0 takes the most likely tokens")
@@ -363,6 +341,7 @@ class Config(Section):
     publish: PublishSection = Field(default_factory=PublishSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    critic: CriticSection = Field(default_factory=CriticSection)
     train: TrainSection
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
@@ -388,11 +367,44 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _something_rewards(self) -> "Config":
-        if self.reward.name is None and self.rollout.program == SINGLE_TURN:
+        if not self.reward.is_given and self.rollout.program == SINGLE_TURN:
             raise ValueError(
-                f"reward.name is not set, but rollout.program = {SINGLE_TURN!r} needs a reward: set it to "
-                "reasoning_gym, math, code, or python:path/to/file.py:function"
+                f"reward.name is not set, but rollout.program = {SINGLE_TURN!r} needs a reward: set it to math, code, "
+                "another of rewards.md, or python:path/to/file.py:function"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_has_a_use(self) -> "Config":
+        name = self.algorithm.name
+        if self.critic != NO_CRITIC and name not in WITH_CRITIC and not self.algorithm.is_own:
+            changed = [f"critic.{key}" for key, value in self.critic if value != getattr(NO_CRITIC, key)]
+            raise ValueError(
+                f"algorithm.name is {name!r}, which has no critic, but {', '.join(changed)} is set: remove [critic], "
+                "or set algorithm.name to 'ppo'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_critic_is_not_always_alone(self) -> "Config":
+        alone = self.critic.iterations_alone
+        if alone >= self.train.iterations:
+            raise ValueError(
+                f"critic.iterations_alone is {alone}, but train.iterations is {self.train.iterations}: the policy "
+                "would never learn; lower the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mixtures_name_rewards_that_exist(self) -> "Config":
+        labels = self.reward.weights
+        for part in self.prompts.mixture:
+            if unknown := [label for label in part.reward if label not in labels]:
+                expected = ", ".join(labels) or "[[reward.parts]], of which there are none"
+                raise ValueError(
+                    f"prompts.mixture {part.name!r} has the reward {unknown[0]!r}: expected one or several of "
+                    f"{expected}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -406,9 +418,76 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_reserve_can_be_selected_from(self) -> "Config":
+        reserve = self.prompts.reserve
+        if reserve and self.train.steps_per_batch > 1:
+            raise ValueError(
+                f"prompts.reserve is {reserve} with train.steps_per_batch = {self.train.steps_per_batch}: prompts are "
+                "divided among steps by index, before it is known which ones are selected; set prompts.reserve = 0 or "
+                "train.steps_per_batch = 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_have_a_signal(self) -> "Config":
+        for key in ("reserve", "pass_over"):
+            value = getattr(self.prompts, key)
+            if value and self.rollout.responses_per_prompt == 1:
+                raise ValueError(
+                    f"prompts.{key} is {value} with rollout.responses_per_prompt = 1: it avoids prompts whose rewards "
+                    f"are all equal, as a single one always is; set prompts.{key} = 0 or more responses"
+                )
+            if value and self.algorithm.name in OF_SINGLE_ROLLOUTS:
+                raise ValueError(
+                    f"prompts.{key} is {value} with algorithm.name = {self.algorithm.name!r}: it avoids prompts whose "
+                    "rewards are all equal, but this algorithm does not compare the rewards of a prompt, and learns "
+                    f"from such prompts, too; set prompts.{key} = 0"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _overlong_tokens_are_part_of_a_response(self) -> "Config":
+        overlong, limit = self.algorithm.overlong_tokens, self.rollout.max_response_tokens
+        if overlong is not None and overlong > limit:
+            raise ValueError(
+                f"algorithm.overlong_tokens is {overlong}, but rollout.max_response_tokens is {limit}: it is the last "
+                "part of them, a quarter for example"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_batches_are_waited_for(self) -> "Config":
+        algorithm = self.algorithm
+        if algorithm.waits_for_batch and self.train.mode != "synchronous":
+            adds = "" if algorithm.name in OF_WHOLE_BATCHES else " with KL, entropy or a teacher beside it"
+            remedy = "" if algorithm.name in OF_WHOLE_BATCHES else ", or algorithm.scale_by_std = true or false"
+            raise ValueError(
+                f"train.mode is {self.train.mode!r}, but algorithm.name = {algorithm.name!r}{adds} divides by a "
+                "deviation over the whole batch, so no group can be trained before the last one has finished: set "
+                f"train.mode = 'synchronous'{remedy} (see algorithms.md)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_groups_fit_a_micro_batch(self) -> "Config":
+        prompt, response = self.prompts.max_prompt_tokens, self.rollout.max_response_tokens
+        longest = prompt + self.rollout.responses_per_prompt * response
+        limit = self.trainer.micro_batch_tokens
+        if self.algorithm.name in OF_WHOLE_GROUPS and longest > limit:
+            raise ValueError(
+                f"trainer.micro_batch_tokens is {limit}, but algorithm.name = {self.algorithm.name!r} compares "
+                f"rollouts of a whole group in one micro-batch, and a group may have {prompt} "
+                f"(prompts.max_prompt_tokens) + {self.rollout.responses_per_prompt} x {response} "
+                f"(rollout.responses_per_prompt x max_response_tokens) = {longest} tokens: raise "
+                "trainer.micro_batch_tokens, or lower the others"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _groups_can_be_compared(self) -> "Config":
         # An error, not a warning: such a run would use its time without changing the weights.
-        if self.rollout.responses_per_prompt == 1:
+        compares = not self.algorithm.is_own and self.algorithm.name not in OF_SINGLE_ROLLOUTS
+        if self.rollout.responses_per_prompt == 1 and compares:
             raise ValueError(
                 f"rollout.responses_per_prompt is 1, but algorithm.name = {self.algorithm.name!r} compares the "
                 "responses of a prompt with each other: the advantage of a single one is 0, and nothing is learned; "

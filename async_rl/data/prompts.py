@@ -1,309 +1,254 @@
-"""From a dataset to `batch(iteration)`: a pure function of the seed and the iteration, so a resumed run skips nothing.
+"""From sources of rows to `batch(iteration)`: a pure function of the seed and the iteration, so a resumed run skips
+nothing.
 
-The epochs form one sequence of rows, each epoch in its own order derived from (seed, epoch); iteration t takes the
-indices t*B to t*B + B - 1 of that sequence. A batch that crosses an epoch's end takes the rest from the next epoch.
+The epochs of a source form one sequence of rows, each epoch in its own order derived from (seed, epoch); iteration t
+takes the places t*B to t*B + B - 1 of that sequence. A batch that crosses an epoch's end takes the rest from the next
+epoch. Of a mixture each part has such a sequence, and `order.Schedule` says which part has each place. With a reserve
+of R prompts, B + R takes the place of B. With `prompts.pass_over` a part's sequence is gone through as far as needed:
+see `history.py`.
 """
 
-import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from importlib import import_module
-from itertools import islice
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from math import ceil
+from operator import sub
 from pathlib import Path
-from typing import Annotated, Any, Protocol
 
-from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
-
-from async_rl.config.sections import PromptsSection
+from async_rl.config.prompts_section import PromptsSection
+from async_rl.data.cache import PromptCache
+from async_rl.data.history import Draw, DrawnRow, History
+from async_rl.data.order import PartOrder, Schedule
+from async_rl.data.packed import packed, unpacked
+from async_rl.data.part import Part, parts_of
+from async_rl.data.prompt_sequence import PromptSequence
 from async_rl.data.prompt_table import PromptTable
+from async_rl.data.rendering import Tokenizer, conversation_of
+from async_rl.data.row import Row
+from async_rl.data.selection import Indices, select
+from async_rl.data.table_files import LoadedPart, checked_rows
+from async_rl.data.task_rows import REASONING_GYM
 from async_rl.errors import ConfigError
-from async_rl.seeds import prompt_order
-from async_rl.types import Batch, Prompt
+from async_rl.seeds import mixed_places
+from async_rl.types import Batch, DrawnBy, GroupProof, Prompt, have_signal
+
+__all__ = ["REASONING_GYM", "PromptSource", "Subset", "Tokenizer", "conversation_of", "first_rows", "load_prompts"]
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
+
+class Subset(PromptSequence):
+    """Some prompts of a table, by their indices there."""
+
+    def __init__(self, table: PromptTable, indices: Indices) -> None:
+        self.table = table
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def at(self, index: int) -> Prompt:
+        return self.table[self.indices[index]]
+
+    @property
+    def difficulties(self) -> Sequence[float]:
+        """Of each prompt; empty where no column has them."""
+        values = self.table.arrays.difficulties
+        return array("d", [values[index] for index in self.indices]) if len(values) else ()
 
 
-class Message(TypedDict):
-    """The required field of every chat message; the chat template handles any others."""
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a rank that generates no rollouts needs to know of one part: its prompts by name and difficulty, in JSON."""
 
-    role: str
+    name: str
+    numbers: str
+    difficulties: str
 
+    @classmethod
+    def of(cls, prompts: Subset) -> "Outline":
+        numbers = array("q", [prompts.table.arrays.numbers[index] for index in prompts.indices])
+        # Most numbers follow the one before, so that their differences need no room.
+        steps = array("q", map(sub, numbers, [0, *numbers[:-1]]))
+        return cls(prompts.table.name, packed(steps), packed(array("d", prompts.difficulties)))
 
-CONVERSATION = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
-
-REASONING_GYM = "reasoning-gym:"
-TOKENIZE_AT_ONCE = 1024
-MAX_NAMED_IDS = 10
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that prompts and responses need."""
-
-    chat_template: Any
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
-
-    def apply_chat_template(
-        self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool
-    ) -> list[str]: ...
-
-    def batch_decode(self, sequences: list[Any], *, skip_special_tokens: bool) -> list[str]: ...
+    def prompts(self) -> Subset:
+        table = PromptTable.of_numbers(list(accumulate(unpacked("q", self.numbers))), self.name)
+        table.arrays.difficulties = unpacked("d", self.difficulties)
+        return Subset(table, range(len(table)))
 
 
 class PromptSource:
-    """The tokenized prompts of a run. `prompt_id` is the row's number in the source, counted from 0."""
+    """The tokenized prompts of a run, of one source or of several."""
 
-    def __init__(self, prompts: PromptTable, prompts_per_batch: int, seed: int) -> None:
-        if len(prompts) < prompts_per_batch:
-            raise ConfigError(
-                f"{len(prompts)} prompts are left for prompts.prompts_per_batch = {prompts_per_batch}: "
-                "give more rows or a smaller batch"
+    def __init__(self, parts: Sequence[Subset], config: PromptsSection, seed: int) -> None:
+        self._parts = parts
+        self._num_drawn = config.num_drawn
+        self._first_reserve = config.prompts_per_batch if config.reserve else None
+        self._seed = seed
+        weights = [part.weight for part in parts_of(config)]
+        self._require_enough(weights, config.drawn_keys)
+        self._schedule = Schedule(weights)
+        by_difficulty = config.curriculum_iterations * self._num_drawn
+        self._orders = [
+            PartOrder(
+                seed,
+                part.table.name,
+                len(part),
+                self._schedule.count(number, by_difficulty),
+                _easiest_first(part, config) if by_difficulty else (),
             )
-        self._prompts = prompts
-        self._batch_size = prompts_per_batch
-        # An epoch's order is needed for many consecutive batches, and two of them if a batch crosses the boundary.
-        self._order = lru_cache(maxsize=2)(lambda epoch: prompt_order(seed, epoch, len(prompts)))
+            for number, part in enumerate(parts)
+        ]
+        self.history = History([len(part) for part in parts], config.pass_over) if config.pass_over else None
+        """What batches depend on besides seed and iteration; part of a checkpoint."""
+        self._draw: Draw | None = None
+        self._drawn: Sequence[DrawnRow] = ()
+        self.held_out: Sequence[Prompt] = ()
+        """Prompts that no batch has, for evaluation; of a source that was loaded."""
+        self.digests: Mapping[str, str] = {}
+        """Of ranges of its rows, by their first and last one; of a source that was loaded."""
+        self._longest: Prompt | None = None
 
     @classmethod
-    def load(cls, config: PromptsSection, tokenizer: Tokenizer, seed: int) -> "PromptSource":
-        """Reads, renders and tokenizes the whole source; reports and leaves out prompts over `max_prompt_tokens`.
+    def load(
+        cls, config: PromptsSection, tokenizer: Tokenizer, seed: int, cache_dir: Path | None = None
+    ) -> "PromptSource":
+        """Reads, renders and tokenizes the sources; reports and leaves out prompts that cannot be used.
+
+        Args:
+            cache_dir: where the tokenized prompts are kept, or have been kept by an earlier start; by default in
+                temporary files. `prompts.cache_dir` has precedence.
 
         Raises:
-            ConfigError: the source cannot be read or is malformed, or fewer prompts than one batch are left.
+            ConfigError: a source cannot be read or is malformed, or fewer prompts than one batch are left.
+            WriteFailed: there is no room for the tokenized prompts.
         """
-        return cls(load_prompts(config, tokenizer, seed), config.prompts_per_batch, seed)
+        cache = PromptCache(config.cache_dir or cache_dir)
+        loaded = [cache.load(part, tokenizer, seed) for part in parts_of(config)]
+        if config.cache_dir is None:
+            cache.remove_others()
+        tables = [each.table for each in loaded]
+        selection = select(tables, deduplicate=config.deduplicate, held_out=config.held_out)
+        source = cls([Subset(*each) for each in zip(tables, selection.trained, strict=True)], config, seed)
+        source.held_out = _Joined([Subset(*each) for each in zip(tables, selection.held_out, strict=True)])
+        source.digests = {name: digest for each in loaded for name, digest in each.digests.items()}
+        source._longest = _longest(loaded)
+        logger.info(
+            "%d prompts, %d held out; %d are repetitions and left out",
+            len(source),
+            len(source.held_out),
+            selection.num_repeated,
+        )
+        return source
 
     @classmethod
-    def by_name(cls, numbers: Sequence[int], config: PromptsSection, seed: int) -> "PromptSource":
+    def by_outlines(cls, outlines: Sequence[Mapping[str, str]], config: PromptsSection, seed: int) -> "PromptSource":
         """The same batches, of prompts without tokens and rows: enough for a rank that generates no rollouts."""
-        return cls(PromptTable.of_numbers(numbers), config.prompts_per_batch, seed)
+        return cls([Outline(**each).prompts() for each in outlines], config, seed)
 
     @property
-    def table(self) -> PromptTable:
-        return self._prompts
+    def outlines(self) -> list[Outline]:
+        """What `by_outlines` takes on another rank, as dicts."""
+        return [Outline.of(part) for part in self._parts]
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return sum(map(len, self._parts))
 
     @property
     def longest(self) -> Prompt:
         """The prompt with the most tokens."""
-        return max(self._prompts, key=lambda prompt: len(prompt.token_ids))
+        assert self._longest is not None, "a source by name has no tokens"
+        return self._longest
 
     def batch(self, iteration: int) -> Batch:
-        """The prompts of one iteration (counted from 0), at indices 0 to B - 1."""
-        first = iteration * self._batch_size
-        return Batch(iteration, {i: self._at(first + i) for i in range(self._batch_size)})
+        """The prompts of one iteration (counted from 0), at indices 0 to B - 1; those of a reserve follow.
 
-    def _at(self, position: int) -> Prompt:
-        epoch, offset = divmod(position, len(self._prompts))
-        return self._prompts[self._order(epoch)[offset]]
+        With a history, after `note` of the iteration before it, or after its restoring.
+        """
+        first = iteration * self._num_drawn
+        places: Sequence[int] = range(self._num_drawn)
+        if len(self._parts) > 1:
+            # By index a batch is divided among replicas and steps: each should get something of every part.
+            places = mixed_places(self._seed, iteration, self._num_drawn)
+        if self.history is None:
+            prompts = {i: self._at(first + place) for i, place in enumerate(places)}
+            return Batch(iteration, prompts, self._first_reserve)
+        parts = [self._schedule.part(first + place)[0] for place in range(self._num_drawn)]
+        self._draw = draw = self.history.draw(parts, self._orders)
+        self._drawn = [draw.rows[place] for place in places]
+        prompts = {i: self._parts[part][index] for i, (part, index) in enumerate(self._drawn)}
+        drawn_by = DrawnBy(self.history.sha256, draw.passed_over.total())
+        return Batch(iteration, prompts, self._first_reserve, drawn_by)
+
+    def note(self, rows: Sequence[GroupProof]) -> None:
+        """How the groups of the last batch turned out, trained or left out: what later batches pass over."""
+        if self.history is not None:
+            assert self._draw is not None, "nothing was drawn"
+            self.history.note(self._draw, {self._drawn[row.index]: have_signal(row.rewards) for row in rows})
+
+    def _at(self, place: int) -> Prompt:
+        part, place_in_part = self._schedule.part(place)
+        return self._parts[part][self._orders[part].at(place_in_part)]
+
+    def _require_enough(self, weights: Sequence[float], keys: str) -> None:
+        if len(self) < self._num_drawn:
+            raise ConfigError(f"{len(self)} prompts are left for {keys}: give more rows or a smaller batch")
+        for part, weight in zip(self._parts, weights, strict=True):
+            share = ceil(self._num_drawn * weight / sum(weights))
+            if len(part) < share:
+                raise ConfigError(
+                    f"{len(part)} prompts of prompts.mixture {part.table.name!r} are left, but its weight {weight} "
+                    f"gives it {share} of {keys}: give more rows or a smaller weight"
+                )
 
 
 def load_prompts(config: PromptsSection, tokenizer: Tokenizer, seed: int, max_rows: int | None = None) -> PromptTable:
-    """The first `max_rows` rows of the source, or all, rendered and tokenized.
+    """The first `max_rows` rows of the only source, or all, rendered and tokenized.
 
     Raises:
         ConfigError: the source cannot be read or is malformed, or every prompt is longer than `max_prompt_tokens`.
+        WriteFailed: there is no room for temporary files.
     """
-    rows = _load_rows(config, seed, max_rows)
-    texts = _render(rows, config, tokenizer)
-    # A chat template adds the special tokens itself.
-    tokenized = _tokenize(texts, tokenizer, add_special_tokens=not config.chat_template)
-    return _without_unusable(zip(tokenized, rows, strict=True), config)
+    (part,) = parts_of(config)
+    return PromptCache(None).load(part, tokenizer, seed, max_rows).table
 
 
-def first_rows(config: PromptsSection, max_rows: int) -> list[Row]:
-    """The first `max_rows` rows of the source, or all, checked as far as possible without a tokenizer.
+def first_rows(part: Part, max_rows: int) -> list[Row]:
+    """The first `max_rows` rows of a source, or all, checked as far as possible without a tokenizer.
 
     Raises:
         ConfigError: the source cannot be read, or one of these rows has no prompt that can be rendered.
     """
-    rows = _load_rows(config, seed=0, max_rows=max_rows)
-    _require_renderable(rows, config)
-    return rows
+    return [each.row for each in islice(checked_rows(part, part.rows(seed=0), max_rows), max_rows)]
 
 
-def conversation_of(row: Mapping[str, Any], config: PromptsSection) -> list[dict[str, Any]] | None:
-    """The chat messages of a row's prompt, or None where prompts are plain text."""
-    return _conversation(row[_column(config)], config) if config.chat_template else None
+class _Joined(PromptSequence):
+    """Several sequences of prompts, one after the other."""
+
+    def __init__(self, parts: Sequence[Subset]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def at(self, index: int) -> Prompt:
+        number = next(number for number, end in enumerate(self._ends) if index < end)
+        return self._parts[number][index - self._ends[number] + len(self._parts[number])]
 
 
-def _load_rows(config: PromptsSection, seed: int, max_rows: int | None) -> list[Row]:
-    if config.source.startswith(REASONING_GYM):
-        return _reasoning_gym_rows(config, seed, max_rows)
-    return _file_rows(config, max_rows)
+def _easiest_first(part: Subset, config: PromptsSection) -> Sequence[float]:
+    """Numbers by which the prompts of a part are sorted for the curriculum, lowest first."""
+    ascending = config.curriculum_order == "ascending"
+    return part.difficulties if ascending else array("d", [-value for value in part.difficulties])
 
 
-def _file_rows(config: PromptsSection, max_rows: int | None) -> list[Row]:
-    path = Path(config.source)
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(
-            f"prompts.source is {config.source!r}: expected a .jsonl or .parquet file, or {REASONING_GYM}TASK"
-        )
-    try:
-        rows = list(islice(_jsonl_rows(path), max_rows)) if path.suffix == ".jsonl" else _parquet_rows(path, max_rows)
-    except OSError as error:
-        raise ConfigError(
-            f"prompts.source {config.source!r} cannot be read: {error.strerror}; check the path"
-        ) from error
-    if not rows:
-        raise ConfigError(f"prompts.source {config.source!r} has no rows")
-    for number, row in enumerate(rows):
-        if row.get(config.column) is None:
-            raise ConfigError(
-                f"prompts.source {config.source!r}, row {number}: no value in column {config.column!r} "
-                f"(it has {sorted(row)}): set prompts.column"
-            )
-    return rows
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode())
-            except UnicodeDecodeError as error:
-                raise ConfigError(
-                    f"{path}, line {number} is not UTF-8 text: {error}; save the file as UTF-8"
-                ) from error
-            except ValueError as error:
-                raise ConfigError(
-                    f"{path}, line {number} is not JSON: {error}; each line must be one object"
-                ) from error
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}, line {number} is {type(row).__name__}: each line must be one JSON object")
-            yield row
-
-
-def _parquet_rows(path: Path, max_rows: int | None) -> list[Row]:
-    # Imported here: programs that show their help, or read JSON lines, need not wait for it.
-    pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    try:
-        with path.open("rb") as file:
-            if max_rows is None:
-                rows: list[Row] = parquet.read_table(file).to_pylist()
-            else:
-                batches = parquet.ParquetFile(file).iter_batches(batch_size=max_rows)
-                rows = list(islice((row for batch in batches for row in batch.to_pylist()), max_rows))
-    except pyarrow.ArrowException as error:
-        raise ConfigError(f"{path} is not a Parquet file: {error}") from error
-    return rows
-
-
-def _reasoning_gym_rows(config: PromptsSection, seed: int, max_rows: int | None) -> list[Row]:
-    """Rows of a task: question, answer, metadata, and the reward's inputs for scoring them (task, task_options)."""
-    task = config.source.removeprefix(REASONING_GYM)
-    options = {"seed": seed, "size": config.num_rows, **config.task_options}
-    try:
-        dataset = import_module("reasoning_gym").create_dataset(task, **options)
-        return [
-            {
-                "question": entry["question"],
-                "answer": entry["answer"],
-                "metadata": entry["metadata"],
-                "task": task,
-                "task_options": options,
-            }
-            for entry in islice(dataset, max_rows)
-        ]
-    except ImportError as error:
-        raise ConfigError(f"prompts.source {config.source!r} needs reasoning-gym: install async-rl[tasks]") from error
-    # The task's own validation uses assertions.
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(
-            f"prompts.source {config.source!r} with prompts.task_options {config.task_options} does not work: {error}"
-        ) from error
-
-
-def _render(rows: list[Row], config: PromptsSection, tokenizer: Tokenizer) -> list[str]:
-    _require_renderable(rows, config)
-    column = _column(config)
-    values = [row[column] for row in rows]
-    if not config.chat_template:
-        return values
-    if tokenizer.chat_template is None:
-        raise ConfigError("the tokenizer has no chat template: set prompts.chat_template = false")
-    conversations = [_conversation(value, config) for value in values]
-    return tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
-
-
-def _column(config: PromptsSection) -> str:
-    return "question" if config.source.startswith(REASONING_GYM) else config.column
-
-
-def _require_renderable(rows: list[Row], config: PromptsSection) -> None:
-    """Checks that every row's prompt has the configured form: text or, with a chat template, also messages.
-
-    Raises:
-        ConfigError: one has not; names its row.
-    """
-    if config.system_prompt is not None and not config.chat_template:
-        raise ConfigError("prompts.system_prompt is set, but prompts.chat_template = false leaves no place for it")
-    column = _column(config)
-    for number, row in enumerate(rows):
-        value = row[column]
-        if isinstance(value, str):
-            continue
-        if not config.chat_template:
-            raise ConfigError(
-                f"row {number}: column {column!r} is {type(value).__name__}, expected text; "
-                "chat messages need prompts.chat_template = true"
-            )
-        try:
-            CONVERSATION.validate_python(value, strict=True)
-        except ValidationError as error:
-            fault = error.errors(include_url=False)[0]
-            where = "".join(f"[{part!r}]" for part in fault["loc"])
-            raise ConfigError(
-                f"row {number}: column {column!r} is {value!r:.80}, expected text or a list of chat messages with a "
-                f"role: correct {column}{where} ({fault['msg']}), or set prompts.column"
-            ) from error
-
-
-def _conversation(value: Any, config: PromptsSection) -> list[dict[str, Any]]:
-    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt is not None else []
-    if isinstance(value, str):
-        return [*system, {"role": "user", "content": value}]
-    return value if value[0]["role"] == "system" else [*system, *value]
-
-
-def _tokenize(texts: list[str], tokenizer: Tokenizer, *, add_special_tokens: bool) -> Iterator[list[int]]:
-    for start in range(0, len(texts), TOKENIZE_AT_ONCE):
-        chunk = texts[start : start + TOKENIZE_AT_ONCE]
-        yield from tokenizer(chunk, add_special_tokens=add_special_tokens)["input_ids"]
-
-
-def _without_unusable(rows: Iterable[tuple[list[int], Row]], config: PromptsSection) -> PromptTable:
-    limit = config.max_prompt_tokens
-    kept = PromptTable()
-    empty: list[str] = []
-    longer: dict[str, int] = {}
-    for number, (token_ids, row) in enumerate(rows):
-        if not token_ids:
-            empty.append(str(number))
-        elif len(token_ids) > limit:
-            longer[str(number)] = len(token_ids)
-        else:
-            kept.append(number, token_ids, row)
-    num_rows = len(kept) + len(empty) + len(longer)
-    if empty:
-        logger.warning("%d of %d prompts are empty and left out: rows %s", len(empty), num_rows, _named(empty))
-    if longer:
-        report = f"{len(longer)} of {num_rows} prompts have more than prompts.max_prompt_tokens = {limit} tokens"
-        report += f" (longest: {max(longer.values())}): rows {_named(list(longer))}"
-        if not kept:
-            raise ConfigError(f"{report}; none is left: raise the limit or shorten the prompts")
-        logger.warning("%s; they are left out", report)
-    return kept
-
-
-def _named(ids: list[str]) -> str:
-    more = len(ids) - MAX_NAMED_IDS
-    return ", ".join(ids[:MAX_NAMED_IDS]) + (f" and {more} more" if more > 0 else "")
+def _longest(loaded: Sequence[LoadedPart]) -> Prompt | None:
+    with_prompts = [each for each in loaded if len(each.table)]
+    if not with_prompts:
+        return None
+    most = max(with_prompts, key=lambda each: each.table.num_tokens(each.longest))
+    return most.table[most.longest]

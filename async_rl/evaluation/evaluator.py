@@ -19,7 +19,7 @@ from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.types import Prompt, WeightVersion
+from async_rl.types import CorrectAt, Prompt, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class _Evaluation:
         """Whether every prompt of a set was scored."""
         return sum(item.loaded is loaded for item in self.scored) == len(loaded.prompts)
 
-    def result(self, loaded: LoadedSet, correct_at: float | None) -> SetResult:
+    def result(self, loaded: LoadedSet, correct_at: CorrectAt) -> SetResult:
         """The result on a set; figures only if it is complete, since short responses finish first."""
         scored = [score for item, score in self.scored.items() if item.loaded is loaded]
         return SetResult(

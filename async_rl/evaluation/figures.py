@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from async_rl.rollout.trajectory import Trajectory
-from async_rl.types import Response
+from async_rl.types import CorrectAt, Response, RewardParts, Scores, num_correct, reward_part_means
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,26 +16,25 @@ class ScoredPrompt:
     rewards: tuple[float, ...]
     num_tokens: int
     num_cut: int
+    reward_parts: RewardParts = ()
 
     @classmethod
-    def of(cls, responses: Sequence[Response], rewards: Sequence[float]) -> "ScoredPrompt":
+    def of(cls, responses: Sequence[Response], scores: Scores) -> "ScoredPrompt":
         return cls(
-            rewards=tuple(rewards),
+            rewards=scores.rewards,
+            reward_parts=scores.parts,
             num_tokens=sum(len(response.token_ids) for response in responses),
             num_cut=sum(response.finish_reason == "length" for response in responses),
         )
 
     @classmethod
-    def of_trajectories(cls, trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> "ScoredPrompt":
+    def of_trajectories(cls, trajectories: Sequence[Trajectory], scores: Scores) -> "ScoredPrompt":
         return cls(
-            rewards=tuple(rewards),
+            rewards=scores.rewards,
+            reward_parts=scores.parts,
             num_tokens=sum(trajectory.num_tokens for trajectory in trajectories),
             num_cut=sum(trajectory.status == "truncated" for trajectory in trajectories),
         )
-
-    def num_correct(self, correct_at: float) -> int:
-        """How many responses have a reward of `correct_at` or more."""
-        return sum(reward >= correct_at for reward in self.rewards)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -53,21 +52,19 @@ def ks_of(num_samples: int) -> list[int]:
     return sorted({*(2**i for i in range(num_samples.bit_length())), num_samples})
 
 
-def figures_of(scored: Sequence[ScoredPrompt], correct_at: float | None) -> dict[str, float]:
+def figures_of(scored: Sequence[ScoredPrompt], correct_at: CorrectAt) -> dict[str, float]:
     """Means over the prompts of a complete set, each with the same number of responses.
 
-    pass@k only for a reward that defines from which value on a response is correct.
+    pass@k over the prompts for which it is defined when a response is correct.
     """
     num_samples = len(scored[0].rewards)
     num_responses = num_samples * len(scored)
-    passes = {}
-    if correct_at is not None:
-        passes = {
-            f"pass@{k}": fmean(pass_at_k(num_samples, prompt.num_correct(correct_at), k) for prompt in scored)
-            for k in ks_of(num_samples)
-        }
-    return passes | {
+    counts = [num_correct(correct_at, prompt.rewards, prompt.reward_parts) for prompt in scored]
+    judged = [count for count in counts if count is not None]
+    ks = ks_of(num_samples) if judged else []
+    return {f"pass@{k}": fmean(pass_at_k(num_samples, count, k) for count in judged) for k in ks} | {
         "reward_mean": fmean(reward for prompt in scored for reward in prompt.rewards),
+        **reward_part_means(prompt.reward_parts for prompt in scored),
         "response_tokens_mean": sum(prompt.num_tokens for prompt in scored) / num_responses,
         "cut_share": sum(prompt.num_cut for prompt in scored) / num_responses,
     }

@@ -10,7 +10,7 @@ from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.files import write_file
 from async_rl.tracking.records import require_no_run
-from async_rl.types import Prompt, Response
+from async_rl.types import Prompt, Response, Scores
 
 PROGRESS, RESULTS, RESPONSES = "progress.jsonl", "results.jsonl", "responses.jsonl"
 
@@ -42,20 +42,24 @@ class Output:
     ) -> None:
         self._progress.close()
 
-    def on_scored(
-        self, loaded: LoadedSet, prompt: Prompt, responses: Sequence[Response], rewards: Sequence[float]
-    ) -> None:
+    def on_scored(self, loaded: LoadedSet, prompt: Prompt, responses: Sequence[Response], scores: Scores) -> None:
         """Notes a finished prompt."""
         self._progress.write(json.dumps({"set": loaded.name, "total_prompts": self._total}) + "\n")
         key = (loaded.name, prompt.prompt_id)
         if key in self._shown:
+            labels, values = [label for label, _ in scores.parts], [rewards for _, rewards in scores.parts]
             self._shown[key] = {
                 "set": loaded.name,
                 "prompt_id": prompt.prompt_id,
                 "row": prompt.row,
                 "responses": [
-                    {"text": response.text, "finish_reason": response.finish_reason, "reward": reward}
-                    for response, reward in zip(responses, rewards, strict=True)
+                    {
+                        "text": response.text,
+                        "finish_reason": response.finish_reason,
+                        "reward": reward,
+                        **({"reward_parts": dict(zip(labels, of_parts, strict=True))} if labels else {}),
+                    }
+                    for response, reward, *of_parts in zip(responses, scores.rewards, *values, strict=True)
                 ],
             }
 

@@ -1,20 +1,19 @@
 """Samples and scores one prompt of an evaluation set; for `evaluator`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from async_rl.config.sections import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.protocol.inference import SamplingParams
 from async_rl.rewards import Reward
 from async_rl.rollout.program_rollouts import ProgramRollouts
+from async_rl.rollout.sampling import single_turn_sampling, with_text
 from async_rl.seeds import evaluation_seed
-from async_rl.types import Prompt, Response, WeightVersion
+from async_rl.types import CorrectAt, Prompt, Response, Scores, WeightVersion
 
-OnScored = Callable[[LoadedSet, Prompt, Sequence[Response], Sequence[float]], None]
+OnScored = Callable[[LoadedSet, Prompt, Sequence[Response], Scores], None]
 """Called with each finished prompt: its set, its responses, of programs their last turns, and their rewards."""
 
 
@@ -47,7 +46,7 @@ class Sampler:
         self._on_scored = on_scored
 
     @property
-    def correct_at(self) -> float | None:
+    def correct_at(self) -> CorrectAt:
         """See `Reward.correct_at`."""
         return self._reward.correct_at
 
@@ -59,32 +58,31 @@ class Sampler:
         """
         if self._programs is None:
             responses = await self._sample(loaded, prompt, version)
-            rewards = await self._reward.score(prompt, responses)
-            scored = ScoredPrompt.of(responses, rewards)
+            scores = await self._reward.score(prompt, responses)
+            scored = ScoredPrompt.of(responses, scores)
         else:
             config = loaded.config
-            trajectories, rewards = await self._programs.evaluate(
+            trajectories, scores = await self._programs.evaluate(
                 loaded.name, prompt, version, config.num_samples, config.temperature
             )
             responses = [trajectory.last for trajectory in trajectories]
-            scored = ScoredPrompt.of_trajectories(trajectories, rewards)
+            scored = ScoredPrompt.of_trajectories(trajectories, scores)
         if self._on_scored is not None:
-            self._on_scored(loaded, prompt, responses, rewards)
+            self._on_scored(loaded, prompt, responses, scores)
         return scored
 
     async def _sample(self, loaded: LoadedSet, prompt: Prompt, version: WeightVersion) -> Sequence[Response]:
         """Single turns."""
-        sampling = SamplingParams(
-            n=loaded.config.num_samples,
-            max_tokens=self._rollout.max_response_tokens,
+        sampling = single_turn_sampling(
+            self._rollout,
+            prompt,
+            num_responses=loaded.config.num_samples,
             temperature=loaded.config.temperature,
-            stop_token_ids=list(self._rollout.stop_token_ids),
             seed=evaluation_seed(self._seed, loaded.name, prompt.prompt_id),
-            logprobs=0,
         )
         request_id = f"{version}-evaluation-{loaded.name}-{prompt.prompt_id}"
         sampled, _ = await self._pool.generate_group(prompt.token_ids, sampling, request_id, version)
-        texts = self._tokenizer.batch_decode(
-            [list(r.token_ids) for r in sampled], skip_special_tokens=self._skip_special_tokens
-        )
-        return [replace(r, text=text) for r, text in zip(sampled, texts, strict=True)]
+        return with_text(sampled, sampling.stop, self._decode)
+
+    def _decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        return self._tokenizer.batch_decode(list(map(list, token_ids)), skip_special_tokens=self._skip_special_tokens)

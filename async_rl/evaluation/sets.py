@@ -1,9 +1,13 @@
 """Loads the evaluation sets of a config: their prompts are rendered like the training prompts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from async_rl.config.sections import EvaluationSection, EvaluationSet, PromptsSection
-from async_rl.data.prompts import Tokenizer, load_prompts
+from async_rl.config.prompts_section import PromptsSection
+from async_rl.config.sections import EvaluationSection, EvaluationSet
+from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
+from async_rl.data.prompts import PromptSource, Tokenizer, load_prompts
 from async_rl.errors import ConfigError
 from async_rl.seeds import evaluation_rows_seed
 from async_rl.types import Prompt
@@ -22,9 +26,16 @@ class LoadedSet:
 
 
 def load_sets(
-    config: EvaluationSection, prompts: PromptsSection, tokenizer: Tokenizer, seed: int
+    config: EvaluationSection,
+    prompts: PromptsSection,
+    tokenizer: Tokenizer,
+    seed: int,
+    held_out: Sequence[Prompt] | None = None,
 ) -> tuple[LoadedSet, ...]:
     """All sets, in the order of the config; `prompts` defines how a prompt is rendered and its maximum length.
+
+    Args:
+        held_out: the prompts held out of training; loaded here if they are needed and None.
 
     Raises:
         ConfigError: a set cannot be read or is malformed, or two sets have the same name.
@@ -32,23 +43,25 @@ def load_sets(
     names = [each.name for each in config.sets]
     if len(set(names)) < len(names):
         raise ConfigError(f"evaluation.sets have the names {names}: give each a name of its own")
-    return tuple(_load(each, prompts, tokenizer, seed) for each in config.sets)
+    if held_out is None and any(each.source == HELD_OUT for each in config.sets):
+        held_out = PromptSource.load(prompts, tokenizer, seed).held_out
+    return tuple(_load(each, prompts, tokenizer, seed, held_out or ()) for each in config.sets)
 
 
-def _load(config: EvaluationSet, prompts: PromptsSection, tokenizer: Tokenizer, seed: int) -> LoadedSet:
-    # A task's rows are generated from a seed: with the run's own they would be the training rows.
-    options = prompts.task_options if config.source == prompts.source else {}
-    changes = {
-        "source": config.source,
-        "num_rows": config.max_prompts or prompts.num_rows,
-        "task_options": {key: value for key, value in options.items() if key not in ("seed", "size")},
-    }
-    try:
-        loaded = load_prompts(
-            prompts.model_copy(update=changes), tokenizer, evaluation_rows_seed(seed), config.max_prompts
-        )
-    except ConfigError as error:
-        raise ConfigError(f"evaluation set {config.name!r}: {error}") from error
+def _load(
+    config: EvaluationSet, prompts: PromptsSection, tokenizer: Tokenizer, seed: int, held_out: Sequence[Prompt]
+) -> LoadedSet:
+    loaded: Sequence[Prompt] = held_out
+    if config.source != HELD_OUT:
+        try:
+            own = prompts_of_set(config, prompts)
+            loaded = load_prompts(own, tokenizer, evaluation_rows_seed(seed), config.max_prompts)
+        except ConfigError as error:
+            raise ConfigError(f"evaluation set {config.name!r}: {error}") from error
+        if not loaded:
+            raise ConfigError(f"evaluation set {config.name!r}: {config.source!r} has only empty prompts")
     if not loaded:
-        raise ConfigError(f"evaluation set {config.name!r}: {config.source!r} has only empty prompts")
-    return LoadedSet(config, tuple(loaded))
+        raise ConfigError(
+            f"evaluation set {config.name!r}: prompts.held_out = {prompts.held_out} leaves no prompt for it: raise it"
+        )
+    return LoadedSet(config, tuple(islice(loaded, config.max_prompts)))

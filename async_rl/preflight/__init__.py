@@ -1,4 +1,4 @@
-"""Checks a config, its model, data and reward before any process of a run starts; reports all errors together.
+"""Checks a config, its model, algorithm, data and reward before a run's processes start; reports all errors together.
 
 It is fast by design: it imports neither torch nor transformers, reads the first rows only, and executes nothing of a
 reward. The trainer performs the slower checks, such as the length of every prompt, before it trains.
@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.preflight.algorithm import require_algorithm, require_other_models
 from async_rl.preflight.data import require_evaluation_sets, require_prompts
 from async_rl.preflight.exact import require_exact
 from async_rl.preflight.model import ModelFiles, require_divisible, require_fit, require_tokens, require_trainable
 from async_rl.preflight.paths import require_paths
 from async_rl.preflight.reward import require_reward, require_time_for_tests
+from async_rl.preflight.reward_rows import require_parts_of_rows
 from async_rl.preflight.rollout import require_program
 
 __all__ = ["require_sound"]
@@ -34,9 +36,11 @@ def require_sound(config: Config, *, trains: bool, serves: bool) -> None:
     _note(faults, lambda: require_reward(config.reward))
     _note(faults, lambda: require_program(config.rollout))
     _note(faults, lambda: require_evaluation_sets(config))
+    _note(faults, lambda: require_parts_of_rows(config, trains=trains))
     if trains:
         _note(faults, lambda: require_prompts(config.prompts))
         _note(faults, lambda: require_time_for_tests(config))
+        _note(faults, lambda: require_algorithm(config.algorithm))
         _note(faults, lambda: require_paths(config))
     if len(faults) == 1:
         # Of its own class: a directory in use may be free later.
@@ -52,6 +56,7 @@ def _require_model(config: Config, trains: bool, serves: bool) -> None:
         _note(faults, lambda: require_trainable(config, files))
     if trains:
         _note(faults, lambda: require_exact(config, files))
+        _note(faults, lambda: require_other_models(config, files, serves=serves))
     if trains and serves:
         _note(faults, lambda: require_divisible(config, files))
     if serves:

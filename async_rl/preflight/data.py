@@ -1,6 +1,9 @@
 """Checks that prompts and evaluation sets can be read, as far as their first rows show."""
 
-from async_rl.config.sections import Config, PromptsSection
+from async_rl.config.prompts_section import PromptsSection
+from async_rl.config.sections import Config
+from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
+from async_rl.data.part import Part, parts_of
 from async_rl.data.prompts import REASONING_GYM, first_rows
 from async_rl.errors import ConfigError
 
@@ -9,16 +12,17 @@ NUM_ROWS = 1000
 
 
 def require_prompts(config: PromptsSection) -> None:
-    """Checks the first rows of `prompts.source`, and that there are enough for one batch.
+    """Checks the first rows of the sources, and that there are enough for one batch.
 
     Raises:
-        ConfigError: it cannot be read, a row does not match the config, or there are too few rows.
+        ConfigError: one cannot be read, a row does not match the config, or there are too few rows.
     """
-    num_rows = _look_at(config, max(NUM_ROWS, config.prompts_per_batch))
-    if num_rows < config.prompts_per_batch:
+    parts = parts_of(config)
+    num_rows = sum(_look_at(part, max(NUM_ROWS, config.num_drawn)) for part in parts)
+    if num_rows < config.num_drawn:
+        what = "prompts.mixture" if config.mixture else f"prompts.source {config.source!r}"
         raise ConfigError(
-            f"prompts.source {config.source!r} has {num_rows} rows, fewer than prompts.prompts_per_batch = "
-            f"{config.prompts_per_batch}: give more rows or a smaller batch"
+            f"{what} has {num_rows} rows, fewer than {config.drawn_keys}: give more rows or a smaller batch"
         )
 
 
@@ -32,17 +36,24 @@ def require_evaluation_sets(config: Config) -> None:
     if len(set(names)) < len(names):
         raise ConfigError(f"evaluation.sets have the names {names}: give each a name of its own")
     for each in config.evaluation.sets:
-        changes = {"source": each.source, "num_rows": each.max_prompts or config.prompts.num_rows}
+        if each.source == HELD_OUT:
+            if not config.prompts.held_out:
+                raise ConfigError(
+                    f"evaluation set {each.name!r} has the source {HELD_OUT}, but prompts.held_out is not set: set it "
+                    "to a share or a number of prompts"
+                )
+            continue
         try:
-            _look_at(config.prompts.model_copy(update=changes), min(NUM_ROWS, each.max_prompts or NUM_ROWS))
+            (part,) = parts_of(prompts_of_set(each, config.prompts))
+            _look_at(part, min(NUM_ROWS, each.max_prompts or NUM_ROWS))
         except ConfigError as error:
             raise ConfigError(f"evaluation set {each.name!r}: {error}") from error
 
 
-def _look_at(config: PromptsSection, max_rows: int) -> int:
+def _look_at(part: Part, max_rows: int) -> int:
     """The number of rows, `max_rows` at most; checks each of them."""
-    if config.source.startswith(REASONING_GYM):
+    if part.source.startswith(REASONING_GYM):
         # One row shows whether task and options are compatible; the same code generates the others.
-        first_rows(config, 1)
-        return config.num_rows
-    return len(first_rows(config, max_rows))
+        first_rows(part, 1)
+        return part.num_rows
+    return len(first_rows(part, max_rows))

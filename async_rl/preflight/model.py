@@ -19,42 +19,47 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A checkpoint: its directory, or None on the hub, where only `config` and `tokenizer_config` are read."""
+    """A checkpoint: its directory, or None on the hub, where only `config` and `tokenizer_config` are read.
+
+    `setting` is the key that names it.
+    """
 
     name: str
     directory: Path | None
     config: dict[str, Any]
     tokenizer_config: dict[str, Any]
+    setting: str = "model.path"
 
     @classmethod
-    def find(cls, name: str) -> "ModelFiles":
-        """The files of the checkpoint called `name`: a directory or a hub name.
+    def find(cls, name: str, setting: str = "model.path") -> "ModelFiles":
+        """The files of the checkpoint called `name`, the value of `setting`: a directory or a hub name.
 
         Raises:
             ConfigError: there is no such checkpoint, or it has no config or no tokenizer.
         """
         directory = Path(name)
         if not directory.exists():
-            return cls._of_hub(name)
+            return cls._of_hub(name, setting)
         if not (directory / "config.json").is_file():
-            raise ConfigError(f"model.path {name!r} has no config.json: give a Hugging Face checkpoint directory")
+            raise ConfigError(f"{setting} {name!r} has no config.json: give a Hugging Face checkpoint directory")
         if not any((directory / file).is_file() for file in TOKENIZER_FILES):
             raise ConfigError(
-                f"model.path {name!r} has no tokenizer: expected {' or '.join(TOKENIZER_FILES)} in it; save the "
+                f"{setting} {name!r} has no tokenizer: expected {' or '.join(TOKENIZER_FILES)} in it; save the "
                 "tokenizer into the checkpoint's directory (tokenizer.save_pretrained)"
             )
         tokenizer_config = directory / "tokenizer_config.json"
         return cls(
             name,
             directory,
-            _read_json(name, directory / "config.json"),
-            _read_json(name, tokenizer_config) if tokenizer_config.is_file() else {},
+            _read_json(f"{setting} {name!r}", directory / "config.json"),
+            _read_json(f"{setting} {name!r}", tokenizer_config) if tokenizer_config.is_file() else {},
+            setting,
         )
 
     @classmethod
-    def _of_hub(cls, name: str) -> "ModelFiles":
+    def _of_hub(cls, name: str, setting: str) -> "ModelFiles":
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ConfigError(f"model.path {name!r} does not exist: give a Hugging Face checkpoint directory")
+            raise ConfigError(f"{setting} {name!r} does not exist: give a Hugging Face checkpoint directory")
         # Imported here: the import takes a quarter of a second.
         hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
         try:
@@ -62,14 +67,14 @@ class ModelFiles:
         except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
-                f"model.path {name!r} is neither a directory nor a model that can be fetched from the hub: {reason}; "
+                f"{setting} {name!r} is neither a directory nor a model that can be fetched from the hub: {reason}; "
                 "give a directory with config.json, or check the name and the network"
             ) from error
         try:
-            tokenizer = _read_json(name, Path(hub.hf_hub_download(name, "tokenizer_config.json")))
+            tokenizer = _read_json(f"{setting} {name!r}", Path(hub.hf_hub_download(name, "tokenizer_config.json")))
         except (errors.HfHubHTTPError, OSError):
             tokenizer = {}
-        return cls(name, None, _read_json(name, config), tokenizer)
+        return cls(name, None, _read_json(f"{setting} {name!r}", config), tokenizer, setting)
 
     @property
     def has_chat_template(self) -> bool:
@@ -80,6 +85,20 @@ class ModelFiles:
 
 
 def require_trainable(config: Config, files: ModelFiles) -> None:
+    """Checks that the trainer supports the model, and can render prompts for it.
+
+    Raises:
+        ConfigError: one is not the case.
+    """
+    require_supported(files)
+    if config.prompts.chat_template and not files.has_chat_template:
+        raise ConfigError(
+            f"prompts.chat_template is true, but the tokenizer in model.path {files.name!r} has no chat template: set "
+            "prompts.chat_template = false, or save one with the tokenizer"
+        )
+
+
+def require_supported(files: ModelFiles) -> None:
     """Checks that the trainer supports the model's architecture and that its weights are present.
 
     Raises:
@@ -88,17 +107,12 @@ def require_trainable(config: Config, files: ModelFiles) -> None:
     family = files.config.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(
-            f"model.path {files.name!r} has model_type {family!r}, which the trainer does not support: expected one of "
-            f"{', '.join(FAMILIES)}"
+            f"{files.setting} {files.name!r} has model_type {family!r}, which the trainer does not support: expected "
+            f"one of {', '.join(FAMILIES)}"
         )
     if files.directory is not None and not any(files.directory.glob("*.safetensors")):
         raise ConfigError(
-            f"model.path {files.name!r} has no *.safetensors: save its weights as safetensors (save_pretrained)"
-        )
-    if config.prompts.chat_template and not files.has_chat_template:
-        raise ConfigError(
-            f"prompts.chat_template is true, but the tokenizer in model.path {files.name!r} has no chat template: set "
-            "prompts.chat_template = false, or save one with the tokenizer"
+            f"{files.setting} {files.name!r} has no *.safetensors: save its weights as safetensors (save_pretrained)"
         )
 
 
@@ -178,20 +192,25 @@ def require_tokens(config: Config, files: ModelFiles) -> None:
         ConfigError: one is not.
     """
     vocabulary = files.config.get("vocab_size")
-    outside = [token for token in config.rollout.stop_token_ids if isinstance(vocabulary, int) and token >= vocabulary]
-    if outside or min(config.rollout.stop_token_ids, default=0) < 0:
-        raise ConfigError(
-            f"rollout.stop_token_ids is {list(config.rollout.stop_token_ids)}, but tokens of model.path "
-            f"{files.name!r} are 0 to {vocabulary - 1 if isinstance(vocabulary, int) else '...'}: "
-            "look the ids up in its tokenizer"
-        )
+    stops = {"rollout.stop_token_ids": config.rollout.stop_token_ids}
+    stops |= {
+        f"stop_token_ids of prompts.mixture {part.name!r}": part.stop_token_ids for part in config.prompts.mixture
+    }
+    for setting, tokens in stops.items():
+        outside = [token for token in tokens if isinstance(vocabulary, int) and token >= vocabulary]
+        if outside or min(tokens, default=0) < 0:
+            raise ConfigError(
+                f"{setting} is {list(tokens)}, but tokens of model.path "
+                f"{files.name!r} are 0 to {vocabulary - 1 if isinstance(vocabulary, int) else '...'}: "
+                "look the ids up in its tokenizer"
+            )
 
 
-def _read_json(name: str, file: Path) -> dict[str, Any]:
+def _read_json(named: str, file: Path) -> dict[str, Any]:
     try:
         read = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {name!r}: {file} cannot be read: {error}; download or save it again") from error
+        raise ConfigError(f"{named}: {file} cannot be read: {error}; download or save it again") from error
     if not isinstance(read, dict):
-        raise ConfigError(f"model.path {name!r}: {file} holds {type(read).__name__}, expected an object")
+        raise ConfigError(f"{named}: {file} holds {type(read).__name__}, expected an object")
     return read

@@ -1,42 +1,33 @@
-"""Checks that a reward exists; nothing of it is executed."""
+"""Checks that a reward exists and has what it needs; nothing of it is executed."""
 
 from importlib.util import find_spec
 
-from async_rl.config.sections import Config, RewardSection
+from async_rl.config.reward_section import RewardSection
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.preflight.reward_service import warn_if_unreachable
 from async_rl.preflight.user_file import PREFIX, require_function
-from async_rl.rewards.code import USED_SHARE
+from async_rl.rewards.base import USED_SHARE
+from async_rl.rewards.built_in import BUILT_IN, EXPECTED, PACKAGES
+from async_rl.rewards.rubric import Rubric
+from async_rl.rewards.service_settings import model_of, read_token, url_of
 from async_rl.sandbox.probe import require_installed
-
-BUILT_IN = {
-    "reasoning_gym": ("reasoning_gym", "reasoning-gym: install async-rl[tasks]"),
-    "math": ("math_verify", "math-verify: install async-rl[tasks]"),
-}
-"""Name -> the module that it needs, and what to install for it."""
 
 
 def require_reward(config: RewardSection) -> None:
-    """Checks that `reward.name`, if it is set, is a reward that exists.
+    """Checks that the reward, if there is one, or each of its parts, exists and has its settings, files and packages.
 
     Raises:
-        ConfigError: it does not; for a `python:` reward it names the file and, if possible, the line.
+        ConfigError: one does not; for a `python:` reward it names the file and, if possible, the line.
     """
-    name = config.name
-    if name is None:
-        return
-    if name.startswith(PREFIX):
-        require_function("reward.name", name)
-        return
-    if name == "code":
-        require_installed()
-        return
-    if name not in BUILT_IN:
-        raise ConfigError(
-            f"reward.name is {name!r}: expected {', '.join(BUILT_IN)}, code, or {PREFIX}path/to/file.py:function"
-        )
-    module, package = BUILT_IN[name]
-    if find_spec(module) is None:
-        raise ConfigError(f"reward.name {name!r} needs {package}")
+    faults: list[str] = []
+    for label, alone in config.single_rewards.items():
+        try:
+            _require(alone, alone.name or "")
+        except ConfigError as error:
+            faults.append(f"[[reward.parts]] {label!r}: {error}" if config.parts else str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
 
 
 def require_time_for_tests(config: Config) -> None:
@@ -45,10 +36,33 @@ def require_time_for_tests(config: Config) -> None:
     Raises:
         ConfigError: `reward.timeout_s` is too short.
     """
-    reward, num_responses = config.reward, config.rollout.responses_per_prompt
-    needed_s = num_responses * reward.test_timeout_s / USED_SHARE
-    if reward.name == "code" and reward.timeout_s < needed_s:
-        raise ConfigError(
-            f"reward.timeout_s = {reward.timeout_s:g} is too short for one test of {reward.test_timeout_s:g} s "
-            f"(reward.test_timeout_s) in each of {num_responses} responses: set it to at least {needed_s:.4g}"
-        )
+    num_responses = config.rollout.responses_per_prompt
+    for reward in config.reward.single_rewards.values():
+        needed_s = num_responses * reward.test_timeout_s / USED_SHARE
+        if reward.name == "code" and reward.timeout_s < needed_s:
+            raise ConfigError(
+                f"reward.timeout_s = {reward.timeout_s:g} is too short for one test of {reward.test_timeout_s:g} s "
+                f"(reward.test_timeout_s) in each of {num_responses} responses: set it to at least {needed_s:.4g}"
+            )
+
+
+def _require(config: RewardSection, name: str) -> None:
+    if name.startswith(PREFIX):
+        require_function("reward.name", name)
+    elif name not in BUILT_IN:
+        raise ConfigError(f"reward.name is {name!r}: expected {EXPECTED}")
+    elif name == "code":
+        require_installed()
+    elif name in ("http", "judge"):
+        _require_service(config, name)
+    elif name in PACKAGES and find_spec(PACKAGES[name].replace("-", "_")) is None:
+        raise ConfigError(f"reward.name {name!r} needs {PACKAGES[name]}: install async-rl[tasks]")
+
+
+def _require_service(config: RewardSection, name: str) -> None:
+    url = url_of(config)
+    read_token(config)
+    if name == "judge":
+        model_of(config)
+        Rubric.of(config)
+    warn_if_unreachable("reward.url", url)

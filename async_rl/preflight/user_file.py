@@ -1,4 +1,4 @@
-"""Checks from the text of a user's file that it has the function that a setting names; nothing of it is executed.
+"""Checks from the text of a user's file that it has what a setting names; nothing of it is executed.
 
 Errors during the loading of the file are reported by the process that runs it.
 """
@@ -25,11 +25,33 @@ def require_function(setting: str, name: str) -> ast.FunctionDef | ast.AsyncFunc
     Raises:
         ConfigError: it is not; names the file and, if possible, the line.
     """
-    file, colon, function = name.removeprefix(PREFIX).rpartition(":")
+    module = _require_file(setting, name, "function")
+    definitions = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    _require_name(setting, name, module, "function", [definition.name for definition in definitions])
+    named = name.rpartition(":")[2]
+    found = [definition for definition in definitions if definition.name == named]
+    is_only_one = list(_bound_names(module)).count(named) == len(found) == 1
+    return found[0] if is_only_one and not _is_open_ended(module) else None
+
+
+def require_class(setting: str, name: str) -> None:
+    """Likewise for a class.
+
+    Raises:
+        ConfigError: it is not; names the file and, if possible, the line.
+    """
+    module = _require_file(setting, name, "Class")
+    classes = [node.name for node in module.body if isinstance(node, ast.ClassDef)]
+    _require_name(setting, name, module, "class", classes)
+
+
+def _require_file(setting: str, name: str, example: str) -> ast.Module:
+    """The parsed file of `name`, whose certain imports can be found."""
+    file, colon, _ = name.removeprefix(PREFIX).rpartition(":")
     path = Path(file)
     if not colon or not path.is_file():
         raise ConfigError(
-            f"{setting} is {name!r}, but there is no file {file!r}: write {PREFIX}path/to/file.py:function"
+            f"{setting} is {name!r}, but there is no file {file!r}: write {PREFIX}path/to/file.py:{example}"
         )
     module = _parse(setting, name, path)
     for statement in module.body:
@@ -39,14 +61,13 @@ def require_function(setting: str, name: str) -> ast.FunctionDef | ast.AsyncFunc
                     f"{setting} {name!r}: {file}, line {statement.lineno}: there is no module {package!r}; "
                     "install it, or correct the file"
                 )
-    names = set(_bound_names(module))
-    if function not in names and not _is_open_ended(module):
-        functions = [node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        raise ConfigError(f"{setting} {name!r}: {file} has no function {function!r}; it has {functions}")
-    definitions = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    found = [definition for definition in definitions if definition.name == function]
-    is_only_one = list(_bound_names(module)).count(function) == len(found) == 1
-    return found[0] if is_only_one and not _is_open_ended(module) else None
+    return module
+
+
+def _require_name(setting: str, name: str, module: ast.Module, kind: str, there: list[str]) -> None:
+    file, _, named = name.removeprefix(PREFIX).rpartition(":")
+    if named not in set(_bound_names(module)) and not _is_open_ended(module):
+        raise ConfigError(f"{setting} {name!r}: {file} has no {kind} {named!r}; it has {there}")
 
 
 def _parse(setting: str, name: str, path: Path) -> ast.Module:

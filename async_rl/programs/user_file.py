@@ -1,6 +1,7 @@
-"""Loads a function from a user's file, named `python:path/to/file.py:function` in a setting; for rewards and rollouts.
+"""Loads a function or class from a user's file, named `python:path/to/file.py:name` in a setting.
 
-Functions are loaded in processes of their own only: side effects of loading a user's file must not affect the trainer.
+Rewards and rollouts are loaded in processes of their own only: side effects of loading them must not affect the
+trainer. An algorithm is part of the trainer, and loaded there.
 """
 
 import hashlib
@@ -52,6 +53,21 @@ def load_from_file(setting: str, name: str) -> Callable[..., Any]:
     if found is None or not callable(found):
         functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
         raise ConfigError(f"{setting} {name!r}: {path} has no function {attribute!r}; it has {functions}")
+    return found
+
+
+def load_class_from_file(setting: str, name: str) -> type[Any]:
+    """The class of `python:path/to/file.py:Class`.
+
+    Raises:
+        ConfigError: as `load_from_file`.
+    """
+    path, attribute = find_file(setting, name)
+    module = _load(setting, name, path)
+    found = getattr(module, attribute, None)
+    if not inspect.isclass(found):
+        classes = sorted(key for key, value in vars(module).items() if inspect.isclass(value))
+        raise ConfigError(f"{setting} {name!r}: {path} has no class {attribute!r}; it has {classes}")
     return found
 
 

@@ -18,6 +18,7 @@ class SamplingParams(Body):
     """How to sample; the fields, names and defaults of vLLM. Child j of `n` uses `seed + j`.
 
     `logprobs`: None for none, 0 for the sampled token's own, k for the top k as well. `top_k` 0 or -1 means off.
+    `stop`: texts that end a response, with the token that completes the first of them.
     `stream_interval`: the number of tokens of a response in each chunk of a streaming response.
     `num_continued`: how many of the prompt's last tokens are the beginning of the response, in a request that continues
     one; the embedded engine's only.
@@ -35,6 +36,7 @@ class SamplingParams(Body):
     repetition_penalty: float = Field(1.0, gt=0.0, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop_token_ids: list[int] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=256)
     ignore_eos: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     stream_interval: int | None = Field(None, ge=1)

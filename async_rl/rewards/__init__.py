@@ -1,4 +1,4 @@
-"""One file per reward: a function (prompt, responses, row) -> one float per response.
+"""One file per reward: a function (prompt, responses, row) -> one float per response; or a weighted sum of several.
 
 All of them run in worker processes, so that none can block or crash the trainer: synchronous ones one call at a time,
 asynchronous ones many concurrently on a loop of their own; each call within `reward.timeout_s`.
@@ -8,27 +8,30 @@ from async_rl.config.sections import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.programs.user_file import PREFIX
 from async_rl.rewards.base import Reward
+from async_rl.rewards.built_in import BUILT_IN, EXPECTED
+from async_rl.rewards.composed_reward import ComposedReward
 from async_rl.rewards.function import find_file
 from async_rl.rewards.no_reward import NoReward
 from async_rl.rewards.process_reward import ProcessReward
 
 __all__ = ["NoReward", "Reward", "make_reward"]
 
-BUILT_IN = ("reasoning_gym", "math", "code")
-
 
 def make_reward(config: RewardSection) -> Reward:
-    """The reward named by the config, if one is; its own code is loaded by `start`, in the processes that run it.
+    """The reward of the config, if it has one; its own code is loaded by `start`, in the processes that run it.
 
     Raises:
         ConfigError: no such reward, or the file of a `python:` reward does not exist.
     """
-    if config.name is None:
-        return NoReward()
-    if config.name.startswith(PREFIX):
-        find_file(config.name)
-    elif config.name not in BUILT_IN:
-        raise ConfigError(
-            f"reward.name is {config.name!r}: expected {', '.join(BUILT_IN)} or {PREFIX}path/to/file.py:function"
-        )
-    return ProcessReward(config, config.name)
+    for alone in config.single_rewards.values():
+        _require_known(alone.name or "")
+    if config.parts:
+        return ComposedReward(config)
+    return NoReward() if config.name is None else ProcessReward(config, config.name)
+
+
+def _require_known(name: str) -> None:
+    if name.startswith(PREFIX):
+        find_file(name)
+    elif name not in BUILT_IN:
+        raise ConfigError(f"reward.name is {name!r}: expected {EXPECTED}")

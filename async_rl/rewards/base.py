@@ -5,23 +5,29 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
-from async_rl.types import Prompt, Response
+from async_rl.types import CorrectAt, Prompt, Response, Scores
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 LARGEST_REWARD = 1e30
 """The sum of its squares over a group is far below float64's maximum (2e308), and it is far below float32's (3e38)."""
 
+USED_SHARE = 0.9
+"""The part of `reward.timeout_s` that a reward's own limits may take: its call has to end within it."""
+
 CORRECT_AT = "correct_at"
 """The attribute of a reward function with the smallest reward of a correct response."""
+
+PER_RESPONSE = "per_response"
+"""The attribute of a reward function that makes a request for each response."""
 
 
 class Reward(Protocol):
     """Scores groups. All methods run on the producer's event loop."""
 
     @property
-    def correct_at(self) -> float | None:
-        """The smallest reward of a correct response; None if the reward does not define it. Known after `start`.
+    def correct_at(self) -> CorrectAt:
+        """Which responses are correct; None if the reward does not define it. Known after `start`.
 
         Without it there is no accuracy and no pass@k: a reward that counts characters has no correct responses.
         """
@@ -35,8 +41,8 @@ class Reward(Protocol):
         """
         ...
 
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[float]:
-        """One finite float per response, in their order.
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Scores:
+        """One finite float per response, in their order; of a composed reward also those of its parts.
 
         Raises:
             RewardError: the reward raised, hung or returned something else, as often as `reward.on_error` allows;

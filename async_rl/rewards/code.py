@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from async_rl.config.sections import RewardSection
-from async_rl.rewards.base import correct_at
+from async_rl.rewards.base import USED_SHARE, correct_at
 from async_rl.rewards.function import RewardFunction
 from async_rl.rewards.run_tests import run_tests
 from async_rl.rewards.unit_tests import unit_tests
@@ -22,9 +22,6 @@ from async_rl.sandbox import Limits, Sandbox, open_sandbox
 from async_rl.types import Prompt, Response
 
 FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-
-USED_SHARE = 0.9
-"""The part of `reward.timeout_s` that tests may take: the call has to end within it."""
 
 
 def make_score(config: RewardSection) -> RewardFunction:

@@ -10,7 +10,7 @@ from async_rl.config.sections import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.programs import user_file
 from async_rl.programs.user_file import PREFIX, is_async, load_from_file
-from async_rl.rewards.base import CORRECT_AT, is_reward
+from async_rl.rewards.base import CORRECT_AT, PER_RESPONSE, is_reward
 
 SETTING = "reward.name"
 
@@ -20,10 +20,13 @@ RewardFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """A reward function's properties: whether it is asynchronous, and from which reward on responses are correct."""
+    """A reward function's properties: whether it is asynchronous, from which reward on responses are correct, and
+    whether each response of a call counts for `reward.max_concurrency`, instead of the call.
+    """
 
     is_async: bool
     correct_at: float | None
+    per_response: bool = False
 
     @classmethod
     def of(cls, function: RewardFunction) -> "Traits":
@@ -35,7 +38,9 @@ class Traits:
         threshold = getattr(function, CORRECT_AT, None)
         if threshold is not None and not (isinstance(threshold, int | float) and is_reward(threshold)):
             raise ConfigError(f"its {CORRECT_AT} is {threshold!r}: expected a number, the least reward that is correct")
-        return cls(is_async(function), None if threshold is None else float(threshold))
+        return cls(
+            is_async(function), None if threshold is None else float(threshold), getattr(function, PER_RESPONSE, False)
+        )
 
 
 def find_file(name: str) -> tuple[Path, str]:

@@ -1,22 +1,67 @@
 """1 for a response whose final answer equals the row's `answer` mathematically, else 0, by math-verify."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from math_verify import parse, verify
 
-from async_rl.rewards.base import correct_at
+from async_rl.config.reward_section import RewardSection
+from async_rl.rewards.base import USED_SHARE, correct_at
+from async_rl.rewards.function import RewardFunction
+from async_rl.rewards.time_limit import SharedTime, TookTooLong, time_limit
 from async_rl.types import Prompt, Response
 
+log = logging.getLogger(__name__)
 
-@correct_at(1.0)
-def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
-    """`row["answer"]`: an expression, plain or in LaTeX, with or without `$` or `\\boxed`; or GSM8K's `... #### 42`."""
-    if row.get("answer") is None:
+# It warns that its own limits are off: ours are for all that a response needs, its own for each comparison.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def make_score(config: RewardSection) -> RewardFunction:
+    """The reward, with the time that a call has; called in the worker."""
+
+    @correct_at(1.0)
+    def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
+        time = SharedTime(USED_SHARE * config.timeout_s, 1 + len(responses))
+        gold_s = time.next_s()
+        try:
+            with time_limit(gold_s):
+                gold = _parsed_answer(row)
+        except TookTooLong:
+            raise ValueError(f"the row's answer {row['answer']!r:.200} could not be read in {gold_s:.3g} s") from None
+        rewards = []
+        for number, response in enumerate(responses):
+            limit_s = time.next_s()
+            # A few letters may be a number of a billion digits.
+            try:
+                with time_limit(limit_s):
+                    is_equal = verify(gold, parse(response.text, parsing_timeout=None), timeout_seconds=None)
+                rewards.append(float(is_equal))
+            except TookTooLong:
+                rewards.append(0.0)
+                log.warning(
+                    "prompt %s, response %d: its answer could not be compared within %.3g s, which counts as wrong",
+                    *(prompt.prompt_id, number, limit_s),
+                )
+        return rewards
+
+    return score
+
+
+def _parsed_answer(row: Mapping[str, Any]) -> list[Any]:
+    """`row["answer"]`: an expression, plain or in LaTeX, with or without `$` or `\\boxed`; or GSM8K's `... #### 42`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    answer = row.get("answer")
+    # NaN, which equals nothing, is how tables write that there is none.
+    if answer is None or answer != answer:
         raise ValueError(f"the row has no 'answer' (it has {sorted(row)}): the math reward compares with it")
-    gold = str(row["answer"]).rpartition("####")[2].strip()
+    gold = str(answer).rpartition("####")[2].strip()
     # The parser finds expressions only in mathematical delimiters.
-    parsed = parse(gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}")
+    parsed: list[Any] = parse(gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}", parsing_timeout=None)
     if not parsed:
-        raise ValueError(f"the row's answer {row['answer']!r:.200} is no mathematical expression")
-    return [float(verify(parsed, parse(response.text))) for response in responses]
+        raise ValueError(f"the row's answer {answer!r:.200} is no mathematical expression")
+    return parsed

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from async_rl.errors import RewardError
-from async_rl.types import Prompt, Response
+from async_rl.types import Prompt, Response, Scores
 
 
 class NoReward:
@@ -16,7 +16,7 @@ class NoReward:
     async def start(self) -> None:
         return None
 
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[float]:
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Scores:
         raise RewardError("nothing scores these responses: set reward.name")
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from async_rl.config.sections import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.base import as_rewards
 from async_rl.rewards.function import Traits
+from async_rl.rewards.slots import Slots
 from async_rl.rewards.worker_process import (
     WorkerDied,
     WorkerFailed,
@@ -16,7 +17,7 @@ from async_rl.rewards.worker_process import (
     WorkerStopped,
     WorkerTimeout,
 )
-from async_rl.types import Prompt, Response
+from async_rl.types import Prompt, Response, Scores
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +51,13 @@ class ProcessReward:
         self._max_attempts = config.max_attempts if config.on_error == "retry" else 1
         self._traits: Traits | None = None
         self._workers: list[_Worker] = []
-        self._slots = asyncio.Semaphore(1)
+        self._slots = Slots(1)
         self._num_uses = 0
 
     @property
     def correct_at(self) -> float | None:
         assert self._traits is not None, "asked before the reward was started"
-        return self._traits.correct_at
+        return self._traits.correct_at if self._config.correct_at is None else self._config.correct_at
 
     async def start(self) -> None:
         if self._traits is not None:
@@ -69,15 +70,13 @@ class ProcessReward:
         except (WorkerDied, WorkerTimeout) as error:
             raise ConfigError(f"reward {self._name!r} cannot be loaded: its worker process ended ({error})") from error
         self._traits = traits[0]
-        self._slots = asyncio.Semaphore(
-            self._config.max_concurrency if self._traits.is_async else self._config.num_workers
-        )
+        self._slots = Slots(self._config.max_concurrency if self._traits.is_async else self._config.num_workers)
 
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[float]:
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Scores:
         attempt = 1
         while True:
             try:
-                return await self._attempt(prompt, tuple(responses))
+                return Scores(tuple(await self._attempt(prompt, tuple(responses))))
             except _AttemptFailed as error:
                 what = f"reward {self._name!r}, prompt {prompt.prompt_id}"
                 if self._max_attempts > 1:
@@ -96,7 +95,7 @@ class ProcessReward:
         timeout_s = self._config.timeout_s
         try:
             while True:
-                async with self._worker() as worker:
+                async with self._worker(len(responses)) as worker:
                     try:
                         return as_rewards(await worker.score(prompt, responses, timeout_s), len(responses))
                     except WorkerStopped:
@@ -111,9 +110,10 @@ class ProcessReward:
             ) from error
 
     @asynccontextmanager
-    async def _worker(self) -> AsyncIterator[WorkerProcess]:
+    async def _worker(self, num_responses: int) -> AsyncIterator[WorkerProcess]:
         """The least busy process, running; of several, the most recently used one: its caches are warm."""
-        async with self._slots:
+        num_slots = num_responses if self._traits is not None and self._traits.per_response else 1
+        async with self._slots.taken(num_slots):
             worker = min(self._workers, key=lambda worker: (worker.num_calls, -worker.last_used))
             self._num_uses += 1
             worker.num_calls, worker.last_used = worker.num_calls + 1, self._num_uses

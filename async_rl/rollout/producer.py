@@ -8,8 +8,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,15 +17,15 @@ from async_rl.data.prompts import Tokenizer
 from async_rl.errors import InstanceRefused, PromptFailed, RolloutLost, WaitTimedOut
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.protocol.inference import SamplingParams
 from async_rl.rewards import Reward
 from async_rl.rollout.expected_length import ExpectedLength
 from async_rl.rollout.garbage import FullCollections
 from async_rl.rollout.idle_work import IdleWork
 from async_rl.rollout.program_rollouts import ProgramRollouts
 from async_rl.rollout.sample_queue import SampleQueue
+from async_rl.rollout.sampling import single_turn_sampling, with_text
 from async_rl.seeds import group_seed
-from async_rl.types import Batch, Group, Prompt, Response, WeightVersion
+from async_rl.types import Batch, Group, Prompt, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -112,13 +111,12 @@ class Producer:
         if self._programs is not None:
             return await self._programs.group(iteration, index, prompt, version)
         started_s = time.monotonic()
-        sampling = SamplingParams(
-            n=self._rollout.responses_per_prompt,
-            max_tokens=self._rollout.max_response_tokens,
+        sampling = single_turn_sampling(
+            self._rollout,
+            prompt,
+            num_responses=self._rollout.responses_per_prompt,
             temperature=self._rollout.temperature,
-            stop_token_ids=list(self._rollout.stop_token_ids),
             seed=group_seed(self._seed, iteration, index),
-            logprobs=0,
         )
         try:
             sampled, attempts = await self._pool.generate_group(
@@ -133,22 +131,23 @@ class Producer:
                 "the instances stay in service: take the prompt out of the data, or repair what it meets there"
             ) from error
         self._expected_length.note(prompt.prompt_id, [len(response.token_ids) for response in sampled])
-        texts = self._tokenizer.batch_decode(
-            [list(r.token_ids) for r in sampled], skip_special_tokens=self._skip_special_tokens
-        )
-        responses: tuple[Response, ...] = tuple(replace(r, text=t) for r, t in zip(sampled, texts, strict=True))
-        rewards = await self._reward.score(prompt, responses)
+        responses = with_text(sampled, sampling.stop, self._decode)
+        scores = await self._reward.score(prompt, responses)
         return Group(
             iteration=iteration,
             index=index,
             prompt=prompt,
             responses=responses,
-            rewards=tuple(rewards),
+            rewards=scores.rewards,
+            reward_parts=scores.parts,
             weight_version=version,
             started_s=started_s,
             finished_s=time.monotonic(),
             attempts=attempts,
         )
+
+    def _decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        return self._tokenizer.batch_decode(list(map(list, token_ids)), skip_special_tokens=self._skip_special_tokens)
 
 
 class RolloutRun:
@@ -164,6 +163,7 @@ class RolloutRun:
         self._version = version
         self._queue = SampleQueue(len(batch.prompts), version, self._watch)
         self._full_collections = FullCollections()
+        self._rollouts: dict[int, asyncio.Task[None]] = {}
         self._task = loop.run(self._start())
 
     def __enter__(self) -> "RolloutRun":
@@ -174,6 +174,11 @@ class RolloutRun:
     def ready(self, wait: bool) -> list[Group]:
         """See `SampleQueue.ready`."""
         return self._queue.ready(wait)
+
+    def cancel(self, indices: Collection[int]) -> None:
+        """See `FinishedGroups.cancel`; does not wait for the end of the rollouts, which the instances abort."""
+        self._queue.cancel(indices)
+        self._loop.submit(self._cancel(indices))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -206,6 +211,10 @@ class RolloutRun:
         task.add_done_callback(lambda _: self._queue.end())
         return task
 
+    async def _cancel(self, indices: Collection[int]) -> None:
+        for index in indices:
+            self._rollouts[index].cancel()
+
     async def _stop(self) -> None:
         if self._producer.idle_work is not None:
             await self._producer.idle_work.stop()
@@ -215,7 +224,7 @@ class RolloutRun:
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as siblings:
             for index, prompt in self._batch.prompts.items():
-                siblings.create_task(self._produce(index, prompt))
+                self._rollouts[index] = siblings.create_task(self._produce(index, prompt))
         self._producer.note_finished(self._batch.iteration)
         if self._producer.idle_work is not None:
             try:
@@ -229,6 +238,9 @@ class RolloutRun:
             group = await self._producer.roll_out(self._batch.iteration, index, prompt, self._version)
             self._queue.put(group)
         except Exception as error:
+            if self._queue.is_cancelled(index):
+                logger.info("a rollout that was cancelled, index %d of its batch, failed: %s", index, error)
+                return
             # The boundary of this thread: the queue passes the error to the training loop, the task group cancels the
             # siblings.
             self._queue.fail(error)

@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from async_rl.config.sections import SINGLE_TURN, PromptsSection, RolloutSection
+from async_rl.config.prompts_section import PromptsSection
+from async_rl.config.sections import SINGLE_TURN, RolloutSection
 from async_rl.data.prompts import Tokenizer, conversation_of
 from async_rl.errors import InstanceRefused, PromptFailed, RolloutFailed
 from async_rl.pool.inference_pool import InferencePool
@@ -25,7 +26,7 @@ from async_rl.rollout.slots import Slots
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.seeds import evaluation_rollout_seed, rollout_seed
-from async_rl.types import Group, Prompt, WeightVersion
+from async_rl.types import Group, Prompt, RewardParts, Scores, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class ProgramRollouts:
             for number in range(self._rollout.responses_per_prompt)
         ]
         expected = self._expected_length.of(prompt.prompt_id)
-        finished, rewards = await self._roll_out_all(places, self._sessions, expected)
+        finished, scores = await self._roll_out_all(places, self._sessions, expected)
         trajectories = [each.trajectory for each in finished]
         for each in finished:
             self.figures.note(
@@ -154,7 +155,8 @@ class ProgramRollouts:
             index=index,
             prompt=prompt,
             responses=tuple(response for trajectory in trajectories for response in trajectory.responses),
-            rewards=tuple(rewards),
+            rewards=scores.rewards,
+            reward_parts=scores.parts,
             weight_version=version,
             started_s=started_s,
             finished_s=time.monotonic(),
@@ -164,7 +166,7 @@ class ProgramRollouts:
 
     async def evaluate(
         self, set_name: str, prompt: Prompt, version: WeightVersion, num_samples: int, temperature: float
-    ) -> tuple[list[Trajectory], list[float]]:
+    ) -> tuple[list[Trajectory], Scores]:
         """So many rollouts of a prompt of an evaluation set, with their rewards; in no figures of the training.
 
         Raises:
@@ -181,12 +183,12 @@ class ProgramRollouts:
             for number in range(num_samples)
         ]
         sessions = replace(self._sessions, rollout=self._rollout.model_copy(update={"temperature": temperature}))
-        finished, rewards = await self._roll_out_all(places, sessions, float(self._rollout.max_response_tokens))
-        return [each.trajectory for each in finished], rewards
+        finished, scores = await self._roll_out_all(places, sessions, float(self._rollout.max_response_tokens))
+        return [each.trajectory for each in finished], scores
 
     async def _roll_out_all(
         self, places: Sequence[_Place], sessions: Sessions, expected_tokens: float
-    ) -> tuple[list[_Finished], list[float]]:
+    ) -> tuple[list[_Finished], Scores]:
         """The rollouts of one prompt, at the same time, and their rewards; `expected_tokens` are those of a turn."""
         try:
             async with asyncio.TaskGroup() as siblings:
@@ -194,7 +196,7 @@ class ProgramRollouts:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finished = [task.result() for task in running]
-        return finished, await self._rewards(places, [each.trajectory for each in finished])
+        return finished, await self._scores(places, [each.trajectory for each in finished])
 
     async def _roll_out(self, place: _Place, sessions: Sessions, expected_tokens: float) -> _Finished:
         async with self._slots.taken(self._environment_of(place.prompt)):
@@ -261,12 +263,19 @@ class ProgramRollouts:
             raise RolloutFailed(what) from error
         log.warning("%s", what)
 
-    async def _rewards(self, places: Sequence[_Place], trajectories: Sequence[Trajectory]) -> list[float]:
-        """Each rollout's own reward, else that of `[reward]`, else that of truncated rollouts."""
+    async def _scores(self, places: Sequence[_Place], trajectories: Sequence[Trajectory]) -> Scores:
+        """Each rollout's own reward, else that of `[reward]`, else that of truncated rollouts.
+
+        With parts only where `[reward]` scored all of them.
+        """
+        parts: RewardParts = ()
         if all(trajectory.reward is not None for trajectory in trajectories):
             scores: Sequence[float | None] = [None] * len(trajectories)
         elif not isinstance(self._reward, NoReward):
-            scores = await self._reward.score(places[0].prompt, [trajectory.last for trajectory in trajectories])
+            given = await self._reward.score(places[0].prompt, [trajectory.last for trajectory in trajectories])
+            scores = given.rewards
+            if all(trajectory.reward is None for trajectory in trajectories):
+                parts = given.parts
         else:
             scores = [
                 self._rollout.truncated_reward if trajectory.status == "truncated" else None
@@ -281,4 +290,4 @@ class ProgramRollouts:
                     "reward.name is set: return a number, or set reward.name"
                 )
             rewards.append(reward)
-        return rewards
+        return Scores(tuple(rewards), parts)

@@ -6,7 +6,7 @@ checks, every `POLL_S`, that the thread that should wake it is still alive.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from async_rl.errors import OnPolicyViolation, RolloutLost
 from async_rl.types import Group, WeightVersion
@@ -27,19 +27,20 @@ class SampleQueue:
         self._watch = watch
         self._groups: list[Group] = []
         self._seen: set[int] = set()
+        self._cancelled: set[int] = set()
         self._num_taken = 0
         self._failure: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
 
     def put(self, group: Group) -> None:
-        """Adds a group and wakes the consumer; after `close` the group is dropped.
+        """Adds a group and wakes the consumer; after `close` the group is dropped, and so is a cancelled one.
 
         Raises:
             OnPolicyViolation: the group is of another weight version, its index is a duplicate, or the batch is full.
         """
         with self._changed:
-            if self._closed:
+            if self._closed or group.index in self._cancelled:
                 return
             self._require_expected(group)
             self._seen.add(group.index)
@@ -52,6 +53,19 @@ class SampleQueue:
             if self._failure is None:
                 self._failure = error
             self._changed.notify_all()
+
+    def cancel(self, indices: Collection[int]) -> None:
+        """These groups, which the consumer has not got, are not part of the batch any more."""
+        with self._changed:
+            self._cancelled |= set(indices)
+            self._num_groups -= len(indices)
+            self._seen -= self._cancelled
+            self._groups = [group for group in self._groups if group.index not in self._cancelled]
+            self._changed.notify_all()
+
+    def is_cancelled(self, index: int) -> bool:
+        with self._changed:
+            return index in self._cancelled
 
     def end(self) -> None:
         """No more groups will be added: a consumer of an incomplete batch gets a `RolloutLost`."""

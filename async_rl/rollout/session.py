@@ -12,7 +12,6 @@ limit, `close`), or by a failure of the pool, which is the run's and stands in `
 """
 
 import asyncio
-import bisect
 import itertools
 import logging
 import math
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from async_rl.config.prompts_section import MAX_STOPS
 from async_rl.config.sections import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.errors import AsyncRLError, InstanceRefused
@@ -31,11 +31,12 @@ from async_rl.protocol.inference import SamplingParams
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
 from async_rl.rollout.recorder import Conversation, Recorder, Request, TurnNode
 from async_rl.rollout.rendering import ParsedCall, Renderer
+from async_rl.rollout.sampling import max_tokens_of, stop_tokens_of, stops_of, until_stop
 from async_rl.rollout.trajectory import Trajectory, with_texts
 from async_rl.rollout.turn import Limit, LimitReached, SessionClosed, Turn
 from async_rl.rollout.turnstile import Turnstile
 from async_rl.seeds import turn_seed
-from async_rl.types import Prompt, Response, WeightSpan, WeightVersion, digest_of
+from async_rl.types import Prompt, Response, WeightVersion, digest_of
 
 __all__ = ["InvalidRequest", "LimitReached", "NothingSampled", "RolloutSession", "SessionClosed", "Sessions", "Turn"]
 
@@ -167,7 +168,8 @@ class RolloutSession:
 
         Args:
             max_tokens: of this turn, where the limits of the rollout leave so many.
-            stop: texts that end the turn; the tokens up to the end of the first one are kept.
+            stop: texts that end the turn, besides those of the run and of the prompt's row; the tokens up to the end of
+                the first one are kept.
             request_id: requests of the same id that run at the same time are one turn; without one, each is its own.
             num_known: how many turns the program had when it asked; by default all that were delivered. Their tokens
                 count for the limit, which thus does not depend on which of two turns at the same time is faster.
@@ -255,6 +257,8 @@ class RolloutSession:
             or not all(isinstance(text, str) and text for text in stop)
         ):
             raise InvalidRequest(f"stop is {stop!r:.80}: expected a list of texts")
+        if len(stop) > MAX_STOPS:
+            raise InvalidRequest(f"stop has {len(stop)} texts: expected {MAX_STOPS} at most")
         if messages is None:
             return _plain_request(token_ids)
         try:
@@ -277,10 +281,11 @@ class RolloutSession:
         # Rendering may have taken its time.
         self._require_room(num_known)
         request = replace(request, base=self._recorder.base_of(request.context, self._prompt.token_ids))
+        stop = tuple(dict.fromkeys((*stop, *stops_of(self._shared.rollout, self._prompt))))
         most, cut_by = self._allowance(len(request.context), max_tokens, num_known)
         digest = digest_of([array("q", request.context).tobytes()])
         number, occurrence = next(self._num_turns), self._free_occurrence(digest)
-        generation = _Generation(number, request, digest, occurrence, most, cut_by, tools, tuple(stop), request_id)
+        generation = _Generation(number, request, digest, occurrence, most, cut_by, tools, stop, request_id)
         generation.task = asyncio.create_task(self._answer(generation), name=f"turn of {self._name}")
         self._occurrences[digest].add(generation.occurrence)
         self._running.append(generation)
@@ -319,11 +324,12 @@ class RolloutSession:
         shared, context, base = self._shared, generation.request.context, generation.request.base
         assert base is not None, "the base of a request is known when it begins"
         renders = generation.request.conversation is not None
-        stop_token_ids = (*shared.rollout.stop_token_ids, *(shared.renderer.stop_token_ids if renders else ()))
+        more_stop_tokens = shared.renderer.stop_token_ids if renders else ()
         sampling = SamplingParams(
             max_tokens=generation.max_tokens,
             temperature=shared.rollout.temperature,
-            stop_token_ids=list(dict.fromkeys(stop_token_ids)),
+            stop_token_ids=stop_tokens_of(shared.rollout, self._prompt, *more_stop_tokens),
+            stop=list(generation.stop),
             seed=turn_seed(self._seed, generation.digest, generation.occurrence),
             logprobs=0,
             is_turn=True,
@@ -347,7 +353,7 @@ class RolloutSession:
                 self.failed.set_result(error)
             raise
         self._num_faults += attempts - 1
-        response = self._until(response, generation.stop)
+        response = until_stop(response, generation.stop, self._texts)
         self._sampled[asked] = response
         return response
 
@@ -405,18 +411,19 @@ class RolloutSession:
             LimitReached: none.
         """
         rollout = self._shared.rollout
+        max_response_tokens = max_tokens_of(rollout, self._prompt)
         longest = min(
             (length for length in (self._shared.pool.max_model_len, rollout.max_context_tokens) if length), default=None
         )
         room: dict[Limit, float] = {
             "turns": math.inf if self.num_turns + len(self._running) < rollout.max_turns else 0,
-            "tokens": rollout.max_response_tokens - _num_sampled(self._arrived[:num_known]),
+            "tokens": max_response_tokens - _num_sampled(self._arrived[:num_known]),
             "context": math.inf if longest is None else longest - num_context,
         }
         limit = min(room, key=room.__getitem__)
         if room[limit] <= 0:
             self._reach(limit)
-            settings = f"rollout.max_turns = {rollout.max_turns}, max_response_tokens = {rollout.max_response_tokens}"
+            settings = f"rollout.max_turns = {rollout.max_turns}, max_response_tokens = {max_response_tokens}"
             raise LimitReached(
                 limit, f"the rollout has reached its limit of {limit} ({settings}, at most {longest} in all)"
             )
@@ -434,9 +441,12 @@ class RolloutSession:
         context, sampled = generation.request.context, response.token_ids
         try:
             message, calls = self._shared.renderer.parse(context, sampled, generation.tools)
-        except Exception:
-            # Whatever a policy in training samples must not end the run.
-            log.exception("%s: the renderer cannot parse what was sampled, which is passed on as text", self._name)
+        except Exception as error:
+            # Whatever a policy in training samples must not end the run; it may do so at every turn.
+            log.warning(
+                "%s: the renderer cannot parse what was sampled, which is passed on as text: %s: %.200s",
+                *(self._name, type(error).__name__, error),
+            )
             message, calls = {"role": "assistant", "content": self._texts([sampled])[0]}, []
         message["content"] = _before(message["content"], generation.stop)
         if calls:
@@ -447,28 +457,6 @@ class RolloutSession:
     def _texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return self._shared.tokenizer.batch_decode(
             [list(token_ids) for token_ids in sequences], skip_special_tokens=self._shared.skip_special_tokens
-        )
-
-    def _until(self, response: Response, stop: Sequence[str]) -> Response:
-        """The response up to the token that completes the first of the texts `stop`."""
-
-        def has_stop(length: int) -> bool:
-            (text,) = self._texts([response.token_ids[:length]])
-            return any(end in text for end in stop)
-
-        if not stop or not has_stop(len(response.token_ids)):
-            return response
-        length = bisect.bisect_left(range(len(response.token_ids)), True, key=has_stop)
-        return replace(
-            response,
-            token_ids=response.token_ids[:length],
-            logprobs=response.logprobs[:length],
-            finish_reason="stop",
-            weight_spans=tuple(
-                WeightSpan(span.version, span.start, min(span.end, length))
-                for span in response.weight_spans
-                if span.start < length
-            ),
         )
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from asyncio.subprocess import PIPE, Process
+from pathlib import Path
 from typing import Any
 
 from async_rl.errors import SandboxFailed
@@ -43,6 +44,8 @@ class SandboxProcess:
         self._readers = [asyncio.create_task(self._collect(*each)) for each in zip(pipes, self._outputs, strict=True)]
         self._watcher: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
 
     @classmethod
     async def start(cls, backend: Backend, limits: Limits, kind: str, **fields: Any) -> "SandboxProcess":
@@ -120,6 +123,7 @@ class SandboxProcess:
     async def wait(self) -> int:
         """Its exit code, 128 + N for signal N, as soon as it and all that it started have ended."""
         code = await self._process.wait()
+        await self._all_ended.wait()
         await asyncio.wait(self._readers)
         return code if code >= 0 else 128 - code
 
@@ -158,12 +162,32 @@ class SandboxProcess:
                 if await self._receive(1) == READY:
                     # Only now are the files that its processes see its own.
                     self._watcher = asyncio.create_task(self._watch())
+                    self._wait_for_first_inside()
                     return
         except (TimeoutError, EOFError):
             pass
         await self.end()
         said = self.stderr.decode(errors="replace").strip() or f"it was silent for {START_TIMEOUT_S:g} s"
         raise SandboxFailed(f"an isolated interpreter did not start (exit code {self._process.returncode}): {said}")
+
+    def _wait_for_first_inside(self) -> None:
+        """Lets `wait` wait for the first process inside, too, which ends when all others of its namespace have ended.
+
+        Without it a killed command returns earlier, with processes left that the system is about to end. Not every
+        kernel lists the children of a process.
+        """
+        pid = self._process.pid
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            pidfd = os.pidfd_open(int(children[0])) if children else None
+            if pidfd is not None:
+                self._all_ended.clear()
+                asyncio.get_running_loop().add_reader(pidfd, self._note_end, pidfd)
+
+    def _note_end(self, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        self._all_ended.set()
 
     async def _receive(self, num_bytes: int) -> bytes:
         data = bytearray()

@@ -6,7 +6,9 @@ Figures that are not finite are null. Each group has a row in `timeline.jsonl`; 
 
 `untrained_groups` is the share of groups whose rewards give no gradient, for which no backward pass was run;
 `skipped_steps` counts the steps that were not taken because the gradient was not finite. Means over rewards, responses'
-tokens, turns and branches are means over rollouts, which have one reward each.
+tokens, turns and branches are means over rollouts, which have one reward each; `reward/LABEL` is that of a part of a
+composed reward, before its weight, over the rollouts that it scored. All figures are of trained groups, except
+`num_left_out`, the groups that dynamic sampling left out, and `reward_mean_drawn`, over both.
 """
 
 import json
@@ -20,13 +22,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from async_rl.errors import ConfigError
 from async_rl.files import append_lines
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.balance import NUM_RECENT, IterationTimes, advise, desired_instances
 from async_rl.tracking.samples import SAMPLES, Decode, Sampled
 from async_rl.tracking.tensorboard import ScalarFile
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, timeline_rows
-from async_rl.types import Group, GroupProof, Publication, StepStats
+from async_rl.types import CorrectAt, Group, GroupProof, Publication, StepStats, num_correct, part_of, reward_part_means
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ class IterationRecord:
         self.times: dict[int, GroupTimes] = {}
         self.sampled = Sampled()
         self.rows: list[GroupProof] = []
+        self.left_out: list[GroupProof] = []
         self.steps: list[StepStats] = []
 
     @contextmanager
@@ -63,8 +67,9 @@ class IterationRecord:
         self.sampled.offer(groups)
 
     def add_step(self, rows: Sequence[GroupProof], stats: StepStats) -> None:
-        """Notes a step, taken or skipped, and the proof of its groups."""
-        self.rows += rows
+        """Notes a step, taken or skipped, and the proof of its groups, and of those that were left out."""
+        self.rows += [row for row in rows if row.is_trained]
+        self.left_out += [row for row in rows if not row.is_trained]
         self.steps.append(stats)
 
 
@@ -76,9 +81,10 @@ class Recorder:
         iterations: how many iterations the run has, for progress.
         first_iteration: where it resumes; earlier records stay.
         on_record: called with every record that is written.
-        correct_at: the smallest reward of a correct response; None, and no accuracy, if the reward does not define it.
+        correct_at: which responses are correct; None, and no accuracy, if the reward does not define it.
         decode: makes text of a prompt's tokens, for the samples.
         require_lease: called right before each write; raises if another trainer writes the files by now.
+        has_reserve: whether batches have a reserve, of which some groups are left out.
     """
 
     def __init__(
@@ -87,11 +93,14 @@ class Recorder:
         iterations: int,
         first_iteration: int = 0,
         on_record: Callable[[Mapping[str, Any]], None] | None = None,
-        correct_at: float | None = None,
+        correct_at: CorrectAt = None,
         decode: Decode | None = None,
         require_lease: Callable[[], None] = lambda: None,
+        *,
+        has_reserve: bool = False,
     ) -> None:
         self._require_lease = require_lease
+        self._has_reserve = has_reserve
         self._run_dir = run_dir
         self._iterations = iterations
         self._on_record = on_record
@@ -104,7 +113,7 @@ class Recorder:
         return IterationRecord(iteration)
 
     def write_groups(self, record: IterationRecord, rows: Sequence[GroupProof]) -> None:
-        """Writes the trained groups of a mini-batch; before its proof, so that they can be inspected if that fails."""
+        """Writes the groups of a mini-batch; before its proof, so that they can be inspected if that fails."""
         if self._run_dir is not None:
             groups = list(timeline_rows(record.iteration, rows, record.times))
             self._require_lease()
@@ -150,7 +159,7 @@ class Recorder:
         response_tokens = sum(row.num_response_tokens for row in rows)
         dispatched = min((times.started_s for times in record.times.values()), default=0.0)
         finished = [times.finished_s - dispatched for times in record.times.values()]
-        return {
+        figures = {
             "iteration": record.iteration,
             "iterations": self._iterations,
             "weight_version": publication.version,
@@ -163,7 +172,10 @@ class Recorder:
             "first_group_s": min(finished, default=0.0),
             "reward_mean": statistics.fmean(rewards),
             "reward_std": statistics.pstdev(rewards),
-            **self._accuracy(rewards),
+            **reward_part_means(row.reward_parts for row in rows),
+            **self._accuracy(rows),
+            **_part_figures(rows),
+            **(_selection_figures(rows, record.left_out) if self._has_reserve else {}),
             "response_tokens_mean": response_tokens / len(rewards),
             **_rollout_figures(rows),
             "prompt_tokens": prompt_tokens,
@@ -172,7 +184,6 @@ class Recorder:
             "loss": stats.loss,
             "grad_norm": stats.grad_norm,
             "learning_rate": stats.learning_rate,
-            **stats.metrics,
             "on_policy": True,
             **_gap_figures(rows),
             "num_groups": len(rows),
@@ -183,11 +194,26 @@ class Recorder:
             "num_resampled": sum(row.num_resampled for row in rows),
             "num_instances": len(publication.instances),
         }
+        if taken := sorted(stats.metrics.keys() & figures.keys()):
+            raise ConfigError(
+                f"the algorithm has metrics called {', '.join(taken)}, as figures of every record are: give them other "
+                "names in its loss_sum()"
+            )
+        return {**figures, **stats.metrics}
 
-    def _accuracy(self, rewards: Sequence[float]) -> dict[str, float]:
-        if self._correct_at is None:
-            return {}
-        return {"accuracy": statistics.fmean(reward >= self._correct_at for reward in rewards)}
+    def _accuracy(self, rows: Sequence[GroupProof]) -> dict[str, float]:
+        """Over the rollouts for which it is defined, if it is for any."""
+        judged = [(num_correct(self._correct_at, row.rewards, row.reward_parts), row.num_rollouts) for row in rows]
+        total = sum(size for correct, size in judged if correct is not None)
+        return {"accuracy": sum(correct for correct, _ in judged if correct is not None) / total} if total else {}
+
+
+def _part_figures(rows: Sequence[GroupProof]) -> dict[str, float]:
+    """The mean reward of each part of a mixture that the batch has."""
+    rewards: dict[str, list[float]] = {}
+    for row in rows:
+        rewards.setdefault(part_of(row.prompt_id), []).extend(row.rewards)
+    return {f"reward_mean/{part}": statistics.fmean(rewards[part]) for part in sorted(rewards) if part}
 
 
 def _rollout_figures(rows: Sequence[GroupProof]) -> dict[str, float]:
@@ -200,6 +226,12 @@ def _rollout_figures(rows: Sequence[GroupProof]) -> dict[str, float]:
     if num_turns > num_rollouts or num_branches:
         figures = {"turns_mean": num_turns / num_rollouts, "branches_mean": num_branches / num_rollouts}
     return figures | ({"truncated_share": num_truncated / num_rollouts} if figures or num_truncated else {})
+
+
+def _selection_figures(rows: Sequence[GroupProof], left_out: Sequence[GroupProof]) -> dict[str, float]:
+    """How many groups the selection left out, and the mean reward of those and the trained ones."""
+    rewards = [reward for row in (*rows, *left_out) for reward in row.rewards]
+    return {"num_left_out": len(left_out), "reward_mean_drawn": statistics.fmean(rewards)}
 
 
 def _gap_figures(rows: Sequence[GroupProof]) -> dict[str, float]:

@@ -51,10 +51,11 @@ def _responses(group: Group, number: int) -> Iterator[dict[str, Any]]:
     """Those of the rollout of that number, if the group has it."""
     own = [response for response, of in zip(group.responses, group.rollout_of, strict=True) if of == number]
     for response in own[:NUM_BRANCHES]:
-        facts = group.rollouts[number]
+        facts, parts = group.rollouts[number], group.reward_parts
         yield {
             "text": shorten(response.text),
             "reward": group.rewards[number],
+            **({"reward_parts": {label: rewards[number] for label, rewards in parts}} if parts else {}),
             "num_tokens": response.num_sampled,
             "finish_reason": response.finish_reason,
             **({"rollout": number, "status": facts.status, "num_turns": facts.num_turns} if _has_turns(facts) else {}),

@@ -1,4 +1,5 @@
-"""`timeline.jsonl`: one row for each trained group; `recorder` writes it, the quickstart's report reads it.
+"""`timeline.jsonl`: one row for each trained group, and for each that a selection left out; `recorder` writes it, the
+quickstart's report reads it.
 
 A row has what the ledger checked of the group, so that sums and digests of `ledger.jsonl` can be computed again from
 it (`docs/proof.md`), and, if the group was rolled out by the writing replica, when that happened and when it was
@@ -14,7 +15,7 @@ from typing import Any
 
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.rotation import Rotation
-from async_rl.types import GroupProof
+from async_rl.types import GroupProof, reward_part_means
 
 TIMELINE = Rotation("timeline.jsonl", max_bytes=64 * 2**20, num_kept=4)
 """Room for more than 50 iterations of 8,192 groups, or 7,000 of 64: a row has about 600 bytes."""
@@ -44,17 +45,20 @@ def timeline_rows(
             "iteration": iteration,
             "index": row.index,
             "prompt_id": row.prompt_id,
+            **({} if row.is_trained else {"is_trained": False}),
             "versions": row.versions,
             "num_responses": row.num_responses,
             "num_prompt_tokens": row.num_prompt_tokens,
             "num_response_tokens": row.num_response_tokens,
             "reward_mean": _rounded(fmean(row.rewards)) if row.rewards else None,
+            **{name: _rounded(mean) for name, mean in reward_part_means([row.reward_parts]).items()},
             "attempts": row.attempts,
             "num_continued": row.num_continued,
             "num_resampled": row.num_resampled,
             "num_turns": row.num_turns,
             "num_branches": row.num_branches,
             "num_truncated": row.num_truncated,
+            "num_corrected": row.num_corrected,
             "samples": row.samples,
             "logprob_gaps": {instance: _figures(gaps) for instance, gaps in row.gaps},
             **(times[row.index].fields() if row.index in times else {}),

@@ -25,7 +25,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
+from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.sections import (
-    AlgorithmSection,
     ModelSection,
     OptimizerSection,
     RolloutSection,
@@ -102,6 +102,9 @@ class Finished:
     def ready(self, wait: bool) -> list[Group]:
         ready, self._groups = self._groups, []
         return ready
+
+    def cancel(self, indices: Collection[int]) -> None:
+        raise AssertionError("the groups of a batch without a reserve are all trained")
 
 
 class Bench:
@@ -195,7 +198,7 @@ def measure_parts(bench: Bench, case: Case) -> dict[str, float]:
     hidden_TH = model.rows_for_logits(model.hidden(micro_batch.rows)).detach().requires_grad_()
 
     def logprobs() -> None:
-        model.logprobs(hidden_TH, micro_batch.labels, 1.0)[0].sum().backward()
+        model.scores(hidden_TH, micro_batch.labels, 1.0)[0].sum().backward()
 
     def step() -> None:
         bench.trainer.optimizer.step(bench.trainer.optimizer.gradient_norm())

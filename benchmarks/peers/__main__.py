@@ -11,8 +11,8 @@ micro-batches that `MICRO_BATCHES` lists. async-rl is `async-rl run` with one in
 
 Cases take turns until each has `--repeats` pairs or the next pair would exceed `--minutes`; a case that got none is in
 `left_out`. Counted is the time from the end of the second iteration on. The last line is one JSON object. What both
-sides compute from the same samples is compared first (`losses.py`): `loss_difference`, `grad_norm_difference`. Then,
-for each case, with `:kl=C` behind its name where there is a reference:
+sides compute from the same samples is compared first (`losses.py`), by algorithm: `loss_difference.ALGORITHM`,
+`grad_norm_difference.ALGORITHM`. Then, for each case, with `:kl=C` behind its name where there is a reference:
 
 - `ours_per_cpu_s.CASE`, `trl_per_cpu_s.CASE`: median response tokens per processor second of all processes;
 - `cpu_ratio.CASE`: median over pairs of ours / TRL's; `pairs.CASE`: how many;
@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from async_rl.config.sections import AlgorithmSection
 from benchmarks.common.case import Case
 from benchmarks.peers.losses import compare
 from benchmarks.peers.sides import MICRO_BATCHES, WARM_UP, Speed, run_ours, run_trl
@@ -117,9 +116,8 @@ def say(line: str) -> None:
 
 
 def compare_losses(trl_python: str) -> dict[str, float]:
-    algorithm = AlgorithmSection(kl_coef=0.05, scale_by_std=False)
     with tempfile.TemporaryDirectory() as directory:
-        return compare(Path(directory), algorithm, trl_python)
+        return compare(Path(directory), trl_python)
 
 
 def run(contests: Sequence[Contest], repeats: int, measurement: Measurement, trl_python: str) -> dict[str, Any]:

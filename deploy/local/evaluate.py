@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     parser.add_argument("--data", required=True, help="a .jsonl or .parquet file, or reasoning-gym:TASK")
     parser.add_argument(
         "--reward",
-        help="reasoning_gym, math, code, or python:path/to/file.py:function; none if a program rewards itself",
+        help="a built-in one, such as math, or python:path/to/file.py:function; none if a program rewards itself",
     )
     parser.add_argument(
         "--program",

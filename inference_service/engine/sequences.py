@@ -8,6 +8,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from async_rl.protocol.inference import SamplingParams
+from inference_service.engine.stop_texts import StopTexts
 from inference_service.engine_interface import Choice, FinishReason, Sample
 
 
@@ -25,6 +26,7 @@ class Sequence:
     stop_ids: frozenset[int]
     num_continued: int = 0
     """How many of the prompt's last tokens are the beginning of a response that is continued here."""
+    stop_texts: StopTexts | None = None
     samples: list[Sample] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     due_at: int | None = None
@@ -45,7 +47,7 @@ class Sequence:
         return self.params.max_tokens - len(self.samples)
 
     def reached_stop(self) -> bool:
-        return bool(self.samples) and self.samples[-1].token_id in self.stop_ids
+        return self._stops_at(len(self.samples))
 
     @property
     def has_delta(self) -> bool:
@@ -77,8 +79,19 @@ class Sequence:
         num = len(self.samples)
         if self.finish_reason is not None or not num:
             return num
-        is_last = num >= self.params.max_tokens or self.samples[num - 1].token_id in self.stop_ids
-        return num - 1 if is_last else num
+        return num - 1 if num >= self.params.max_tokens or self._stops_at(num) else num
+
+    def _stops_at(self, num: int) -> bool:
+        """Whether the last of the first `num` samples ends the response."""
+        if not num:
+            return False
+        if self.samples[num - 1].token_id in self.stop_ids:
+            return True
+        if self.stop_texts is None or num < self.params.min_tokens:
+            return False
+        tail = [sample.token_id for sample in self.samples[max(0, num - self.stop_texts.num_tokens) : num]]
+        num_before = min(self.stop_texts.num_tokens - len(tail), self.num_continued)
+        return self.stop_texts.are_in([*self.prompt[len(self.prompt) - num_before :], *tail])
 
     def _choice(self, start: int, stop: int) -> Choice:
         reason = self.finish_reason

@@ -20,6 +20,7 @@ from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.model import LoadedModel
 from inference_service.engine.request_checks import check_request
 from inference_service.engine.sequences import Request, Sequence
+from inference_service.engine.stop_texts import StopTexts
 from inference_service.engine.stream_waker import StreamWaker
 from inference_service.engine_interface import (
     Choice,
@@ -47,6 +48,7 @@ class TransformersEngine:
     ) -> None:
         self._limits = Limits(max_model_len, int(loaded.model.config.vocab_size))
         self._eos_ids = loaded.eos_ids
+        self._codec = loaded.codec
         self._requests: set[Request] = set()
         self._waker = StreamWaker(self._requests)
         self._batching = Batching(
@@ -157,6 +159,8 @@ class TransformersEngine:
 
     def _require_possible(self, prompt: Listing[int], params: SamplingParams) -> None:
         check_request(prompt, params, self._limits)
+        if params.stop and self._codec is None:
+            raise RequestRefused("the model has no tokenizer, so texts cannot end a response: leave stop out", "stop")
         fault = self.fault
         if fault is not None:
             raise OutOfService(fault)
@@ -165,7 +169,8 @@ class TransformersEngine:
         seed = random.getrandbits(64) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         num_continued = params.num_continued or 0
-        sequences = [Sequence(prompt, params, seed + j, stop_ids, num_continued) for j in range(params.n)]
+        stop = StopTexts(params.stop, self._codec) if params.stop and self._codec is not None else None
+        sequences = [Sequence(prompt, params, seed + j, stop_ids, num_continued, stop) for j in range(params.n)]
         request = Request(request_id, sequences, asyncio.get_running_loop().create_future())
         self._requests.add(request)
         self._owner.update((sequence, request) for sequence in sequences)

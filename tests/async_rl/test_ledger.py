@@ -59,11 +59,11 @@ def test_an_exact_batch_of_one_version_is_proven_and_recorded(ledger: Ledger, tm
 
 
 def test_branches_count_with_their_rollout(ledger: Ledger, tmp_path: Path) -> None:
-    branched = replace(row(2), num_responses=5, num_turns=7, num_branches=3, num_truncated=1)
+    branched = replace(row(2), num_responses=5, num_turns=7, num_branches=3, num_truncated=1, num_corrected=6)
     ledger.require_on_policy(BATCH, PUBLICATION, [row(0), row(1), branched])
     record = json.loads((tmp_path / "ledger.jsonl").read_text())
-    counts = ("num_responses", "num_turns", "num_branches", "num_truncated")
-    assert [record[name] for name in counts] == [9, 7, 3, 1]
+    counts = ("num_responses", "num_turns", "num_branches", "num_truncated", "num_corrected")
+    assert [record[name] for name in counts] == [9, 7, 3, 1, 6]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,9 @@ class Prompts:
     def batch(self, iteration: int) -> Batch:
         return Batch(iteration, {i: Prompt(f"row-{i}", (3, 4), {}) for i in range(NUM_PROMPTS)})
 
+    def note(self, rows: Sequence[GroupProof]) -> None:
+        pass
+
 
 class OneByOne:
     """Groups that finish one after the other."""

@@ -26,9 +26,9 @@ def test_evaluations_draw_what_they_always_drew() -> None:
 
 
 def test_epochs_have_the_order_they_always_had() -> None:
-    assert prompt_order(0, 0, num_rows=6) == [4, 2, 1, 3, 0, 5]
-    assert prompt_order(0, 1, num_rows=6) == [5, 4, 1, 3, 0, 2]
-    assert prompt_order(3, 2, num_rows=9) == [7, 5, 8, 4, 0, 6, 1, 2, 3]
+    assert list(prompt_order(0, 0, num_rows=6)) == [4, 2, 1, 3, 0, 5]
+    assert list(prompt_order(0, 1, num_rows=6)) == [5, 4, 1, 3, 0, 2]
+    assert list(prompt_order(3, 2, num_rows=9)) == [7, 5, 8, 4, 0, 6, 1, 2, 3]
 
 
 def test_sampling_seeds_leave_room_for_the_responses_of_a_request() -> None:

@@ -4,7 +4,18 @@ from typing import Any
 
 import pytest
 
-from async_rl.types import UNPROVEN, Batch, Group, GroupProof, Prompt, Response, RolloutFacts, WeightSpan
+from async_rl.types import (
+    UNPROVEN,
+    Batch,
+    Group,
+    GroupProof,
+    Prompt,
+    Response,
+    RewardParts,
+    RolloutFacts,
+    WeightSpan,
+    num_correct,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +91,25 @@ def test_equal_prompts_are_one_also_if_a_response_names_that_of_the_group() -> N
     assert GroupProof.of(one, {}).num_prompt_tokens == 5
 
 
+def test_parts_of_a_reward_pass_with_the_row_and_have_a_value_for_each_rollout() -> None:
+    one = replace(group(response((5,)), response((6,))), reward_parts=(("math", (1.0, 0.0)),))
+    row = GroupProof.of(one, {})
+    assert GroupProof.from_json(json.loads(json.dumps(asdict(row)))) == row and row.reward_parts == one.reward_parts
+    with pytest.raises(AssertionError, match="1 of 'math', 2 rollouts"):
+        replace(one, reward_parts=(("math", (1.0,)),))
+
+
+def test_correct_are_those_of_the_first_part_that_says_so() -> None:
+    parts: RewardParts = (("format", (1.0, 1.0)), ("math", (0.5, 1.0)), ("code", (0.0, 0.0)))
+    rewards = (1.5, 2.0)
+    assert num_correct({"code": 0.0, "math": 1.0}, rewards, parts) == 1
+    assert num_correct({"judge": 1.0}, rewards, parts) is None
+    assert (num_correct(2.0, rewards, parts), num_correct(None, rewards, parts)) == (1, None)
+
+
 def test_rows_of_older_releases_are_read() -> None:
     row = GroupProof.of(group(response((5,)), response((6,))), {})
-    new = ("num_turns", "num_branches", "num_truncated")
+    new = ("num_turns", "num_branches", "num_truncated", "reward_parts", "num_corrected")
     older = {name: value for name, value in json.loads(json.dumps(asdict(row))).items() if name not in new}
     assert GroupProof.from_json(older) == replace(row, num_turns=0)
     assert GroupProof.from_json(older).num_rollouts == 2

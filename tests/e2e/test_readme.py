@@ -142,10 +142,12 @@ def test_make_test_gpu_runs_where_there_is_none() -> None:
 def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
     run_by_tests = {
         "quickstart",
+        "bench-algorithms",
         "bench-between-hosts",
         "bench-chaos",
         "bench-gpu",
         "bench-products",
+        "bench-data",
         "bench-sandbox",
         "bench-modes",
         "bench-system",

@@ -49,6 +49,38 @@ def test_a_run_killed_in_any_phase_goes_on_as_if_it_had_not_been(
     assert_same_run(run, uninterrupted)
 
 
+def test_a_killed_run_with_a_critic_and_several_steps_per_batch_goes_on_as_if_it_had_not_been(
+    new_run: Callable[[str], Run],
+) -> None:
+    """Killed while its critic learns alone, and later; between two steps of a batch or wherever it is then."""
+    of_critic = ("--algorithm.name=ppo", "--critic.learning_rate=1e-3", "--critic.iterations_alone=2")
+    settings = (
+        *SETTINGS,
+        "--train.iterations=5",
+        "--train.steps_per_batch=3",
+        "--algorithm.old_policy=model",
+        *of_critic,
+    )
+    run, uninterrupted = new_run("run"), new_run("uninterrupted")
+    for number in (1, 3):
+        run.start(*settings, "--run.resume=true", "--cluster.max_restarts=0")
+        run.wait_for_iterations(number)
+        time.sleep(random.uniform(0, 0.3))
+        kill_training(run)
+    run.start(*settings, "--run.resume=true")
+    uninterrupted.start(*settings)
+    for each in (run, uninterrupted):
+        assert each.finish() == 0, each.everything_said()
+    assert_same_run(run, uninterrupted)
+    of_critic_too = ("value_loss", "value", "explained_variance", "critic_grad_norm")
+    records, expected = run.lines("metrics.jsonl"), uninterrupted.lines("metrics.jsonl")
+    assert [[record[key] for key in of_critic_too] for record in records] == [
+        [record[key] for key in of_critic_too] for record in expected
+    ]
+    assert [record["learning_rate"] > 0 for record in records] == [False, False, True, True, True]
+    assert len(run.lines("ledger.jsonl")) == 15
+
+
 def test_a_run_goes_on_under_another_layout(uninterrupted: Run, tmp_path: Path) -> None:
     run = uninterrupted.copied_to(tmp_path / "run")
     more = ("--train.iterations", str(ITERATIONS + 2), "--trainer.tensor_parallel", "2")

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chat_tokenizer import make_chat_tokenizer
+from tests.support.chat_tokenizer import make_chat_model
 from tests.support.local_run import Run
-from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.distributed
 
@@ -64,12 +63,6 @@ def make_run(new_run: Callable[[str], Run], tmp_path: Path) -> Callable[[str], R
         return run
 
     return make
-
-
-def make_chat_model(path: Path) -> Path:
-    make_tiny_model(path, "qwen3", tied=True, vocab_size=128, max_position_embeddings=1024)
-    make_chat_tokenizer(path)
-    return path
 
 
 def test_programs_are_proven_and_evaluated_and_the_same_with_two_leaders(make_run: Callable[[str], Run]) -> None:

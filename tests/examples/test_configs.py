@@ -16,9 +16,15 @@ from async_rl.preflight import require_sound
 from deploy.local.machine import Machine
 from deploy.local.plan import num_ports, plan
 from tests.support import ROOT
+from tests.support.chat_tokenizer import make_chat_model
+from tests.support.json_service import JsonService, running
 
 EXAMPLES = ROOT / "examples"
 CONFIGS = sorted(path.parent.name for path in EXAMPLES.glob("*/run.toml"))
+SMALLER = {
+    "mixture": ("--model.path", "model", "--model.dtype", "float32", "--rollout.max_response_tokens", "32"),
+}
+"""For the tests' tiny model."""
 TWO_DEVICES = Machine(cores=(0, 1), devices=("0", "1"))
 
 
@@ -53,26 +59,60 @@ def test_a_config_is_sound_and_can_be_planned(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("example", ["first_run", "evaluation"])
+@pytest.mark.parametrize("example", ["first_run", "algorithm", "evaluation", "mixture"])
 def test_an_example_trains_to_its_end(
     workplace: Callable[[str], Path], tiny_model: Callable[..., Path], example: str
 ) -> None:
     folder = workplace(example)
     shutil.copytree(tiny_model("qwen3", tied=True), folder / "model")
-    run_dir = folder / load_config(folder / "run.toml").run.dir
+    run_dir = train(folder, *SMALLER.get(example, ()))
+    if example == "mixture":
+        parts = {key for record in read(run_dir / "metrics.jsonl") for key in record if key.startswith("reward_mean/")}
+        assert parts == {"reward_mean/sums", "reward_mean/words"} and len(list((run_dir / "prompts").iterdir())) == 3
+    if example == "evaluation":
+        (evaluation,) = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+        assert (evaluation["iteration"], evaluation["set"], evaluation["num_prompts"]) == (0, "held-out", 2)
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    """Two iterations of a config; returns the directory of the run."""
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.local.run", "run.toml", "--train.iterations", "2"],
+        [sys.executable, "-m", "deploy.local.run", "run.toml", "--train.iterations", "2", *overrides],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    proofs = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
-    assert [proof["on_policy"] for proof in proofs] == [True, True]
-    if example == "evaluation":
-        (evaluation,) = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
-        assert (evaluation["iteration"], evaluation["set"], evaluation["num_prompts"]) == (0, "held-out", 2)
+    run_dir = folder / load_config(folder / "run.toml").run.dir
+    assert [proof["on_policy"] for proof in read(run_dir / "ledger.jsonl")] == [True, True]
+    return run_dir
+
+
+@pytest.mark.distributed
+def test_each_part_of_a_mixture_has_its_own_program(workplace: Callable[[str], Path]) -> None:
+    folder = workplace("mixture")
+    make_chat_model(folder / "model")
+    # The second turn has room after 512 tokens of the first.
+    options = (*SMALLER["mixture"], "--rollout.max_response_tokens", "600")
+    run_dir = train(folder, *options, "--rollout.program", "python:programs.py:rollout")
+    turns: dict[str, set[int]] = {"sums": set(), "words": set()}
+    for group in read(run_dir / "timeline.jsonl"):
+        turns[group["prompt_id"].partition("/")[0]].add(group["num_turns"])
+    assert turns == {"sums": {8}, "words": {16}}
+
+
+@pytest.mark.distributed
+def test_the_test_of_ones_own_algorithm_passes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_algorithm.py"],
+        cwd=EXAMPLES / "algorithm",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0 and done.stdout.startswith(".."), done.stdout + done.stderr
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -97,6 +137,52 @@ def test_rollouts_of_several_turns_are_learned_from(workplace: Callable[[str], P
     rewards = [record["reward_mean"] for record in read(folder / "runs" / "guess" / "metrics.jsonl")]
     # 0.29 by chance at first, and in the end more than three guesses find without being told anything.
     assert sum(rewards[-5:]) / 5 > max(3 / 7, sum(rewards[:5]) / 5 + 0.1), rewards
+
+
+@pytest.mark.distributed
+def test_rewards_that_rows_choose_are_trained_on_and_recorded_by_part(
+    workplace: Callable[[str], Path], tiny_model: Callable[..., Path]
+) -> None:
+    """Two replicas of one prompt each, so that parts pass between ranks; the judge is a server of this test."""
+    folder = workplace("rewards")
+    with running(JsonService(lambda body: {"choices": [{"message": {"content": "Fine.\n7/10"}}]})) as judge:
+        text = (folder / "run.toml").read_text()
+        (folder / "run.toml").write_text(text.replace("http://127.0.0.1:9000", judge.url))
+        changes = {
+            "model.path": str(tiny_model("qwen3", max_position_embeddings=512)),
+            "model.dtype": "float32",
+            "rollout.max_response_tokens": 8,
+            "rollout.responses_per_prompt": 2,
+            "train.iterations": 2,
+            "trainer.num_processes": 2,
+        }
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "deploy.local.run",
+                "run.toml",
+                *(f"--{key}={value}" for key, value in changes.items()),
+            ],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = folder / "runs" / "rewards"
+    rows = read(run_dir / "timeline.jsonl")
+    labels = [[key for key in row if key.startswith("reward/")] for row in rows]
+    # An epoch has two rows of each kind, and a random model gives no answer that is right.
+    assert sorted(labels) == [["reward/judge"]] * 2 + [["reward/math", "reward/format"]] * 2
+    for row, named in zip(rows, labels, strict=True):
+        assert row["reward_mean"] == (0.7 if named == ["reward/judge"] else 0.0)
+    records = read(run_dir / "metrics.jsonl")
+    assert {key for record in records for key in record if key.startswith("reward/")} == {
+        label for named in labels for label in named
+    }
+    assert all(record.get("reward/judge", 0.7) == 0.7 and record.get("accuracy", 0.0) == 0.0 for record in records)
+    assert len(judge.bodies) == 4 and "How well does the text do" in judge.bodies[0]["messages"][0]["content"]
 
 
 @pytest.mark.distributed

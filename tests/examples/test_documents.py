@@ -17,13 +17,18 @@ SHOWN_WHOLE = [
     ("README.md", "python", "first_run/reward.py"),
     ("README.md", "toml", "first_run/run.toml"),
     ("docs/rewards.md", "python", "rewards/exact.py"),
+    ("docs/algorithms.md", "python", "algorithm/my_algorithm.py"),
+    ("docs/data.md", "python", "mixture/programs.py"),
     ("docs/gateway.md", "python", "agent/my_agent.py"),
     ("docs/rollouts.md", "python", "tools/environment.py"),
     ("docs/sandbox.md", "python", "sandbox/isolated.py"),
 ]
 SHOWN_IN_PART = [
+    ("docs/algorithms.md", "toml", "algorithm/run.toml"),
+    ("docs/data.md", "toml", "mixture/run.toml"),
     ("docs/evaluation.md", "toml", "evaluation/run.toml"),
     ("docs/gateway.md", "toml", "agent/run.toml"),
+    ("docs/rewards.md", "toml", "rewards/run.toml"),
     ("docs/rollouts.md", "toml", "tools/run.toml"),
     ("docs/vllm.md", "toml", "vllm/run.toml"),
 ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import PromptsSection, RewardSection
+from async_rl.config.prompts_section import PromptsSection
+from async_rl.config.sections import RewardSection
+from async_rl.data.part import parts_of
 from async_rl.data.prompts import first_rows
 from async_rl.rewards.base import as_rewards
 from async_rl.rewards.function import Traits, load_function
+from async_rl.rewards.row_parts import labels_of
 from async_rl.types import Prompt, Response, WeightSpan
 from tests.support import ROOT
 
@@ -22,7 +26,11 @@ EXAMPLES = ROOT / "examples"
 
 def score(name: str, row: dict[str, Any], *texts: str) -> list[float]:
     """What the reward called `name` gives for responses with these texts, as a worker would ask for it."""
-    function = load_function(RewardSection(name=name))
+    return score_by(RewardSection(name=name), row, *texts)
+
+
+def score_by(config: RewardSection, row: dict[str, Any], *texts: str) -> list[float]:
+    function = load_function(config)
     responses = [
         Response(
             token_ids=(5, 6),
@@ -63,7 +71,7 @@ def test_math_knows_the_right_answer_of_every_row(row: int) -> None:
 
 def test_the_reasoning_gym_task_scores_its_own_rows() -> None:
     prompts = PromptsSection(source="reasoning-gym:chain_sum", prompts_per_batch=1)
-    (row,) = first_rows(prompts, 1)
+    (row,) = first_rows(parts_of(prompts)[0], 1)
     assert score("reasoning_gym", dict(row), str(row["answer"]), "no idea")[0] == 1.0
 
 
@@ -97,6 +105,24 @@ def judge(tmp_path: Path) -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def test_each_row_of_the_example_chooses_its_parts_and_gets_their_rewards(
+    judge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(EXAMPLES / "rewards")
+    tree = tomllib.loads(Path("run.toml").read_text())["reward"]
+    port = (tmp_path / "judge.py").read_text().partition("127.0.0.1:")[2].partition("/")[0]
+    tree["parts"][2]["url"] = f"http://127.0.0.1:{port}/v1"
+    parts = RewardSection.model_validate(tree)
+    chosen = [labels_of(parts, row) for row in rows_of("rewards")]
+    assert chosen == [["math", "format"]] * 2 + [["judge"]] * 2
+    problem, _, _, letter = rows_of("rewards")
+    text = "<think>6 x 4</think> \\boxed{24}"
+    assert score_by(parts.single_rewards["math"], problem, text) == [1.0]
+    assert score_by(parts.single_rewards["format"], problem, text, "24") == [1.0, 0.0]
+    # The judge of this test says 1 of 10 to whoever speaks of five.
+    assert score_by(parts.single_rewards["judge"], letter, "Dear neighbour, after five, please") == [0.1]
 
 
 def test_the_judge_is_asked_about_every_response(judge: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from tests.support.tiny_model import save_tokenizer
+from tests.support.tiny_model import make_tiny_model, save_tokenizer
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -31,3 +31,10 @@ def make_chat_tokenizer(path: Path, *, template: str = TEMPLATE) -> Any:
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     return tokenizer
+
+
+def make_chat_model(path: Path) -> Path:
+    """A tiny model at `path` with this tokenizer."""
+    make_tiny_model(path, "qwen3", tied=True, vocab_size=128, max_position_embeddings=1024)
+    make_chat_tokenizer(path)
+    return path

@@ -27,6 +27,15 @@ def slow(prompt, responses, row):
     return vowels(prompt, responses, row)
 
 
+def uneven(prompt, responses, row):
+    """Equal for the responses of every third prompt; finishes in an order of its own in each run."""
+    import random
+    import time
+
+    time.sleep(random.uniform(0, 0.1))
+    return [0.0] * len(responses) if int(prompt.prompt_id) % 3 == 0 else vowels(prompt, responses, row)
+
+
 def gated(prompt, responses, row):
     """Waits until its batch of six prompts, counted from 0, has a file of that name in `gates/`."""
     import pathlib

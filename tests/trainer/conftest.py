@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.config.critic_section import CriticSection
 from async_rl.config.sections import (
-    AlgorithmSection,
     ModelSection,
     OptimizerSection,
     RolloutSection,
@@ -42,7 +43,12 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
     """`make_trainer(path, kl_coef=0.1, temperature=0.7)`; options go to the section that has them."""
 
     def make(
-        path: Path, *, dtype: str = "float32", device: Device | None = None, **options: float | str
+        path: Path,
+        *,
+        dtype: str = "float32",
+        device: Device | None = None,
+        critic: Mapping[str, float | str] | None = None,
+        **options: float | str,
     ) -> MegatronTrainer:
         def section(kind: type) -> dict[str, float | str]:
             return {name: value for name, value in options.items() if name in kind.model_fields}
@@ -55,6 +61,7 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
             AlgorithmSection(**section(AlgorithmSection)),
             OptimizerSection(**{"learning_rate": 1e-2} | section(OptimizerSection)),
             TrainSection(**{"iterations": 10} | section(TrainSection)),
+            CriticSection(**critic or {}),
         )
 
     return make

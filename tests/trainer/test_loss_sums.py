@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.algorithms import make_algorithm
-from async_rl.config.sections import AlgorithmSection
+from async_rl.algorithms import PolicyGradient, make_algorithm
+from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.types import Group, Prompt, Response, WeightSpan
 from tests.support.trainer.branched_groups import branched_group
 from tests.support.trainer.grpo_reference import expected_advantages
@@ -107,9 +107,10 @@ def values_of(slices: Sequence[GroupSlice], tokens: Tokens) -> torch.Tensor:
 def test_sums_are_those_of_every_token_however_groups_were_cut(
     groups: list[Group], normalize: str, max_tokens: int, seed: int, old_model: bool
 ) -> None:
-    algorithm = make_algorithm(AlgorithmSection(kl_coef=KL_COEF, normalize=normalize))
+    algorithm = make_algorithm(AlgorithmSection(kl_coef=KL_COEF, normalize=normalize), 100)
     sums = LossSums(algorithm, "model" if old_model else "reuse", 1.0)
     new, old, ref = (random_tokens(groups, seed + i) for i in range(3))
+    sums.begin(groups, {}, None)
     slices = [part for whole in slices_of(groups) for part in split_slice(whole, max_tokens, with_prompt=True)]
     random.Random(seed).shuffle(slices)
     returned = 0.0
@@ -123,7 +124,8 @@ def test_sums_are_those_of_every_token_however_groups_were_cut(
     totals = sums.totals()
     loss, count = independent_loss(groups, normalize, new, old if old_model else new, ref)
     assert returned == pytest.approx(loss, abs=1e-9) and totals["loss"] == pytest.approx(loss, abs=1e-9)
-    assert totals["count"] == count and totals["tokens"] == len(new)
+    added = {name.removeprefix("total/"): value for name, value in totals.items() if name.startswith("total/")}
+    assert algorithm.denominator(added) == count and totals["tokens"] == len(new)
     assert totals["metric/entropy"] == pytest.approx(-sum(new.values()))
     sampler = old if old_model else new
     for group, row in zip(groups, sums.take_rows(groups), strict=True):
@@ -142,7 +144,7 @@ def independent_loss(
     groups: Sequence[Group], normalize: str, new: Tokens, old: Tokens, ref: Tokens
 ) -> tuple[float, float]:
     """GRPO token by token, on floats: the clipped objective, and the k3 estimate of the KL."""
-    low, high = (getattr(AlgorithmSection(), name) for name in ("clip_low", "clip_high"))
+    low, high = PolicyGradient.CLIP
     loss = count = 0.0
     for group in groups:
         for rollout, advantage in enumerate(expected_advantages(group)):
@@ -158,7 +160,7 @@ def independent_loss(
 
 
 def test_nothing_is_left_after_a_step() -> None:
-    sums = LossSums(make_algorithm(AlgorithmSection()), "reuse", 1.0)
+    sums = LossSums(make_algorithm(AlgorithmSection(), 100), "reuse", 1.0)
     sums.note_untrained(2)
     sums.note_untrained(3)
     assert sums.totals() == {"untrained": 5}

@@ -87,6 +87,22 @@ def test_sigterm_before_the_loop_is_reported_as_a_request_to_end_and_no_other_ex
         assert reported.message == "training rank 1 was told to end (SIGTERM) outside of training"
 
 
+@pytest.mark.parametrize("code", [0, None])
+def test_a_run_that_exits_before_its_end_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
+    def run(config: Config, token: str | None, stop: StopSignal) -> None:
+        sys.exit(code)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    with pytest.raises(RuntimeError, match=r"sys\.exit\(\) was called while training"):
+        program.main(["run.toml"])
+
+
 @pytest.mark.distributed
 def test_closed_output_is_no_fault() -> None:
     command = f"{shlex.quote(sys.executable)} -m trainer --help >&-"

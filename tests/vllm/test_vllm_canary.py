@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.sections import (
-    AlgorithmSection,
     ModelSection,
     OptimizerSection,
     PoolSection,

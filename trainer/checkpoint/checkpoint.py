@@ -21,6 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from async_rl.config.sections import Config
+from async_rl.data.history import History
 from async_rl.errors import ConfigError
 from async_rl.files import write_failed
 from trainer.checkpoint.compatibility import Contents, require_same_run
@@ -36,7 +37,8 @@ from trainer.checkpoint.files import (
     write_json,
 )
 from trainer.checkpoint.random_state import random_state, set_random_state
-from trainer.checkpoint.tensors import OLD, POLICY, model_tensors, optimizer_tensors, snapshot, storable
+from trainer.checkpoint.tensors import CRITIC, OLD, POLICY, model_tensors, optimizer_tensors, snapshot, storable
+from trainer.critic import Critic
 from trainer.parallel import TIMEOUT, Parallel
 from trainer.policy.frozen_model import FrozenModel
 from trainer.policy.optimizer import PolicyOptimizer, StepCounts
@@ -53,6 +55,7 @@ class Checkpoints:
         keep: how many of the newest ones are kept.
         config: the run's config, stored in each checkpoint.
         contents: digests of the prompts and the reward, also stored in each checkpoint.
+        history: what the draw of prompts depends on, stored and restored where there is one.
         term: of the lease on the run's directory; the same on all ranks.
         require_lease: on the main rank only: raises Fenced if another trainer has taken over the run. Then no
             checkpoint of this one counts any more.
@@ -66,6 +69,7 @@ class Checkpoints:
         config: Config,
         contents: Contents | None = None,
         *,
+        history: History | None = None,
         term: int = 0,
         require_lease: Callable[[], None] = lambda: None,
     ) -> None:
@@ -74,6 +78,7 @@ class Checkpoints:
         self._parallel = parallel
         self._config = config
         self._contents = contents
+        self._history = history
         self._term = term
         self._require_lease = require_lease
         # A separate group for the writing thread, which runs while the other groups are in use.
@@ -87,6 +92,7 @@ class Checkpoints:
         policy: DistributedDataParallel,
         optimizer: PolicyOptimizer,
         old: FrozenModel | None,
+        critic: Critic | None = None,
     ) -> None:
         """Copies everything to host memory and starts writing it; returns before it is written.
 
@@ -104,6 +110,8 @@ class Checkpoints:
         if old is not None:
             with old.resident() as model:
                 tensors += snapshot(model_tensors(model, OLD))
+        if critic is not None:
+            tensors += snapshot(optimizer_tensors(critic.value_model, critic.optimizer.parameter_states(), CRITIC))
         content = {
             "iteration": iteration,
             "num_steps": optimizer.counts.taken,
@@ -114,6 +122,8 @@ class Checkpoints:
         }
         if self._contents is not None:
             content["contents"] = self._contents.as_json()
+        if self._history is not None:
+            content["prompt_history"] = self._history.as_json()
         self._writing = self._thread.submit(self._write, iteration, tensors, content, random_state(self._parallel))
 
     def wait(self) -> None:
@@ -148,6 +158,7 @@ class Checkpoints:
         policy: DistributedDataParallel,
         optimizer: PolicyOptimizer,
         old: FrozenModel | None,
+        critic: Critic | None = None,
     ) -> int:
         """Fills models and optimizer from a checkpoint; returns the iteration to train next.
 
@@ -158,6 +169,8 @@ class Checkpoints:
         """
         content = read_checked(path, self._parallel)
         require_same_run(content["config"], self._config, str(path), content.get("contents"), self._contents)
+        if self._history is not None:
+            self._history.restore(content.get("prompt_history"))
         # Filled separately: the weights and their masters have the same names.
         self._fill(path, model_tensors(policy.module, POLICY))
         self._fill(path, optimizer_tensors(policy.module, optimizer.parameter_states()))
@@ -165,9 +178,16 @@ class Checkpoints:
             with old.resident() as model:
                 self._fill(path, model_tensors(model, OLD))
                 old.copy_from(model)
+        if critic is not None:
+            self._fill(path, model_tensors(critic.value_model, CRITIC))
+            self._fill(path, optimizer_tensors(critic.value_model, critic.optimizer.parameter_states(), CRITIC))
         # Checkpoints of earlier releases do not have the latter two: their runs never continued after a skip.
         skipped = content.get("num_skipped", 0), content.get("num_skipped_in_a_row", 0)
-        optimizer.resume(StepCounts(content["num_steps"], *skipped))
+        counts = StepCounts(content["num_steps"], *skipped)
+        optimizer.resume(counts)
+        if critic is not None:
+            # It takes a step with the policy or none.
+            critic.optimizer.resume(counts)
         if content["layout"] == _layout(self._parallel):
             set_random_state(self._parallel, _read_rank_file(path, self._parallel.rank)["random_state"])
         return int(content["iteration"])

@@ -1,8 +1,9 @@
 """Whether a run may resume from a checkpoint: the inputs that determine its results must be those of the saved run.
 
-These are settings, the prompts, and the reward. Where and how the results are computed may change: the layout of the
-trainer, the pool, publishing, checkpoints, `run.dir`; so may limits that only end a run, how often a reward is tried,
-and the learning rate. `train.iterations` may change too, which moves the end of the learning rate's decay.
+These are settings, the prompts, the reward, and a user's own algorithm. Where and how the results are computed may
+change: the layout of the trainer, the pool, publishing, checkpoints, `run.dir`; so may limits that only end a run, how
+often a reward is tried, and the learning rate. `train.iterations` may change too, which moves the end of the learning
+rate's decay.
 """
 
 import logging
@@ -10,43 +11,71 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from async_rl.algorithms import ALGORITHMS
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "train")
+_DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "critic", "train")
 _MAY_CHANGE = {
     *("train.iterations", "train.logprob_noise", "train.on_nonfinite", "train.exact"),
     *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.on_error", "reward.max_attempts"),
+    *("reward.token_from", "reward.correct_at"),
+    "prompts.cache_dir",
     *("rollout.num_workers", "rollout.max_concurrent", "rollout.max_attempts"),
     *("rollout.gateway_host", "rollout.gateway_port"),
     *("optimizer.learning_rate", "optimizer.min_learning_rate_ratio", "optimizer.warmup_iterations"),
+    "critic.learning_rate",
 }
-_PLACES = {"prompts.source", "reward.name", "rollout.program"}
+_PLACES = {"prompts.source", "prompts.mixture.source", "reward.name", "reward.rubric", "rollout.program"}
 """Settings that locate contents; they may differ where the contents are known to be the same."""
+
+_PARTS = "reward.parts."
 
 MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents behind a run's settings: digests of ranges of its prompts, and the identity of its reward."""
+    """The contents behind a run's settings: digests of ranges of its prompts, and the identity of its reward.
+
+    `algorithm` is that of a user's own one, "" for a built-in one.
+    """
 
     prompts: Mapping[str, str]
     reward: str
+    algorithm: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def deciding_settings(config: Config) -> dict[str, Any]:
-    """Dotted key -> value, of the settings that determine what a run computes."""
+    """Dotted key -> value, of the settings that determine what a run computes.
+
+    A setting left to a built-in algorithm has the value that this has for it.
+    """
     tree = config.model_dump(mode="json")
     settings = {f"{section}.{key}": value for section in _DECIDING for key, value in tree[section].items()}
     settings["run.seed"] = config.run.seed
-    return {key: value for key, value in settings.items() if key not in _MAY_CHANGE}
+    if not config.algorithm.is_own:
+        algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, config.rollout.max_response_tokens)
+        for key in ("clip_low", "clip_high", "normalize", "scale_by_std"):
+            settings[f"algorithm.{key}"] = getattr(algorithm, key)
+    mixture = settings["prompts.mixture"]
+    settings["prompts.mixture"] = [{key: value for key, value in p.items() if key != "source"} for p in mixture]
+    settings["prompts.mixture.source"] = [part["source"] for part in mixture]
+    settings["reward.parts"] = list(config.reward.weights)
+    for label, part in zip(config.reward.weights, tree["reward"]["parts"], strict=True):
+        settings |= {f"{_PARTS}{label}.{key}": value for key, value in part.items()}
+    return {key: value for key, value in settings.items() if _setting(key) not in _MAY_CHANGE}
+
+
+def _setting(key: str) -> str:
+    """A part of the reward has the settings of a reward."""
+    return f"reward.{key.rpartition('.')[2]}" if key.startswith(_PARTS) else key
 
 
 def require_same_run(
@@ -72,11 +101,11 @@ def require_same_run(
     same_places: set[str] = set()
     if saved_contents is not None and contents is not None:
         differing = _content_changes(saved_contents, contents)
-        same_places = set() if differing else _PLACES
+        same_places = set() if differing else _PLACES | _place_of_algorithm(saved_contents, contents)
     differing += [
-        f"{key} is {now[key]!r}, but was {value!r}"
+        f"{key} is {now.get(key)!r}, but was {value!r}"
         for key, value in before.items()
-        if now[key] != value and key not in same_places
+        if now.get(key) != value and _setting(key) not in same_places
     ]
     if not differing:
         return
@@ -99,7 +128,14 @@ def _content_changes(before: Mapping[str, Any], now: Contents) -> list[str]:
         found.append(f"the prompts have changed somewhere in rows {', '.join(changed[:MAX_SHOWN])}{more}")
     if before["reward"] != now.reward:
         found.append(f"the reward is {now.reward}, but was {before['reward']}")
+    if _place_of_algorithm(before, now) and before["algorithm"] != now.algorithm:
+        found.append(f"the algorithm is {now.algorithm}, but was {before['algorithm']}")
     return found
+
+
+def _place_of_algorithm(before: Mapping[str, Any], now: Contents) -> set[str]:
+    """A user's own may lie elsewhere; a built-in one is its name."""
+    return {"algorithm.name"} if before.get("algorithm") and now.algorithm else set()
 
 
 def _span(digests: Mapping[str, str]) -> str:

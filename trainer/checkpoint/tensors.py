@@ -6,6 +6,7 @@ optimizer has the same three tensors per parameter; a rank's part of them consis
 
     policy.NAME       float32 master weight     exp_avg.NAME, exp_avg_sq.NAME    float32 Adam moments
     old.NAME          weight of the old policy's model, if there is one, in the model's dtype
+    critic.NAME, critic_exp_avg.NAME, critic_exp_avg_sq.NAME    the same three of a critic
 
 A bfloat16 model's weights are its master weights, rounded.
 """
@@ -24,6 +25,7 @@ from trainer.policy.optimizer_state import ParameterState
 
 POLICY = "policy"
 OLD = "old"
+CRITIC = "critic"
 
 _NAMES = {
     # Every layer under its own number, and gate and up separately: each tensor is then one block per rank.
@@ -49,14 +51,16 @@ def model_tensors(model: SharedPromptGPT, prefix: str) -> list[ShardedTensor]:
     ]
 
 
-def optimizer_tensors(model: SharedPromptGPT, states: Iterable[ParameterState]) -> list[ShardedTensor]:
+def optimizer_tensors(
+    model: SharedPromptGPT, states: Iterable[ParameterState], whose: str = POLICY
+) -> list[ShardedTensor]:
     """This rank's part of the master weights and moments of `model`, as views of the optimizer's tensors."""
-    pieces = _pieces(model)
+    pieces, of_moments = _pieces(model), "" if whose == POLICY else f"{whose}_"
     return [
         tensor
         for state in states
         for piece in pieces[id(state.parameter)]
-        for prefix, flat in {POLICY: state.master, **state.moments}.items()
+        for prefix, flat in {whose: state.master, **{of_moments + k: m for k, m in state.moments.items()}}.items()
         for tensor in _cut(piece, prefix, flat, state)
     ]
 

@@ -13,6 +13,8 @@ from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel
 
 EMBEDDING = "model.embed_tokens.weight"
+VALUE_HEAD = "score.weight"
+"""As reward models have it (AutoModelForSequenceClassification with one label)."""
 ROWS, COLUMNS = 0, 1
 """The dimension of each Hugging Face tensor along which tensor-parallel ranks divide it."""
 
@@ -116,7 +118,9 @@ def weight_map(shape: ModelShape, layout: Layout | None = None) -> Iterator[Weig
     for layer in range(shape.num_layers):
         yield from _layer_map(shape, layout, layer)
     yield WeightEntry("decoder.final_layernorm.weight", {"model.norm.weight": (H,)}, Stacked(), last)
-    if not shape.tied:
+    if shape.gives_values:
+        yield WeightEntry("output_layer.weight", {VALUE_HEAD: (1, H)}, Stacked(), last)
+    elif not shape.tied:
         yield WeightEntry("output_layer.weight", {"lm_head.weight": (V, H)}, Stacked(), last, ROWS)
 
 

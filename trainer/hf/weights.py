@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from async_rl.errors import ConfigError
-from trainer.hf.weight_map import Layout, WeightEntry, tied_head, weight_map
+from trainer.hf.weight_map import VALUE_HEAD, Layout, WeightEntry, tied_head, weight_map
 from trainer.model.gpt import SharedPromptGPT
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -19,7 +19,8 @@ SINGLE_FILE = "model.safetensors"
 def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
     """Fills this rank's part of the model from the safetensors files of a checkpoint directory.
 
-    Of every tensor only the part that belongs to this rank is read; no rank waits for another.
+    Of every tensor only the part that belongs to this rank is read; no rank waits for another. A critic's head that
+    the checkpoint does not have stays as it is.
 
     Raises:
         ConfigError: a tensor is missing, has another shape, or is not part of the architecture; nothing is loaded then,
@@ -36,7 +37,9 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
     )
     with ExitStack() as stack:
         files = _open_tensors(checkpoint, stack)
-        _check_names_and_shapes(checkpoint, entries, files, model.shape.tied)
+        if model.shape.gives_values and VALUE_HEAD not in files:
+            entries, own = ([entry for entry in some if VALUE_HEAD not in entry.hf_shapes] for some in (entries, own))
+        _check_names_and_shapes(checkpoint, entries, files, ignores_head=model.shape.tied or model.shape.gives_values)
         with torch.no_grad():
             for entry in own:
                 parts = [
@@ -69,7 +72,9 @@ def _open_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, Any]:
     return opened
 
 
-def _check_names_and_shapes(checkpoint: Path, entries: list[WeightEntry], files: dict[str, Any], tied: bool) -> None:
+def _check_names_and_shapes(
+    checkpoint: Path, entries: list[WeightEntry], files: dict[str, Any], *, ignores_head: bool
+) -> None:
     expected = {name: shape for entry in entries for name, shape in entry.hf_shapes.items()}
     for name, shape in expected.items():
         if name not in files:
@@ -83,7 +88,7 @@ def _check_names_and_shapes(checkpoint: Path, entries: list[WeightEntry], files:
     for name in files:
         # Older checkpoints may also contain a copy of the tied head, and rotary frequencies, which the config
         # determines.
-        known = name in expected or (tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
+        known = name in expected or (ignores_head and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
         if not known:
             raise ConfigError(
                 f"checkpoint {str(checkpoint)!r} has the tensor {name!r}, which the trainer has no place for: "

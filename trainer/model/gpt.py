@@ -36,7 +36,7 @@ from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel
 
 Scores = tuple[torch.Tensor, torch.Tensor | None]
-"""Log-probs and, where they are wanted, entropies."""
+"""Log-probs and, where they are wanted, entropies; a critic's values."""
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -79,11 +79,11 @@ class SharedPromptGPT(GPTModel):
         )
 
     def forward(self, micro_batch: MicroBatch, temperature: float, with_entropy: bool = True) -> torch.Tensor | Scores:
-        """Log-probs and entropies of the response tokens (see `logprobs`); hidden rows on earlier stages."""
+        """Log-probs and entropies of the response tokens (see `scores`); hidden rows on earlier stages."""
         hidden_T1H = self.hidden(micro_batch.rows)
         if not self.post_process:
             return hidden_T1H
-        return self.logprobs(self.rows_for_logits(hidden_T1H), micro_batch.labels, temperature, with_entropy)
+        return self.scores(self.rows_for_logits(hidden_T1H), micro_batch.labels, temperature, with_entropy)
 
     def hidden(self, rows: Rows, cache: PromptCache | None = None) -> torch.Tensor:
         """This stage's output, [T, 1, H]; with sequence parallelism this rank's share of the rows.
@@ -118,7 +118,7 @@ class SharedPromptGPT(GPTModel):
             rows_T1H = copy_to_tensor_model_parallel_region(hidden_T1H)
         return rows_T1H[:, 0]
 
-    def logprobs(self, rows_TH: torch.Tensor, labels: Labels, temperature: float, with_entropy: bool = True) -> Scores:
+    def scores(self, rows_TH: torch.Tensor, labels: Labels, temperature: float, with_entropy: bool = True) -> Scores:
         """Log-probs of the response tokens at `temperature`, with gradient, and entropies, without; float32 [N]."""
         weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
         if self.other_head is not None:
@@ -135,7 +135,13 @@ class SharedPromptGPT(GPTModel):
         return angles_T1D.cos().to(self.config.params_dtype), angles_T1D.sin().to(self.config.params_dtype)
 
 
-def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, section: TrainerSection) -> SharedPromptGPT:
+def build_model(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    section: TrainerSection,
+    kind: type[SharedPromptGPT] = SharedPromptGPT,
+) -> SharedPromptGPT:
     """This rank's part of a model of this shape with undefined weights, in `dtype` throughout.
 
     Raises:
@@ -177,7 +183,7 @@ def build_model(shape: ModelShape, dtype: torch.dtype, parallel: Parallel, secti
         **swiglu_options(parallel.device.LAYER_OPS),
         **parallel.device.MODEL_OPTIONS,
     )
-    model: SharedPromptGPT = SharedPromptGPT(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
+    model: SharedPromptGPT = kind(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
     _mark_divided(model)
     use_linear(model, parallel.device.LAYER_OPS)
     return model

@@ -20,6 +20,9 @@ from trainer.devices.layer_ops import DEFAULT_OPS, LayerOps
 CHUNK_BYTES = 256 * 2**20
 """Maximum size of one chunk's logits; two more tensors of that size exist at the same time."""
 
+LEAST_LOGPROB = -1e4
+"""exp of it is 0 in every dtype, and times 0 it is 0, as -inf is not."""
+
 
 def response_logprobs(
     hidden_RH: torch.Tensor,
@@ -30,12 +33,13 @@ def response_logprobs(
     with_entropy: bool = True,
     ops: LayerOps = DEFAULT_OPS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(log softmax(logits / temperature) of each label at its row, with gradient; its entropy, without): [N] each.
+    """(log softmax(logits / temperature) of each label at its row; the entropy of the whole row): [N] each.
 
-    float32, or float64 if the hidden rows are; the products with the weights are in the weights' dtype. One row may
-    have several labels (a prompt's last row has the first token of every response), so the softmax is computed once per
-    row. The entropy, two more passes over the logits, is None without `with_entropy`. The gradient of the hidden rows
-    covers this rank's part of the vocabulary; the caller sums over ranks.
+    Both have a gradient; that of the entropy costs nothing until it is used, and then the logits once more. float32, or
+    float64 if the hidden rows are; the products with the weights are in the weights' dtype. One row may have several
+    labels (a prompt's last row has the first token of every response), so the softmax is computed once per row. The
+    entropy, two more passes over the logits, is None without `with_entropy`. The gradient of the hidden rows covers
+    this rank's part of the vocabulary; the caller sums over ranks.
 
     Args:
         ops: `matmul` computes all products, `log_normalizer` the log-sum-exps.
@@ -81,32 +85,43 @@ class _ResponseLogprobs(torch.autograd.Function):
         # With one rank they are those of the whole vocabulary.
         is_whole = len(chunks) == 1 and (group is None or group.size() == 1)
         ctx.probs_RV = probs_CV if with_entropy and is_whole and ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R)
+        ctx.save_for_backward(hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R, None)
         ctx.temperature, ctx.ops = temperature, ops
+        # The entropy's is None, not zeros, unless a loss has it.
+        ctx.set_materialize_grads(False)
         logprobs_N = label_logits_N - lse_R[label_rows_N]
         if entropy_R is None:
             return logprobs_N, None
-        entropy_N = entropy_R[label_rows_N]
-        ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+        ctx.save_for_backward(hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R, entropy_R)
+        return logprobs_N, entropy_R[label_rows_N]
 
     @staticmethod
-    def backward(ctx: Any, dlogprobs_N: torch.Tensor, _: torch.Tensor | None) -> Any:
-        """d logits = sum over a row's labels of d logprob (onehot(label) - softmax)."""
-        hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R = ctx.saved_tensors
+    def backward(ctx: Any, dlogprobs_N: torch.Tensor | None, dentropy_N: torch.Tensor | None) -> Any:
+        """d logits = sum over a row's labels of dlogprob (onehot(label) - softmax) - dentropy softmax (logprob + H)."""
+        hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R, entropy_R = ctx.saved_tensors
+        if dlogprobs_N is None:
+            dlogprobs_N = torch.zeros_like(label_rows_N, dtype=lse_R.dtype)
         dlogits_N = dlogprobs_N / ctx.temperature
         sums_R = torch.zeros_like(lse_R).index_add_(0, label_rows_N, dlogits_N)
-        # Written to below.
-        probs_RV, ctx.probs_RV = ctx.probs_RV, None
+        # Written to below. The entropy's gradient has the logarithm of probabilities, which may have become 0.
+        probs_RV, ctx.probs_RV = ctx.probs_RV if dentropy_N is None else None, None
+        dentropy_R = None
+        if dentropy_N is not None:
+            dentropy_R = torch.zeros_like(lse_R).index_add_(0, label_rows_N, dentropy_N / ctx.temperature)
         dhidden, dweight_VH = [], None
         for rows in _chunks(hidden_RH, weight_VH):
             if probs_RV is None:
                 logits_CV = _logits(hidden_RH[rows], weight_VH, ctx.temperature, ctx.ops)
-                probs_CV = logits_CV.sub_(lse_R[rows, None]).exp_()
+                logprobs_CV = logits_CV.sub_(lse_R[rows, None])
+                scale_CV = -sums_R[rows, None]
+                if dentropy_R is not None:
+                    # Probabilities that are 0 in floating point have no part in it.
+                    surprise_CV = (logprobs_CV + entropy_R[rows, None]).clamp(min=LEAST_LOGPROB)
+                    scale_CV = scale_CV - dentropy_R[rows, None] * surprise_CV
+                dlogits_CV = logprobs_CV.exp_().mul_(scale_CV)
             else:
-                probs_CV = probs_RV
-            indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, probs_CV)
-            dlogits_CV = probs_CV.mul_(-sums_R[rows, None])
+                dlogits_CV = probs_RV.mul_(-sums_R[rows, None])
+            indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, dlogits_CV)
             dlogits_CV.index_put_(indices, dlogits_N * is_here_N, accumulate=True)
             dscores_CV = dlogits_CV.to(weight_VH.dtype)
             dhidden.append(ctx.ops.matmul(dscores_CV, weight_VH))

@@ -35,7 +35,8 @@ class ModelShape:
     """Sizes and features of one decoder-only model.
 
     `rope_factor` is the llama3 scaling factor, or None for plain rotary embeddings. `tied` means that the output layer
-    uses the embedding's weights. `experts` replace, in every layer, one feed-forward part of `ffn_size`.
+    uses the embedding's weights. `experts` replace, in every layer, one feed-forward part of `ffn_size`. With
+    `gives_values` the output layer is a critic's head, which no checkpoint's config says.
     """
 
     family: str
@@ -51,6 +52,7 @@ class ModelShape:
     rope_factor: float | None
     tied: bool
     experts: Experts | None = None
+    gives_values: bool = False
 
     @property
     def qkv_bias(self) -> bool:

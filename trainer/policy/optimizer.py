@@ -1,4 +1,4 @@
-"""Megatron's AdamW over the policy, with the learning rate of each iteration."""
+"""Megatron's AdamW over the policy, or over a critic, with the learning rate of each iteration."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,32 +37,47 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """Linear warm-up, then linear decay that reaches `min_learning_rate_ratio` of the peak at the last iteration."""
+    """Linear warm-up, then linear decay that reaches `min_learning_rate_ratio` of the peak at the last iteration.
+
+    All of it after the first `num_held` iterations, in which it is 0.
+    """
 
     section: OptimizerSection
     num_iterations: int
+    num_held: int = 0
 
     def at(self, iteration: int) -> float:
         """Learning rate of the step that ends `iteration`, counted from 0."""
         peak, warmup = self.section.learning_rate, self.section.warmup_iterations
-        if iteration < warmup:
-            return peak * (iteration + 1) / warmup
-        progress = min(1.0, (iteration - warmup) / max(1, self.num_iterations - 1 - warmup))
+        number, last = iteration - self.num_held, self.num_iterations - self.num_held - 1
+        if number < 0:
+            return 0.0
+        if number < warmup:
+            return peak * (number + 1) / warmup
+        progress = min(1.0, (number - warmup) / max(1, last - warmup))
         return peak * (1 - progress * (1 - self.section.min_learning_rate_ratio))
 
 
 class PolicyOptimizer:
-    """Steps the policy on the gradients in its DDP buffers.
+    """Steps the policy, or a critic, on the gradients in its DDP buffers.
 
     Weight decay does not apply to biases and norms, as is Megatron's default.
     """
 
     def __init__(
-        self, section: OptimizerSection, train: TrainSection, policy: DistributedDataParallel, distributed: bool
+        self,
+        section: OptimizerSection,
+        train: TrainSection,
+        policy: DistributedDataParallel,
+        distributed: bool,
+        num_held: int = 0,
     ) -> None:
-        """With `distributed`, the replicas share the optimizer's state (Megatron's distributed optimizer)."""
+        """With `distributed`, the replicas share the optimizer's state (Megatron's distributed optimizer).
+
+        In the first `num_held` iterations steps add to the moments and leave the weights as they are.
+        """
         self._section = section
-        self._schedule = LearningRate(section, train.iterations)
+        self._schedule = LearningRate(section, train.iterations, num_held)
         self._steps_per_iteration = train.steps_per_batch
         self._on_nonfinite = train.on_nonfinite
         self._optimizer = _make_adam(section, policy, distributed)
@@ -101,7 +116,8 @@ class PolicyOptimizer:
         self._optimizer.zero_grad()
         if self._on_nonfinite == "fail":
             raise NonFiniteGradient(
-                f"{problem} (train.on_nonfinite is 'fail'): lower optimizer.learning_rate, or set it to 'skip'"
+                f"{problem} (train.on_nonfinite is 'fail'): lower optimizer.learning_rate, scale rewards that are as "
+                "large as 1e15, or set it to 'skip'"
             )
         if self._counts.skipped_in_a_row == MAX_SKIPS_IN_A_ROW:
             raise NonFiniteGradient(

@@ -1,4 +1,4 @@
-"""Policy, old policy and reference of one run, under one layout on the same ranks (arXiv 2511.18871, section 4.1).
+"""Policy, old policy, reference and teacher of one run, under one layout (arXiv 2511.18871, section 4.1).
 
 The old policy is a separate model only if it differs from the policy: with one optimizer step per batch (`old_policy =
 "reuse"`) its log-probs are the policy's own, detached, and it needs no forward pass.
@@ -13,9 +13,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from async_rl.config.sections import TrainerSection
+from async_rl.errors import ConfigError
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import SharedPromptGPT, build_model
-from trainer.model.shape import ModelShape
+from trainer.model.shape import ModelShape, find_checkpoint, read_model_shape
 from trainer.parallel import Parallel
 from trainer.policy.frozen_model import FrozenModel
 
@@ -27,6 +28,12 @@ class TriModel:
     policy: DistributedDataParallel
     old: FrozenModel | None
     reference: FrozenModel | None
+    teacher: FrozenModel | None = None
+
+    @property
+    def frozen(self) -> list[FrozenModel]:
+        """Those there are, in the order of their use."""
+        return [model for model in (self.reference, self.old, self.teacher) if model is not None]
 
     @property
     def policy_model(self) -> SharedPromptGPT:
@@ -55,11 +62,16 @@ def load_tri_model(
     *,
     needs_old: bool,
     needs_reference: bool,
+    teacher: str | None = None,
 ) -> TriModel:
-    """Loads all models from the same checkpoint: training starts from the reference.
+    """Loads all models from the same checkpoint, since training starts from the reference; but for the teacher.
+
+    Args:
+        teacher: checkpoint of a frozen model with the same vocabulary.
 
     Raises:
-        ConfigError: the checkpoint's weights do not fit its config, or the layout does not fit the model.
+        ConfigError: a checkpoint's weights do not fit its config, or the layout does not fit the model; there is no
+            such teacher, or its vocabulary is another one.
     """
     policy = build_model(shape, dtype, parallel, section)
     load_hf_weights(policy, checkpoint)
@@ -69,9 +81,30 @@ def load_tri_model(
         model.load_state_dict(policy.state_dict())
         return FrozenModel(model, section.frozen_weights, parallel.device.DEVICE)
 
-    old = frozen_copy() if needs_old else None
-    reference = frozen_copy() if needs_reference else None
-    ddp_config = DistributedDataParallelConfig(
+    def load_teacher() -> FrozenModel:
+        assert teacher is not None
+        source = find_checkpoint(teacher)
+        its_shape = read_model_shape(source)
+        if its_shape.vocab_size != shape.vocab_size:
+            raise ConfigError(
+                f"algorithm.teacher {teacher!r} has a vocabulary of {its_shape.vocab_size} tokens, the policy one of "
+                f"{shape.vocab_size}: a teacher scores the policy's tokens, so it must use the same tokenizer"
+            )
+        model = build_model(its_shape, dtype, parallel, section)
+        load_hf_weights(model, source)
+        return FrozenModel(model, section.frozen_weights, parallel.device.DEVICE)
+
+    return TriModel(
+        with_gradient_sums(policy, parallel, section),
+        frozen_copy() if needs_old else None,
+        frozen_copy() if needs_reference else None,
+        load_teacher() if teacher is not None else None,
+    )
+
+
+def with_gradient_sums(model: SharedPromptGPT, parallel: Parallel, section: TrainerSection) -> DistributedDataParallel:
+    """The model with Megatron's fp32 buffers, in which gradients add up."""
+    config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=section.shares_optimizer(parallel.num_replicas)
     )
-    return TriModel(DistributedDataParallel(policy.config, ddp_config, policy), old, reference)
+    return DistributedDataParallel(model.config, config, model)

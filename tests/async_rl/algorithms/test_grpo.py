@@ -10,15 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.algorithms import Responses, make_algorithm
-from async_rl.config.sections import AlgorithmSection
+from async_rl.algorithms import Responses, Tokens
+from tests.support.algorithms import algorithm_of, rollouts_of, single_turns
 
 LENGTHS = (3, 1, 5, 2)
 
 
-def single_turns(advantages_G: torch.Tensor, lengths_G: torch.Tensor) -> Responses:
-    """Responses that are whole rollouts."""
-    return Responses(advantages_G, lengths_G, lengths_G, len(lengths_G))
+def tokens_of(logprobs: torch.Tensor, old: torch.Tensor, ref: torch.Tensor | None = None) -> Tokens:
+    return Tokens(logprobs, torch.zeros_like(logprobs), old, ref)
 
 
 def reference_loss(
@@ -26,7 +25,9 @@ def reference_loss(
     old: list[torch.Tensor],
     ref: list[torch.Tensor],
     advantages: list[float],
-    config: AlgorithmSection,
+    normalize: str,
+    kl_coef: float,
+    clip: tuple[float, float],
 ) -> torch.Tensor:
     """Sum over responses of per-token clipped objectives, one token at a time."""
     total = torch.zeros((), dtype=torch.float64)
@@ -34,12 +35,12 @@ def reference_loss(
         response = torch.zeros((), dtype=torch.float64)
         for t in range(len(logprobs[g])):
             ratio = torch.exp(logprobs[g][t] - old[g][t])
-            low, high = 1 - config.clip_low, 1 + config.clip_high
+            low, high = 1 - clip[0], 1 + clip[1]
             inside = low if ratio < low else high if ratio > high else ratio
             objective = min(ratio * advantage, inside * advantage)
             delta = ref[g][t] - logprobs[g][t]
-            response = response - objective + config.kl_coef * (torch.exp(delta) - delta - 1)
-        total = total + (response / len(logprobs[g]) if config.normalize == "sequence" else response)
+            response = response - objective + kl_coef * (torch.exp(delta) - delta - 1)
+        total = total + (response / len(logprobs[g]) if normalize == "sequence" else response)
     return total
 
 
@@ -51,41 +52,43 @@ def test_loss_and_gradient_equal_the_written_out_formula(
     normalize: str, kl_coef: float, clip: tuple[float, float]
 ) -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
-    config = AlgorithmSection.model_validate(
-        {"normalize": normalize, "kl_coef": kl_coef, "clip_low": clip[0], "clip_high": clip[1]}
-    )
-    algorithm = make_algorithm(config)
+    algorithm = algorithm_of(normalize=normalize, kl_coef=kl_coef, clip_low=clip[0], clip_high=clip[1])
     logprobs = (-2 * torch.rand(sum(LENGTHS), dtype=torch.float64)).requires_grad_()
     old = logprobs.detach() + 0.4 * torch.randn(sum(LENGTHS), dtype=torch.float64)
     ref = logprobs.detach() + 0.4 * torch.randn(sum(LENGTHS), dtype=torch.float64)
     advantages = torch.randn(len(LENGTHS), dtype=torch.float64)
 
-    ours = algorithm.loss_sum(
-        logprobs, old, ref if algorithm.needs_reference else None, single_turns(advantages, torch.tensor(LENGTHS))
-    )
+    tokens = tokens_of(logprobs, old, ref if algorithm.needs.reference else None)
+    ours = algorithm.loss_sum(tokens, single_turns(advantages, torch.tensor(LENGTHS)))
     (gradient,) = torch.autograd.grad(ours.loss, logprobs)
     expected = reference_loss(
-        list(logprobs.split(LENGTHS)), list(old.split(LENGTHS)), list(ref.split(LENGTHS)), advantages.tolist(), config
+        list(logprobs.split(LENGTHS)),
+        list(old.split(LENGTHS)),
+        list(ref.split(LENGTHS)),
+        advantages.tolist(),
+        normalize,
+        kl_coef,
+        clip,
     )
     (expected_gradient,) = torch.autograd.grad(expected, logprobs)
 
     torch.testing.assert_close(ours.loss, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
-    assert ours.count == (sum(LENGTHS) if normalize == "token" else len(LENGTHS))
+    totals = algorithm.sums(rollouts_of([0.0] * len(LENGTHS), LENGTHS))
+    assert algorithm.denominator(totals) == (sum(LENGTHS) if normalize == "token" else len(LENGTHS))
 
 
 def test_the_sum_over_groups_does_not_depend_on_how_they_are_cut() -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
-    algorithm = make_algorithm(AlgorithmSection(normalize="sequence"))
+    algorithm = algorithm_of(normalize="sequence")
     logprobs = -torch.rand(8, dtype=torch.float64)
     old = logprobs + 0.1 * torch.randn(8, dtype=torch.float64)
     advantages = torch.randn(4, dtype=torch.float64)
     lengths = torch.tensor([2, 3, 1, 2])
-    whole = algorithm.loss_sum(logprobs, old, None, single_turns(advantages, lengths))
-    first = algorithm.loss_sum(logprobs[:5], old[:5], None, single_turns(advantages[:2], lengths[:2]))
-    second = algorithm.loss_sum(logprobs[5:], old[5:], None, single_turns(advantages[2:], lengths[2:]))
+    whole = algorithm.loss_sum(tokens_of(logprobs, old), single_turns(advantages, lengths))
+    first = algorithm.loss_sum(tokens_of(logprobs[:5], old[:5]), single_turns(advantages[:2], lengths[:2]))
+    second = algorithm.loss_sum(tokens_of(logprobs[5:], old[5:]), single_turns(advantages[2:], lengths[2:]))
     torch.testing.assert_close(whole.loss, first.loss + second.loss, rtol=1e-14, atol=1e-14)
-    assert whole.count == first.count + second.count
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,31 +97,31 @@ def test_the_sum_over_groups_does_not_depend_on_how_they_are_cut() -> None:
     normalize=st.sampled_from(["token", "sequence"]),
     seed=st.integers(0, 2**32),
 )
-def test_a_rollout_counts_once_and_its_length_is_that_of_all_its_responses(
-    branches: list[list[int]], normalize: str, seed: int
-) -> None:
+def test_a_rollouts_length_is_that_of_all_its_responses(branches: list[list[int]], normalize: str, seed: int) -> None:
     """The responses of each rollout, of these lengths, in any order and in one call each, against a plain loop."""
     rng = random.Random(seed)
-    algorithm = make_algorithm(AlgorithmSection(normalize=normalize, kl_coef=0.2))
-    advantages = algorithm.advantages([rng.random() for _ in branches])
+    algorithm = algorithm_of(normalize=normalize, kl_coef=0.2)
+    advantages = algorithm.advantages(rollouts_of([rng.random() for _ in branches]), None)
     parts = [(rollout, number) for rollout, lengths in enumerate(branches) for number in range(len(lengths))]
     rng.shuffle(parts)
-    loss, count, expected = torch.zeros((), dtype=torch.float64), 0, 0.0
+    loss, expected = torch.zeros((), dtype=torch.float64), 0.0
     for rollout, number in parts:
         length, of_rollout = branches[rollout][number], sum(branches[rollout])
         new, old, ref = (torch.tensor([rng.uniform(-2, 0) for _ in range(length)]).double() for _ in range(3))
         responses = Responses(
-            advantages[rollout : rollout + 1], torch.tensor([length]), torch.tensor([of_rollout]), int(number == 0)
+            advantages[rollout : rollout + 1],
+            torch.ones(1, dtype=torch.float64),
+            torch.tensor([length]),
+            torch.tensor([of_rollout]),
+            torch.tensor([0]),
         )
-        made = algorithm.loss_sum(new, old, ref, responses)
-        loss, count = loss + made.loss, count + made.count
+        loss = loss + algorithm.loss_sum(tokens_of(new, old, ref), responses).loss
         for t in range(length):
             ratio, gap = math.exp(new[t] - old[t]), float(ref[t] - new[t])
             advantage = float(advantages[rollout])
             term = -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage) + 0.2 * (math.exp(gap) - gap - 1)
             expected += term / of_rollout if normalize == "sequence" else term
     assert float(loss) == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    assert count == (len(branches) if normalize == "sequence" else sum(map(sum, branches)))
 
 
 SCALES = (5e-324, 1e-300, 1e-6, 0.7, 1000.1, 1e30)
@@ -146,7 +149,7 @@ def exact_advantages(rewards: list[float], scale_by_std: bool) -> list[float]:
 @settings(deadline=None)
 @given(rewards=REWARDS, scale_by_std=st.booleans())
 def test_advantages_are_the_exact_ones_within_the_rounding_of_rewards(rewards: list[float], scale_by_std: bool) -> None:
-    advantages = make_algorithm(AlgorithmSection(scale_by_std=scale_by_std)).advantages(rewards)
+    advantages = algorithm_of(scale_by_std=scale_by_std).advantages(rollouts_of(rewards), None)
     expected = exact_advantages(rewards, scale_by_std)
     assert advantages.dtype == torch.float64 and advantages.isfinite().all()
     # The mean is off by a rounding of its terms, relative to the largest, over what the difference is divided by.
@@ -165,27 +168,35 @@ def test_advantages_are_the_exact_ones_within_the_rounding_of_rewards(rewards: l
     scale_by_std=st.booleans(),
 )
 def test_equal_rewards_have_no_advantage_and_no_gradient(reward: float, group_size: int, scale_by_std: bool) -> None:
-    algorithm = make_algorithm(AlgorithmSection(scale_by_std=scale_by_std))
-    assert torch.equal(algorithm.advantages([reward] * group_size), torch.zeros(group_size, dtype=torch.float64))
-    assert not algorithm.has_gradient([reward] * group_size)
-    assert make_algorithm(AlgorithmSection(kl_coef=0.1)).has_gradient([reward] * group_size)
+    algorithm = algorithm_of(scale_by_std=scale_by_std)
+    assert torch.equal(
+        algorithm.advantages(rollouts_of([reward] * group_size), None), torch.zeros(group_size, dtype=torch.float64)
+    )
+    assert not algorithm.has_gradient(rollouts_of([reward] * group_size))
+    assert algorithm_of(kl_coef=0.1).has_gradient(rollouts_of([reward] * group_size))
 
 
 def test_zeros_of_either_sign_are_equal_and_a_difference_in_the_last_bit_is_one() -> None:
-    algorithm = make_algorithm(AlgorithmSection())
-    assert not algorithm.advantages([0.0, -0.0, 0.0]).any() and not algorithm.has_gradient([0.0, -0.0])
-    assert algorithm.has_gradient([0.3, 0.1 + 0.2])
-    assert algorithm.advantages([0.3, 0.1 + 0.2]).abs().max() < 1e-9  # far below the 1e-6 beside the deviation
+    algorithm = algorithm_of()
+    assert not algorithm.advantages(rollouts_of([0.0, -0.0, 0.0]), None).any() and not algorithm.has_gradient(
+        rollouts_of([0.0, -0.0])
+    )
+    assert algorithm.has_gradient(rollouts_of([0.3, 0.1 + 0.2]))
+    assert (
+        algorithm.advantages(rollouts_of([0.3, 0.1 + 0.2]), None).abs().max() < 1e-9
+    )  # far below the 1e-6 beside the deviation
 
 
 @pytest.mark.parametrize("log_ratio", [20.0, 21.0, 90.0, 1e4, -90.0, -1e4])
 @pytest.mark.parametrize("advantage", [-1.5, 0.0, 1.5])
 def test_any_log_ratio_has_a_finite_loss_and_gradient(log_ratio: float, advantage: float) -> None:
-    algorithm = make_algorithm(AlgorithmSection(kl_coef=0.1))
+    algorithm = algorithm_of(kl_coef=0.1)
     logprobs = torch.tensor([-0.5], requires_grad=True)
     others = torch.tensor([-0.5 + log_ratio]), torch.tensor([-0.5 - log_ratio])
     for old, ref in (others, others[::-1]):
-        result = algorithm.loss_sum(logprobs, old, ref, single_turns(torch.tensor([advantage]), torch.tensor([1])))
+        result = algorithm.loss_sum(
+            tokens_of(logprobs, old, ref), single_turns(torch.tensor([advantage]), torch.tensor([1]))
+        )
         (gradient,) = torch.autograd.grad(result.loss, logprobs)
         assert result.loss.isfinite() and gradient.isfinite()
         assert result.metrics["kl"].isfinite()
@@ -195,11 +206,11 @@ def test_any_log_ratio_has_a_finite_loss_and_gradient(log_ratio: float, advantag
 
 
 def test_beyond_the_bound_k3_goes_on_along_its_tangent() -> None:
-    algorithm = make_algorithm(AlgorithmSection(kl_coef=1.0))
+    algorithm = algorithm_of(kl_coef=1.0)
     steps = torch.tensor([19.999, 20.0, 20.001, 25.0], dtype=torch.float64)
     logprobs = (-steps).requires_grad_()
     responses = single_turns(torch.zeros(1), torch.tensor([4]))
-    loss = algorithm.loss_sum(logprobs, logprobs.detach(), torch.zeros(4), responses).loss
+    loss = algorithm.loss_sum(tokens_of(logprobs, logprobs.detach(), torch.zeros(4)), responses).loss
     (gradient,) = torch.autograd.grad(loss, logprobs)
     slope = math.exp(20) - 1
     expected = [math.exp(19.999) - 1, slope, slope, slope]
@@ -209,5 +220,5 @@ def test_beyond_the_bound_k3_goes_on_along_its_tangent() -> None:
 
 
 def test_no_reference_is_needed_without_kl() -> None:
-    assert not make_algorithm(AlgorithmSection(kl_coef=0.0)).needs_reference
-    assert make_algorithm(AlgorithmSection(kl_coef=0.01)).needs_reference
+    assert not algorithm_of(kl_coef=0.0).needs.reference
+    assert algorithm_of(kl_coef=0.01).needs.reference

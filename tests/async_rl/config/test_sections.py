@@ -5,6 +5,8 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from async_rl.config.file import load_config
+from async_rl.config.prompts_section import MixturePart
+from async_rl.config.section import Section
 from async_rl.config.sections import Config, EvaluationSet
 from async_rl.errors import ConfigError
 from tests.support import ROOT
@@ -53,6 +55,26 @@ def test_several_steps_per_batch_need_an_old_model(config_file: Path) -> None:
         load_config(config_file, ["--train.steps_per_batch=2", "--algorithm.old_policy=lagged"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["--train.steps_per_batch=2", "--algorithm.old_policy=model"],
+            "2 with train.steps_per_batch = 2: prompts are",
+        ),
+        (["--rollout.responses_per_prompt=1"], "reserve is 2 with rollout.responses_per_prompt = 1"),
+        (["--algorithm.name=distillation", "--algorithm.teacher=there"], "'distillation': it avoids prompts"),
+        (["--prompts.reserve=-1"], "greater than or equal to 0"),
+    ],
+)
+def test_a_reserve_that_cannot_be_selected_from_is_refused(
+    config_file: Path, settings: list[str], message: str
+) -> None:
+    assert load_config(config_file, ["--prompts.reserve=2"]).prompts.num_drawn == 6
+    with pytest.raises(ConfigError, match=message):
+        load_config(config_file, ["--prompts.reserve=2", *settings])
+
+
 def test_a_group_of_one_response_is_refused_since_it_trains_nothing(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"responses_per_prompt is 1, but .*'grpo' compares.*nothing is learned"):
         load_config(config_file, ["--rollout.responses_per_prompt=1"])
@@ -76,7 +98,8 @@ def test_the_configuration_guide_names_every_key_with_its_default_and_meaning() 
             assert row(f"{section}.{key}", setting) in guide
 
 
-def test_the_configuration_guide_names_every_key_of_an_evaluation_set() -> None:
-    part = GUIDE.read_text().split("## [[evaluation.sets]]")[1]
-    for key, setting in EvaluationSet.model_fields.items():
+@pytest.mark.parametrize(("table", "model"), [("evaluation.sets", EvaluationSet), ("prompts.mixture", MixturePart)])
+def test_the_configuration_guide_names_every_key_of_a_table_in_a_list(table: str, model: type[Section]) -> None:
+    part = GUIDE.read_text().split(f"## [[{table}]]")[1].split("\n## ")[0]
+    for key, setting in model.model_fields.items():
         assert row(key, setting) in part

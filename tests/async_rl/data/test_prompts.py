@@ -3,6 +3,7 @@ import logging
 import random
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rl.config.sections import PromptsSection
+from async_rl.config.prompts_section import PromptsSection
 from async_rl.data.prompt_table import PromptTable
 from async_rl.data.prompts import PromptSource
 from async_rl.errors import ConfigError
@@ -152,7 +153,7 @@ def test_what_is_no_chat_is_refused_with_its_row_and_what_is_wrong_in_it(
         ("bytes.jsonl", b'{"prompt": "\xff"}\n', "bytes.jsonl, line 1 is not UTF-8 text"),
         ("empty.jsonl", b"", "has no rows"),
         ("bad.parquet", b"nothing", "bad.parquet is not a Parquet file"),
-        ("rows.csv", b"a,b", "expected a .jsonl or .parquet file, or reasoning-gym:TASK"),
+        ("rows.csv", b"a,b", "expected a .jsonl or .parquet file, a directory"),
     ],
 )
 def test_malformed_files_are_refused(
@@ -183,7 +184,8 @@ def test_unknown_task_and_bad_task_options_are_refused(
 
 def test_a_rank_without_rollouts_has_the_same_batches_by_name(words: Path, tokenizer: Any) -> None:
     whole = PromptSource.load(section(words), tokenizer, seed=3)
-    names = PromptSource.by_name(whole.table.numbers, section(words), seed=3)
+    outlines = json.loads(json.dumps([asdict(each) for each in whole.outlines]))
+    names = PromptSource.by_outlines(outlines, section(words), seed=3)
     for iteration in range(5):
         assert ids(whole, iteration) == ids(names, iteration)
     assert names.batch(0).prompts[0].token_ids == ()

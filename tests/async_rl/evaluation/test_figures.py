@@ -4,7 +4,7 @@ from statistics import fmean
 import pytest
 
 from async_rl.evaluation.figures import ScoredPrompt, figures_of, ks_of, pass_at_k
-from async_rl.types import Response
+from async_rl.types import Response, Scores
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 7])
@@ -41,8 +41,20 @@ def test_figures_are_means_over_prompts_and_responses() -> None:
             token_ids=(1,), logprobs=(0.0,), text="", finish_reason="length", weight_spans=(), instance="http://a"
         ),
     ]
-    scored = [ScoredPrompt.of(responses, [1.0, 0.25]), ScoredPrompt.of(responses, [0.0, 0.5])]
+    scored = [ScoredPrompt.of(responses, Scores((1.0, 0.25))), ScoredPrompt.of(responses, Scores((0.0, 0.5)))]
     means = {"reward_mean": 0.4375, "response_tokens_mean": 2.0, "cut_share": 0.5}
     assert figures_of(scored, 1.0) == {"pass@1": 0.25, "pass@2": 0.5} | means
     assert figures_of(scored, 0.5) == {"pass@1": 0.5, "pass@2": 1.0} | means
     assert figures_of(scored, None) == means, "a reward that does not say what is correct"
+
+
+def test_pass_at_k_is_over_the_prompts_whose_part_says_what_is_correct() -> None:
+    scored = [
+        ScoredPrompt((0.2, 1.2), 4, 0, (("math", (0.0, 1.0)), ("format", (1.0, 1.0)))),
+        ScoredPrompt((3.0, 5.0), 4, 0, (("judge", (3.0, 5.0)),)),
+    ]
+    figures = figures_of(scored, {"math": 1.0})
+    assert (figures["pass@1"], figures["pass@2"]) == (0.5, 1.0)
+    assert (figures["reward/math"], figures["reward/format"], figures["reward/judge"]) == (0.5, 1.0, 4.0)
+    assert "pass@1" not in figures_of(scored[1:], {"math": 1.0})
+    assert figures_of(scored, 1.0)["pass@1"] == 0.75, "of the total"

@@ -19,7 +19,7 @@ from async_rl.rollout.program import ProgramFailed, ProgramPrompt, RolloutResult
 from async_rl.rollout.program_rollouts import make_program_rollouts
 from async_rl.rollout.session import RolloutSession
 from async_rl.seeds import RESPONSE_BITS, evaluation_seed
-from async_rl.types import Prompt, Response
+from async_rl.types import Prompt, Response, Scores
 from tests.support.scripted_pool import ScriptedPool
 
 PROMPT = Prompt("7", (3, 4), {"answer": 1})
@@ -61,8 +61,8 @@ class Tokenizer:
 class Reward:
     correct_at = 1.0
 
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[float]:
-        return [float(response.text.split()[1]) for response in responses]
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Scores:
+        return Scores(tuple(float(response.text.split()[1]) for response in responses))
 
 
 def test_it_samples_as_the_set_says_and_scores_what_was_said(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_program_is_evaluated_as_it_is_trained(tiny_model: Callable[..., Path]
         sampler = Sampler(
             *(pool, reward, tokenizer, rollout, 3),
             programs=programs,
-            on_scored=lambda loaded, prompt, responses, rewards: shown.append((responses, rewards)),
+            on_scored=lambda loaded, prompt, responses, scores: shown.append((responses, scores)),
         )
         scored = await sampler.score(LoadedSet(config, (prompt,)), prompt, version)
         assert programs.figures.take() == {}, "it is no part of the training's figures"
@@ -131,7 +131,7 @@ def test_a_program_is_evaluated_as_it_is_trained(tiny_model: Callable[..., Path]
     assert (len(set(first.rewards)) > 1, first.num_tokens, first.num_cut) == (True, 4 * 8, 4)
     assert {sampling.temperature for _, sampling in pool.asked} == {temperature}
     assert len({sampling.seed for _, sampling in pool.asked}) == 8, "four rollouts of two turns, twice"
-    ((responses, rewards), _) = shown
-    assert [len(response.token_ids) for response in responses] == [4] * 4 and tuple(rewards) == first.rewards
+    ((responses, scores), _) = shown
+    assert [len(response.token_ids) for response in responses] == [4] * 4 and scores.rewards == first.rewards
     with pytest.raises(RolloutFailed, match="rollout 0 of prompt '7' of evaluation set 'held-out', attempt 1 of 1"):
         asyncio.run(score({"prompt": "q", "broken": 1}, "v7"))

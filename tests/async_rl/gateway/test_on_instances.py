@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config.sections import PoolSection, PromptsSection, RewardSection, RolloutSection
+from async_rl.config.prompts_section import PromptsSection
+from async_rl.config.sections import PoolSection, RewardSection, RolloutSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.gateway.programs import make_program
 from async_rl.pool.inference_pool import InferencePool

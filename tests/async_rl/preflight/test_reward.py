@@ -1,12 +1,15 @@
 """Whether a reward is there, told from its text: what surely fails is named, the rest is left to its worker."""
 
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_rl.config.sections import Config, RewardSection
 from async_rl.errors import ConfigError
 from async_rl.preflight.reward import require_reward, require_time_for_tests
+from async_rl.preflight.reward_rows import require_parts_of_rows
 from tests.support.minimal_config import minimal_tree
 
 
@@ -87,6 +90,69 @@ def test_tests_of_code_need_a_sandbox_and_time_for_one_in_each_response(monkeypa
     monkeypatch.setattr("async_rl.sandbox.probe.has_sandlock", lambda: False)
     with pytest.raises(ConfigError, match="untrusted programs need a sandbox: install bubblewrap"):
         require_reward(RewardSection(name="code"))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"name": "bleu"}, r"reward\.name is 'bleu': expected math, multiple_choice, .* or python:"),
+        ({"name": "python:none.py:score"}, r"there is no file 'none\.py'"),
+        ({"name": "http"}, "needs a service: set reward.url"),
+        ({"name": "http", "url": "http://127.0.0.1:1", "token_from": "file:/none"}, "which cannot be read"),
+        ({"name": "judge", "url": "http://127.0.0.1:1", "rubric": "{response}"}, "needs a model"),
+        (
+            {"name": "judge", "url": "http://127.0.0.1:1", "model": "m", "rubric": "none.txt"},
+            "'none.txt': it is no text",
+        ),
+    ],
+)
+def test_each_part_is_checked_and_named(part: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as alone:
+        require_reward(RewardSection.model_validate(part))
+    good = {"name": "exact"}
+    with pytest.raises(ConfigError) as found:
+        require_reward(RewardSection.model_validate({"parts": [good, part | {"label": "x"}, {"name": "nist"}]}))
+    lines = str(found.value).splitlines()
+    assert lines[0] == f"[[reward.parts]] 'x': {alone.value}"
+    assert lines[1].startswith("[[reward.parts]] 'nist': reward.name is 'nist'")
+
+
+def test_a_service_that_cannot_be_reached_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/rm"
+        require_reward(RewardSection(name="http", url=url))
+    assert not caplog.text
+    for bad in (url, "https://no-such-host.invalid"):
+        require_reward(RewardSection(name="http", url=bad))
+        assert f"reward.url is '{bad}', which cannot be reached from here" in caplog.text
+
+
+def test_tests_of_code_as_a_part_need_time_too() -> None:
+    config = {**minimal_tree(), "reward": {"parts": [{"name": "math"}, {"name": "code", "timeout_s": 9}]}}
+    with pytest.raises(ConfigError, match=r"timeout_s = 9 is too short"):
+        require_time_for_tests(Config.model_validate(config))
+
+
+def test_rows_that_name_no_part_of_the_reward_are_found_before_the_start(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text('{"prompt": "a", "kind": "exact"}\n{"prompt": "b", "kind": ["exact", "f1"]}\n')
+    bad.write_text(good.read_text() + '{"prompt": "c", "kind": "bleu"}\n')
+    reward = {"column": "kind", "parts": [{"name": "exact"}, {"name": "f1"}]}
+
+    def require(prompts: Path, held_out: Path, trains: bool = True) -> None:
+        tree = {**minimal_tree(), "reward": reward}
+        tree["prompts"]["source"] = str(prompts)
+        tree["evaluation"] = {"sets": [{"name": "held-out", "source": str(held_out)}]}
+        require_parts_of_rows(Config.model_validate(tree), trains=trains)
+
+    require(good, good)
+    require(tmp_path / "none.jsonl", good)
+    require(bad, good, trains=False)
+    for prompts, held_out in ((bad, good), (good, bad)):
+        with pytest.raises(
+            ConfigError, match=r"bad\.jsonl', row 2 \(from 0\): its row's 'kind' .*'bleu': expected exact, f1"
+        ):
+            require(prompts, held_out)
 
 
 @pytest.mark.parametrize("name", ["math", "reasoning_gym"])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.config.file import load_config
-from async_rl.config.keys import keys_of
+from async_rl.config.keys import find_key, keys_of
 from async_rl.config.sections import Config, EvaluationSet
 from async_rl.programs.command_line import Commands, Parser
 from tests.support.minimal_config import MINIMAL
@@ -53,6 +53,10 @@ VALUES = {
 }
 
 
+def is_key(name: str) -> bool:
+    return name.startswith("--") and find_key(Config, name.removeprefix("--")) is not None
+
+
 @st.composite
 def command_lines(draw: st.DrawFn) -> tuple[list[str], dict[str, Any]]:
     """Words of a command in any order, and the values they set."""
@@ -61,7 +65,8 @@ def command_lines(draw: st.DrawFn) -> tuple[list[str], dict[str, Any]]:
     for key, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value)
         # Only `=` can say that a value looks like one of the command's own options.
-        looks_own = text.partition("=")[0] in ("--", "-h", "--help", "--dry-run", "--max-tokens")
+        name = text.partition("=")[0]
+        looks_own = name in ("--", "-h", "--help", "--dry-run", "--max-tokens") or is_key(name)
         parts.append([f"--{key}={text}"] if looks_own or draw(st.booleans()) else [f"--{key}", text])
     if draw(st.booleans()):
         parts.append(["--dry-run"])

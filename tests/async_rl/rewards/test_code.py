@@ -35,7 +35,7 @@ def score() -> Iterator[Callable[..., list[float]]]:
 
     def score(row: dict[str, Any], *codes: str) -> list[float]:
         responses = [response(f"So:\n```python\n{code}\n```\nDone.") for code in codes]
-        return loop.run(reward.score(Prompt("row7", (1,), row), responses))
+        return list(loop.run(reward.score(Prompt("row7", (1,), row), responses)).rewards)
 
     yield score
     loop.run(reward.close())
@@ -177,8 +177,8 @@ def test_tests_that_have_no_time_left_fail_and_the_call_ends_in_time() -> None:
         loop.run(reward.start())
         row = {"tests": {"inputs": ["1 2"] * 50, "outputs": ["3"] * 50}}
         texts = [f"```\n{code}\n```" for code in ("while True: pass", "import time; time.sleep(99)", ADD_PROGRAM)]
-        rewards = loop.run(reward.score(Prompt("row7", (1,), row), [response(text) for text in texts]))
-        assert rewards == [0.0, 0.0, 1.0]
+        rewards = loop.run(reward.score(Prompt("row7", (1,), row), [response(text) for text in texts])).rewards
+        assert rewards == (0.0, 0.0, 1.0)
     finally:
         loop.run(reward.close())
         loop.close()
@@ -213,7 +213,9 @@ def test_an_answer_that_takes_long_to_read_takes_no_more_than_the_calls_time() -
     try:
         loop.run(reward.start())
         row = {"tests": {"fn_name": "f", "inputs": [[1]] * 9, "outputs": [3] * 9}}
-        assert loop.run(reward.score(Prompt("row7", (1,), row), [response(f"```\n{SLOW_TO_READ}\n```")])) == [0.0]
+        assert loop.run(reward.score(Prompt("row7", (1,), row), [response(f"```\n{SLOW_TO_READ}\n```")])).rewards == (
+            0.0,
+        )
     finally:
         loop.run(reward.close())
         loop.close()

@@ -163,7 +163,7 @@ def test_every_fault_is_a_named_error_in_time_and_the_next_group_is_scored(
     with pytest.raises(RewardError, match=f"reward.py:{kind}', prompt row of {fault}") as caught:
         shared_loop.run(rewards[kind].score(prompt(fault), RESPONSES), IN_TIME_S)
     assert caught.match(message)
-    assert shared_loop.run(rewards[kind].score(prompt(), RESPONSES), IN_TIME_S) == [1.0, 1.0]
+    assert shared_loop.run(rewards[kind].score(prompt(), RESPONSES), IN_TIME_S).rewards == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind, faults in HARMLESS.items() for fault in faults])
@@ -171,7 +171,7 @@ def test_what_harms_nobody_else_is_no_fault(
     rewards: dict[str, Reward], shared_loop: EventLoopThread, kind: str, fault: str
 ) -> None:
     given = prompt(fault)
-    assert shared_loop.run(rewards[kind].score(given, RESPONSES), IN_TIME_S) == [1.0, 1.0]
+    assert shared_loop.run(rewards[kind].score(given, RESPONSES), IN_TIME_S).rewards == (1.0, 1.0)
     assert given.row == {"fault": fault}
 
 
@@ -181,7 +181,7 @@ def test_a_batch_that_is_left_amid_a_call_leaves_the_worker_to_the_next(
 ) -> None:
     with pytest.raises(TimeoutError):
         shared_loop.run(rewards[kind].score(prompt(fault), RESPONSES), 0.1)
-    assert shared_loop.run(rewards[kind].score(prompt(), RESPONSES), IN_TIME_S) == [1.0, 1.0]
+    assert shared_loop.run(rewards[kind].score(prompt(), RESPONSES), IN_TIME_S).rewards == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "faults"), HANGS.items())
@@ -210,7 +210,7 @@ def test_calls_beside_one_that_blocks_are_made_again_and_lose_nothing(
     others = [shared_loop.submit(reward.score(prompt(), RESPONSES)) for _ in range(8)]
     with pytest.raises(RewardError, match="row of blocks"):
         blocking.result(IN_TIME_S)
-    assert [other.result(IN_TIME_S) for other in others] == [[1.0, 1.0]] * 8
+    assert [other.result(IN_TIME_S).rewards for other in others] == [(1.0, 1.0)] * 8
     shared_loop.run(reward.close())
 
 
@@ -286,7 +286,7 @@ def test_retry_makes_a_failed_call_again_so_often_and_no_more(
 ) -> None:
     reward = flaky("flaky", on_error="retry", max_attempts=3)
     third = Prompt("row7", (3,), {"file": str(tmp_path / "third"), "good_from": 3})
-    assert loop.run(reward.score(third, RESPONSES)) == [3.0, 3.0]
+    assert loop.run(reward.score(third, RESPONSES)).rewards == (3.0, 3.0)
     assert "prompt row7, attempt 2 of 3 failed" in caplog.text and "the judge is away, time 2" in caplog.text
     fourth = Prompt("row8", (3,), {"file": str(tmp_path / "fourth"), "good_from": 4})
     with pytest.raises(RewardError, match=r"(?s)prompt row8, attempt 3 of 3 failed:.*time 3"):
@@ -309,7 +309,7 @@ def test_asynchronous_calls_are_limited_and_their_time_begins_when_they_do(
     """Twelve calls of 0.2 s, three at once, take 0.8 s: more than each may take once it runs."""
     reward = flaky("crowded", max_concurrency=3, timeout_s=0.7)
     calls = [loop.submit(reward.score(Prompt(f"row{i}", (3,), {}), RESPONSES)) for i in range(12)]
-    assert max(call.result(IN_TIME_S)[0] for call in calls) == 3.0
+    assert max(call.result(IN_TIME_S).rewards[0] for call in calls) == 3.0
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,10 @@ def test_reasoning_gym_scores_by_the_task_itself(started: Callable[..., Reward],
     reward = started("reasoning_gym")
     row = {"question": "q", "answer": "tac", "metadata": {"source_dataset": "spell_backward"}}
     responses = [response(text) for text in ("tac", " TAC\n", "xyz", "so: <answer>no</answer><answer>tac</answer>")]
-    assert loop.run(reward.score(prompt(**row), responses)) == [1.0, 1.0, 0.0, 1.0]
+    assert loop.run(reward.score(prompt(**row), responses)).rewards == (1.0, 1.0, 0.0, 1.0)
     options = {"seed": 1, "min_word_len": 4}
     row |= {"task": "spell_backward", "task_options": options}
-    assert loop.run(reward.score(prompt(**row), responses[:1])) == [1.0]
+    assert loop.run(reward.score(prompt(**row), responses[:1])).rewards == (1.0,)
 
 
 @pytest.mark.parametrize("answer", ["1/2", "$\\frac{1}{2}$", "halves of one\n#### 0.5", 0.5])
@@ -122,7 +122,7 @@ def test_math_compares_final_answers_mathematically(
 ) -> None:
     texts = ("it is \\boxed{\\frac{2}{4}}", "the answer is 0.5", "\\boxed{2}", "I do not know")
     scores = loop.run(started("math").score(prompt(answer=answer), [response(text) for text in texts]))
-    assert scores == [1.0, 1.0, 0.0, 0.0]
+    assert scores.rewards == (1.0, 1.0, 0.0, 0.0)
 
 
 def test_reward_without_what_its_row_needs_names_it(started: Callable[..., Reward], loop: EventLoopThread) -> None:
@@ -130,18 +130,18 @@ def test_reward_without_what_its_row_needs_names_it(started: Callable[..., Rewar
         loop.run(started("math").score(prompt(), RESPONSES))
 
 
-@pytest.mark.parametrize(("function", "scores"), [("lengths", [13.0, 15.0]), ("later", [10.0, 10.0])])
+@pytest.mark.parametrize(("function", "scores"), [("lengths", (13.0, 15.0)), ("later", (10.0, 10.0))])
 def test_users_function_scores_with_prompt_responses_and_row(
-    started: Callable[..., Reward], loop: EventLoopThread, user_file: Path, function: str, scores: list[float]
+    started: Callable[..., Reward], loop: EventLoopThread, user_file: Path, function: str, scores: tuple[float, ...]
 ) -> None:
-    assert loop.run(started(f"python:{user_file}:{function}").score(prompt(), RESPONSES)) == scores
+    assert loop.run(started(f"python:{user_file}:{function}").score(prompt(), RESPONSES)).rewards == scores
 
 
 def test_synchronous_reward_runs_in_a_process_without_the_trainers_packages(
     started: Callable[..., Reward], loop: EventLoopThread, user_file: Path
 ) -> None:
-    assert loop.run(started(f"python:{user_file}:pid").score(prompt(), RESPONSES))[0] != os.getpid()
-    assert loop.run(started(f"python:{user_file}:heavy_modules").score(prompt(), RESPONSES)) == [0.0, 0.0]
+    assert loop.run(started(f"python:{user_file}:pid").score(prompt(), RESPONSES)).rewards[0] != os.getpid()
+    assert loop.run(started(f"python:{user_file}:heavy_modules").score(prompt(), RESPONSES)).rewards == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("function", ["raises", "raises_later"])
@@ -161,7 +161,7 @@ def test_hung_reward_is_killed_and_the_next_group_is_scored(
     with pytest.raises(RewardError, match=r"hangs_on', prompt row7: no answer within reward.timeout_s = 0.5 s"):
         loop.run(reward.score(prompt(hang=True), RESPONSES))
     assert time.monotonic() - begun < 2
-    assert loop.run(reward.score(prompt(), RESPONSES)) == [1.0, 1.0]
+    assert loop.run(reward.score(prompt(), RESPONSES)).rewards == (1.0, 1.0)
 
 
 def test_hung_asynchronous_reward_ends_in_its_timeout(
@@ -178,7 +178,7 @@ def test_cancelled_call_leaves_a_worker_for_the_next(
     reward = started(f"python:{user_file}:hangs_on")
     with pytest.raises(TimeoutError):
         loop.run(reward.score(prompt(hang=True), RESPONSES), timeout_s=0.2)
-    assert loop.run(reward.score(prompt(), RESPONSES)) == [1.0, 1.0]
+    assert loop.run(reward.score(prompt(), RESPONSES)).rewards == (1.0, 1.0)
 
 
 def test_reward_that_ends_its_process_is_an_error(
@@ -205,7 +205,7 @@ def test_anything_but_one_finite_float_per_response_is_an_error(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bleu", "reward.name is 'bleu': expected reasoning_gym, math, code or python:"),
+        ("bleu", "reward.name is 'bleu': expected math, .*code, http, judge or python:"),
         ("python:{dir}/none.py:score", "no such file '.*none.py'"),
         ("python:{dir}/my_reward.py", "no such file"),
         ("python:{dir}/my_reward.py:score", "has no function 'score'; it has .*'lengths'"),

@@ -16,7 +16,7 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import make_reward
 from async_rl.rollout.producer import Producer, RolloutRun
-from async_rl.types import Batch, Group, Prompt
+from async_rl.types import Batch, Group, Prompt, Scores
 
 pytestmark = pytest.mark.distributed
 
@@ -223,6 +223,19 @@ def test_a_batch_that_is_left_early_stops_idle_work_that_never_began(instances, 
     assert idle.events == ["stop"]
 
 
+def test_rollouts_that_are_not_needed_close_their_requests_and_the_pool_is_idle(instances, make_producer) -> None:
+    (instance,) = instances({"delay_s": 30})
+    idle = Idle()
+    with make_producer(instance, idle_work=idle).start(batch(3), "v1") as run:
+        while len(instance.seen()["requests"]) < 3:
+            time.sleep(0.01)
+        run.cancel({0, 1, 2})
+        assert run.ready(wait=True) == []
+        while instance.seen()["num_cancelled"] < 3 or not idle.events:
+            time.sleep(0.01)
+    assert idle.events == ["run 0 v1", "stop"]
+
+
 class StrangeReward:
     """Does in the producer's own thread what a reward could do before it had a process of its own."""
 
@@ -234,10 +247,10 @@ class StrangeReward:
     async def start(self) -> None:
         pass
 
-    async def score(self, prompt: Prompt, responses: Any) -> list[float]:
+    async def score(self, prompt: Prompt, responses: Any) -> Scores:
         await asyncio.sleep(0)
         self.fault()
-        return [1.0] * len(responses)
+        return Scores((1.0,) * len(responses))
 
     async def close(self) -> None:
         pass
@@ -258,6 +271,28 @@ def test_a_rollout_that_is_ended_from_beside_is_an_error_and_never_a_success(
     producer._reward = real
     with producer.start(batch(3), "v1") as run:
         assert len(drain(run)) == 3
+
+
+def test_what_goes_wrong_with_a_rollout_that_is_not_needed_any_more_ends_nothing(instances, make_producer) -> None:
+    idle = Idle()
+    producer = make_producer(*instances({}), idle_work=idle)
+    real, runs, failed = producer._reward, list[RolloutRun](), threading.Event()
+
+    def fail_once_cancelled() -> None:
+        while not runs:
+            time.sleep(0.001)
+        runs[0].cancel({0})
+        failed.set()
+        raise KeyError("broken reward")
+
+    producer._reward = StrangeReward(fail_once_cancelled)
+    with producer.start(batch(1), "v1") as run:
+        runs.append(run)
+        assert run.ready(wait=True) == [] and failed.wait(5)
+        while not idle.events:
+            time.sleep(0.01)
+        assert run.ready(wait=True) == []
+    producer._reward = real
 
 
 def test_whoever_waits_for_a_group_can_be_called_away(instances, make_producer) -> None:

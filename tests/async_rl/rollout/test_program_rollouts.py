@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from async_rl.config.sections import PromptsSection, RewardSection, RolloutSection
+from async_rl.config.prompts_section import PromptsSection
+from async_rl.config.sections import RewardSection, RolloutSection
 from async_rl.errors import ConfigError, NoInstanceLeft, RolloutFailed
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import make_reward
@@ -68,7 +69,13 @@ class Rig:
     pool: ScriptedPool
     producers: list[Producer]
 
-    def make(self, function: str = "rollout", reward: bool = False, **settings: Any) -> Producer:
+    def make(
+        self,
+        function: str = "rollout",
+        reward: bool = False,
+        parts: tuple[dict[str, Any], ...] = (),
+        **settings: Any,
+    ) -> Producer:
         program = f"python:{self.directory / 'program.py'}:{function}"
         rollout = RolloutSection(
             **(
@@ -77,7 +84,7 @@ class Rig:
             )
         )
         name = f"python:{self.directory / 'reward.py'}:score" if reward else None
-        scores = make_reward(RewardSection(name=name))
+        scores = make_reward(RewardSection.model_validate({"name": name, "parts": parts}))
         pool: Any = self.pool
         prompts = PromptsSection(source="x.jsonl", prompts_per_batch=1)
         programs = make_program_rollouts(
@@ -176,6 +183,15 @@ def test_the_reward_sees_the_last_turn_and_scores_where_the_program_does_not(rig
     ]
     assert len(scored.rewards) == len(ends) == 4
     assert min(scored.rewards) > 100 and max(scored.rewards) <= 100 + 8, "eight letters a turn at most"
+
+
+def test_a_group_has_the_parts_of_a_reward_that_scored_all_of_it(rig: Rig) -> None:
+    mine = {"name": f"python:{rig.directory / 'reward.py'}:score", "label": "mine", "weight": 2.0}
+    own, scored = rig.groups(rig.make(parts=(mine, {"name": "regex", "pattern": ".*"})), [{}, {"silent": True}])
+    assert own.reward_parts == () and max(own.rewards) < 100
+    parts = dict(scored.reward_parts)
+    assert list(parts) == ["mine", "regex"] and parts["regex"] == (1.0,) * 4
+    assert scored.rewards == tuple(2 * reward + 1 for reward in parts["mine"])
 
 
 def test_no_reward_at_all_is_a_named_error(rig: Rig) -> None:

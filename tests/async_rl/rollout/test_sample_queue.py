@@ -131,3 +131,34 @@ def test_a_waiting_consumer_looks_whether_there_is_still_something_to_wait_for()
 
     with pytest.raises(EventLoopLost):
         SampleQueue(1, "v1", watch).ready(wait=True)
+
+
+def test_a_batch_ends_without_the_groups_that_were_cancelled() -> None:
+    queue = SampleQueue(5, "v1")
+    for index in (3, 0):
+        queue.put(group(index))
+    assert [g.index for g in queue.ready(wait=False)] == [3, 0]
+    queue.put(group(1))  # finished, but not taken
+    queue.cancel({1, 4})
+    queue.put(group(4))
+    queue.put(group(2))
+    assert [g.index for g in queue.ready(wait=True)] == [2]
+    assert queue.ready(wait=True) == []
+    queue.end()
+    assert queue.ready(wait=True) == []
+    assert queue.is_cancelled(4) and not queue.is_cancelled(2)
+
+
+def test_a_consumer_that_waits_is_woken_when_the_rest_is_cancelled() -> None:
+    queue = SampleQueue(2, "v1")
+    threading.Timer(0.1, queue.cancel, [{0, 1}]).start()
+    assert queue.ready(wait=True) == []
+
+
+def test_an_end_without_groups_that_were_not_cancelled_is_a_loss() -> None:
+    queue = SampleQueue(3, "v1")
+    queue.cancel({0})
+    queue.put(group(1))
+    queue.end()
+    with pytest.raises(RolloutLost, match="1 of 2 rollouts"):
+        queue.ready(wait=True)

@@ -124,9 +124,12 @@ def test_a_tool_that_is_not_called_starts_nothing_and_one_that_is_leaves_nothing
         async with open_python_tool(sandbox):
             pass
         async with open_python_tool(sandbox) as tool:
-            await tool.call(f"import subprocess; subprocess.Popen(['{mark}', '1000'], executable='/usr/bin/sleep')")
+            # They hold none of the tool's outputs.
+            closed = "stdin=-3, stdout=-3, stderr=-3, executable='/usr/bin/sleep'"
+            await tool.call(f"import subprocess\nfor _ in range(20): subprocess.Popen(['{mark}', '1000'], {closed})")
             while not processes_with(mark):
                 await asyncio.sleep(0.05)
+        # Not a moment later.
         assert not processes_with(mark)
 
     asyncio.run(talk())

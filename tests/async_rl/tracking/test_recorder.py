@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import Fenced
+from async_rl.errors import ConfigError, Fenced
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten
@@ -72,6 +72,18 @@ def test_desired_instances_follow_from_rollouts_that_outlast_training(tmp_path: 
         recorder.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["desired_instances"] == 6, "at most one per group"
     assert "6 instances would balance the pools, 2 took part" in caplog.text
+
+
+def test_the_reward_of_each_part_of_a_mixture_is_recorded(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, iterations=1)
+    groups = [
+        replace(group(i, 0.01), prompt=Prompt(f"{part}/{i}", (1,), {}), rewards=(reward,))
+        for i, (part, reward) in enumerate([("a", 1.0), ("b", 0.25), ("a", 0.0)])
+    ]
+    run_iteration(recorder, 0, groups, train_s=0.0, num_instances=1)
+    recorder.close()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert {key: value for key, value in record.items() if "/" in key} == {"reward_mean/a": 0.5, "reward_mean/b": 0.25}
 
 
 def test_every_record_is_handed_on(tmp_path: Path) -> None:
@@ -159,6 +171,25 @@ def test_accuracy_is_recorded_only_for_a_reward_that_says_what_is_correct(tmp_pa
     assert caplog.text.count("accuracy") == 2
 
 
+def test_each_part_of_a_reward_is_recorded_over_what_it_scored_and_one_counts_as_correct(tmp_path: Path) -> None:
+    mixed = [
+        replace(group(0, 0.01), rewards=(1.4,), reward_parts=(("math", (1.0,)), ("format", (2.0,)))),
+        replace(group(1, 0.01), rewards=(0.0,), reward_parts=(("math", (0.0,)), ("code", (0.5,)))),
+        replace(group(2, 0.01), rewards=(9.0,), reward_parts=(("judge", (9.0,)),)),
+        replace(group(3, 0.01), rewards=(1.0,), reward_parts=(("code", (1.0,)), ("judge", (1.0,)))),
+    ]
+    recorder = Recorder(tmp_path, iterations=1, correct_at={"math": 1.0, "code": 1.0})
+    run_iteration(recorder, 0, mixed, train_s=0.0, num_instances=1)
+    recorder.close()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    means = {key: value for key, value in record.items() if key.startswith("reward/")}
+    assert means == {"reward/math": 0.5, "reward/format": 2.0, "reward/code": 0.75, "reward/judge": 5.0}
+    # Right by math, wrong by math, not judged by either, right by code.
+    assert record["accuracy"] == 2 / 3
+    (row, *_) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert row["responses"][0]["reward_parts"] == {"math": 1.0, "format": 2.0}
+
+
 def test_groups_are_on_file_even_if_the_iteration_does_not_end(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, iterations=1)
     record = recorder.begin(0)
@@ -221,3 +252,22 @@ def test_nothing_is_written_once_another_trainer_writes_the_files(tmp_path: Path
         run_iteration(recorder, 0, [group(0, 0.1)], train_s=0.01, num_instances=1)
     recorder.close()
     assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]
+
+
+def test_a_metric_of_an_algorithm_does_not_replace_a_figure_of_the_record(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, iterations=1)
+    record = recorder.begin(0)
+    stats = StepStats(0.0, 0.0, 0.0, {"mine": 1.0, "loss": 2.0, "iteration": 3.0})
+    record.add_step([GroupProof.of(group(0, 0.01), {"http://a": LogprobGaps(2)})], stats)
+    with pytest.raises(ConfigError, match="metrics called iteration, loss, as figures of every record are: give them"):
+        recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
+
+
+def test_groups_that_a_selection_left_out_have_rows_that_say_so(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, iterations=1, has_reserve=True)
+    rows = [GroupProof.of(group(index, 0.01), {"http://a": LogprobGaps(2)}) for index in range(2)]
+    left_out = replace(rows[0], is_trained=False, gaps=())
+    recorder.write_groups(recorder.begin(0), [rows[1], left_out])
+    first, second = TIMELINE.read(tmp_path)
+    assert (first["index"], first["is_trained"], first["logprob_gaps"]) == (0, False, {})
+    assert (second["index"], "is_trained" in second) == (1, False)

@@ -179,7 +179,7 @@ MISTAKES = {
         says=("trainer.tensor_parallel = 3 does not divide the model's 4 attention",),
     ),
     "no reward": Mistake(
-        ("--reward.name", "exact"), says=("reward.name is 'exact': expected reasoning_gym, math, code, or",)
+        ("--reward.name", "bleu"), says=("reward.name is 'bleu': expected math, multiple_choice, exact,",)
     ),
     "no reward file": Mistake(files={"reward.py": None}, says=("reward.name is 'python:reward.py:score'", "no file")),
     "no reward function": Mistake(

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.distributed
 
@@ -150,9 +151,25 @@ def test_repetition_penalty_is_honoured(instance: Any) -> None:
     assert len(set(penalized)) > len(set(plain))
 
 
-@pytest.mark.parametrize(
-    "extra", [{"presence_penalty": 0.5}, {"stop": ["a"]}, {"logit_bias": {"3": 1}}, {"prompt_logprobs": 1}]
-)
+def test_a_text_ends_a_response_with_the_token_that_completes_it(
+    instance: Any, tiny_model: Callable[..., Path]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("qwen3"))
+    sampling = {"max_tokens": 40, "ignore_eos": True, "seed": 3, "n": 4}
+    for free in instance.generate(PROMPT, **sampling)["choices"]:
+        text = tokenizer.decode(free["token_ids"], skip_special_tokens=True)
+        stop = text[5:8]
+        ended = instance.generate(PROMPT, stop=[stop, "never"], **sampling)["choices"][free["index"]]
+        length = next(n for n in range(40) if stop in tokenizer.decode(free["token_ids"][:n], skip_special_tokens=True))
+        assert ended["token_ids"] == free["token_ids"][:length] and ended["finish_reason"] == "stop"
+        # Continued within the text that ends it, by another instance that only has the tokens.
+        begun = free["token_ids"][: length - 1]
+        seed = {"seed": 3 + free["index"], "n": 1, "max_tokens": 40 - len(begun), "num_continued": len(begun)}
+        (rest,) = instance.generate([*PROMPT, *begun], stop=[stop], **(sampling | seed))["choices"]
+        assert [*begun, *rest["token_ids"]] == ended["token_ids"] and rest["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("extra", [{"presence_penalty": 0.5}, {"logit_bias": {"3": 1}}, {"prompt_logprobs": 1}])
 def test_parameters_the_engine_lacks_are_refused(instance: Any, extra: dict[str, Any]) -> None:
     body = {"token_ids": PROMPT, "sampling_params": extra}
     answer = instance.client.post("/inference/v1/generate", json=body)

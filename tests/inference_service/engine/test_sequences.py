@@ -1,7 +1,10 @@
 """What a stream tells of a response, and when."""
 
+from collections.abc import Sequence as Listing
+
 from async_rl.protocol.inference import SamplingParams
 from inference_service.engine.sequences import Sequence
+from inference_service.engine.stop_texts import StopTexts
 from inference_service.engine_interface import Sample
 
 EOS = 1
@@ -48,3 +51,26 @@ def test_a_response_of_its_stop_token_alone_has_no_news_before_its_end() -> None
     assert not response.has_delta
     response.end("stop")
     assert told(response) == [EOS]
+
+
+class Letters:
+    def decode(self, token_ids: Listing[int], skip_special_tokens: bool) -> str:
+        return "".join("abcdefghij"[token] for token in token_ids)
+
+
+def test_the_token_that_completes_a_stop_text_is_told_only_with_the_end() -> None:
+    response = sequence()
+    response.stop_texts = StopTexts(["zz", "cde"], Letters())
+    sample(response, 2, 3)
+    assert told(response) == [2, 3] and not response.reached_stop()
+    sample(response, 4)
+    assert response.reached_stop() and not response.has_delta
+    response.end("stop")
+    assert told(response) == [4]
+
+
+def test_a_stop_text_may_begin_in_what_is_continued_and_not_in_the_prompt() -> None:
+    for num_continued, stops in ((0, False), (1, False), (2, True)):
+        made = Sequence((0, 2, 3), SamplingParams(), 0, frozenset(), num_continued, StopTexts(["cde"], Letters()))
+        sample(made, 4)
+        assert made.reached_stop() == stops

@@ -76,15 +76,15 @@ class Run:
         checkpoints = Checkpoints(Path(self.directory), 9, parallel, config)
         models, first = trainer.models, 0
         if self.load is not None:
-            first = checkpoints.load(Path(self.load), models.policy, trainer.optimizer, models.old)
+            first = checkpoints.load(Path(self.load), models.policy, trainer.optimizer, models.old, trainer.critic)
         batches = self.batches and pickle.loads(Path(self.batches).read_bytes())
         for iteration in range(first, self.until):
             if batches:
-                train(trainer, batches[iteration], parallel)
+                train(trainer, batches[iteration], parallel, config.train.steps_per_batch)
             else:
                 train_elementwise(trainer, iteration)
             if iteration + 1 in self.save_at:
-                checkpoints.save(iteration + 1, models.policy, trainer.optimizer, models.old)
+                checkpoints.save(iteration + 1, models.policy, trainer.optimizer, models.old, trainer.critic)
         checkpoints.close()
         return trainer
 
@@ -98,20 +98,28 @@ def make_trainer(config: Config, parallel: Parallel) -> MegatronTrainer:
         config.algorithm,
         config.optimizer,
         config.train,
+        config.critic,
     )
 
 
-def train(trainer: MegatronTrainer, batch: list[Group], parallel: Parallel) -> None:
-    """One step on a replica's share of a batch."""
-    for group in batch[parallel.dp_rank :: parallel.num_replicas]:
-        trainer.accumulate([[group]])
-    trainer.optimizer_step()
+def train(trainer: MegatronTrainer, batch: list[Group], parallel: Parallel, num_steps: int) -> None:
+    """The steps on a replica's share of a batch."""
+    trainer.before_publish()
+    share = batch[parallel.dp_rank :: parallel.num_replicas]
+    for step in range(num_steps):
+        for group in share[step::num_steps]:
+            trainer.accumulate([[group]])
+        trainer.optimizer_step()
 
 
 def train_elementwise(trainer: MegatronTrainer, iteration: int) -> None:
-    for parameter in trainer.models.policy.parameters():
-        parameter.main_grad.copy_(torch.sin(7 * parameter.detach().float() + iteration))
-    trainer.optimizer.step(trainer.optimizer.gradient_norm())
+    trained = [(trainer.models.policy, trainer.optimizer)]
+    if trainer.critic is not None:
+        trained.append((trainer.critic.model, trainer.critic.optimizer))
+    for model, optimizer in trained:
+        for parameter in model.parameters():
+            parameter.main_grad.copy_(torch.sin(7 * parameter.detach().float() + iteration))
+        optimizer.step(optimizer.gradient_norm())
     trainer.discard()
 
 

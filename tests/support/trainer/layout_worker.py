@@ -8,6 +8,7 @@ import gc
 import json
 import pickle
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.config.critic_section import CriticSection
 from async_rl.config.sections import (
-    AlgorithmSection,
     ModelSection,
     OptimizerSection,
     RolloutSection,
@@ -45,6 +47,7 @@ class Job:
     algorithm: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    critic: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
 
     @property
@@ -62,6 +65,9 @@ class Arriving:
     def ready(self, wait: bool) -> list[Group]:
         arrived, self._groups = self._groups[:2], self._groups[2:]
         return arrived
+
+    def cancel(self, indices: Collection[int]) -> None:
+        self._groups = [group for group in self._groups if group.index not in indices]
 
 
 def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> dict[str, Any]:
@@ -96,6 +102,7 @@ def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> Megat
         # Adam divides a gradient by its own size: without a larger eps, rounding decides the steps of tiny gradients.
         OptimizerSection(**{"learning_rate": LEARNING_RATE, "eps": 1e-3, **job.optimizer}),
         TrainSection(iterations=10, **job.train),
+        CriticSection(**job.critic),
     )
 
 

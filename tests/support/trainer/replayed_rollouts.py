@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from async_rl.types import Batch, Group
+from async_rl.types import Batch, Group, GroupProof
 
 
 class Arriving:
@@ -27,6 +27,9 @@ class ReplayedRollouts:
 
     def batch(self, iteration: int) -> Batch:
         return Batch(iteration, {group.index: group.prompt for group in self._groups})
+
+    def note(self, rows: Sequence[GroupProof]) -> None:
+        pass
 
     @contextmanager
     def start(self, batch: Batch, version: str) -> Iterator[Arriving]:

@@ -62,6 +62,9 @@ def groups(draw: st.DrawFn) -> Group:
         responses=sampled,
         rewards=tuple(draw(REWARDS) for _ in rollouts),
         rollouts=rollouts,
+        reward_parts=tuple(
+            (label, tuple(draw(REWARDS) for _ in rollouts)) for label in draw(st.sets(st.text(), max_size=2))
+        ),
         weight_version=draw(st.text()),
         started_s=draw(SECONDS),
         finished_s=draw(SECONDS),

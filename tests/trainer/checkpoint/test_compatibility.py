@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from async_rl.config.file import parse_config
-from async_rl.config.sections import Config
+from async_rl.config.sections import Config, RewardSection
 from async_rl.data.prompt_table import PromptTable
 from async_rl.errors import ConfigError
+from async_rl.programs.user_file import file_identity
 from async_rl.rewards.identity import reward_identity
 from trainer.checkpoint.compatibility import Contents, require_same_run
 
@@ -25,11 +26,11 @@ def config(**sections: dict[str, Any]) -> Config:
     return parse_config({key: tree.get(key, {}) | sections.get(key, {}) for key in tree | sections}, source="test")
 
 
-def contents(answers: list[str], reward: str = "math by math-verify 0.8") -> Contents:
+def contents(answers: list[str], reward: str = "math by math-verify 0.8", algorithm: str = "") -> Contents:
     table = PromptTable()
     for number, answer in enumerate(answers):
         table.append(number, (5, 6, 7), {"answer": answer})
-    return Contents(table.digests(), reward)
+    return Contents(table.digests(), reward, algorithm)
 
 
 ANSWERS = [str(i) for i in range(300)]
@@ -71,12 +72,56 @@ def test_rows_that_were_added_or_left_out_are_noticed() -> None:
 def test_another_reward_under_the_same_name_is_noticed(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("def score(*_): return [1.0]\n")
-    name = f"python:{file}:score"
-    before = reward_identity(name)
+    named = RewardSection(name=f"python:{file}:score")
+    before = reward_identity(named)
     file.write_text("def score(*_): return [0.0]\n")
-    assert reward_identity(name) != before != reward_identity(f"python:{file}:other")
+    assert reward_identity(named) != before != reward_identity(RewardSection(name=f"python:{file}:other"))
     with pytest.raises(ConfigError, match=r"the reward is score in a file with sha256 .*, but was score in a file"):
-        go_on(config(), contents(ANSWERS, reward_identity(name)), contents(ANSWERS, before))
+        go_on(config(), contents(ANSWERS, reward_identity(named)), contents(ANSWERS, before))
+
+
+PARTS = [
+    {"name": "math"},
+    {"name": "judge", "label": "style", "model": "m", "rubric": "{response}", "weight": 0.2, "timeout_s": 5},
+]
+
+
+def with_parts(style: dict[str, Any], **section: Any) -> Config:
+    return config(reward={"name": None, "parts": [PARTS[0], PARTS[1] | style], **section})
+
+
+@pytest.mark.parametrize("style", [{}, {"timeout_s": 9, "on_error": "retry"}, {"token_from": "env:X"}], ids=str)
+def test_how_a_part_of_the_reward_is_called_may_change(style: dict[str, Any]) -> None:
+    now = with_parts(style)
+    same = contents(ANSWERS, reward_identity(now.reward))
+    require_same_run(with_parts({}).model_dump(mode="json"), now, "iteration-000002", same.as_json(), same)
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        (with_parts({"weight": 0.3}), r"reward\.parts\.style\.weight is 0\.3, but was 0\.2"),
+        (with_parts({"model": "n"}), r"reward\.parts\.style\.model is 'n', but was 'm'"),
+        (with_parts({"url": "http://a"}), r"reward\.parts\.style\.url is 'http://a', but was None"),
+        (with_parts({"label": "form"}), r"reward\.parts is \['math', 'form'\], but was \['math', 'style'\]"),
+        (with_parts({"rubric": "!{response}"}), r"the reward is math: .*; style: judge by .*, but was math: "),
+        (with_parts({"name": "f1"}), r"the reward is math: .*; style: f1 by async-rl .*, but was math: "),
+        (with_parts({}, column="kind"), r"reward\.column is 'kind', but was None"),
+        (config(), r"reward\.parts is \[\], but was \['math', 'style'\]"),
+    ],
+)
+def test_a_part_of_the_reward_that_changes_is_named(now: Config, message: str) -> None:
+    saved = with_parts({})
+    before = contents(ANSWERS, reward_identity(saved.reward)).as_json()
+    mine = contents(ANSWERS, reward_identity(now.reward))
+    with pytest.raises(ConfigError, match=message):
+        require_same_run(saved.model_dump(mode="json"), now, "iteration-000002", before, mine)
+
+
+def test_a_checkpoint_from_before_rewards_had_parts_is_taken_on() -> None:
+    saved = config().model_dump(mode="json")
+    saved["reward"] = {key: saved["reward"][key] for key in ("name", "timeout_s", "num_workers", "on_error")}
+    require_same_run(saved, config(), "iteration-000002")
 
 
 def test_the_same_contents_may_lie_elsewhere() -> None:
@@ -97,3 +142,33 @@ def test_changes_can_be_accepted_and_are_logged(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         go_on(accepting, contents([*ANSWERS, "more"]), contents(ANSWERS))
     assert "run.seed is 4, but was 0" in caplog.text and "rows 0 to 300" in caplog.text
+
+
+OLDER = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2, "normalize": "token", "scale_by_std": True}
+"""What configs of the release before algorithms had defaults of their own contain."""
+
+
+def test_a_setting_left_to_the_algorithm_is_the_value_that_this_has() -> None:
+    saved = config(algorithm=OLDER).model_dump(mode="json")
+    require_same_run(saved, config(), "iteration-000002")
+    with pytest.raises(ConfigError, match=r"algorithm\.clip_high is 0\.28, but was 0\.2\n") as e:
+        require_same_run(saved, config(algorithm={"name": "dapo"}), "iteration-000002")
+    assert "algorithm.name is 'dapo', but was 'grpo'" in str(e.value) and "None" not in str(e.value)
+
+
+def test_a_users_algorithm_may_lie_elsewhere_but_not_change(tmp_path: Path) -> None:
+    file, moved = tmp_path / "mine.py", tmp_path / "moved.py"
+    file.write_text("class Mine: ...\n")
+    moved.write_text(file.read_text())
+    names = [f"python:{path}:Mine" for path in (file, moved)]
+    saved, now = (config(algorithm={"name": name}) for name in names)
+    before, after = (contents(ANSWERS, algorithm=file_identity("algorithm.name", name)) for name in names)
+    require_same_run(saved.model_dump(mode="json"), now, "iteration-000002", before.as_json(), after)
+    moved.write_text("class Mine: x = 1\n")
+    changed = contents(ANSWERS, algorithm=file_identity("algorithm.name", names[1]))
+    with pytest.raises(ConfigError, match=r"the algorithm is Mine in a file with sha256 .*, but was Mine in a file"):
+        require_same_run(saved.model_dump(mode="json"), now, "iteration-000002", before.as_json(), changed)
+    with pytest.raises(ConfigError, match=r"algorithm\.name is 'python:.*', but was 'grpo'"):
+        go_on(now, after, contents(ANSWERS))
+    older = {key: value for key, value in contents(ANSWERS).as_json().items() if key != "algorithm"}
+    require_same_run(config().model_dump(mode="json"), config(), "iteration-000002", older, contents(ANSWERS))

@@ -109,10 +109,31 @@ def test_without_entropy_the_log_probs_are_the_same_bits(rng: random.Random) -> 
     assert entropy_N is None and torch.equal(logprobs_N, expected)
 
 
-def test_entropy_has_no_gradient(rng: random.Random) -> None:
-    inputs = make_inputs(rng, torch.float32)
-    logprobs_N, entropy_N = response_logprobs(inputs.hidden_RH.requires_grad_(), *inputs.arguments[1:])
-    assert logprobs_N.requires_grad and not entropy_N.requires_grad
+@pytest.mark.parametrize("uses_logprobs", [True, False])
+def test_the_entropys_gradient_is_that_of_the_plain_one(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, uses_logprobs: bool
+) -> None:
+    inputs = make_inputs(rng, torch.float64)
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", rng.choice([1, 700, 10**9]))
+    weights = torch.randn_like(inputs.dlogprobs_N)
+    found = []
+    for compute in (response_logprobs, plain_logprobs):
+        hidden_RH, weight_VH = (tensor.detach().clone().requires_grad_() for tensor in inputs.arguments[:2])
+        logprobs_N, entropy_N = compute(hidden_RH, weight_VH, *inputs.arguments[2:])
+        loss = entropy_N @ weights
+        if uses_logprobs:
+            loss = loss + logprobs_N @ inputs.dlogprobs_N
+        found.append(torch.autograd.grad(loss, [hidden_RH, weight_VH]))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_an_entropy_of_certain_tokens_has_a_finite_gradient() -> None:
+    hidden_RH = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight_VH = torch.tensor([[1.0], [-1.0], [0.5]])
+    _, entropy_N = response_logprobs(hidden_RH, weight_VH, torch.tensor([0, 1]), torch.tensor([0, 0]), 1.0)
+    entropy_N.sum().backward()
+    assert hidden_RH.grad is not None and hidden_RH.grad.tolist() == [[0.0], [0.0]]
 
 
 def test_no_labels_have_no_log_probs_and_zero_gradients(rng: random.Random) -> None:

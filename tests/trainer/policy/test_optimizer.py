@@ -51,6 +51,12 @@ def test_learning_rate_warms_up_and_decays_to_its_share_of_the_peak() -> None:
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1])
 
 
+def test_the_schedule_begins_after_the_iterations_that_are_held() -> None:
+    section = OptimizerSection(learning_rate=1.0, min_learning_rate_ratio=0.1, warmup_iterations=2)
+    rates = [LearningRate(section, num_iterations=9, num_held=3).at(i) for i in range(10)]
+    assert rates == pytest.approx([0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1])
+
+
 def test_single_iteration_runs_at_the_peak() -> None:
     section = OptimizerSection(learning_rate=1.0, min_learning_rate_ratio=0.0)
     assert LearningRate(section, num_iterations=1).at(0) == 1.0

@@ -1,0 +1,56 @@
+"""GDPO: each part of a composed reward is normalised by itself (arXiv 2601.05242).
+
+    A_g = sum_k (R_k,g - mean(R_k)) / (std(R_k) + 1e-6) x weight_k,    then divided by the batch's deviation of these
+
+A part's scale has no effect, so `weights` say what it counts, 1 by default; what an over-long rollout or a KL in the
+reward costs is a part, too, "shaping". The sums have the mean 0 in every group,
+and so in the batch: only the deviation is the batch's, one factor of the denominator, and the paper's batch
+normalisation is exact in a stream.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+
+from async_rl.algorithms.base import Rollouts, Totals
+from async_rl.algorithms.policy_gradient import STD_EPS, PolicyGradient, deviation
+from async_rl.config.section import Section
+from async_rl.errors import RewardError
+
+
+class GDPOOptions(Section):
+    weights: dict[str, float] = Field(default_factory=dict)
+
+
+class GDPO(PolicyGradient):
+    SCALES_BY_STD = "batch"
+    Options = GDPOOptions
+    options: GDPOOptions
+
+    def has_gradient(self, rollouts: Rollouts) -> bool:
+        differ = any(min(values) != max(values) for values in self._parts(rollouts).values())
+        return super().has_gradient(rollouts) or (differ and bool(self.weights(rollouts).any()))
+
+    def advantages(self, rollouts: Rollouts, totals: Totals | None) -> torch.Tensor:
+        advantages_G = torch.zeros(len(rollouts.rewards), dtype=torch.float64)
+        for name, values in self._parts(rollouts).items():
+            values_G = torch.tensor(values, dtype=torch.float64)
+            if values_G.min() != values_G.max():
+                normalised_G = (values_G - values_G.mean()) / (values_G.std() + STD_EPS)
+                advantages_G += self.options.weights.get(name, 1.0) * normalised_G
+        return advantages_G if totals is None else advantages_G / deviation(totals)
+
+    def _batch_scaled(self, rollouts: Rollouts) -> Sequence[float]:
+        scaled: list[float] = self.advantages(rollouts, None).tolist()
+        return scaled
+
+    def _parts(self, rollouts: Rollouts) -> dict[str, tuple[float, ...]]:
+        """The parts of the reward, and what shaping adds to it; the reward itself where it has no parts."""
+        parts = rollouts.parts or {"reward": rollouts.rewards}
+        if unknown := self.options.weights.keys() - parts.keys() - {"shaping"}:
+            raise RewardError(
+                f"algorithm.options.weights names {', '.join(sorted(unknown))}, but the parts of the reward are "
+                f"{', '.join(parts)}, and shaping: correct the names"
+            )
+        return {**parts, "shaping": self.shaping(rollouts)}

@@ -1,0 +1,161 @@
+"""The `[reward]` section: one reward, or several parts with weights."""
+
+import re
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from async_rl.config.section import Section
+
+
+class RewardSettings(Section):
+    """Of one reward: those of `[reward]`, and of each of its parts."""
+
+    name: str | None = Field(
+        None,
+        description="math, multiple_choice, exact, f1, regex, reasoning_gym, code, http, judge, or "
+        "python:path/to/file.py:function; none if a program rewards itself",
+    )
+    correct_at: float | None = Field(
+        None, description="the least reward of a correct response; by default what the reward itself declares"
+    )
+    timeout_s: float = Field(30.0, gt=0, description="for one group, from when its call begins")
+    num_workers: int = Field(1, ge=1, description="processes that run the reward")
+    max_concurrency: int = Field(
+        64,
+        ge=1,
+        description="calls of an asynchronous reward under way at once (judge: requests); a synchronous one has one "
+        "per process",
+    )
+    on_error: Literal["fail", "retry"] = Field(
+        "fail", description="a call that raises, hangs or returns nonsense ends the run, or is made again first"
+    )
+    max_attempts: int = Field(3, ge=1, description="calls for one group at most, with `retry`")
+    test_timeout_s: float = Field(3.0, gt=0, description="code: for one unit test of a response")
+    test_memory_bytes: int = Field(
+        512 * 2**20, ge=64 * 2**20, description="code: memory and files of all processes of one response"
+    )
+    pattern: str | None = Field(
+        None, description="regex: what a response has to match, `.` line breaks too; by default the row's `pattern`"
+    )
+    match: Literal["full", "search"] = Field(
+        "full", description="regex: the whole response, without space around it, has to match, or any part of it"
+    )
+    url: str | None = Field(
+        None, description="http: where groups are posted; judge: base URL of an OpenAI-compatible server, with /v1"
+    )
+    token_from: str | None = Field(
+        None,
+        pattern=r"^(env|file):.+$",
+        description="http, judge: where the bearer token is, env:VARIABLE or file:PATH; never the token itself",
+    )
+    model: str | None = Field(None, description="judge: its name at the server")
+    rubric: str | None = Field(
+        None,
+        description="judge: what it is asked, a text or the path of one; {response} stands for the response, {prompt}, "
+        "{answer} and so on for columns of the row",
+    )
+    score_pattern: str | None = Field(
+        None,
+        description="judge: a regular expression whose group is the score, where it matches last; by default the "
+        "number in the last line",
+    )
+    min_score: float = Field(0.0, description="judge: the worst score, which becomes the reward 0")
+    max_score: float = Field(1.0, description="judge: the best score, which becomes the reward 1")
+    unreadable_reward: float | None = Field(
+        None, description="judge: of a response for which it gives no score three times; by default an error"
+    )
+
+    @field_validator("pattern", "score_pattern")
+    @classmethod
+    def _is_a_regular_expression(cls, pattern: str | None, info: ValidationInfo) -> str | None:
+        try:
+            num_groups = 1 if pattern is None else re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"it is no regular expression: {error}") from error
+        if info.field_name == "score_pattern" and num_groups != 1:
+            raise ValueError(f"it has {num_groups} groups: put the number, and nothing else, in parentheses")
+        return pattern
+
+    @field_validator("url")
+    @classmethod
+    def _is_of_a_service(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        try:
+            parts = urlsplit(url)
+            is_sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            is_sound = False
+        if not is_sound:
+            raise ValueError("it is no URL: write http://HOST:PORT/PATH or https://HOST/PATH")
+        if parts.username or parts.password:
+            raise ValueError("it contains a user or a password, which checkpoints would record: use token_from")
+        return url
+
+
+class RewardPart(RewardSettings):
+    """`[[reward.parts]]`: a reward and its weight; settings that it leaves out are those of `[reward]`."""
+
+    name: str = Field(description="of the reward, as reward.name")
+    weight: float = Field(1.0, ge=-1e6, le=1e6, description="the total is the sum of weight x reward over the parts")
+    label: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_./-]+$",
+        description="as figures and rows call it; by default its name",
+    )
+
+    @property
+    def known_as(self) -> str:
+        return self.label or self.name
+
+
+class RewardSection(RewardSettings):
+    skip_special_tokens: bool = Field(
+        True, description="leave special tokens (end of sequence, a chat template's) out of the text that is scored"
+    )
+    parts: tuple[RewardPart, ...] = Field((), description="rewards that are added up, instead of reward.name")
+    column: str | None = Field(
+        None, description="column in which a row names the part, or the list of parts, that score it; by default all do"
+    )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is any reward."""
+        return self.name is not None or bool(self.parts)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the parts, by label."""
+        return {part.known_as: part.weight for part in self.parts}
+
+    @property
+    def single_rewards(self) -> "dict[str, RewardSection]":
+        """Each reward alone: the parts by their labels, else the one that is named by its name."""
+        if not self.parts:
+            return {} if self.name is None else {self.name: self}
+        # Which total is correct says nothing about a part.
+        shared = self.model_dump(exclude_unset=True, exclude={"parts", "column", "correct_at"})
+        own = {"label", "weight"}
+        return {
+            part.known_as: RewardSection.model_validate(shared | part.model_dump(exclude_unset=True, exclude=own))
+            for part in self.parts
+        }
+
+    @model_validator(mode="after")
+    def _parts_stand_for_the_reward(self) -> "RewardSection":
+        if self.parts and self.name is not None:
+            raise ValueError(
+                f"reward.name is {self.name!r}, but there are also [[reward.parts]]: make it one of them, or remove "
+                "them"
+            )
+        if self.column is not None and not self.parts:
+            raise ValueError(
+                f"reward.column is {self.column!r}, but there are no [[reward.parts]] that its rows could name: add "
+                "them, or remove it"
+            )
+        labels = [part.known_as for part in self.parts]
+        if twice := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"several [[reward.parts]] are called {twice[0]!r}: give each a label of its own")
+        return self

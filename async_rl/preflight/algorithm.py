@@ -1,0 +1,44 @@
+"""Checks a user's own algorithm, and checkpoints of teacher and critic; nothing of them is executed or loaded."""
+
+from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from async_rl.preflight.model import ModelFiles, require_divisible, require_supported
+from async_rl.preflight.user_file import require_class
+
+TEACHER = "algorithm.teacher"
+CRITIC = "critic.path"
+
+
+def require_algorithm(config: AlgorithmSection) -> None:
+    """Checks that a user's own algorithm is a class of its file.
+
+    Raises:
+        ConfigError: it is not; names the file and, if possible, the line.
+    """
+    if config.is_own:
+        require_class("algorithm.name", config.name)
+
+
+def require_other_models(config: Config, policy: ModelFiles, *, serves: bool) -> None:
+    """Checks that `algorithm.teacher` and `critic.path`, where set, can read the policy's tokens on the ranks.
+
+    Args:
+        serves: whether these ranks are those of the config.
+
+    Raises:
+        ConfigError: one cannot; names the setting.
+    """
+    for setting, name in ((TEACHER, config.algorithm.teacher), (CRITIC, config.critic.path)):
+        if name is None:
+            continue
+        model = ModelFiles.find(name, setting)
+        require_supported(model)
+        if serves:
+            require_divisible(config, model)
+        own, expected = model.config.get("vocab_size"), policy.config.get("vocab_size")
+        if own != expected:
+            raise ConfigError(
+                f"{setting} {model.name!r} has a vocabulary of {own} tokens, model.path {policy.name!r} one of "
+                f"{expected}: it reads the policy's tokens; name a checkpoint with the same tokenizer"
+            )

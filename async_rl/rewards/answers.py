@@ -1,0 +1,73 @@
+"""What a response gives as its answer, the answers that a row accepts, and how texts of both are compared."""
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from string import punctuation
+from typing import Any
+
+ANSWER_END = "</answer>"
+
+TAGGED = re.compile(rf"<answer>(.*?){ANSWER_END}", re.DOTALL)
+
+THOUGHTS, THOUGHTS_END = "<think>", "</think>"
+
+PART_OF_NUMBER = re.compile(r"(?<!\w)-(?=\.?\d)|(?<=\d)\.(?=\d)|(?<!\w)\.(?=\d)")
+"""A sign or a decimal point: without it the number would be another one."""
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def conclusion_of(text: str) -> str:
+    """What follows the thoughts of a response; nothing if these do not end."""
+    said = text.rpartition(THOUGHTS_END)[2]
+    return "" if THOUGHTS in said else said.strip()
+
+
+def answer_of(text: str) -> str:
+    """The text in the last `<answer>` tags of a response, else its conclusion."""
+    said = conclusion_of(text)
+    tagged = tagged_in(said)
+    return (tagged[-1] if tagged else said).strip()
+
+
+def tagged_in(text: str) -> list[str]:
+    """All texts in `<answer>` tags."""
+    # Without what follows the last end: from each of many beginnings it would be searched through for another one.
+    before, end, _ = text.rpartition(ANSWER_END)
+    return TAGGED.findall(before + end)
+
+
+def accepted_answers(row: Mapping[str, Any]) -> list[str]:
+    """The row's `answer` or `answers`: a text or a number, a list of them, or SQuAD's `{"text": [...]}`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    given = row.get("answer") if row.get("answer") is not None else row.get("answers")
+    if isinstance(given, Mapping):
+        given = given.get("text")
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        given = [] if given is None else [given]
+    if not given or not all(isinstance(answer, str | int | float) and str(answer).strip() for answer in given):
+        raise ValueError(
+            f"the row has no answer to compare with (it has {sorted(row)}): expected a text or a list of texts in "
+            "'answer' or 'answers'"
+        )
+    return [str(answer) for answer in given]
+
+
+def normalize(text: str) -> str:
+    """SQuAD's normal form: lower case, without punctuation, articles and superfluous space.
+
+    Departures: it is Unicode's lower case and punctuation, and a number keeps its sign and decimal point. A text of
+    which nothing would be left (`+`, `The`) keeps all of it.
+    """
+    plain = unicodedata.normalize("NFKC", text).casefold().replace("\N{MINUS SIGN}", "-")
+    kept = {found.start() for found in PART_OF_NUMBER.finditer(plain)}
+    words = "".join(letter for i, letter in enumerate(plain) if i in kept or not _is_punctuation(letter))
+    return " ".join(ARTICLES.sub(" ", words).split()) or " ".join(plain.split())
+
+
+def _is_punctuation(letter: str) -> bool:
+    return letter in punctuation or unicodedata.category(letter).startswith("P")

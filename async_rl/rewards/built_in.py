@@ -1,0 +1,11 @@
+"""The rewards that are built in: each is the file of its name in this folder."""
+
+from async_rl.programs.user_file import PREFIX
+
+PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym"}
+"""What to install for those that need more than Python; the module is called alike, with underscores."""
+
+BUILT_IN = ("math", "multiple_choice", "exact", "f1", "regex", "reasoning_gym", "code", "http", "judge")
+
+EXPECTED = f"{', '.join(BUILT_IN)} or {PREFIX}path/to/file.py:function"
+"""For an error."""

@@ -1,0 +1,46 @@
+"""A reward model behind HTTP: one request for each group, one reward per response in its answer.
+
+Request: `{"prompt": {"id", "token_ids"}, "row": {...}, "responses": [{"text", "token_ids", "finish_reason"}, ...]}`.
+Answer: `{"rewards": [float, ...]}`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from async_rl.config.reward_section import RewardSection
+from async_rl.rewards.base import as_rewards
+from async_rl.rewards.function import RewardFunction
+from async_rl.rewards.service import Service, ServiceFailed
+from async_rl.rewards.service_settings import url_of
+from async_rl.types import Prompt, Response
+
+
+def make_score(config: RewardSection) -> RewardFunction:
+    """The reward of the service at `reward.url`; called in the worker.
+
+    Raises:
+        ConfigError: there is no URL, or its token cannot be read.
+    """
+    service = Service(config, url_of(config))
+
+    async def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
+        said = await service.ask(_request(prompt, responses, row), service.deadline())
+        if not isinstance(said, dict) or "rewards" not in said:
+            shown = service.without_token(repr(said))
+            raise ServiceFailed(f'{service.url}: expected {{"rewards": [...]}}, but it answered: {shown:.300}')
+        try:
+            return as_rewards(said["rewards"], len(responses))
+        except ValueError as error:
+            raise ServiceFailed(f'{service.url}: in "rewards", {service.without_token(str(error))}') from None
+
+    return score
+
+
+def _request(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "prompt": {"id": prompt.prompt_id, "token_ids": prompt.token_ids},
+        "row": dict(row),
+        "responses": [
+            {"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason} for each in responses
+        ],
+    }

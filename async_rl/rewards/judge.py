@@ -1,0 +1,90 @@
+"""A language model judges each response: chat completions of an OpenAI-compatible server, at temperature 0."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from async_rl.config.reward_section import RewardSection
+from async_rl.rewards.base import PER_RESPONSE
+from async_rl.rewards.function import RewardFunction
+from async_rl.rewards.rubric import Rubric
+from async_rl.rewards.service import Service, ServiceFailed
+from async_rl.rewards.service_settings import model_of, url_of
+from async_rl.types import Prompt, Response
+
+MAX_ANSWERS = 3
+"""How often a judge whose answer has no score is asked for a response."""
+
+MAX_SHOWN = 500
+"""Characters of an answer in an error: the last ones, where the score should be."""
+
+
+def make_score(config: RewardSection) -> RewardFunction:
+    """The judge at `reward.url`; called in the worker.
+
+    Raises:
+        ConfigError: a setting is missing, or the rubric or the token cannot be read.
+    """
+    judge = _Judge(config)
+
+    async def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
+        return await judge.score(responses, row)
+
+    setattr(score, PER_RESPONSE, True)
+    return score
+
+
+class _Judge:
+    def __init__(self, config: RewardSection) -> None:
+        self._config = config
+        self._model = model_of(config)
+        self._rubric = Rubric.of(config)
+        self._service = Service(config, url_of(config).rstrip("/") + "/chat/completions")
+
+    async def score(self, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
+        """All responses at once, up to `reward.max_concurrency`."""
+        deadline = self._service.deadline()
+        slots = asyncio.Semaphore(self._config.max_concurrency)
+
+        async def judge(task: str) -> float:
+            async with slots:
+                return await self._judge(task, deadline)
+
+        tasks = [self._rubric.task(response.text, row) for response in responses]
+        try:
+            async with asyncio.TaskGroup() as siblings:
+                judging = [siblings.create_task(judge(task)) for task in tasks]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [each.result() for each in judging]
+
+    async def _judge(self, task: str, deadline: float) -> float:
+        body = {"model": self._model, "temperature": 0, "messages": [{"role": "user", "content": task}]}
+        answer = ""
+        for _ in range(MAX_ANSWERS):
+            answer = self._content(await self._service.ask(body, deadline))
+            reward = self._rubric.reward(answer)
+            if reward is not None:
+                return reward
+        if self._config.unreadable_reward is not None:
+            return self._config.unreadable_reward
+        end = self._service.without_token(answer)[-MAX_SHOWN:]
+        raise ServiceFailed(
+            f"{self._service.url}: expected {self._rubric.expects}, but the judge's answer ends with "
+            f"{end!r}: ask for it more clearly in reward.rubric, or set reward.unreadable_reward"
+        )
+
+    def _content(self, said: Any) -> str:
+        """The text of a chat completion; empty for one that has none, as it was refused or cut short.
+
+        Raises:
+            ServiceFailed: it is something else.
+        """
+        try:
+            content = said["choices"][0]["message"]["content"]
+        except (LookupError, TypeError) as error:
+            raise ServiceFailed(
+                f"{self._service.url}: expected a chat completion with choices[0].message.content, but it answered: "
+                f"{self._service.without_token(repr(said)):.300}"
+            ) from error
+        return content if isinstance(content, str) else ""

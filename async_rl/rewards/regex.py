@@ -1,0 +1,61 @@
+"""1 for a response that matches a regular expression, else 0: of the config, or of each row.
+
+A format is not an answer, so it declares no `correct_at`.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from async_rl.config.reward_section import RewardSection
+from async_rl.rewards.base import USED_SHARE
+from async_rl.rewards.function import RewardFunction
+from async_rl.rewards.time_limit import SharedTime, TookTooLong, time_limit
+from async_rl.types import Prompt, Response
+
+log = logging.getLogger(__name__)
+
+
+def make_score(config: RewardSection) -> RewardFunction:
+    """The reward with the pattern of the config; called in the worker."""
+
+    def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
+        pattern = _compiled(config.pattern) if config.pattern is not None else _pattern_of(row)
+        matches = pattern.fullmatch if config.match == "full" else pattern.search
+        # A pattern may backtrack for longer than a run lasts.
+        time = SharedTime(USED_SHARE * config.timeout_s, len(responses))
+        rewards = []
+        for number, response in enumerate(responses):
+            limit_s = time.next_s()
+            try:
+                with time_limit(limit_s):
+                    matched = matches(response.text.strip()) is not None
+                rewards.append(float(matched))
+            except TookTooLong:
+                rewards.append(0.0)
+                log.warning(
+                    "prompt %s, response %d: the pattern %r did not come to an end within %.3g s, which counts as no "
+                    "match: have it backtrack less",
+                    *(prompt.prompt_id, number, pattern.pattern, limit_s),
+                )
+        return rewards
+
+    return score
+
+
+def _pattern_of(row: Mapping[str, Any]) -> re.Pattern[str]:
+    if not isinstance(row.get("pattern"), str):
+        raise ValueError(
+            f"no reward.pattern is set, and the row has no text in 'pattern' (it has {sorted(row)}): give either"
+        )
+    try:
+        return _compiled(row["pattern"])
+    except re.error as error:
+        raise ValueError(f"the row's pattern {row['pattern']!r:.200} is no regular expression: {error}") from error
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.DOTALL)

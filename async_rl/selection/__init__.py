@@ -1,0 +1,1 @@
+"""Dynamic sampling: which groups of a batch with a reserve are trained."""

@@ -1,0 +1,84 @@
+"""What a user's own algorithm returns or does wrongly is said, and never changes the on-policy proof."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import ConfigError
+from async_rl.types import Group
+from tests.trainer.test_algorithms import train_batch
+from trainer.trainer import MegatronTrainer
+
+HEAD = """
+import math
+import torch
+from async_rl.algorithms import LossSum, Needs, PolicyGradient
+
+class Mine(PolicyGradient):
+"""
+WRONG = [
+    (
+        "def advantages(self, r, totals): return torch.zeros(1)",
+        r"Mine: advantages\(\) of group 0 is \[0.0\]: expected 3",
+    ),
+    (
+        "def advantages(self, r, totals): return [0.0] * len(r.rewards)",
+        r"advantages\(\) of group 0 is \[0.0, 0.0, 0.0\]",
+    ),
+    (
+        "def advantages(self, r, totals): return torch.full((len(r.rewards),), math.nan)",
+        r"is \[nan, nan, nan\]: expect",
+    ),
+    (
+        "def weights(self, r): return torch.ones(len(r.rewards), 1)",
+        r"weights\(\) of group 0 is \[\[1.0\], \[1.0\], \[1.0\]\]",
+    ),
+    ("def loss_sum(self, t, r): return -t.logprobs_N.sum()", r"loss_sum\(\) is .*: expected a LossSum, with a loss"),
+    ("def loss_sum(self, t, r): return LossSum(-t.logprobs_N)", r"'loss' of loss_sum\(\) is \[.*: expected a LossSum"),
+    (
+        "def loss_sum(self, t, r): return LossSum(-t.logprobs_N.sum(), {'x': 1.0})",
+        r"'x' of loss_sum\(\) is 1.0: expected",
+    ),
+    ("def loss_sum(self, t, r): return LossSum(-t.logprobs_N.sum(), {'entropy': t.entropy_N.sum()})", "another name"),
+    ("def denominator(self, totals): return None", r"denominator\(\) is None: expected a finite number of 0 or more"),
+    ("def denominator(self, totals): return -1.0", r"denominator\(\) is -1.0: expected"),
+    ("def denominator(self, totals): return math.nan", r"denominator\(\) is nan: expected"),
+    ("needs = Needs(reward_kl=True)", "needs a KL in the reward, but no reference, which it is to"),
+]
+
+
+def named(folder: Path, text: str) -> str:
+    (folder / "mine.py").write_text(f"{HEAD}    {text}\n")
+    return f"python:{folder / 'mine.py'}:Mine"
+
+
+@pytest.mark.parametrize(("text", "says"), WRONG)
+def test_what_an_algorithm_returns_wrongly_is_said(
+    text: str,
+    says: str,
+    tiny_model: Callable[..., Path],
+    make_trainer: Callable[..., MegatronTrainer],
+    ragged_groups: list[Group],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        trainer = make_trainer(tiny_model("qwen3"), name=named(tmp_path, text))
+        train_batch(trainer, ragged_groups)
+        trainer.optimizer_step()
+
+
+@pytest.mark.parametrize("old_policy", ["reuse", "model"])
+def test_an_algorithm_that_changes_its_tokens_does_not_change_the_proof(
+    old_policy: str,
+    tiny_model: Callable[..., Path],
+    make_trainer: Callable[..., MegatronTrainer],
+    ragged_groups: list[Group],
+    tmp_path: Path,
+) -> None:
+    text = "def loss_sum(self, t, r): t.old_logprobs_N.fill_(-1.0); return super().loss_sum(t, r)"
+    rows = [
+        train_batch(make_trainer(tiny_model("qwen3"), name=name, old_policy=old_policy), ragged_groups)
+        for name in ("grpo", named(tmp_path, text))
+    ]
+    assert rows[0] == rows[1]

@@ -1,0 +1,181 @@
+"""The critic: its model, optimizer and passes; what it adds to the loss, and advantages of tokens for the policy.
+
+The critic has the policy's layout and reads the policy's micro-batches. It trains on each right before the policy does:
+its weights change with the policy's step only, so with one step per batch the values of these passes are those of the
+weights that a separate pass before them would have used. With several steps a frozen model has the batch's old values.
+
+Shape legend: N sampled tokens of one micro-batch.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+
+from async_rl.algorithms import Responses
+from async_rl.algorithms.gae import AdvantageEstimation
+from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.config.critic_section import CriticSection
+from async_rl.config.sections import OptimizerSection, TrainerSection, TrainSection
+from async_rl.errors import ConfigError
+from trainer.batching.shared_prompt import MicroBatch
+from trainer.devices.host_copies import to_host
+from trainer.forward_backward import Pass
+from trainer.hf.weights import load_hf_weights
+from trainer.loss_sums import sampled_logprobs
+from trainer.model.gpt import SharedPromptGPT, build_model
+from trainer.model.shape import ModelShape, find_checkpoint, read_model_shape
+from trainer.model.value_gpt import ValueGPT
+from trainer.parallel import Parallel
+from trainer.policy.frozen_model import FrozenModel
+from trainer.policy.optimizer import PolicyOptimizer
+from trainer.policy.tri_model import with_gradient_sums
+
+ResponsesOf = Callable[[MicroBatch, torch.Tensor], Responses]
+"""(micro-batch, a tensor whose dtype and device to use) -> its responses, with the rewards as advantages."""
+
+PREFIX = "critic/"
+
+ROUNDING = 1e-6
+"""Of sums of squares in float32. Returns are values plus advantages, so those of equal rewards differ by less than this
+share, as squares."""
+
+
+class Critic:
+    """One rank's part of the critic; all ranks call its methods in the same order."""
+
+    def __init__(
+        self,
+        section: CriticSection,
+        algorithm: AlgorithmSection,
+        optimizer: OptimizerSection,
+        train: TrainSection,
+        policy_checkpoint: Path,
+        policy_shape: ModelShape,
+        dtype: torch.dtype,
+        parallel: Parallel,
+        trainer: TrainerSection,
+    ) -> None:
+        """Loads the model named by `critic.path`, or the policy's; its head is 0 unless the checkpoint has one.
+
+        Several steps per batch need `old`, a second model.
+
+        Raises:
+            ConfigError: there is no such checkpoint, its vocabulary is another one, or the layout does not divide it.
+        """
+        checkpoint = policy_checkpoint if section.path is None else find_checkpoint(section.path)
+        shape = replace(read_model_shape(checkpoint), tied=False, gives_values=True)
+        if shape.vocab_size != policy_shape.vocab_size:
+            raise ConfigError(
+                f"critic.path {section.path!r} has a vocabulary of {shape.vocab_size} tokens, the policy one of "
+                f"{policy_shape.vocab_size}: a critic reads the policy's tokens, so it must use the same tokenizer"
+            )
+        model = build_model(shape, dtype, parallel, trainer, ValueGPT)
+        load_hf_weights(model, checkpoint)
+        self.old: FrozenModel | None = None
+        if train.steps_per_batch > 1:
+            frozen = build_model(shape, dtype, parallel, trainer, ValueGPT)
+            frozen.load_state_dict(model.state_dict())
+            self.old = FrozenModel(frozen, trainer.frozen_weights, parallel.device.DEVICE)
+        self.model = with_gradient_sums(model, parallel, trainer)
+        own = optimizer.model_copy(update={"learning_rate": section.learning_rate})
+        self.optimizer = PolicyOptimizer(own, train, self.model, trainer.shares_optimizer(parallel.num_replicas))
+        self._estimation = AdvantageEstimation(section, algorithm)
+        self._terms: list[torch.Tensor] = []
+
+    @property
+    def value_model(self) -> SharedPromptGPT:
+        """The model without its gradient buffers."""
+        model: SharedPromptGPT = self.model.module
+        return model
+
+    def train(
+        self,
+        passes: Sequence[Pass],
+        responses_of: ResponsesOf,
+        ref_logprobs: Sequence[list[torch.Tensor] | None],
+        old_values: Sequence[list[torch.Tensor] | None],
+    ) -> list[list[torch.Tensor]]:
+        """Adds the gradient of the value loss of a window; returns each pass's advantages, [N] per micro-batch.
+
+        Lists are empty before the last pipeline stage.
+
+        Args:
+            ref_logprobs: those of each pass's micro-batches under the reference, if there is one.
+            old_values: the values of each pass's micro-batches under `old`, if there is one.
+        """
+        advantages: list[list[torch.Tensor]] = []
+        for a_pass, *of_others in zip(passes, ref_logprobs, old_values, strict=True):
+            advantages.append([])
+            loss_of = functools.partial(self._loss_of, a_pass, responses_of, of_others, advantages[-1])
+            a_pass.train(self.model, loss_of)
+        return advantages
+
+    def finish_gradients(self, num_tokens: float) -> None:
+        """Makes means over the batch's sampled tokens of the sums; waits for all replicas."""
+        finalize_model_grads([self.model])
+        self.model.scale_gradients(1.0 / num_tokens)
+
+    def totals(self) -> dict[str, float]:
+        """Sums since the last step, to be added over replicas, for `metrics`. Waits once for the device."""
+        if not self._terms:
+            return {}
+        sums = torch.stack(list(to_host([term.double() for term in self._terms]))).sum(0).tolist()
+        return dict(zip((PREFIX + name for name in _TERMS), sums, strict=True))
+
+    @staticmethod
+    def metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+        """From the sums of all replicas: means over sampled tokens, and the share of the returns' variance explained.
+
+        The latter is not a number where all returns are equal, up to `ROUNDING`.
+        """
+        loss, values, *of_returns, error, squared_error = (sums[PREFIX + name] / num_tokens for name in _TERMS)
+        mean_return, squared_return = of_returns
+        variance, left = squared_return - mean_return**2, squared_error - error**2
+        differ = variance > ROUNDING * (squared_return + squared_error)
+        return {
+            "value_loss": loss,
+            "value": values,
+            "explained_variance": 1 - left / variance if differ else float("nan"),
+        }
+
+    def refresh_old(self) -> None:
+        """Copies the weights to the model of old values, where there is one: a batch begins."""
+        if self.old is not None:
+            self.old.copy_from(self.value_model)
+
+    def discard(self) -> None:
+        """Drops what has been accumulated since the last step."""
+        self.model.zero_grad_buffer()
+        self._terms.clear()
+
+    def _loss_of(
+        self,
+        a_pass: Pass,
+        responses_of: ResponsesOf,
+        others: Sequence[list[torch.Tensor] | None],
+        advantages: list[torch.Tensor],
+        number: int,
+        values_N: torch.Tensor,
+        _: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The value loss of a pass's micro-batch, summed; appends its advantages to `advantages`."""
+        micro_batch = a_pass.micro_batches[number]
+        ref_logprobs_N, old_values_N = (given[number] if given else None for given in others)
+        if old_values_N is None:
+            old_values_N = values_N.detach()
+        responses = responses_of(micro_batch, values_N)
+        rewards_N = self._estimation.rewards(responses, sampled_logprobs(micro_batch, values_N), ref_logprobs_N)
+        advantages_N, returns_N = self._estimation.of(rewards_N, old_values_N, responses)
+        loss_N = self._estimation.value_loss(values_N, old_values_N, returns_N)
+        terms = (loss_N.detach(), old_values_N, returns_N, returns_N.square(), advantages_N, advantages_N.square())
+        self._terms.append(torch.stack([term.sum() for term in terms]))
+        advantages.append(advantages_N)
+        return loss_N.sum()
+
+
+_TERMS = ("loss", "values", "returns", "squared_returns", "errors", "squared_errors")
+"""What is summed over sampled tokens; a return less its value, an error, is the token's advantage."""
