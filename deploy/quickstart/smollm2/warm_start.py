@@ -1,4 +1,4 @@
-"""Creates the base model of `quickstart smollm2`: `python -m deploy.quickstart.smollm2.warm_start --seed N --run-dir DIR`.
+"""Creates the base model: `python -m deploy.quickstart.smollm2.warm_start --seed N --run-dir DIR`.
 
 SmolLM2-135M-Instruct knows what a sum is, but answers in sentences, and mostly wrongly. A few supervised steps on
 problems of a separate set make it answer with a number alone, which is right for about a fifth: enough rewards to learn

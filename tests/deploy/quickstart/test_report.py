@@ -9,6 +9,7 @@ from deploy.quickstart.kind import KINDS
 from deploy.quickstart.report import render
 from deploy.quickstart.summary import is_on_policy, summarize
 
+SPELLING = KINDS["spelling"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 ITERATIONS = 12
 
@@ -91,7 +92,7 @@ class Checker(HTMLParser):
 def test_the_report_is_one_well_formed_page_that_loads_nothing(
     summary: dict[str, Any], metrics: list[dict[str, Any]]
 ) -> None:
-    page = render(KINDS["spelling"], summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
+    page = render(SPELLING, summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
     checker = Checker()
     checker.feed(page)
     checker.close()
@@ -101,7 +102,7 @@ def test_the_report_is_one_well_formed_page_that_loads_nothing(
 
 
 def test_the_report_shows_curves_a_timeline_and_samples(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
-    page = render(KINDS["spelling"], summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
+    page = render(SPELLING, summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
     assert page.count("<svg") == 3
     assert page.count(", rollout: ") == page.count(", training: ") == 3
     assert "&lt;sun&gt;" in page
