@@ -116,7 +116,8 @@ class Quickstart:
         return summary
 
     def _run_warm_start(self, while_running: Callable[[], None]) -> None:
-        env = {"OMP_NUM_THREADS": str(self._kind.warm_start_threads), "TOKENIZERS_PARALLELISM": "false"}
+        # One thread: two that wait for each other on a busy machine are many times slower.
+        env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         options = ("--seed", str(self._seed), "--run-dir", str(self._run_dir))
         argv = (sys.executable, "-m", self._kind.warm_start, *options)
         log = log_path(self._run_dir, "warm_start")

@@ -22,8 +22,6 @@ class Kind:
     reward: str
     warm_start: str
     """The module that creates base model and data: `python -m MODULE --seed N --run-dir DIR`."""
-    warm_start_threads: int
-    """More than one only for a model that gains: two threads that wait for each other on a busy machine are slow."""
     extras: tuple[str, ...] = ("trainer", "serve", "tasks")
 
 
@@ -37,7 +35,6 @@ KINDS = {
         config=HERE / "config.toml",
         reward=f"python:{HERE / 'reward.py'}:spelled_backward",
         warm_start="deploy.quickstart.warm_start",
-        warm_start_threads=1,
     ),
     "smollm2": Kind(
         summary="SmolLM2-135M-Instruct learned to add and subtract.",
@@ -47,7 +44,6 @@ KINDS = {
         config=HERE / "smollm2" / "config.toml",
         reward=f"python:{HERE / 'smollm2' / 'reward.py'}:right_number",
         warm_start="deploy.quickstart.smollm2.warm_start",
-        warm_start_threads=2,
         extras=("trainer", "serve", "tasks", "smollm2"),
     ),
 }
