@@ -39,9 +39,21 @@ def test_no_problem_is_in_two_sets_and_every_answer_is_right() -> None:
 
 @pytest.mark.parametrize(
     ("text", "finish_reason", "reward"),
-    [("-28", "stop", 1.0), ("28", "stop", 0.0), ("-28.", "stop", 0.0), ("-28", "length", 0.0), ("", "stop", 0.0)],
+    [
+        ("-28", "stop", 1.0),
+        ("-29", "stop", 0.25),
+        ("-24", "stop", 0.0625),
+        # The right number, written otherwise.
+        ("-028", "stop", 0.25),
+        ("-28.", "stop", 0.0),
+        ("-28 and so on", "stop", 0.0),
+        ("-28", "length", 0.0),
+        ("", "stop", 0.0),
+        ("٣", "stop", 0.0),
+        ("9" * 5000, "stop", 0.0),
+    ],
 )
-def test_only_the_number_itself_is_right(text: str, finish_reason: str, reward: float) -> None:
+def test_only_the_number_itself_is_right_and_near_ones_get_little(text: str, finish_reason: str, reward: float) -> None:
     response = SimpleNamespace(text=text, finish_reason=finish_reason)
     assert right_number(None, [response, response], {"answer": "-28"}) == [reward, reward]
 
