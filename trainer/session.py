@@ -24,6 +24,7 @@ from async_rl.tracking.lease import Lease, take_lease
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import cut_run_records, holds_another_run, require_no_records
 from async_rl.tracking.run_lock import lock_run, may_be_replaced
+from async_rl.tracking.throughput import TrainingPool
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
 from trainer.ending import Ending
@@ -126,7 +127,9 @@ def open_session(
                     tokenizer, reward, programs, prompts.held_out, saving.first_iteration, require_lease
                 )
             rollouts = side.producer(tokenizer, reward, programs, evaluator, ending.watch, require_lease)
-        recorder = _make_recorder(config, parallel, saving.first_iteration, side, reward, tokenizer, require_lease)
+        recorder = _make_recorder(
+            config, parallel, saving.first_iteration, side, reward, tokenizer, require_lease, megatron.training_pool
+        )
         closing.callback(recorder.close)
         yield Session(
             megatron,
@@ -155,6 +158,7 @@ def _make_recorder(
     reward: Reward,
     tokenizer: Tokenizer,
     require_lease: Callable[[], None],
+    training_pool: TrainingPool,
 ) -> Recorder:
     """Writes the records on the main rank; on other ranks it only measures times."""
     iterations = config.train.iterations
@@ -173,6 +177,7 @@ def _make_recorder(
         decode,
         require_lease,
         has_reserve=config.prompts.reserve > 0,
+        training_pool=training_pool,
     )
 
 

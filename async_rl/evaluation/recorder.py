@@ -23,7 +23,7 @@ class SetResult:
 
     `num_prompts` of the set's `total_prompts` were sampled and scored in time; for `num_failed` others, an instance or
     the reward failed. `figures` are over all prompts, and empty if some are missing, since prompts with short responses
-    finish first. `seconds` is the time of the whole evaluation.
+    finish first. `seconds` is the time of the whole evaluation, which began at the Unix time `started_unix_s`.
     """
 
     iteration: int
@@ -36,6 +36,7 @@ class SetResult:
     temperature: float
     seconds: float
     figures: Mapping[str, float]
+    started_unix_s: float
 
     @property
     def is_complete(self) -> bool:

@@ -12,7 +12,7 @@ from async_rl.tracking.records import cut_run_records
 
 
 def result(iteration: int, num_prompts: int = 3, **figures: float) -> SetResult:
-    return SetResult(iteration, f"v{iteration}", "math", num_prompts, 3, 0, 2, 1.0, 0.5, figures)
+    return SetResult(iteration, f"v{iteration}", "math", num_prompts, 3, 0, 2, 1.0, 0.5, figures, 1e9)
 
 
 def test_a_result_goes_to_its_file_to_tensorboard_and_to_the_log(

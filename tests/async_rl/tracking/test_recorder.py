@@ -115,7 +115,7 @@ def test_turns_and_branches_are_recorded_per_rollout_and_only_where_there_are_an
     names = ("response_tokens_mean", "turns_mean", "branches_mean", "truncated_share")
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [[record.get(name) for name in names] for record in records] == [
-        [2.0, None, None, None],
+        [2.0, None, None, 0.0],
         [4.0, 2.5, 1.0, 0.5],
         [2.0, None, None, 1.0],
     ]
