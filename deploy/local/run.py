@@ -117,7 +117,7 @@ def run_config(config_path: Path, config: Config, overrides: Sequence[str], cons
 def _require_startable(config: Config, this_plan: Plan) -> None:
     # inference.python may be another interpreter, with other packages.
     serves_itself = config.inference.engine == "transformers" and config.inference.python is None
-    require_extras("async-rl run", "trainer", *(("serve",) if serves_itself else ()))
+    require_extras("async-rl run", "trainer", *(("serve",) if serves_itself else ()), *config.tracking.extras)
     require_sound(config, trains=True, serves=True)
     require_engine(config, this_plan.instances[0])
 

@@ -1,6 +1,6 @@
 """Figures of made-up groups, computed by hand."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_a_histogram_counts_every_length_once_in_adjoining_buckets() -> None:
     lengths = [0, 1, 1, 2, 3, 5, 8, 100, 100_000, 2**31]
     buckets = histogram(lengths)
     assert sum(count for _, _, count in buckets) == len(lengths)
-    assert all(left[1] == right[0] for left, right in zip(buckets, buckets[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in pairwise(buckets))
     for lower, upper, count in buckets:
         assert count == sum(lower <= length < upper for length in lengths)
     assert buckets[0][:2] == [0, 1] and buckets[-1][0] <= 2**31 < buckets[-1][1]
