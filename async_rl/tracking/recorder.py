@@ -25,6 +25,7 @@ from async_rl.tracking.balance import (
     overlap_efficiency,
 )
 from async_rl.tracking.group_figures import group_figures, selection_figures
+from async_rl.tracking.queue_figures import queue_figures
 from async_rl.tracking.samples import SAMPLES, Decode, Sampled
 from async_rl.tracking.throughput import TrainingPool, tpspd
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, timeline_rows
@@ -229,6 +230,7 @@ def _time_figures(record: IterationRecord) -> dict[str, float]:
         "step_s": record.seconds["step_s"],
         "rollout_s": max(finished, default=0.0),
         "first_group_s": min(finished, default=0.0),
+        **queue_figures(record.times.values()),
     }
 
 
