@@ -24,16 +24,8 @@ POLL_S = 0.5
 OVER_AFTER_S = 90.0
 """A trainer that died may be started again: this long after its end, none was."""
 
-_NUMBERS = (
-    "seconds",
-    "wait_s",
-    "train_s",
-    "publish_s",
-    "step_s",
-    "reward_mean",
-    "response_tokens_mean",
-    "tokens_per_s",
-)
+_TIMES = ("seconds", "wait_s", "train_s", "publish_s", "step_s", "rollout_s")
+_FIGURES = ("reward_mean", "response_tokens_mean", "tokens_per_s")
 _COUNTS = ("iteration", "iterations", "num_groups", "num_instances")
 
 
@@ -59,7 +51,7 @@ def watch(run_dir: Path, console: Console, token: str | None) -> None:
 
 def is_record(row: Record) -> bool:
     """Whether a line has what the views show of every record; other programs may have written it."""
-    numbers = [row.get(name) for name in (*_NUMBERS, "rollout_s")]
+    numbers = [row.get(name) for name in (*_TIMES, *_FIGURES)]
     return all(isinstance(each, int | float) and math.isfinite(each) for each in numbers) and all(
         isinstance(row.get(name), int) for name in _COUNTS
     )

@@ -103,9 +103,9 @@ class LiveView:
         return head
 
     def _elapsed_s(self, records: list[Record]) -> float:
-        """Since the first iteration of the records began; of a run that is over, until the last one ended."""
+        """Since the first iteration of the records began; without a trainer that answers, until the last one ended."""
         first, last = records[0].get("started_unix_s", self._began_unix_s), records[-1]
-        if last["iteration"] + 1 >= last["iterations"] and "started_unix_s" in last:
+        if not self._pool.has_fleet and "started_unix_s" in last:
             return float(last["started_unix_s"] + last["seconds"] - first)
         return time.time() - float(first)
 

@@ -39,6 +39,8 @@ class PoolWatch:
         self._thread = threading.Thread(target=self._poll, name="async-rl-pool-watch", daemon=True)
         self.rows: tuple[PoolRow, ...] = ()
         """The latest; replaced as a whole."""
+        self.has_fleet = False
+        """Whether the fleet endpoint answered."""
 
     def __enter__(self) -> "PoolWatch":
         self._thread.start()
@@ -52,6 +54,7 @@ class PoolWatch:
         for proof in self._proofs.read_new():
             self._last_proof = proof
         fleet = read_fleet(self._run_dir, self._token)
+        self.has_fleet = fleet is not None
         self.rows = rows_of_fleet(fleet) if fleet is not None else rows_of_proof(self._last_proof)
 
     def _poll(self) -> None:
