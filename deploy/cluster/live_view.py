@@ -70,6 +70,7 @@ class LiveView:
         width, height = width - 2 * _FRAME, height - 1 - _FRAME
         if not records:
             waited = Text(f"waiting for the first iteration, {clock(time.time() - self._began_unix_s)}")
+            waited.truncate(max(1, width), overflow="ellipsis")
             return Panel(Group(waited, *self._pool_part(width, height - 2)), title="async-rl")
         parts: list[RenderableType] = [self._head(records, width)]
         left = height - 1
