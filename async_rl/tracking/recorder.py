@@ -57,7 +57,8 @@ class IterationRecord:
         yield
         ended = time.monotonic()
         self.seconds[name] += ended - started
-        self.spans.append((name.removesuffix("_s"), *(round(t - self.started_s, 6) for t in (started, ended))))
+        since_begin = round(started - self.started_s, 6), round(ended - self.started_s, 6)
+        self.spans.append((name.removesuffix("_s"), *since_begin))
 
     @contextmanager
     def training(self, window: Sequence[Sequence[Group]]) -> Iterator[None]:

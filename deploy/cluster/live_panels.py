@@ -122,7 +122,7 @@ def pool(rows: Sequence[PoolRow], width: int, height: int) -> Table:
         speed = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}"
         requests = "-" if row.num_requests is None else str(row.num_requests)
         state = Text(row.state or "-", style="green" if row.state == "ready" else "yellow")
-        cells = [printable(row.name), state, speed, f"{row.share:.0%}", requests]
+        cells: list[Text | str] = [printable(row.name), state, speed, f"{row.share:.0%}", requests]
         table.add_row(*cells[: len(table.columns)])
     if len(fitting) < len(rows):
         table.add_row(Text(f"and {len(rows) - len(fitting)} more", style="dim"))
