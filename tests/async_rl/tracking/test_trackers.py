@@ -5,11 +5,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from async_rl.config.sections import TrackingSection
+from async_rl.programs.extras import MODULES
 from async_rl.tracking.trackers import tracker_thread
 from async_rl.tracking.trackers.choice import open_trackers
 from async_rl.tracking.trackers.fan_out import Trackers, figures_of
@@ -171,3 +172,10 @@ def test_a_tracker_whose_files_cannot_be_written_does_not_end_the_run(
         trackers.log_record(record(0))
         trackers.close()
     assert "tracker tensorboard: it did not start: WriteFailed" in caplog.text
+
+
+def test_each_tracker_but_tensorboard_is_an_extra_of_its_name() -> None:
+    every = get_args(get_args(TrackingSection.model_fields["trackers"].annotation)[0])
+    assert TrackingSection(trackers=every).extras == tuple(name for name in every if name != "tensorboard")
+    assert set(TrackingSection(trackers=every).extras) <= MODULES.keys()
+    assert TrackingSection().extras == ()
