@@ -18,9 +18,11 @@ AGENTS_READY := $(AGENTS_VENV)/.ready
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
 PEERS_READY := $(PEERS_VENV)/.ready
-FAST := not distributed and not packaging and not vllm and not layouts and not agents and not gpu and not npu
+TRACKERS_VENV := .venv-trackers
+TRACKERS_READY := $(TRACKERS_VENV)/.ready
+FAST := not distributed and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
 
-.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents test-peers vllm containers check format clean
+.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents test-trackers test-peers vllm containers check format clean
 .PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
 	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products \
 	bench-data bench-sandbox bench-system bench-turns
@@ -51,6 +53,10 @@ test-vllm: $(READY) $(VLLM_READY)
 # Frameworks in environments of their own, as their users have them.
 test-agents: $(READY) $(AGENTS_READY) $(VERIFIERS_READY)
 	$(BIN)/python -m pytest -m agents tests/async_rl/gateway tests/async_rl/environments $(ARGS)
+
+# Experiment trackers, which write to this machine only.
+test-trackers: $(READY) $(TRACKERS_READY)
+	$(BIN)/python -m pytest -m trackers tests/async_rl/tracking $(ARGS)
 
 # Losses against TRL's, which `make test` leaves out where this environment is missing.
 test-peers: $(READY) $(PEERS_READY)
@@ -150,6 +156,12 @@ $(AGENTS_READY): Makefile
 	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents==0.24.0 openenv==0.10.0
 	touch $@
 
+$(TRACKERS_READY): Makefile
+	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		wandb==0.31.0 mlflow-skinny==3.17.2 trackio==0.43.0 "pydantic>=2.12,<3"
+	touch $@
+
 # Its harnesses install their own packages with uv, at their first start.
 $(VERIFIERS_READY): Makefile
 	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
@@ -167,4 +179,4 @@ $(VLLM_READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(AGENTS_VENV) $(VERIFIERS_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(AGENTS_VENV) $(VERIFIERS_VENV) $(TRACKERS_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -12,6 +12,8 @@ PROGRAMS = {
     "run": ("deploy.local.run", "start instances and trainer of a config on this machine: async-rl run CONFIG"),
     "launch": ("deploy.launch", "start a run on a cluster: async-rl launch ray|slurm|kubernetes CONFIG [--dry-run]"),
     "status": ("deploy.status", "the tasks, instances and progress of a run: async-rl status [--run RUN_DIR]"),
+    "watch": ("deploy.watch", "the live view of a run that goes on or is over: async-rl watch RUN"),
+    "trace": ("deploy.trace", "the last periods of a run for Perfetto: async-rl trace RUN [-o FILE] [--last N]"),
     "export": ("trainer.export", "write a run's checkpoint for inference: async-rl export RUN --to DIR"),
     "serve": ("inference_service", "start one inference instance: async-rl serve --model PATH"),
     "fleet": ("async_rl.fleet.cli", "the instances of a run that goes on: async-rl fleet ls | add | drain | remove"),

@@ -299,13 +299,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """The result of one publish: the version, the fingerprint both sides agree on, and the URLs that serve it."""
+    """The result of one publish: the version, the fingerprint both sides agree on, and the URLs that serve it.
+
+    `num_workers` are those of all these instances, which have a device each; None if one of them did not say.
+    """
 
     version: WeightVersion
     fingerprint: str
     instances: tuple[str, ...]
     num_bytes: int
     seconds: float
+    num_workers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +322,8 @@ class GroupProof:
     response tokens (the sampled ones) with the rollout's, by instance; `samples` digests its responses, what they
     observed included. `num_prompt_tokens` counts each prompt once that a response follows. `num_branches` responses are
     further ones of a rollout that has one already, `num_truncated` counts rollouts that ended at a limit,
-    `num_corrected` sampled tokens whose loss an importance correction changed.
+    `num_corrected` sampled tokens whose loss an importance correction changed. `rollout_lengths` are the sampled tokens
+    of each rollout.
     """
 
     index: int
@@ -339,6 +344,7 @@ class GroupProof:
     reward_parts: RewardParts = ()
     num_corrected: int = 0
     is_trained: bool = True
+    rollout_lengths: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, group: Group, gaps: Mapping[str, LogprobGaps], num_corrected: int = 0) -> "GroupProof":
@@ -361,6 +367,7 @@ class GroupProof:
             num_truncated=sum(facts.status == "truncated" for facts in group.rollouts),
             reward_parts=group.reward_parts,
             num_corrected=num_corrected,
+            rollout_lengths=group.rollout_lengths,
         )
 
     @classmethod
@@ -368,8 +375,9 @@ class GroupProof:
         """The row from its JSON form, as written with `asdict`."""
         gaps = tuple((instance, LogprobGaps.from_json(value)) for instance, value in row["gaps"])
         parts = tuple((label, tuple(values)) for label, values in row.get("reward_parts", ()))
-        lists = {"versions": tuple(row["versions"]), "rewards": tuple(row["rewards"]), "reward_parts": parts}
-        return cls(**{**row, **lists, "gaps": gaps})
+        names = ("versions", "rewards", "rollout_lengths")
+        lists = {name: tuple(row[name]) for name in names if name in row}
+        return cls(**{**row, **lists, "reward_parts": parts, "gaps": gaps})
 
     @property
     def num_rollouts(self) -> int:
@@ -398,7 +406,8 @@ class StepStats:
     """Figures of one optimizer step, over the whole batch: `loss` is normalised, `metrics` are named means.
 
     `num_untrained` groups had no gradient, and no backward pass was run for them. `skipped`: the gradient was not
-    finite and no step was taken; weights and moments are unchanged.
+    finite and no step was taken; weights and moments are unchanged. Memory peaks are the highest of all ranks: of their
+    processes, and of tensors on their devices, since they began; None on a CPU.
     """
 
     loss: float
@@ -407,10 +416,13 @@ class StepStats:
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_untrained: int = 0
     skipped: bool = False
+    memory_peak_bytes: int | None = None
+    device_memory_peak_bytes: int | None = None
 
     @classmethod
     def mean(cls, steps: "Sequence[StepStats]") -> "StepStats":
-        """The figures of several steps as one: means over the steps taken, if any; `num_untrained` is summed."""
+        """The figures of several steps as one: means over the steps taken, if any, and the highest memory peaks;
+        `num_untrained` is summed."""
         taken = [step for step in steps if not step.skipped]
         counted = taken or steps
         return cls(
@@ -420,4 +432,11 @@ class StepStats:
             {name: fmean(step.metrics[name] for step in counted) for name in counted[0].metrics},
             sum(step.num_untrained for step in steps),
             not taken,
+            highest(step.memory_peak_bytes for step in steps),
+            highest(step.device_memory_peak_bytes for step in steps),
         )
+
+
+def highest(values: Iterable[int | None]) -> int | None:
+    """The largest of the values that are known."""
+    return max((value for value in values if value is not None), default=None)

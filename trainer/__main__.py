@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = load_config(config_path, parser.overrides)
         logs = config.run.dir / "logs"
-        require_extras("the trainer", "trainer")
+        require_extras("the trainer", "trainer", *config.tracking.extras)
         # `async-rl run` has already checked; of the ranks that a user's torchrun started, one check is enough.
         if VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
             require_sound(config, trains=True, serves=False)

@@ -32,6 +32,7 @@ from async_rl.rewards import Reward
 from async_rl.rollout.producer import Producer
 from async_rl.rollout.program_rollouts import ProgramRollouts, make_program_rollouts
 from async_rl.tracking.records import ROLLOUTS
+from async_rl.tracking.trackers.fan_out import Trackers
 from async_rl.types import Prompt, WeightVersion
 from trainer.parallel import Parallel
 
@@ -119,11 +120,11 @@ class Leader:
         reward: Reward,
         programs: ProgramRollouts | None,
         held_out: Sequence[Prompt],
-        first_iteration: int,
         require_lease: Callable[[], None] = lambda: None,
+        trackers: Trackers | None = None,
     ) -> Evaluator | None:
         """The evaluator of the config's sets, or None without any; `held_out` are the prompts held out of training,
-        `require_lease` raises if its results may not be written any more.
+        `require_lease` raises if its results may not be written any more, `trackers` get them too.
 
         Raises:
             ConfigError: a set cannot be loaded, or its longest prompt does not fit.
@@ -132,8 +133,7 @@ class Leader:
         if not config.evaluation.sets:
             return None
         sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed, held_out)
-        recorder = EvaluationRecorder(config.run.dir, first_iteration, require_lease)
-        self._closing.callback(recorder.close)
+        recorder = EvaluationRecorder(config.run.dir, require_lease, trackers)
         sampler = Sampler(
             self._pool,
             reward,

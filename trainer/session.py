@@ -24,6 +24,9 @@ from async_rl.tracking.lease import Lease, take_lease
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import cut_run_records, holds_another_run, require_no_records
 from async_rl.tracking.run_lock import lock_run, may_be_replaced
+from async_rl.tracking.throughput import TrainingPool
+from async_rl.tracking.trackers.choice import open_trackers
+from async_rl.tracking.trackers.fan_out import Trackers
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
 from trainer.ending import Ending
@@ -118,15 +121,20 @@ def open_session(
             run = lease.run if lease is not None else None
             side = Leader(closing, config, parallel, token, pool or InferencePool(config.pool, token, lease_name), run)
         fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
+        trackers = None
         if side is not None:
             side.wait_for_instances(fleet_url, prompts.longest)
             evaluator, programs = None, side.programs(tokenizer, reward)
             if parallel.is_main:
-                evaluator = side.evaluator(
-                    tokenizer, reward, programs, prompts.held_out, saving.first_iteration, require_lease
+                trackers = open_trackers(
+                    config.tracking, config.run.dir, saving.first_iteration, config.model_dump(mode="json")
                 )
+                closing.callback(trackers.close)
+                evaluator = side.evaluator(tokenizer, reward, programs, prompts.held_out, require_lease, trackers)
             rollouts = side.producer(tokenizer, reward, programs, evaluator, ending.watch, require_lease)
-        recorder = _make_recorder(config, parallel, saving.first_iteration, side, reward, tokenizer, require_lease)
+        recorder = _make_recorder(
+            config, parallel, side, reward, tokenizer, require_lease, megatron.training_pool, trackers
+        )
         closing.callback(recorder.close)
         yield Session(
             megatron,
@@ -150,16 +158,17 @@ def open_session(
 def _make_recorder(
     config: Config,
     parallel: Parallel,
-    first_iteration: int,
     side: Leader | None,
     reward: Reward,
     tokenizer: Tokenizer,
     require_lease: Callable[[], None],
+    training_pool: TrainingPool,
+    trackers: Trackers | None,
 ) -> Recorder:
     """Writes the records on the main rank; on other ranks it only measures times."""
     iterations = config.train.iterations
     if side is None or not parallel.is_main:
-        return Recorder(None, iterations, first_iteration)
+        return Recorder(None, iterations)
 
     def decode(token_ids: Sequence[int]) -> str:
         return tokenizer.batch_decode([list(token_ids)], skip_special_tokens=False)[0]
@@ -167,12 +176,13 @@ def _make_recorder(
     return Recorder(
         config.run.dir,
         iterations,
-        first_iteration,
         side.on_record,
         reward.correct_at,
         decode,
         require_lease,
         has_reserve=config.prompts.reserve > 0,
+        training_pool=training_pool,
+        trackers=trackers,
     )
 
 

@@ -26,22 +26,22 @@ from async_rl.config.sections import (
     TrainerSection,
     TrainSection,
 )
-from async_rl.errors import ConfigError, RewardError
 from async_rl.loop import Window
 from async_rl.proof.gap_limits import noise_limits
-from async_rl.rewards.base import LARGEST_REWARD, is_reward
 from async_rl.training_order import TrainingOrder
-from async_rl.types import UNPROVEN, Group, GroupProof, Prompt, Response, StepStats
+from async_rl.types import UNPROVEN, Group, GroupProof, Prompt, Response, StepStats, highest
 from trainer.algorithm_needs import require_possible
 from trainer.algorithm_results import require_denominator
 from trainer.batching.group_feed import GroupFeed
-from trainer.batching.group_slice import num_rows
 from trainer.critic import Critic
+from trainer.devices.memory import memory_peaks
 from trainer.forward_backward import Pass, make_passes
+from trainer.group_checks import require_finite_rewards, require_known_tokens, require_one_micro_batch
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weight_export import WeightExport
 from trainer.loss_sums import LossSums
 from trainer.model.shape import find_checkpoint, read_model_shape
+from trainer.model.size import training_pool
 from trainer.parallel import Parallel
 from trainer.policy.canary_weights import CanaryWeights
 from trainer.policy.frozen_model import FrozenModel
@@ -80,13 +80,14 @@ class MegatronTrainer:
         self._old_policy = algorithm.old_policy
         self.checkpoint = find_checkpoint(model.path)
         self._shape = read_model_shape(self.checkpoint)
+        self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._algorithm = make_algorithm(algorithm, rollout.max_response_tokens)
         require_possible(self._algorithm.needs, algorithm, train, critic)
         self._config = algorithm
         self.models = load_tri_model(
             self.checkpoint,
             self._shape,
-            getattr(torch, model.dtype),
+            self._dtype,
             parallel,
             section,
             needs_old=algorithm.old_policy in ("model", "lagged"),
@@ -98,9 +99,11 @@ class MegatronTrainer:
         self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, shares_optimizer, num_held)
         self.critic: Critic | None = None
         if self._algorithm.needs.values:
-            dtype = getattr(torch, model.dtype)
-            source = (self.checkpoint, self._shape, dtype, parallel, section)
+            source = (self.checkpoint, self._shape, self._dtype, parallel, section)
             self.critic = Critic(critic, algorithm, optimizer, train, *source)
+        # The sizes of a teacher and a critic are their own.
+        sized = self._shape if self.critic is None and self.models.teacher is None else None
+        self.training_pool = training_pool(sized, self._dtype, parallel, len(self.models.frozen))
         self.export = WeightExport(self.models.policy_model)
         self.canary_weights = CanaryWeights(self.models.policy_model)
         self._feed = GroupFeed(parallel, section)
@@ -125,9 +128,10 @@ class MegatronTrainer:
         """
         groups = [group for micro_batch in window for group in micro_batch]
         for group in groups:
-            self._check_vocabulary(group)
-            self._check_length(group)
-            _check_rewards(group)
+            require_known_tokens(group, self._shape.vocab_size)
+            if self._algorithm.needs.whole_groups:
+                require_one_micro_batch(group, self._section.micro_batch_tokens, self._config.name)
+            require_finite_rewards(group)
         for frozen in self._frozen:
             frozen.prefetch()
         with_gradient, without = self._by_gradient(window)
@@ -162,7 +166,7 @@ class MegatronTrainer:
             ConfigError: a token id is outside the model's vocabulary.
         """
         group = _unscored_group(prompt_token_ids, responses)
-        self._check_vocabulary(group)
+        require_known_tokens(group, self._shape.vocab_size)
         passes = self._passes([[group]])
         with self.models.policy_to_score() as policy:
             parts = [part for a_pass in passes for part in a_pass.logprobs(policy)]
@@ -180,7 +184,9 @@ class MegatronTrainer:
             NonFiniteGradient: on all ranks, if `train.on_nonfinite` is "fail", or too many steps in a row were skipped.
         """
         sums: Counter[str] = Counter()
-        for part in self._parallel.gather_json(self._own_totals() if self._reports else {}):
+        own = [self._own_totals() if self._reports else {}, memory_peaks(self._parallel.device.DEVICE)]
+        of_ranks = self._parallel.gather_json(own)
+        for part, _ in of_ranks:
             sums.update(part)
         totals = {name.removeprefix("total/"): value for name, value in sums.items() if name.startswith("total/")}
         assert totals, "optimizer_step() without an accumulated group"
@@ -211,7 +217,8 @@ class MegatronTrainer:
         if self.critic is not None:
             metrics |= self.critic.metrics(sums, sums["tokens"]) | {"critic_grad_norm": norm_of_critic[0]}
         loss = sums["loss"] / denominator
-        return StepStats(loss, grad_norm, learning_rate, metrics, int(sums["untrained"]), skipped)
+        peaks = [highest(each) for each in zip(*(peaks for _, peaks in of_ranks), strict=True)]
+        return StepStats(loss, grad_norm, learning_rate, metrics, int(sums["untrained"]), skipped, *peaks)
 
     def discard(self) -> None:
         """Drops what has been accumulated since the last step."""
@@ -284,7 +291,7 @@ class MegatronTrainer:
         sums: Counter[str] = Counter()
         for group in (group for window in windows for groups in window for group in groups):
             # On all ranks, so that all of them fail.
-            _check_rewards(group)
+            require_finite_rewards(group)
             sums.update(self._algorithm.sums(Rollouts.of(group)))
         totals: Counter[str] = Counter()
         for part in self._parallel.gather_json(dict(sums) if self._reports else {}):
@@ -341,35 +348,6 @@ class MegatronTrainer:
     def _refresh_old(self) -> None:
         assert self.models.old is not None
         self.models.old.copy_from(self.models.policy_model)
-
-    def _check_length(self, group: Group) -> None:
-        limit = self._section.micro_batch_tokens
-        if self._algorithm.needs.whole_groups and num_rows(group) > limit:
-            raise ConfigError(
-                f"group {group.index} (prompt {group.prompt.prompt_id!r}) has {num_rows(group)} rows, but "
-                f"trainer.micro_batch_tokens is {limit} and algorithm.name = {self._config.name!r} compares "
-                "rollouts of a whole group: raise trainer.micro_batch_tokens, or lower rollout.responses_per_prompt or "
-                "rollout.max_response_tokens"
-            )
-
-    def _check_vocabulary(self, group: Group) -> None:
-        sequences = [*group.responses_by_prompt, *(response.token_ids for response in group.responses)]
-        highest = max(max(token_ids, default=0) for token_ids in sequences)
-        if highest >= self._shape.vocab_size:
-            raise ConfigError(
-                f"group {group.index} (prompt {group.prompt.prompt_id!r}) has token id {highest}, but the model's "
-                f"vocabulary ends at {self._shape.vocab_size - 1}: prompts and instances must use its tokenizer"
-            )
-
-
-def _check_rewards(group: Group) -> None:
-    """A reward that is not finite would make the gradient of the whole batch unusable, without showing its source."""
-    for reward in group.rewards:
-        if not is_reward(reward):
-            raise RewardError(
-                f"group {group.index} (prompt {group.prompt.prompt_id!r}) has the reward {reward}: expected a finite "
-                f"number of at most {LARGEST_REWARD:g}; correct the reward function"
-            )
 
 
 def _logprobs_of(model: FrozenModel | None, passes: Sequence[Pass]) -> Sequence[list[torch.Tensor] | None]:

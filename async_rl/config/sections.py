@@ -286,6 +286,22 @@ class CheckpointSection(Section):
     )
 
 
+class TrackingSection(Section):
+    """Which experiment trackers get a run's figures; `metrics.jsonl` is always written."""
+
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+        ("tensorboard",),
+        description="any of tensorboard, wandb, mlflow, trackio; each but the first is an extra",
+    )
+    project: str = Field("async-rl", min_length=1, description="what trackers file the run under")
+    name: str | None = Field(None, min_length=1, description="of the run, at trackers; by default that of run.dir")
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Of async-rl, that the trainer needs for its trackers."""
+        return tuple(name for name in self.trackers if name != "tensorboard")
+
+
 class InferenceSection(Section):
     """Instances that `deploy` starts; a run with instances started elsewhere only sets `pool.instances`."""
 
@@ -347,6 +363,7 @@ class Config(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     inference: InferenceSection = Field(default_factory=InferenceSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    tracking: TrackingSection = Field(default_factory=TrackingSection)
     cluster: ClusterSection = Field(default_factory=ClusterSection)
 
     @property

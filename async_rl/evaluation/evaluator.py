@@ -45,6 +45,7 @@ class _Evaluation:
     version: WeightVersion
     waiting: deque[_Item]
     started_s: float = field(default_factory=time.monotonic)
+    started_unix_s: float = field(default_factory=time.time)
     scored: dict[_Item, ScoredPrompt] = field(default_factory=dict)
     failed: set[_Item] = field(default_factory=set)
 
@@ -66,6 +67,7 @@ class _Evaluation:
             temperature=loaded.config.temperature,
             seconds=time.monotonic() - self.started_s,
             figures=figures_of(scored, correct_at) if self.is_whole(loaded) else {},
+            started_unix_s=self.started_unix_s,
         )
 
 

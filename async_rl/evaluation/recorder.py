@@ -1,4 +1,4 @@
-"""One record per evaluation and set -> `evaluations.jsonl`, TensorBoard and the log."""
+"""One record per evaluation and set -> `evaluations.jsonl`, the trackers and the log."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.files import append_lines
-from async_rl.tracking.tensorboard import ScalarFile
+from async_rl.tracking.trackers.fan_out import Trackers
 from async_rl.types import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class SetResult:
 
     `num_prompts` of the set's `total_prompts` were sampled and scored in time; for `num_failed` others, an instance or
     the reward failed. `figures` are over all prompts, and empty if some are missing, since prompts with short responses
-    finish first. `seconds` is the time of the whole evaluation.
+    finish first. `seconds` is the time of the whole evaluation, which began at the Unix time `started_unix_s`.
     """
 
     iteration: int
@@ -36,6 +36,7 @@ class SetResult:
     temperature: float
     seconds: float
     figures: Mapping[str, float]
+    started_unix_s: float
 
     @property
     def is_complete(self) -> bool:
@@ -49,27 +50,22 @@ class SetResult:
 
 
 class EvaluationRecorder:
-    """Writes the results of a run's evaluations; if the run resumes, earlier ones stay. `require_lease` is called right
-    before each write, and raises if another trainer writes the file by now."""
+    """Writes the results of a run's evaluations. `require_lease` is called right before each write, and raises if
+    another trainer writes the file by now; `trackers`, which their owner closes, get the figures too."""
 
     def __init__(
-        self, run_dir: Path, first_iteration: int = 0, require_lease: Callable[[], None] = lambda: None
+        self, run_dir: Path, require_lease: Callable[[], None] = lambda: None, trackers: Trackers | None = None
     ) -> None:
         self._path = run_dir / FILE
         self._require_lease = require_lease
-        # In a directory of its own: TensorBoard follows one file of a directory at a time.
-        self._scalars = ScalarFile(run_dir / "tensorboard" / "evaluation", first_iteration)
+        self._trackers = trackers or Trackers()
 
     def write(self, results: Sequence[SetResult]) -> None:
         self._require_lease()
         append_lines(self._path, (json.dumps(result.record()) for result in results))
         for result in results:
             log.info("%s", _describe(result))
-            figures = {f"eval/{result.set}/{name}": value for name, value in result.figures.items()}
-            self._scalars.write(result.iteration, figures)
-
-    def close(self) -> None:
-        self._scalars.close()
+            self._trackers.log_evaluation(result.iteration, result.set, result.figures)
 
 
 def _describe(result: SetResult) -> str:

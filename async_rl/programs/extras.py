@@ -41,6 +41,9 @@ MODULES = {
     "agents": ("renderers",),
     "ray": ("ray",),
     "smollm2": ("accelerate", "gguf"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
 }
 """Extra -> the import names of its packages."""
 

@@ -27,6 +27,7 @@ from async_rl.publish.instance_calls import InstanceCalls
 from async_rl.publish.instance_update import announcement, put_in_service, receive
 from async_rl.publish.probe import Probe, Score
 from async_rl.publish.snapshot_store import SnapshotStore
+from async_rl.publish.worker_counts import WorkerCounts
 from async_rl.types import Publication, WeightVersion
 from async_rl.weights.stream import MakeStream, TensorSpec
 
@@ -79,6 +80,7 @@ class Publisher:
         self._probe = probe
         self._canary = canary
         self._broadcast = Broadcast(loop, config, backend, self._drop)
+        self._worker_counts = WorkerCounts(loop)
         self._dropped: dict[Member, InstanceError] = {}
 
     def publish(
@@ -122,7 +124,8 @@ class Publisher:
         if offer is None or not members:
             raise PublishError(f"weight version {version!r} reached no instance:{self._reasons()}")
         num_bytes = sum(spec.num_bytes for spec in specs)
-        return Publication(version, offer.fingerprint, urls, num_bytes, time.monotonic() - started)
+        num_workers = self._worker_counts.total(members)
+        return Publication(version, offer.fingerprint, urls, num_bytes, time.monotonic() - started, num_workers)
 
     def close(self) -> None:
         """Leaves the weight group; the instances notice with their next update."""

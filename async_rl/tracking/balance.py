@@ -59,6 +59,22 @@ class IterationTimes:
         return work_s / self.train_s if work_s < self.num_groups * self.train_s else self.num_groups
 
 
+def overlap_bound_s(*, publish_s: float, rollout_s: float, train_s: float, step_s: float, last_step_s: float) -> float:
+    """The least time of an iteration with these parts, in seconds.
+
+    Nothing overlaps a publish, and the last step follows all groups; rollouts overlap training and earlier steps:
+    publish_s + max(rollout_s + last_step_s, train_s + step_s). With one step per batch this is
+    publish_s + max(rollout_s, train_s) + step_s. The first group's rollout and the training of the last window are
+    not part of it, although neither can overlap the other pool: smaller groups and windows make them shorter.
+    """
+    return publish_s + max(rollout_s + last_step_s, train_s + step_s)
+
+
+def overlap_efficiency(bound_s: float, seconds: float) -> float:
+    """bound_s / seconds, between 0 and 1: 1 if the pools overlapped as far as they can at all."""
+    return _share(bound_s, seconds)
+
+
 def desired_instances(recent: Sequence[IterationTimes]) -> int:
     """The number of instances that balances the pools: by the median of `recent`, never below 1."""
     median = statistics.median(times.balancing_instances for times in recent)

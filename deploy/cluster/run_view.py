@@ -1,20 +1,13 @@
-"""Shows a run's progress: tails `metrics.jsonl` into a live view, or into plain lines without a terminal."""
+"""Shows a run's progress: tails `metrics.jsonl` into plain lines; `live_view.py` is the view of a terminal."""
 
 import os
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.markup import escape
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from async_rl.tracking.balance import IterationTimes, advise
 from deploy.cluster.record_lines import record_of
@@ -24,16 +17,14 @@ Record = Mapping[str, Any]
 
 NUM_RECENT = 10
 PLAIN_EVERY = 10
-SPARK_WIDTH = 60
-SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class JsonlTail:
-    """Reads the lines appended to a JSONL file from now on; the file may not exist yet."""
+    """Reads the lines appended to a JSONL file from now on, or `from_start`; the file may not exist yet."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, from_start: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() and not from_start else 0
         self._inode = path.stat().st_ino if path.exists() else None
 
     def read_new(self) -> list[dict[str, Any]]:
@@ -74,10 +65,6 @@ class RunView(Protocol):
         ...
 
 
-def make_run_view(console: Console, iterations: int) -> RunView:
-    return LiveView(console, iterations) if console.is_terminal else PlainView(console)
-
-
 class PlainView:
     """One line for the first iteration and every `PLAIN_EVERY`, and one of advice at the end: for logs and pipes."""
 
@@ -104,53 +91,6 @@ class PlainView:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class LiveView:
-    """A panel that is redrawn with every iteration; notes scroll above it, and advice is printed at the end."""
-
-    def __init__(self, console: Console, iterations: int) -> None:
-        self._console = console
-        self._iterations = iterations
-        self._records: list[Record] = []
-        self._started_s = time.monotonic()
-        # Redrawn by the refresh thread too, so that the clock moves between two iterations.
-        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
-
-    def __enter__(self) -> "LiveView":
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
-        if kind is None and self._records:
-            self.note(balance(self._records[-NUM_RECENT:]))
-
-    def show(self, record: Record) -> None:
-        # A resumed run trains some iterations again.
-        self._records = [*(r for r in self._records if r["iteration"] < record["iteration"]), record]
-        self._live.refresh()
-
-    def note(self, text: str) -> None:
-        self._console.print(escape(text), highlight=False)
-
-    def _render(self) -> Panel:
-        elapsed_s = time.monotonic() - self._started_s
-        if not self._records:
-            return Panel(Text(f"waiting for the first iteration, {elapsed_s:.0f} s"), title="async-rl")
-        last = self._records[-1]
-        done = last["iteration"] + 1
-        recent = self._records[-NUM_RECENT:]
-        eta_s = sum(record["seconds"] for record in recent) / len(recent) * (self._iterations - done)
-        head = Table.grid(padding=(0, 2), expand=True)
-        head.add_row(
-            Text(f"iteration {done}/{self._iterations}"),
-            ProgressBar(total=self._iterations, completed=done),
-            Text(f"{_clock(elapsed_s)} elapsed, {_clock(eta_s)} to go"),
-        )
-        return Panel(Group(head, Text(), _figures(recent), Text(), _curves(self._records)), title="async-rl")
-
-
 def describe(record: Record) -> str:
     """The metrics of one iteration in a line."""
     shares = "  ".join(f"{name} {share:.0%}" for name, share in time_shares([record]).items())
@@ -173,53 +113,10 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
         "training": sum(record["train_s"] + record["step_s"] for record in records),
         "publishing": sum(record["publish_s"] for record in records),
     }
-    shares = {name: seconds / total_s for name, seconds in spent_s.items()}
+    shares = {name: seconds / total_s if total_s > 0 else 0.0 for name, seconds in spent_s.items()}
     return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
 
 
 def balance(recent: Iterable[Record]) -> str:
     """The number of instances that would have balanced the pools, in a line."""
     return advise([IterationTimes.of(record) for record in recent])
-
-
-def _figures(recent: list[Record]) -> Table:
-    """Means over the last iterations, side by side."""
-    mean = {
-        key: sum(record[key] for record in recent) / len(recent)
-        for key in ("reward_mean", "accuracy", "response_tokens_mean", "tokens_per_s", "seconds")
-        if key in recent[-1]
-    }
-    columns = {
-        "reward": f"{mean['reward_mean']:.3f}",
-        **({"accuracy": f"{mean['accuracy']:.3f}"} if "accuracy" in mean else {}),
-        "response": f"{mean['response_tokens_mean']:.1f} tokens",
-        "throughput": f"{mean['tokens_per_s']:.0f} tokens/s",
-        "iteration": f"{mean['seconds']:.2f} s",
-        **{name: f"{share:.0%}" for name, share in time_shares(recent).items()},
-    }
-    table = Table(box=None, expand=True, padding=(0, 1))
-    for name in columns:
-        table.add_column(name, header_style="dim")
-    table.add_row(*columns.values())
-    return table
-
-
-def _curves(records: list[Record]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for key, name in (("reward_mean", "reward"), ("accuracy", "accuracy")):
-        values = [record[key] for record in records if key in record]
-        if not values:  # The reward does not define what is correct.
-            continue
-        table.add_row(Text(name, style="dim"), Text(sparkline(values), style="cyan"), f"{values[-1]:.3f}")
-    return table
-
-
-def sparkline(values: list[float], width: int = SPARK_WIDTH) -> str:
-    """Values between 0 and 1 as a line of block characters, averaged down to at most `width` of them."""
-    size = max(1, -(-len(values) // width))
-    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
-    return "".join(SPARKS[min(len(SPARKS) - 1, max(0, int(mean * len(SPARKS))))] for mean in means)
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -5,6 +5,7 @@ again what dies. However it ends (success, Ctrl-C, SIGTERM, a failed process, `k
 too, see `async_rl.programs.process_guard`.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,8 @@ from async_rl.net.http_client import HttpClient, answers_200
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
+from deploy.cluster.live_view import make_run_view
 from deploy.cluster.process import Process, Running
-from deploy.cluster.run_view import make_run_view
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.machine import free_ports, this_machine
 from deploy.local.plan import Plan, describe, num_ports, plan
@@ -95,8 +96,13 @@ def make_plan(config_path: Path, config: Config, overrides: Sequence[str]) -> Pl
     return plan(config_path, config, overrides, machine=machine, ports=free_ports(num_ports(config)))
 
 
-def run_config(config_path: Path, config: Config, overrides: Sequence[str], console: Console) -> Plan:
+def run_config(
+    config_path: Path, config: Config, overrides: Sequence[str], console: Console, token: str | None = None
+) -> Plan:
     """Plans a run for this machine's cores and free ports and runs it until it ends; returns the plan.
+
+    Args:
+        token: of the fleet endpoint, for the view of the instances.
 
     Raises:
         ConfigError: the config is not usable, as far as this can be checked before anything is started.
@@ -105,7 +111,7 @@ def run_config(config_path: Path, config: Config, overrides: Sequence[str], cons
     """
     this_plan = make_plan(config_path, config, overrides)
     _require_startable(config, this_plan)
-    with make_run_view(console, config.train.iterations) as view, Deployment() as deployment:
+    with make_run_view(console, config.run.dir, token) as view, Deployment() as deployment:
         instances = [deployment.start(process) for process in this_plan.instances]
         for instance, url in zip(instances, this_plan.urls, strict=True):
             wait_until_healthy(instance, url)
@@ -117,7 +123,7 @@ def run_config(config_path: Path, config: Config, overrides: Sequence[str], cons
 def _require_startable(config: Config, this_plan: Plan) -> None:
     # inference.python may be another interpreter, with other packages.
     serves_itself = config.inference.engine == "transformers" and config.inference.python is None
-    require_extras("async-rl run", "trainer", *(("serve",) if serves_itself else ()))
+    require_extras("async-rl run", "trainer", *(("serve",) if serves_itself else ()), *config.tracking.extras)
     require_sound(config, trains=True, serves=True)
     require_engine(config, this_plan.instances[0])
 
@@ -156,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
             print(describe(this_plan), flush=True)
             _require_startable(config, this_plan)
             return 0
-        run_config(arguments.config, config, parser.overrides, console)
+        run_config(arguments.config, config, parser.overrides, console, os.environ.get("ASYNC_RL_TOKEN"))
     except (Stopped, AsyncRLError) as end:
         return explain_end(end)
     return 0

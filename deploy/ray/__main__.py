@@ -17,8 +17,8 @@ from async_rl.errors import AsyncRLError
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
+from deploy.cluster.live_view import make_run_view
 from deploy.cluster.plan import plan_cluster
-from deploy.cluster.run_view import make_run_view
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.ray.specs import describe
 
@@ -54,8 +54,9 @@ def main(argv: Sequence[str]) -> int:
         # Ray takes seconds to import, and may be missing.
         from deploy.ray.driver import run_on_ray
 
-        with make_run_view(Console(), config.train.iterations) as view:
-            run_on_ray(plan, os.environ.get("ASYNC_RL_TOKEN"), view)
+        token = os.environ.get("ASYNC_RL_TOKEN")
+        with make_run_view(Console(), config.run.dir, token) as view:
+            run_on_ray(plan, token, view)
     except (Stopped, AsyncRLError) as end:
         return explain_end(end)
     return 0

@@ -257,4 +257,3 @@ def test_each_iteration_leaves_one_record(tmp_path: Path) -> None:
     trained = sorted(groups, key=lambda row: row["train_started_s"])
     assert [row["index"] for row in trained] == [2, 0, 3, 1]
     assert record["seconds"] >= record["train_s"] + record["wait_s"]
-    assert list((tmp_path / "tensorboard").iterdir())

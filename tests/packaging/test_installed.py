@@ -40,7 +40,8 @@ def test_wheel_and_source_archive_hold_all_that_the_packages_have(built: Path) -
         in_source = {name.partition("/")[2] for name in source.getnames()}
     code = {name for name in in_wheel if ".dist-info/" not in name}
     chart = (ROOT / "deploy" / "kubernetes" / "chart").rglob("*")
-    files = {path.relative_to(ROOT).as_posix() for path in chart if path.is_file()} | {"deploy/quickstart/config.toml"}
+    files = {path.relative_to(ROOT).as_posix() for path in chart if path.is_file()}
+    files |= {"deploy/quickstart/config.toml", "deploy/grafana/async_rl.json"}
     assert {f"{package}/py.typed" for package in PACKAGES} | files <= code
     assert code <= in_source
     assert archive.name == f"async_rl-{__version__}.tar.gz"
@@ -54,7 +55,7 @@ def test_base_imports_all_that_needs_no_extra(base: Environment) -> None:
     assert Path(said["file"]).is_relative_to(base.path)
     # The trainer's part of it: weights, what publishes them, the fleet's own server, two ready rewards, a sandbox.
     from_extras = {"torch", "fastapi", "starlette", "uvicorn", "prometheus_client", "math_verify", "reasoning_gym"}
-    assert set(said["missing"]) == from_extras | {"renderers", "sandlock"}
+    assert set(said["missing"]) == from_extras | {"renderers", "sandlock", "wandb", "mlflow", "trackio"}
     assert said["missing"]["renderers"] == ["async_rl.rollout.known_rendering"]
     missing = {name for names in said["missing"].values() for name in names}
     assert not [name for name in missing if name.startswith(("async_rl.pool", "async_rl.instance", "async_rl.config"))]

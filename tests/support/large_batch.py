@@ -80,6 +80,7 @@ def make_row(group: Group, draw: random.Random) -> GroupProof:
         attempts=1,
         gaps=((group.responses[0].instance, gaps),),
         samples=digest_of([group.index]),
+        rollout_lengths=group.rollout_lengths,
     )
 
 

@@ -3,7 +3,8 @@ from statistics import fmean
 
 import pytest
 
-from async_rl.evaluation.figures import ScoredPrompt, figures_of, ks_of, pass_at_k
+from async_rl.evaluation.figures import ScoredPrompt, figures_of
+from async_rl.tracking.pass_at_k import ks_of, pass_at_k
 from async_rl.types import Response, Scores
 
 

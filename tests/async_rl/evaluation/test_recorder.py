@@ -6,22 +6,25 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from async_rl.config.sections import TrackingSection
 from async_rl.errors import Fenced
 from async_rl.evaluation.recorder import FILE, EvaluationRecorder, SetResult
 from async_rl.tracking.records import cut_run_records
+from async_rl.tracking.trackers.choice import open_trackers
 
 
 def result(iteration: int, num_prompts: int = 3, **figures: float) -> SetResult:
-    return SetResult(iteration, f"v{iteration}", "math", num_prompts, 3, 0, 2, 1.0, 0.5, figures)
+    return SetResult(iteration, f"v{iteration}", "math", num_prompts, 3, 0, 2, 1.0, 0.5, figures, 1e9)
 
 
 def test_a_result_goes_to_its_file_to_tensorboard_and_to_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = EvaluationRecorder(tmp_path)
+    trackers = open_trackers(TrackingSection(), tmp_path, 0, {})
+    recorder = EvaluationRecorder(tmp_path, trackers=trackers)
     with caplog.at_level(logging.INFO):
         recorder.write([result(4, **{"pass@1": 0.25, "reward_mean": 0.5})])
-    recorder.close()
+    trackers.close()
     (line,) = (tmp_path / FILE).read_text().splitlines()
     record = json.loads(line)
     assert (record["iteration"], record["weight_version"], record["set"]) == (4, "v4", "math")
@@ -35,10 +38,11 @@ def test_a_resumed_run_evaluates_later_iterations_again(tmp_path: Path) -> None:
     for first, iterations in ((0, (0, 2, 4)), (3, (4,))):
         time.sleep(1.0)  # Event files are read in the order of their names, which have the second in front.
         cut_run_records(tmp_path, first)
-        recorder = EvaluationRecorder(tmp_path, first)
+        trackers = open_trackers(TrackingSection(), tmp_path, first, {})
+        recorder = EvaluationRecorder(tmp_path, trackers=trackers)
         for iteration in iterations:
             recorder.write([result(iteration, **{"pass@1": first / 10})])
-        recorder.close()
+        trackers.close()
     lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     assert [(line["iteration"], line["pass@1"]) for line in lines] == [(0, 0.0), (2, 0.0), (4, 0.3)]
     events = EventAccumulator(str(tmp_path / "tensorboard" / "evaluation")).Reload()
@@ -49,7 +53,6 @@ def test_a_resumed_run_evaluates_later_iterations_again(tmp_path: Path) -> None:
 def test_a_set_of_which_nothing_was_done_is_recorded_without_figures(tmp_path: Path) -> None:
     recorder = EvaluationRecorder(tmp_path)
     recorder.write([result(0, num_prompts=0)])
-    recorder.close()
     record = json.loads((tmp_path / FILE).read_text())
     assert record["num_prompts"] == 0 and "reward_mean" not in record
 
@@ -61,5 +64,4 @@ def test_nothing_is_written_once_another_trainer_writes_the_file(tmp_path: Path)
     recorder = EvaluationRecorder(tmp_path, require_lease=fenced)
     with pytest.raises(Fenced):
         recorder.write([result(4)])
-    recorder.close()
     assert not (tmp_path / FILE).exists()

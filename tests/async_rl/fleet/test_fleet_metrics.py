@@ -85,6 +85,7 @@ def test_a_record_sets_the_gauges_of_the_run(make_pool) -> None:
         "async_rl_idle_training": 0.25,
         "async_rl_idle_inference": 0.5,
         "async_rl_desired_instances": 3,
+        "async_rl_reward_mean": 0.5,
         "async_rl_responses_continued": 4,
         "async_rl_responses_resampled": 1,
         "async_rl_weight_publishes_total": 2,

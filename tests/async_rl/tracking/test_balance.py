@@ -1,6 +1,12 @@
 import pytest
 
-from async_rl.tracking.balance import IterationTimes, advise, desired_instances
+from async_rl.tracking.balance import (
+    IterationTimes,
+    advise,
+    desired_instances,
+    overlap_bound_s,
+    overlap_efficiency,
+)
 
 
 def times(
@@ -80,3 +86,17 @@ def test_advice_names_what_would_balance_the_pools() -> None:
 def test_times_are_read_from_a_record() -> None:
     record = {"seconds": 4.0, "wait_s": 1.0, "train_s": 2.0, "rollout_s": 3.0, "num_instances": 2, "num_groups": 8}
     assert IterationTimes.of(record | {"reward_mean": 0.5}) == IterationTimes(4.0, 1.0, 2.0, 3.0, 2, 8)
+
+
+def test_the_bound_lets_rollouts_overlap_everything_but_publish_and_last_step() -> None:
+    parts = {"publish_s": 1.0, "step_s": 2.0, "last_step_s": 2.0}
+    assert overlap_bound_s(rollout_s=10.0, train_s=4.0, **parts) == 13.0
+    assert overlap_bound_s(rollout_s=4.0, train_s=10.0, **parts) == 13.0
+    # Of three steps, two run while the rollouts of later mini-batches go on.
+    assert overlap_bound_s(publish_s=1.0, rollout_s=10.0, train_s=4.0, step_s=3.0, last_step_s=1.0) == 12.0
+
+
+def test_efficiency_is_one_at_the_bound_and_a_half_without_overlap_of_equal_parts() -> None:
+    bound_s = overlap_bound_s(publish_s=0.0, rollout_s=5.0, train_s=5.0, step_s=0.0, last_step_s=0.0)
+    assert overlap_efficiency(bound_s, 5.0) == 1.0 and overlap_efficiency(bound_s, 10.0) == 0.5
+    assert overlap_efficiency(0.0, 0.0) == 0.0

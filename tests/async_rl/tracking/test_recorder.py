@@ -115,7 +115,7 @@ def test_turns_and_branches_are_recorded_per_rollout_and_only_where_there_are_an
     names = ("response_tokens_mean", "turns_mean", "branches_mean", "truncated_share")
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [[record.get(name) for name in names] for record in records] == [
-        [2.0, None, None, None],
+        [2.0, None, None, 0.0],
         [4.0, 2.5, 1.0, 0.5],
         [2.0, None, None, 1.0],
     ]
@@ -251,7 +251,7 @@ def test_nothing_is_written_once_another_trainer_writes_the_files(tmp_path: Path
     with pytest.raises(Fenced):
         run_iteration(recorder, 0, [group(0, 0.1)], train_s=0.01, num_instances=1)
     recorder.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_metric_of_an_algorithm_does_not_replace_a_figure_of_the_record(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from async_rl.config.sections import RunSection
+from async_rl.config.sections import RunSection, TrackingSection
 from async_rl.errors import ConfigError
 from async_rl.ledger import Ledger
 from async_rl.proof.gap_limits import NoiseLimits
@@ -13,6 +13,7 @@ from async_rl.proof.prompt_ids import from_runs
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import RECORDS, cut_records, cut_run_records, require_no_records
 from async_rl.tracking.timeline import group_times
+from async_rl.tracking.trackers.choice import open_trackers
 from async_rl.types import Batch, GroupProof, Prompt, Publication, StepStats
 from deploy.cluster.run_view import balance, describe
 
@@ -57,15 +58,16 @@ def test_a_line_that_is_no_record_is_named_and_nothing_is_cut(tmp_path: Path, li
 
 
 def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
-    proof = GroupProof(0, "p", 1, 2, 3, ("v",), (1.0,), attempts=1, gaps=())
+    proof = GroupProof(0, "p", 1, 2, 3, ("v",), (1.0,), attempts=1, gaps=(), rollout_lengths=(3,))
     for first, losses in ((0, [1.0, 2.0, 3.0]), (1, [4.0])):
         time.sleep(1.0)  # Event files are read in the order of their names, which have the second in front.
-        recorder = Recorder(tmp_path, iterations=3, first_iteration=first)
+        trackers = open_trackers(TrackingSection(), tmp_path, first, {})
+        recorder = Recorder(tmp_path, iterations=3, trackers=trackers)
         for iteration, loss in enumerate(losses, start=first):
             record = recorder.begin(iteration)
             record.add_step([proof], StepStats(loss, 1.0, 1.0))
             recorder.end(record, Publication("v", "f", ("http://a",), 8, 0.0))
-        recorder.close()
+        trackers.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 1.0), (1, 4.0)]
 
@@ -88,9 +90,12 @@ def test_a_directory_of_an_older_release_is_read_cut_and_gone_on_with(tmp_path: 
         lines = "".join(json.dumps({"iteration": iteration, **row}) + "\n" for iteration in range(4))
         (tmp_path / name).write_text(lines + '{"iteration": 4, "weigh')
     assert cut_run_records(tmp_path, 3) == 4
-    recorder = Recorder(tmp_path, iterations=4, first_iteration=3)
+    recorder = Recorder(tmp_path, iterations=4)
     ledger = Ledger(tmp_path / "ledger.jsonl", 1, NoiseLimits(1.0))
-    record, proof = recorder.begin(3), GroupProof(0, "12", 1, 2, 0, ("v",), (1.0,), attempts=1, gaps=())
+    record, proof = (
+        recorder.begin(3),
+        GroupProof(0, "12", 1, 2, 0, ("v",), (1.0,), attempts=1, gaps=(), rollout_lengths=(0,)),
+    )
     recorder.write_groups(record, [proof])
     publication = Publication("v", "f", ("http://a",), 8, 0.0)
     ledger.require_on_policy(Batch(3, {0: Prompt("12", (1, 2), {})}), publication, [proof])

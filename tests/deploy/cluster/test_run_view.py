@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deploy.cluster.run_view import JsonlTail, LiveView, PlainView, make_run_view, sparkline, time_shares
+from deploy.cluster.live_panels import sparkline
+from deploy.cluster.live_view import LiveView, make_run_view
+from deploy.cluster.pool_watch import PoolWatch
+from deploy.cluster.run_view import JsonlTail, PlainView, time_shares
 
 MakeRecord = Callable[..., dict[str, Any]]
 
@@ -44,9 +47,9 @@ def test_tail_reads_a_replaced_file_from_its_beginning(tmp_path: Path) -> None:
     assert tail.read_new() == [{"iteration": 1}]
 
 
-def test_the_view_is_plain_where_no_one_watches() -> None:
-    assert isinstance(make_run_view(Console(file=io.StringIO()), 3), PlainView)
-    assert isinstance(make_run_view(Console(file=io.StringIO(), force_terminal=True), 3), LiveView)
+def test_the_view_is_plain_where_no_one_watches(tmp_path: Path) -> None:
+    assert isinstance(make_run_view(Console(file=io.StringIO()), tmp_path, None), PlainView)
+    assert isinstance(make_run_view(Console(file=io.StringIO(), force_terminal=True), tmp_path, None), LiveView)
 
 
 def test_the_plain_view_prints_the_first_every_tenth_and_the_last_iteration(record: MakeRecord) -> None:
@@ -60,10 +63,10 @@ def test_the_plain_view_prints_the_first_every_tenth_and_the_last_iteration(reco
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_both_views_end_with_advice_unless_the_run_failed(record: MakeRecord, terminal: bool) -> None:
+def test_both_views_end_with_advice_unless_the_run_failed(record: MakeRecord, terminal: bool, tmp_path: Path) -> None:
     for error in (None, RuntimeError("lost")):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
-        with contextlib.suppress(RuntimeError), make_run_view(console, 3) as view:
+        with contextlib.suppress(RuntimeError), make_run_view(console, tmp_path, None) as view:
             view.show(record(0))
             if error:
                 raise error
@@ -71,15 +74,15 @@ def test_both_views_end_with_advice_unless_the_run_failed(record: MakeRecord, te
         assert ("3 instances would balance the pools, 2 took part" in shown) == (error is None)
 
 
-def test_the_live_view_shows_figures_and_time_to_go(record: MakeRecord) -> None:
+def test_the_live_view_shows_figures_and_time_to_go(record: MakeRecord, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    with LiveView(console, 3) as view:
+    with LiveView(console, PoolWatch(tmp_path, None)) as view:
         view.show(record(0))
         view.note("lost [an] instance")
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "iteration 1/3" in shown
     assert "0:04 to go" in shown
-    assert "500 tokens/s" in shown
+    assert "tokens/s" in shown and "500" in shown
     assert "lost [an] instance" in shown
 
 
@@ -89,7 +92,8 @@ def test_time_shares_add_up_to_one(record: MakeRecord) -> None:
 
 
 def test_a_sparkline_keeps_its_width_and_its_ends() -> None:
-    assert sparkline([0.0, 1.0]) == "▁█"
-    line = sparkline([i / 99 for i in range(100)], width=20)
+    assert sparkline([0.0, 1.0], 60) == "▁█"
+    line = sparkline([i / 99 for i in range(100)], 20)
     assert len(line) == 20
     assert (line[0], line[-1]) == ("▁", "█")
+    assert sparkline([-3.0, 7e9], 60) == "▁█" and sparkline([5.0] * 4, 60) == "▁▁▁▁"

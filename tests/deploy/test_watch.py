@@ -1,0 +1,90 @@
+"""`async-rl watch` on directories of runs that are over, go on, or were never there."""
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from async_rl.errors import ConfigError
+from async_rl.tracking.lease import take_lease
+from deploy import watch as watch_command
+from deploy.watch import is_record, main, watch
+
+MakeRecord = Callable[..., dict[str, Any]]
+
+
+def write(run_dir: Path, rows: list[dict[str, Any]], rest: str = "") -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows) + rest)
+
+
+def watched(run_dir: Path) -> list[str]:
+    console = Console(file=io.StringIO(), width=200)
+    watch(run_dir, console, None)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_run_that_is_over_is_shown_at_once(tmp_path: Path, record: MakeRecord) -> None:
+    write(tmp_path, [record(i) for i in range(3)])
+    *lines, advice = watched(tmp_path)
+    assert [line.split()[1] for line in lines] == ["1/3", "3/3"] and "balance" in advice
+
+
+def test_a_run_that_ended_early_and_one_that_never_began_end_the_view(tmp_path: Path, record: MakeRecord) -> None:
+    assert watched(tmp_path) == []
+    write(tmp_path, [record(0)])
+    lease = take_lease(tmp_path, 20.0)
+    lease.release()
+    assert watched(tmp_path)[0].startswith("iteration 1/3")
+
+
+def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path, record: MakeRecord) -> None:
+    lease = take_lease(tmp_path, 20.0)
+    lines: list[str] = []
+    viewer = threading.Thread(target=lambda: lines.extend(watched(tmp_path)))
+    write(tmp_path, [record(0)])
+    viewer.start()
+    time.sleep(0.2)
+    write(tmp_path, [record(1), record(2)])
+    viewer.join(60)
+    lease.release()
+    assert [line.split()[1] for line in lines[:-1]] == ["1/3", "3/3"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"iteration": "x"},
+        {"seconds": None},
+        {"seconds": float("inf")},
+        {"iterations": 2.5},
+        {"num_groups": None},
+    ],
+)
+def test_lines_of_something_else_are_left_out(tmp_path: Path, record: MakeRecord, row: dict[str, Any]) -> None:
+    broken = {**record(1), **row} if row else {}
+    assert is_record(record(1)) and not is_record(broken)
+    write(tmp_path, [broken, *(record(i) for i in range(3))], '{"iteration": 3, "sec')
+    assert len(watched(tmp_path)) == 3
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"no such' is no directory"):
+        watch(tmp_path / "no such", Console(file=io.StringIO()), None)
+    assert main([str(tmp_path / "no such")]) == 2
+    assert "async-rl watch: " in capsys.readouterr().err
+
+
+def test_interrupting_it_is_its_ordinary_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch_command, "watch", interrupted)
+    assert main([str(tmp_path)]) == 0
