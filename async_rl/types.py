@@ -318,7 +318,8 @@ class GroupProof:
     response tokens (the sampled ones) with the rollout's, by instance; `samples` digests its responses, what they
     observed included. `num_prompt_tokens` counts each prompt once that a response follows. `num_branches` responses are
     further ones of a rollout that has one already, `num_truncated` counts rollouts that ended at a limit,
-    `num_corrected` sampled tokens whose loss an importance correction changed.
+    `num_corrected` sampled tokens whose loss an importance correction changed. `shown_logprobs` are the trainer's
+    log-probs of the responses that `samples.jsonl` may show (`async_rl.tracking.samples`), if it may show the group.
     """
 
     index: int
@@ -339,9 +340,16 @@ class GroupProof:
     reward_parts: RewardParts = ()
     num_corrected: int = 0
     is_trained: bool = True
+    shown_logprobs: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
-    def of(cls, group: Group, gaps: Mapping[str, LogprobGaps], num_corrected: int = 0) -> "GroupProof":
+    def of(
+        cls,
+        group: Group,
+        gaps: Mapping[str, LogprobGaps],
+        num_corrected: int = 0,
+        shown_logprobs: tuple[tuple[float, ...], ...] = (),
+    ) -> "GroupProof":
         """The row of a trained group with the given gaps, by instance."""
         return cls(
             index=group.index,
@@ -361,6 +369,7 @@ class GroupProof:
             num_truncated=sum(facts.status == "truncated" for facts in group.rollouts),
             reward_parts=group.reward_parts,
             num_corrected=num_corrected,
+            shown_logprobs=shown_logprobs,
         )
 
     @classmethod
@@ -368,8 +377,9 @@ class GroupProof:
         """The row from its JSON form, as written with `asdict`."""
         gaps = tuple((instance, LogprobGaps.from_json(value)) for instance, value in row["gaps"])
         parts = tuple((label, tuple(values)) for label, values in row.get("reward_parts", ()))
+        shown = tuple(map(tuple, row.get("shown_logprobs", ())))
         lists = {"versions": tuple(row["versions"]), "rewards": tuple(row["rewards"]), "reward_parts": parts}
-        return cls(**{**row, **lists, "gaps": gaps})
+        return cls(**{**row, **lists, "gaps": gaps, "shown_logprobs": shown})
 
     @property
     def num_rollouts(self) -> int:

@@ -128,7 +128,7 @@ class Recorder:
         self._recent.append(times)
         line["idle_training"], line["idle_inference"] = times.idle_training, times.idle_inference
         line["desired_instances"] = desired_instances(self._recent)
-        samples = list(record.sampled.rows(self._decode))
+        samples = list(record.sampled.rows(self._decode, record.rows))
         self._require_lease()
         SAMPLES.append(self._run_dir, samples)
         append_lines(self._run_dir / "metrics.jsonl", [json.dumps(line)])

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.tracking.balance import IterationTimes, advise
-from deploy.cluster.record_lines import record_of
+from async_rl.tracking.record_lines import record_of
 
 Record = Mapping[str, Any]
 """One line of `metrics.jsonl`; see `async_rl.tracking.recorder` for its keys."""
