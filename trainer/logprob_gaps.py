@@ -91,9 +91,7 @@ def sums_of(gaps_N: torch.Tensor, clip: float) -> LogprobGaps:
     )
 
 
-def _shown_logprobs(
-    group: Group, parts: Sequence[tuple[GroupSlice, torch.Tensor]]
-) -> tuple[tuple[float, ...], ...]:
+def _shown_logprobs(group: Group, parts: Sequence[tuple[GroupSlice, torch.Tensor]]) -> tuple[tuple[float, ...], ...]:
     """The trainer's log-probs of the first tokens of the responses that `samples.jsonl` may show."""
     of_response = {
         index: own

@@ -13,13 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from async_rl.dashboard.page import Dashboard
-from async_rl.dashboard.run_records import RunRecords
+from async_rl.dashboard.run_records import open_run
 from async_rl.dashboard.serve import DashboardServer
 from async_rl.errors import ConfigError
 from async_rl.net.listener import is_open_to_network, listen, url_for_others
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 
 DEFAULT_PORT = 8265
+NUM_PORTS = 2**16
 
 
 def make_parser() -> Parser:
@@ -36,8 +37,10 @@ async def serve(runs: Sequence[Path], host: str, port: int, token: str | None) -
     Raises:
         ConfigError: a directory is not that of a run, or the address or the port cannot be used.
     """
-    dashboard = Dashboard([RunRecords(run) for run in runs])
-    listener = listen("the dashboard", host, port, "-")
+    dashboard = Dashboard([open_run(run) for run in runs])
+    if not 0 <= port < NUM_PORTS:
+        raise ConfigError(f"--port {port} is not a port: expected 0 to {NUM_PORTS - 1}")
+    listener = listen("the dashboard", host, port, None)
     needed = (token or secrets.token_urlsafe(16)) if is_open_to_network(listener) else None
     async with DashboardServer(dashboard, listener, needed, {host}):
         print(f"dashboard: {url_for_others(listener)}/dashboard/{f'#token={needed}' if needed else ''}", flush=True)

@@ -4,8 +4,9 @@ The page is open, the records are what a token protects: a browser sends no toke
 answers from it for `async-rl dashboard`, `async_rl.fleet.dashboard_routes` at the fleet endpoint of a live run.
 """
 
+import ipaddress
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from importlib.resources import files
@@ -95,11 +96,11 @@ class Dashboard:
         if name in STATIC:
             return Answer(HTTPStatus.OK, CONTENT_TYPES[Path(name).suffix], static_file(name).encode())
         if name not in self._data:
-            return _error(HTTPStatus.NOT_FOUND, f"{path} is no path of the dashboard")
+            return error_answer(HTTPStatus.NOT_FOUND, f"{path} is no path of the dashboard")
         try:
             content = self._data[name](query)
         except ValueError as error:
-            return _error(HTTPStatus.BAD_REQUEST, str(error))
+            return error_answer(HTTPStatus.BAD_REQUEST, str(error))
         return Answer(HTTPStatus.OK, "application/json", as_json(content).encode())
 
     def states(self) -> str:
@@ -154,12 +155,25 @@ class Events:
 EVENTS_PATH = f"{PREFIX}api/events"
 
 
+def is_address(host: str, names: Collection[str] = ()) -> bool:
+    """Whether a request's host is an address, localhost, or one of these names.
+
+    A page of another site that lets its own name mean this machine's address could otherwise read the records.
+    """
+    name = host.lower() if host.endswith("]") else host.lower().rsplit(":", 1)[0]
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return name in ("localhost", *names)
+    return True
+
+
 def static_file(name: str) -> str:
     """The content of one of the page's files."""
     return files("async_rl.dashboard").joinpath("static", name).read_text(encoding="utf-8")
 
 
-def _error(status: HTTPStatus, message: str) -> Answer:
+def error_answer(status: HTTPStatus, message: str) -> Answer:
     return Answer(status, "application/json", as_json({"error": message}).encode())
 
 
@@ -176,4 +190,3 @@ def _number(query: Mapping[str, str], name: str, default: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError(f"{name} {text!r} is not a number") from None
-

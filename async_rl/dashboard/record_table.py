@@ -14,9 +14,11 @@ class RecordTable:
     def __init__(self) -> None:
         self.iterations: list[int] = []
         self.columns: dict[str, list[float | None]] = {}
+        self.hours: list[float] = []
+        """When each iteration ended, in hours that iterations took."""
 
     def clear(self) -> None:
-        self.iterations.clear()
+        self._cut(0)
         self.columns.clear()
 
     def add(self, record: Mapping[str, Any]) -> bool:
@@ -29,6 +31,8 @@ class RecordTable:
         if not is_next:
             self._cut(num_kept)
         self.iterations.append(iteration)
+        seconds = number_of(record.get("seconds")) or 0.0
+        self.hours.append((self.hours[-1] if self.hours else 0.0) + seconds / 3600)
         for name, value in record.items():
             if name not in self.columns and number_of(value) is not None and len(self.columns) < MAX_COLUMNS:
                 self.columns[name] = [None] * num_kept
@@ -39,7 +43,7 @@ class RecordTable:
     def since(self, first: int) -> dict[str, Any]:
         """The entries from number `first` on, as JSON."""
         columns = {name: column[first:] for name, column in self.columns.items() if name != "iteration"}
-        return {"first": first, "iterations": self.iterations[first:], "columns": columns}
+        return {"first": first, "iterations": self.iterations[first:], "hours": self.hours[first:], "columns": columns}
 
     def row(self, iteration: int) -> dict[str, float | None]:
         """The numbers of one iteration; empty if it has no record."""
@@ -51,6 +55,7 @@ class RecordTable:
 
     def _cut(self, num_kept: int) -> None:
         del self.iterations[num_kept:]
+        del self.hours[num_kept:]
         for column in self.columns.values():
             del column[num_kept:]
 

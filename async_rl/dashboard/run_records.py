@@ -95,17 +95,9 @@ class SampleFilter:
 
 
 class RunRecords:
-    """The records of the run in `run_dir`; its methods may be called from several threads.
-
-    Raises:
-        ConfigError: it is not the directory of a run.
-    """
+    """The records of the run in `run_dir`, which may have none yet; its methods may be called from several threads."""
 
     def __init__(self, run_dir: Path) -> None:
-        if not run_dir.is_dir():
-            raise ConfigError(f"{str(run_dir)!r} is not a directory: name the run.dir of a run, such as runs/NAME")
-        if not any((run_dir / name).exists() for name in (*FOLLOWED, *(kind.name for kind in ROTATED), "launch.json")):
-            raise ConfigError(f"{str(run_dir)!r} has no records of a run: name a run.dir, which has metrics.jsonl")
         self.run_dir = run_dir
         self._lock = threading.Lock()
         self._files = [FollowedFile(run_dir / name) for name in FOLLOWED]
@@ -124,7 +116,9 @@ class RunRecords:
     def follow(self) -> State:
         """Reads what is new."""
         with self._lock:
-            if not all([file.is_unchanged() for file in self._files]):
+            # Of every file, also after one that has changed.
+            unchanged = [file.is_unchanged() for file in self._files]
+            if not all(unchanged):
                 self._read_new()
             return self._state()
 
@@ -183,7 +177,8 @@ class RunRecords:
 
     def _read_new(self) -> None:
         # A resumed run cuts all three files: what was read of any of them is given up together.
-        if any([file.has_restarted() for file in self._files]):
+        restarted = [file.has_restarted() for file in self._files]
+        if any(restarted):
             self._generation += 1
             for file in self._files:
                 file.restart()
@@ -198,6 +193,20 @@ class RunRecords:
             self._num_iterations = total if isinstance(total, int) else self._num_iterations
         self._proofs += map(_proof, ledger)
         self._evaluations += map(_evaluation, evaluations)
+
+
+def open_run(run_dir: Path) -> RunRecords:
+    """The records of a directory that a user names.
+
+    Raises:
+        ConfigError: it is not the directory of a run.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"{str(run_dir)!r} is not a directory: name the run.dir of a run, such as runs/NAME")
+    names = (*FOLLOWED, *(kind.name for kind in ROTATED), "launch.json")
+    if not any((run_dir / name).exists() for name in names):
+        raise ConfigError(f"{str(run_dir)!r} has no records of a run: name a run.dir, which has metrics.jsonl")
+    return RunRecords(run_dir)
 
 
 def as_json(value: Any) -> str:

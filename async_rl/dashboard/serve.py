@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import ipaddress
 import socket
 from collections.abc import Collection
 from http import HTTPStatus
@@ -10,7 +9,7 @@ from types import TracebackType
 
 from aiohttp import web
 
-from async_rl.dashboard.page import EVENTS_PATH, HEADERS, POLL_S, PREFIX, Answer, Dashboard, Events
+from async_rl.dashboard.page import EVENTS_PATH, HEADERS, POLL_S, PREFIX, Answer, Dashboard, Events, is_address
 
 
 class DashboardServer:
@@ -18,8 +17,7 @@ class DashboardServer:
 
     Args:
         token: what requests for records need as `Authorization: Bearer TOKEN`; None needs none.
-        hosts: further names, beside addresses and localhost, at which it may be addressed. A page of another site that
-            resolves its own name to this machine's address could otherwise read the records.
+        hosts: further names, beside addresses and localhost, at which it may be addressed.
     """
 
     def __init__(
@@ -28,7 +26,7 @@ class DashboardServer:
         self._dashboard = dashboard
         self._listener = listener
         self._token = token
-        self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+        self._hosts = {socket.gethostname().lower(), *(host.lower() for host in hosts)}
         app = web.Application()
         app.router.add_get("/", _to_page)
         app.router.add_get(EVENTS_PATH, self._events)
@@ -67,7 +65,7 @@ class DashboardServer:
             await asyncio.sleep(POLL_S)
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        if not self._is_own_name(request.host):
+        if not is_address(request.host, self._hosts):
             text = f"the dashboard is not served under the name {request.host!r}: open its address"
             return web.Response(text=text, status=HTTPStatus.FORBIDDEN, headers=HEADERS)
         if self._token is not None and request.path not in Dashboard.open_paths():
@@ -76,15 +74,6 @@ class DashboardServer:
                 text = "missing or wrong bearer token: open the address that the command printed"
                 return web.Response(text=text, status=HTTPStatus.UNAUTHORIZED, headers=HEADERS)
         return None
-
-    def _is_own_name(self, host: str) -> bool:
-        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        name = name.strip("[]").lower()
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return name in self._hosts
-        return True
 
 
 async def _to_page(request: web.Request) -> web.StreamResponse:

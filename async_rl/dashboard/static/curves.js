@@ -117,7 +117,7 @@ export class Curves {
   }
 
   #table(run, name) {
-    const over = this.settings.over === "hours" ? run.hours() : run.iterations;
+    const over = this.settings.over === "hours" ? run.hours : run.iterations;
     const column = run.columns.get(name);
     return this.settings.smoothing ? [over, column, smoothed(column, this.settings.smoothing)] : [over, column];
   }
@@ -135,12 +135,13 @@ export class Curves {
     return {
       width: card.plot.clientWidth,
       height: HEIGHT,
+      padding: [10, 10, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "curves", scales: ["x", null] }, points: { size: 6 }, y: false },
       scales: { x: { time: false }, y: { range: rangeOf } },
       axes: [
         { ...axis, size: 26, gap: 3, space: 56 },
-        { ...axis, size: 54, gap: 3, space: 34, values: (_, splits) => splits.map((value) => formatNumber(value, unit)) },
+        { ...axis, size: 48, gap: 3, space: 26, values: (_, splits) => splits.map((value) => formatNumber(value, unit)) },
       ],
       series: [{}, ...series],
       hooks: { setCursor: [(chart) => this.#showCursor(card, chart)] },

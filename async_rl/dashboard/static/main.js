@@ -27,6 +27,7 @@ class Run {
   clear(generation) {
     this.generation = generation;
     this.iterations = [];
+    this.hours = [];
     this.columns = new Map();
     this.proofs = [];
     this.numIterations = null;
@@ -43,6 +44,8 @@ class Run {
     const before = metrics.first;
     this.iterations.length = before;
     this.iterations.push(...metrics.iterations);
+    this.hours.length = before;
+    this.hours.push(...metrics.hours);
     for (const name of Object.keys(metrics.columns)) {
       if (!this.columns.has(name)) this.columns.set(name, new Array(before).fill(null));
     }
@@ -53,6 +56,8 @@ class Run {
     }
     this.proofs.length = proofs.first;
     this.proofs.push(...proofs.rows);
+    // A report of a long run has all proofs that failed, but not all of the others.
+    this.numProofs = proofs.total ?? this.proofs.length;
     this.#addEvaluations(evaluations);
   }
 
@@ -69,12 +74,6 @@ class Run {
         this.columns.get(column)[at] = value;
       }
     }
-  }
-
-  /** When each iteration ended, in hours of the run's own iterations. */
-  hours() {
-    let sum = 0;
-    return (this.columns.get("seconds") ?? []).map((seconds) => (sum += (seconds ?? 0) / 3600));
   }
 
   latest(name) {
@@ -190,8 +189,8 @@ function overviewOf(run, hasOthers) {
     tile(formatNumber(run.latest("response_tokens_mean")), "tokens per response", run.latest("response_tokens_mean"), "response_tokens_mean"),
     tile(formatNumber(run.latest("tokens_per_s")), "tokens/s", run.latest("tokens_per_s"), "tokens_per_s"),
     tile(formatSeconds(run.latest("seconds")), "per iteration", run.latest("seconds"), "seconds"),
-    tile(remainingTime(run, done), "to go"),
-    tile(failed ? element("span", { class: "bad" }, `${failed} fail`) : element("span", { class: "good" }, `${run.proofs.length} hold`), "on-policy proofs", run.proofs.length - failed, "proofs"),
+    run.numIterations > done ? tile(remainingTime(run, done), "to go") : tile(formatSeconds(3600 * run.hours.at(-1)), "in all iterations"),
+    tile(failed ? element("span", { class: "bad" }, `${failed} fail`) : element("span", { class: "good" }, `${run.numProofs} hold`), "on-policy proofs", run.numProofs - failed, "proofs"),
   ];
   return [...head, element("div", { class: "tiles" }, ...tiles)];
 }
@@ -202,7 +201,7 @@ function tile(value, title, exact = "", name = title) {
 
 function remainingTime(run, done) {
   const recent = (run.columns.get("seconds") ?? []).slice(-NUM_RECENT).filter((seconds) => seconds !== null);
-  if (!run.numIterations || !recent.length || run.numIterations <= done) return run.numIterations <= done ? "done" : "–";
+  if (!recent.length) return "–";
   return formatSeconds((recent.reduce((sum, seconds) => sum + seconds, 0) / recent.length) * (run.numIterations - done));
 }
 

@@ -15,9 +15,9 @@ export class Proof {
   }
 
   update() {
-    const { proofs } = this.runs[Number(byId("proof-run").value || 0)];
+    const { proofs, numProofs } = this.runs[Number(byId("proof-run").value || 0)];
     const failed = proofs.filter((proof) => proof.on_policy !== true);
-    showSummary(proofs, failed);
+    showSummary(proofs, numProofs, failed);
     const wanted = byId("proof-violations").checked ? failed : proofs;
     const rows = wanted.slice(Math.max(0, wanted.length - this.skip - PER_PAGE), wanted.length - this.skip).reverse();
     byId("proof-newer").disabled = this.skip === 0;
@@ -32,20 +32,21 @@ export class Proof {
   }
 }
 
-function showSummary(proofs, failed) {
+function showSummary(proofs, total, failed) {
   const summary = byId("proof-summary");
   if (!proofs.length) {
     summary.textContent = "The ledger has no proof yet.";
     return;
   }
   const verdict = failed.length
-    ? element("strong", { class: "bad" }, `${failed.length} of ${proofs.length} proofs fail`)
-    : element("strong", { class: "good" }, `All ${proofs.length} proofs hold`);
+    ? element("strong", { class: "bad" }, `${failed.length} of ${total} proofs fail`)
+    : element("strong", { class: "good" }, `All ${total} proofs hold`);
   const unjudged = proofs.filter((proof) => proof.unjudged).length;
   const text = failed.length
     ? ": no step was taken where one fails."
     : ": every response was sampled from the version that its iteration trained, and every prompt contributed exactly its responses, once.";
-  summary.replaceChildren(verdict, text, unjudged ? ` In ${unjudged} of them the log-probs could not be judged: ${proofs.findLast((proof) => proof.unjudged).unjudged}.` : "");
+  const thinned = total > proofs.length ? ` This report shows ${proofs.length} of them.` : "";
+  summary.replaceChildren(verdict, text, thinned, unjudged ? ` In ${unjudged} of them the log-probs could not be judged: ${proofs.findLast((proof) => proof.unjudged).unjudged}.` : "");
 }
 
 function proofRow(proof) {
