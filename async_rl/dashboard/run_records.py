@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.dashboard.followed_file import FollowedFile, FollowedRotation, has_iteration, iteration_of
-from async_rl.dashboard.record_table import RecordTable, number_of
+from async_rl.dashboard.record_table import DETAILS, RecordTable, number_of
 from async_rl.errors import ConfigError
 from async_rl.tracking.record_lines import record_of
 from async_rl.tracking.records import ROTATED
@@ -142,7 +142,7 @@ class RunRecords:
             self._timeline.follow()
             record = self._table.row(iteration)
             spans = [span for span in self._timeline.spans() if span.key == iteration]
-        times = {name: record.get(name) for name in ("seconds", "publish_s", "step_s", "wait_s", "train_s")}
+        times = {name: record.get(name) for name in ("seconds", "publish_s", "step_s", "wait_s", "train_s", *DETAILS)}
         rows = (row for span in spans for row in span.rows())
         return {"iteration": iteration, **times, "groups": [_group(row) for row in rows]}
 

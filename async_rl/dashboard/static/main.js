@@ -63,6 +63,7 @@ class Run {
 
   /** Columns of evaluations, at the iterations after which they were made. */
   #addEvaluations(evaluations) {
+    this.numEvaluations = evaluations.length;
     const place = new Map(this.iterations.map((iteration, i) => [iteration, i]));
     for (const record of evaluations) {
       const at = place.get(record.iteration);
@@ -108,7 +109,7 @@ class Page {
     }
     byId("theme").addEventListener("click", () => this.#switchTheme());
     await Promise.all(this.runs.map((run) => this.#fetch(run)));
-    await this.#show(this.runs);
+    await this.#show();
     document.documentElement.dataset.ready = "true";
     if (!about.is_live) {
       showStatus("report");
@@ -121,13 +122,11 @@ class Page {
     const changed = this.runs.filter((run, i) => {
       const { generation, num_records, num_proofs, num_evaluations } = states[i];
       const isKnown = run.generation === generation && run.iterations.length === num_records && run.proofs.length === num_proofs;
-      const hasEvaluations = run.numEvaluations === num_evaluations;
-      run.numEvaluations = num_evaluations;
-      return !(isKnown && hasEvaluations);
+      return !(isKnown && run.numEvaluations === num_evaluations);
     });
     if (!changed.length) return;
     await Promise.all(changed.map((run) => this.#fetch(run)));
-    await this.#show(changed);
+    await this.#show();
   }
 
   async #fetch(run) {

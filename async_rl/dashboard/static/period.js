@@ -81,7 +81,7 @@ export class Period {
     this.#draw(timed);
     showStragglers(timed, this.stragglers);
     showLeftOut(this.period.groups.filter((group) => group.is_trained === false));
-    showLengths(byId("lengths"), this.period.groups);
+    showLengths(byId("lengths"), this.period);
   }
 
   #summarize(timed) {
@@ -133,15 +133,16 @@ export class Period {
   }
 
   #drawTrainer(context, timed, x, y) {
-    const { publish_s, step_s, seconds } = this.period;
     context.fillStyle = themeColor("grid");
-    context.fillRect(x(0), y, x(seconds ?? 0) - x(0), TRAINER_HEIGHT);
-    if (publish_s) this.#bar(context, themeColor("publish"), x(0), x(publish_s), y, TRAINER_HEIGHT, `publish, ${formatSeconds(publish_s)}`);
+    context.fillRect(x(0), y, x(this.period.seconds ?? 0) - x(0), TRAINER_HEIGHT);
     for (const window of windowsOf(timed)) {
       const text = `training of ${window.num} groups, ${formatSeconds(window.end - window.start)}`;
       this.#bar(context, themeColor("training"), x(window.start), x(window.end), y, TRAINER_HEIGHT, text);
     }
-    if (step_s && seconds) this.#bar(context, themeColor("step"), x(seconds - step_s), x(seconds), y, TRAINER_HEIGHT, `optimizer step, ${formatSeconds(step_s)}`);
+    for (const [name, start, end] of spansOf(this.period)) {
+      const text = `${name === "step" ? "optimizer step" : name}, ${formatSeconds(end - start)}`;
+      this.#bar(context, themeColor(name === "step" ? "step" : "publish"), x(start), x(end), y, TRAINER_HEIGHT, text);
+    }
   }
 
   #bar(context, color, left, right, top, height, about) {
@@ -238,6 +239,13 @@ function windowsOf(timed) {
     windows.set(start, window);
   }
   return windows.values();
+}
+
+/** [name, start, end] of publish and steps; of a record without them, where these are as a rule. */
+function spansOf({ spans, publish_s, step_s, seconds }) {
+  if (spans?.length) return spans.filter(([, start, end]) => typeof start === "number" && typeof end === "number");
+  const known = publish_s ? [["publish", 0, publish_s]] : [];
+  return step_s && seconds ? [...known, ["step", seconds - step_s, seconds]] : known;
 }
 
 function instanceOf(group) {
