@@ -38,13 +38,13 @@ def _run_data(run: RunRecords, num_runs: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "dir": str(run.run_dir),
-        "records": _thinned_records(run.records(0, 0, 0), MAX_RECORDS_BYTES // num_runs),
+        "records": thinned_records(run.records(0, 0, 0), MAX_RECORDS_BYTES // num_runs),
         "periods": list(fitting(list(periods), MAX_PERIODS_BYTES // num_runs)),
         "samples": list(fitting(rows, MAX_SAMPLES_BYTES // num_runs))[::-1],
     }
 
 
-def _thinned_records(records: dict[str, Any], max_bytes: int) -> dict[str, Any]:
+def thinned_records(records: dict[str, Any], max_bytes: int) -> dict[str, Any]:
     """The records, or fewer of them; of the proofs all that failed."""
     share = min(1.0, max_bytes / len(as_json(records)))
     if share == 1.0:

@@ -22,6 +22,9 @@ from async_rl.tracking.timeline import TIMELINE
 
 MAX_VIOLATIONS_SHOWN = 20
 
+MAX_DEPTH = 8
+"""Of lists and tables in a row of samples; those of `tracking.samples` have four."""
+
 FOLLOWED = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl")
 
 PROOF_FIELDS = (
@@ -158,11 +161,11 @@ class RunRecords:
             self._samples.follow()
             spans = [span for span in self._samples.spans() if wanted.may_have(span.key)]
         spans.sort(key=lambda span: (-span.key.iteration, span.key.index))
-        if not wanted.text:
-            chosen = [row for span in spans[skip : skip + limit] for row in span.rows()]
-            return {"total": len(spans), "rows": chosen}
-        found = [span for span in spans if any(map(wanted.has_text, span.rows()))]
-        return {"total": len(found), "rows": [row for span in found[skip : skip + limit] for row in span.rows()]}
+        found = [span for span in spans if any(map(wanted.has_text, span.rows()))] if wanted.text else spans
+        return {
+            "total": len(found),
+            "rows": [_finite(row) for span in found[skip : skip + limit] for row in span.rows()],
+        }
 
     def all_samples(self) -> Iterator[dict[str, Any]]:
         """Every kept row, oldest first."""
@@ -170,7 +173,7 @@ class RunRecords:
             self._samples.follow()
             spans = list(self._samples.spans())
         for span in spans:
-            yield from span.rows()
+            yield from map(_finite, span.rows())
 
     def _state(self) -> State:
         return State(self._generation, len(self._table.iterations), len(self._proofs), len(self._evaluations))
@@ -256,6 +259,17 @@ def _group(row: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> str | float | bool | None:
     """A text, a finite number, or a truth value; None for anything else."""
     return value if isinstance(value, str | bool) else number_of(value)
+
+
+def _finite(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """The value with None for numbers that are not finite, and for what lies deeper than any record does."""
+    if isinstance(value, list | dict) and depth == 0:
+        return None
+    if isinstance(value, list):
+        return [_finite(each, depth - 1) for each in value]
+    if isinstance(value, dict):
+        return {name: _finite(each, depth - 1) for name, each in value.items()}
+    return _plain(value)
 
 
 def _sample_key(line: bytes) -> SampleKey | None:

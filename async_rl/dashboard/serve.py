@@ -69,8 +69,8 @@ class DashboardServer:
             text = f"the dashboard is not served under the name {request.host!r}: open its address"
             return web.Response(text=text, status=HTTPStatus.FORBIDDEN, headers=HEADERS)
         if self._token is not None and request.path not in Dashboard.open_paths():
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(*(text.encode(errors="surrogateescape") for text in (given, self._token))):
+            given, expected = request.headers.get("Authorization", ""), f"Bearer {self._token}"
+            if not hmac.compare_digest(*(text.encode(errors="surrogateescape") for text in (given, expected))):
                 text = "missing or wrong bearer token: open the address that the command printed"
                 return web.Response(text=text, status=HTTPStatus.UNAUTHORIZED, headers=HEADERS)
         return None

@@ -233,9 +233,13 @@ function remembered(storage, key) {
   }
 }
 
+function givenToken() {
+  return new URLSearchParams(location.hash.slice(1)).get("token");
+}
+
 /** The token of the address's fragment, which no server sees, or that of an earlier page. */
 function tokenOf() {
-  const given = new URLSearchParams(location.hash.slice(1)).get("token");
+  const given = givenToken();
   if (given) {
     remember(sessionStorage, TOKEN_KEY, given);
     history.replaceState(null, "", location.pathname);
@@ -251,6 +255,8 @@ function main() {
     remember(sessionStorage, TOKEN_KEY, byId("token").value);
     location.reload();
   });
+  // An address with a token, opened where the page is open already, loads nothing by itself.
+  addEventListener("hashchange", () => givenToken() && location.reload());
   const embedded = byId("embedded");
   const source = embedded ? new EmbeddedSource(JSON.parse(embedded.textContent)) : new LiveSource(tokenOf());
   new Page(source).start().catch(showError);

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.dashboard.report import MAX_RECORDS_BYTES, fitting, main, report, spread
+from async_rl.dashboard.report import fitting, main, report, spread, thinned_records
 from async_rl.dashboard.run_records import as_json, open_run
 from tests.support.synthetic_run import SCRIPT, SyntheticRun
 
@@ -43,22 +43,21 @@ def test_texts_of_a_run_cannot_end_the_script_that_holds_them(tmp_path: Path) ->
     assert "<title>&lt;b>&amp;run</title>" in page
 
 
-def test_a_long_run_is_thinned_and_keeps_its_last_iteration_and_all_violations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = SyntheticRun(tmp_path / "run", num_iterations=400, num_groups=2)
+def test_records_of_a_long_run_are_thinned_but_for_the_last_iteration_and_violations(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path / "run", num_iterations=100, num_groups=2)
     run.write()
     ledger = run.run_dir / "ledger.jsonl"
     ledger.write_text(ledger.read_text() + json.dumps({**run.proof(17), "on_policy": False}) + "\n")
-    assert len(as_json(open_run(run.run_dir).records(0, 0, 0))) > 2 * (MAX_RECORDS_BYTES // 20)
-    data = data_of(report([open_run(run.run_dir)] * 20))
-    records = data["runs"][0]["records"]
-    iterations = records["metrics"]["iterations"]
-    assert len(iterations) < 200 and iterations[0] == 0 and iterations[-1] == 399
-    assert records["metrics"]["columns"]["loss"] == [run.record(i)["loss"] for i in iterations]
-    assert records["proofs"]["total"] == 401 and records["proofs"]["rows"][-1]["on_policy"] is False
-    sizes = [len(as_json(each["records"])) for each in data["runs"]]
-    assert max(sizes) < 1.1 * MAX_RECORDS_BYTES / 20
+    whole = open_run(run.run_dir).records(0, 0, 0)
+    max_bytes = len(as_json(whole)) // 4
+    assert thinned_records(whole, 4 * max_bytes + 4) == whole
+    thinned = thinned_records(whole, max_bytes)
+    assert len(as_json(thinned)) < 1.1 * max_bytes
+    metrics, iterations = thinned["metrics"], thinned["metrics"]["iterations"]
+    assert 20 < len(iterations) < 30 and iterations[0] == 0 and iterations[-1] == 99
+    assert metrics["columns"]["loss"] == [run.record(i)["loss"] for i in iterations]
+    assert metrics["hours"] == [whole["metrics"]["hours"][i] for i in iterations]
+    assert thinned["proofs"]["total"] == 101 and thinned["proofs"]["rows"][-1]["on_policy"] is False
 
 
 def test_thinning_keeps_equal_distances_and_the_last_one() -> None:
