@@ -44,7 +44,8 @@ class FirstGroups:
 
     def offer(self, group: Group) -> bool:
         """Adds a group; returns whether it is among the first ones so far."""
-        kept = [other for other in self._groups if other.iteration == group.iteration]
+        same = (other for other in self._groups if other.iteration == group.iteration)
+        kept = [other for other in same if other.index != group.index]
         self._groups = sorted([*kept, group], key=lambda group: group.index)[:NUM_GROUPS]
         return any(group is other for other in self._groups)
 
