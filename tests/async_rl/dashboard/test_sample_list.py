@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.dashboard.sample_list import main
-from tests.support.synthetic_run import SyntheticRun
+from benchmarks.common.synthetic_run import SyntheticRun
 
 
 @pytest.fixture(scope="module")

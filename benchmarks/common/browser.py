@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol: pages, their errors, and values of expressions in them."""
+"""A headless Chromium, driven through its DevTools protocol: for the dashboard's tests and its benchmark."""
 
 import asyncio
 import base64
