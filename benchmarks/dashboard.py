@@ -13,8 +13,8 @@ server runs in a process of its own, and one client asks. The last line is one J
 - `server_peak_mb`: peak of the server's resident memory, and `server_start_mb` before the first request;
 - `report_s` and `report_mb`;
 - where Chromium is: `page_s`, from the request to a page with all curves, a period and samples; `page_again_s`, the
-  same when the server has read the timeline; `redraw_s` of all charts in view with another smoothing; `other_period_s`, from
-  the choice of an iteration to its picture.
+  same when the server has read the timeline; `redraw_s` of all charts in view with another smoothing;
+  `other_period_s`, from the choice of an iteration to its picture.
 """
 
 import argparse
