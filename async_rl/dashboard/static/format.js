@@ -17,7 +17,7 @@ export function formatSeconds(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 1) return `${trimmed(1000 * seconds, 3)} ms`;
   if (seconds < 120) return `${trimmed(seconds, 3)} s`;
-  if (seconds < 7200) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+  if (seconds < 7200) return `${trimmed(seconds / 60, 3)} min`;
   return `${trimmed(seconds / 3600, 3)} h`;
 }
 

@@ -185,7 +185,7 @@ function overviewOf(run, hasOthers) {
       const value = run.latest(name);
       return tile(formatNumber(value, name === "accuracy" ? "share" : ""), name === "accuracy" ? "accuracy" : "mean reward", value, name);
     }),
-    tile(formatNumber(run.latest("response_tokens_mean")), "tokens per response", run.latest("response_tokens_mean"), "response_tokens_mean"),
+    tile(formatNumber(run.latest("response_tokens_mean")), "tokens/response", run.latest("response_tokens_mean"), "response_tokens_mean"),
     tile(formatNumber(run.latest("tokens_per_s")), "tokens/s", run.latest("tokens_per_s"), "tokens_per_s"),
     tile(formatSeconds(run.latest("seconds")), "per iteration", run.latest("seconds"), "seconds"),
     run.numIterations > done ? tile(remainingTime(run, done), "to go") : tile(formatSeconds(3600 * run.hours.at(-1)), "in all iterations"),
