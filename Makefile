@@ -20,12 +20,12 @@ VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
 PEERS_READY := $(PEERS_VENV)/.ready
 TRACKERS_VENV := .venv-trackers
 TRACKERS_READY := $(TRACKERS_VENV)/.ready
-FAST := not distributed and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
+FAST := not distributed and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
 
-.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents test-trackers test-peers vllm containers check format clean
+.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check format clean
 .PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
 	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products \
-	bench-data bench-sandbox bench-system bench-turns
+	bench-dashboard bench-data bench-sandbox bench-system bench-turns
 
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -57,6 +57,10 @@ test-agents: $(READY) $(AGENTS_READY) $(VERIFIERS_READY)
 # Experiment trackers, which write to this machine only.
 test-trackers: $(READY) $(TRACKERS_READY)
 	$(BIN)/python -m pytest -m trackers tests/async_rl/tracking $(ARGS)
+
+# The dashboard in headless Chromium, which `make test` leaves out where there is none.
+test-browser: $(READY)
+	$(BIN)/python -m pytest -m browser tests/async_rl/dashboard $(ARGS)
 
 # Losses against TRL's, which `make test` leaves out where this environment is missing.
 test-peers: $(READY) $(PEERS_READY)
@@ -106,6 +110,9 @@ bench-modes: $(READY)
 
 bench-sandbox: $(READY)
 	$(BIN)/python -m benchmarks.sandbox --json $(ARGS)
+
+bench-dashboard: $(READY)
+	$(BIN)/python -m benchmarks.dashboard --json $(ARGS)
 
 bench-data: $(READY)
 	$(BIN)/python -m benchmarks.data --json $(ARGS)

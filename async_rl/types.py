@@ -323,7 +323,8 @@ class GroupProof:
     observed included. `num_prompt_tokens` counts each prompt once that a response follows. `num_branches` responses are
     further ones of a rollout that has one already, `num_truncated` counts rollouts that ended at a limit,
     `num_corrected` sampled tokens whose loss an importance correction changed. `rollout_lengths` are the sampled tokens
-    of each rollout.
+    of each rollout, `shown_logprobs` the trainer's log-probs of the responses that `samples.jsonl` may show
+    (`async_rl.tracking.samples`), if it may show the group.
     """
 
     index: int
@@ -345,9 +346,16 @@ class GroupProof:
     num_corrected: int = 0
     is_trained: bool = True
     rollout_lengths: tuple[int, ...] = ()
+    shown_logprobs: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
-    def of(cls, group: Group, gaps: Mapping[str, LogprobGaps], num_corrected: int = 0) -> "GroupProof":
+    def of(
+        cls,
+        group: Group,
+        gaps: Mapping[str, LogprobGaps],
+        num_corrected: int = 0,
+        shown_logprobs: tuple[tuple[float, ...], ...] = (),
+    ) -> "GroupProof":
         """The row of a trained group with the given gaps, by instance."""
         return cls(
             index=group.index,
@@ -368,6 +376,7 @@ class GroupProof:
             reward_parts=group.reward_parts,
             num_corrected=num_corrected,
             rollout_lengths=group.rollout_lengths,
+            shown_logprobs=shown_logprobs,
         )
 
     @classmethod
@@ -377,7 +386,8 @@ class GroupProof:
         parts = tuple((label, tuple(values)) for label, values in row.get("reward_parts", ()))
         names = ("versions", "rewards", "rollout_lengths")
         lists = {name: tuple(row[name]) for name in names if name in row}
-        return cls(**{**row, **lists, "reward_parts": parts, "gaps": gaps})
+        shown = tuple(map(tuple, row.get("shown_logprobs", ())))
+        return cls(**{**row, **lists, "reward_parts": parts, "gaps": gaps, "shown_logprobs": shown})
 
     @property
     def num_rollouts(self) -> int:

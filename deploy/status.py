@@ -20,9 +20,9 @@ from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.protocol.fleet import FleetInfo
 from async_rl.tracking.lease import Term, read_term
 from async_rl.tracking.process_identity import has_died
+from async_rl.tracking.record_lines import record_of, whole_lines
 from deploy.cluster.fleet import read_fleet
 from deploy.cluster.kept_process import ENDED
-from deploy.cluster.record_lines import record_of, whole_lines
 from deploy.cluster.restarts import num_trained
 from deploy.cluster.tasks import LAUNCH_FILE, Launch, Task, read_launch
 from deploy.slurm.commands import SlurmFailed

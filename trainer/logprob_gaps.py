@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, SMALLEST, LogprobGaps
-from async_rl.types import Group, Response
+from async_rl.tracking.samples import MAX_TOKENS, FirstGroups, shown_responses
+from async_rl.types import Group, GroupProof, Response
 from trainer.batching.group_slice import GroupSlice
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_host
@@ -31,6 +32,7 @@ class GroupGaps:
         self._clip = clip
         self._num_corrected = num_corrected
         self._logprobs: dict[int, list[tuple[GroupSlice, torch.Tensor]]] = {}
+        self._first = FirstGroups()
 
     def add(self, micro_batch: MicroBatch, logprobs_N: torch.Tensor) -> None:
         """Stores the trainer's log-probs of a micro-batch's sampled tokens."""
@@ -38,17 +40,24 @@ class GroupGaps:
         for part, logprobs in zip(micro_batch.slices, logprobs_N.detach().split(sizes), strict=True):
             self._logprobs.setdefault(part.group.index, []).append((part, logprobs))
 
-    def take(self, groups: Sequence[Group]) -> list[tuple[dict[str, LogprobGaps], int]]:
-        """Per group: instance -> the gaps of the tokens it sampled, and how many tokens were corrected.
+    def take(self, groups: Sequence[Group]) -> list[GroupProof]:
+        """The row of each group, with the gaps of the tokens that each instance sampled.
 
         Turns of several requests are under `MIXED`.
         """
         of_groups = [self._logprobs.pop(group.index) for group in groups]
         on_host = iter(to_host([logprobs for parts in of_groups for _, logprobs in parts]))
-        return [self._by_instance([(part, next(on_host)) for part, _ in parts]) for parts in of_groups]
+        return [
+            self._row(group, [(part, next(on_host)) for part, _ in parts])
+            for group, parts in zip(groups, of_groups, strict=True)
+        ]
 
     def clear(self) -> None:
         self._logprobs.clear()
+
+    def _row(self, group: Group, parts: Sequence[tuple[GroupSlice, torch.Tensor]]) -> GroupProof:
+        shown = _shown_logprobs(group, parts) if self._first.offer(group) else ()
+        return GroupProof.of(group, *self._by_instance(parts), shown)
 
     def _by_instance(self, parts: Sequence[tuple[GroupSlice, torch.Tensor]]) -> tuple[dict[str, LogprobGaps], int]:
         by_instance: dict[str, list[torch.Tensor]] = {}
@@ -80,6 +89,16 @@ def sums_of(gaps_N: torch.Tensor, clip: float) -> LogprobGaps:
         largest=float(size.max()) if len(size) else 0.0,
         bins=tuple((number, count) for number, count in enumerate(torch.bincount(bins).tolist()) if count),
     )
+
+
+def _shown_logprobs(group: Group, parts: Sequence[tuple[GroupSlice, torch.Tensor]]) -> tuple[tuple[float, ...], ...]:
+    """The trainer's log-probs of the first tokens of the responses that `samples.jsonl` may show."""
+    of_response = {
+        index: own
+        for part, logprobs in parts
+        for index, own in zip(part.indices, logprobs.split([r.num_sampled for r in part.responses]), strict=True)
+    }
+    return tuple(tuple(of_response[index][:MAX_TOKENS].tolist()) for index in shown_responses(group))
 
 
 def _gaps_of(part: GroupSlice, logprobs: torch.Tensor) -> Iterator[tuple[Response, torch.Tensor]]:

@@ -95,7 +95,7 @@ class LossSums:
 
     def take_rows(self, groups: Sequence[Group]) -> list[GroupProof]:
         """The ledger rows of groups that were added; to be called once per group. Waits once for the device."""
-        return [GroupProof.of(group, *found) for group, found in zip(groups, self._gaps.take(groups), strict=True)]
+        return self._gaps.take(groups)
 
     def totals(self) -> dict[str, float]:
         """All sums as Python floats. Waits once for the device."""

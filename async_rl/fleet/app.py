@@ -1,13 +1,16 @@
 """The routes of the fleet endpoint over a pool: its members, and changes of them; for `async_rl.fleet.server`."""
 
 from http import HTTPStatus
+from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from async_rl.dashboard.page import Dashboard
 from async_rl.errors import ConfigError, UnknownInstance
+from async_rl.fleet.dashboard_routes import add_dashboard
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
 from async_rl.fleet.run_guard import RunGuard
@@ -42,11 +45,18 @@ def make_app(
     heartbeat_timeout_s: float,
     token: str | None,
     run: str | None = None,
+    run_dir: Path | None = None,
 ) -> FastAPI:
-    """The application; with a `token`, all routes but health and metrics require it. `run` is the run's uid."""
+    """The application; with a `token`, all routes but health, metrics and the dashboard's page require it.
+
+    `run` is the run's uid; with `run_dir`, the run's directory, the application has the dashboard.
+    """
     app = FastAPI(title="async-rl fleet", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_reading_routes(app, pool, metrics)
     _add_membership_routes(app, pool, min(MAX_HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT))
+
+    if run_dir is not None:
+        add_dashboard(app, run_dir, token is not None)
 
     @app.post(routes.FLEET_SYNC)
     async def sync(body: SyncRequest) -> FleetInfo:
@@ -61,7 +71,7 @@ def make_app(
     if run is not None:
         app.add_middleware(RunGuard, run=run)
     if token is not None:
-        app.add_middleware(BearerToken, token=token, open_paths=OPEN_PATHS)
+        app.add_middleware(BearerToken, token=token, open_paths=(*OPEN_PATHS, *Dashboard.open_paths()))
     return app
 
 

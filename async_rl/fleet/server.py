@@ -28,7 +28,8 @@ class FleetServer:
     """Start and stop of the endpoint; both run on the pool's event loop.
 
     Args:
-        run_dir: where the address is written; None writes no file.
+        run_dir: where the address is written, and the records that the dashboard shows are; None writes no file, and
+            has no dashboard.
         address: at which other hosts reach this one, if `pool.fleet_host` means all its interfaces; None determines
             one.
         run: the run's uid: requests for another run are refused.
@@ -48,7 +49,7 @@ class FleetServer:
         self.url = ""
         """The endpoint's URL; known after `start`."""
         self._reports = LeaderReports(pool)
-        self._app = make_app(pool, self._reports, self.metrics, config.heartbeat_timeout_s, token, run)
+        self._app = make_app(pool, self._reports, self.metrics, config.heartbeat_timeout_s, token, run, run_dir)
         self._config = config
         self._has_token = token is not None
         self._run = run

@@ -7,12 +7,13 @@ from async_rl.net.http_client import http_url
 from async_rl.net.local_address import address_for_others, is_loopback, is_unspecified
 
 
-def listen(name: str, host: str, port: int, settings: str) -> socket.socket:
+def listen(name: str, host: str, port: int, settings: str | None) -> socket.socket:
     """A socket that listens at `host` and `port`; 0 takes a free one.
 
     Args:
         name: of the server, for errors.
-        settings: the settings of host and port without their ends `_host` and `_port`, for errors.
+        settings: the settings of host and port without their ends `_host` and `_port`, for errors; None where they are
+            the options --host and --port.
 
     Raises:
         ConfigError: the address or the port cannot be used.
@@ -28,8 +29,9 @@ def listen(name: str, host: str, port: int, settings: str) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
+        of_host, of_port = (f"{settings}_host", f"{settings}_port") if settings else ("--host", "--port")
         raise ConfigError(
-            f"{name} cannot listen at {settings}_host = {host!r}, {settings}_port = {port}: {error.strerror}; name an "
+            f"{name} cannot listen at {of_host} = {host!r}, {of_port} = {port}: {error.strerror}; name an "
             "address of this host and a free port, or 0 for any free port"
         ) from error
     return listener

@@ -134,7 +134,7 @@ class Recorder:
         if self._run_dir is None:
             return
         line = {key: _as_json(value) for key, value in self._summarize(record, publication).items()}
-        samples = list(record.sampled.rows(self._decode))
+        samples = list(record.sampled.rows(self._decode, record.rows))
         self._require_lease()
         SAMPLES.append(self._run_dir, samples)
         append_lines(self._run_dir / "metrics.jsonl", [json.dumps(line)])

@@ -4,11 +4,13 @@ The groups are the first by their index in the batch, among those that the writi
 completion, they would be those with short responses.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from async_rl.tracking.rotation import Rotation
-from async_rl.types import Group, RolloutFacts
+from async_rl.types import Group, GroupProof, Response, RolloutFacts
 
 SAMPLES = Rotation("samples.jsonl", max_bytes=16 * 2**20, num_kept=4)
 
@@ -22,44 +24,113 @@ NUM_BRANCHES = 2
 MAX_CHARACTERS = 2000
 """Of a prompt or a response; longer ones lose their middle."""
 
+MAX_TOKENS = 256
+"""Of a response, with their log-probs: the first ones."""
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""The end of a text whose last character has further bytes in the next token."""
+
+MAX_TOKENS_OF_CHARACTER = 4
+"""A character has at most four bytes, and so four tokens."""
+
 Decode = Callable[[Sequence[int]], str]
+
+
+class FirstGroups:
+    """Of the groups of one iteration after the other: the first ones by index, among those that were offered."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []
+
+    def offer(self, group: Group) -> bool:
+        """Adds a group; returns whether it is among the first ones so far."""
+        same = (other for other in self._groups if other.iteration == group.iteration)
+        kept = [other for other in same if other.index != group.index]
+        self._groups = sorted([*kept, group], key=lambda group: group.index)[:NUM_GROUPS]
+        return any(group is other for other in self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups)
+
+
+def shown_responses(group: Group) -> list[int]:
+    """The indices of the responses of a group that are recorded, in the order of their rollouts."""
+    rollout_of = group.rollout_of
+    by_rollout = [[i for i, of in enumerate(rollout_of) if of == number] for number in range(NUM_ROLLOUTS)]
+    return [i for indices in by_rollout for i in indices[:NUM_BRANCHES]]
 
 
 class Sampled:
     """The groups of one iteration that will be recorded, collected as they finish."""
 
     def __init__(self) -> None:
-        self._groups: list[Group] = []
+        self._groups = FirstGroups()
 
     def offer(self, groups: Iterable[Group]) -> None:
-        self._groups = sorted([*self._groups, *groups], key=lambda group: group.index)[:NUM_GROUPS]
+        for group in groups:
+            self._groups.offer(group)
 
-    def rows(self, decode: Decode | None) -> Iterator[dict[str, Any]]:
-        """One per group; without the prompt's text if `decode` is None."""
+    def rows(self, decode: Decode | None, proven: Iterable[GroupProof] = ()) -> Iterator[dict[str, Any]]:
+        """One per group; without the texts of prompt and tokens if `decode` is None. `proven` has the trainer's
+        log-probs of the groups."""
+        logprobs = {row.index: row.shown_logprobs for row in proven if row.shown_logprobs}
         for group in self._groups:
+            shown = shown_responses(group)
+            of_trainer = logprobs.get(group.index, ((),) * len(shown))
             yield {
                 "iteration": group.iteration,
                 "index": group.index,
                 "prompt_id": group.prompt.prompt_id,
                 "weight_version": group.weight_version,
                 **({} if decode is None else {"prompt": shorten(decode(group.prompt.token_ids))}),
-                "responses": [row for number in range(NUM_ROLLOUTS) for row in _responses(group, number)],
+                "responses": [_response(group, i, decode, own) for i, own in zip(shown, of_trainer, strict=True)],
             }
 
 
-def _responses(group: Group, number: int) -> Iterator[dict[str, Any]]:
-    """Those of the rollout of that number, if the group has it."""
-    own = [response for response, of in zip(group.responses, group.rollout_of, strict=True) if of == number]
-    for response in own[:NUM_BRANCHES]:
-        facts, parts = group.rollouts[number], group.reward_parts
-        yield {
-            "text": shorten(response.text),
-            "reward": group.rewards[number],
-            **({"reward_parts": {label: rewards[number] for label, rewards in parts}} if parts else {}),
-            "num_tokens": response.num_sampled,
-            "finish_reason": response.finish_reason,
-            **({"rollout": number, "status": facts.status, "num_turns": facts.num_turns} if _has_turns(facts) else {}),
-        }
+def _response(group: Group, index: int, decode: Decode | None, of_trainer: Sequence[float]) -> dict[str, Any]:
+    response, number = group.responses[index], group.rollout_of[index]
+    facts, parts = group.rollouts[number], group.reward_parts
+    return {
+        "text": shorten(response.text),
+        "reward": group.rewards[number],
+        **({"reward_parts": {label: rewards[number] for label, rewards in parts}} if parts else {}),
+        "num_tokens": response.num_sampled,
+        "finish_reason": response.finish_reason,
+        **({"rollout": number, "status": facts.status, "num_turns": facts.num_turns} if _has_turns(facts) else {}),
+        **(_tokens(response, decode, of_trainer) if decode is not None and of_trainer else {}),
+    }
+
+
+def _tokens(response: Response, decode: Decode, of_trainer: Sequence[float]) -> dict[str, Any]:
+    """The first sampled tokens: their texts, and both log-probs of each."""
+    ids = [response.token_ids[i] for i in islice(response.sampled, MAX_TOKENS)]
+    return {
+        "tokens": token_texts(ids, decode),
+        "rollout_logprobs": [_rounded(value) for value in response.logprobs[: len(ids)]],
+        "trainer_logprobs": [_rounded(value) for value in of_trainer[: len(ids)]],
+    }
+
+
+def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
+    """The text that each token adds to those before it; together they are the text of all.
+
+    A tokenizer's text of a token alone may lack its leading space, so each is decoded after the one before it. Of a
+    character that several tokens make, the last of them has it, and the others have none.
+    """
+    texts: list[str] = []
+    before, first, known = 0, 0, ""
+    for end in range(1, len(token_ids) + 1):
+        text = decode(token_ids[before:end])
+        is_open = text.endswith(INCOMPLETE) and end - first < MAX_TOKENS_OF_CHARACTER and end < len(token_ids)
+        texts.append("" if is_open else text[len(known) :])
+        if not is_open:
+            before, first = first, end
+            known = decode(token_ids[before:end])
+    return texts
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
 
 
 def _has_turns(facts: RolloutFacts) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from async_rl import errors
-from deploy.cluster.record_lines import record_of, whole_lines
+from async_rl.tracking.record_lines import record_of, whole_lines
 
 MAX_DELAY_S: Final = 60.0
 MAX_DOUBLINGS: Final = 100

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from async_rl.tracking.balance import IterationTimes, advise
-from deploy.cluster.record_lines import record_of
+from async_rl.tracking.record_lines import record_of
 
 Record = Mapping[str, Any]
 """One line of `metrics.jsonl`; see `async_rl.tracking.recorder` for its keys."""

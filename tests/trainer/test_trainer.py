@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from async_rl.errors import ConfigError, RewardError
+from async_rl.tracking.samples import NUM_GROUPS, NUM_ROLLOUTS
 from async_rl.types import Group
 from trainer.trainer import MegatronTrainer
 
@@ -60,12 +61,17 @@ def test_batch_equals_transformers_and_autograd_on_unshared_samples(
     expected = grpo_in_transformers(tmp_path / "policy", start, ragged_groups, **settings)
 
     groups = with_logprobs(ragged_groups, expected.logprobs)
-    gaps = [trainer.accumulate([[group]])[0].all_gaps.largest for group in groups]
+    proofs = [trainer.accumulate([[group]])[0] for group in groups]
+    gaps = [proof.all_gaps.largest for proof in proofs]
     gradients = hf_gradients(trainer)
     stats = trainer.optimizer_step()
 
     largest = max(-min(row) for rows in expected.logprobs for row in rows)
     assert max(gaps) <= 1e-5 * largest
+    shown = {group.index: proof.shown_logprobs for group, proof in zip(groups, proofs, strict=True)}
+    for group in sorted(groups, key=lambda group: group.index)[:NUM_GROUPS]:
+        for logprobs, response in zip(shown[group.index], group.responses[:NUM_ROLLOUTS], strict=True):
+            assert logprobs == pytest.approx(response.logprobs, abs=1e-5 * largest)
     assert stats.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
     assert set(gradients) == set(expected.gradients)
     for name, gradient in gradients.items():

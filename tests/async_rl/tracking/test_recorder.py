@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from async_rl.errors import ConfigError, Fenced
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.recorder import Recorder
-from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten
+from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten, token_texts
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, group_times
 from async_rl.types import Group, GroupProof, Prompt, Publication, Response, RolloutFacts, StepStats, WeightSpan
 
@@ -229,6 +230,38 @@ def test_samples_are_the_first_groups_by_place_whatever_finishes_first(tmp_path:
         "prompt": "prompt of (1, 2)",
         "responses": [{"text": "5 6", "reward": 1.0, "num_tokens": 2, "finish_reason": "stop"}],
     }
+
+
+def test_tokens_of_samples_have_the_log_probs_of_both_sides(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, iterations=1, decode=lambda token_ids: "".join(f" {i}" for i in token_ids))
+    record = recorder.begin(0)
+    own = group(0, 0.1)
+    with record.training([[own]]):
+        pass
+    gaps = {"http://a": LogprobGaps(2)}
+    record.add_step([GroupProof.of(own, gaps, shown_logprobs=((-0.125, math.nan),))], StepStats(0.0, 0.0, 0.0))
+    recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
+    recorder.close()
+    (row,) = SAMPLES.read(tmp_path)
+    (response,) = row["responses"]
+    assert response["tokens"] == [" 5", " 6"]
+    assert response["rollout_logprobs"] == [-0.1, -0.2]
+    assert response["trainer_logprobs"] == [-0.125, None]
+
+
+def test_texts_of_tokens_are_together_the_text_of_all() -> None:
+    data = [*("a b é€😀".encode()), 0xFF, *b"z"]
+    texts = token_texts(data, lambda ids: bytes(ids).decode(errors="replace"))
+    assert "".join(texts) == "a b é€😀\N{REPLACEMENT CHARACTER}z"
+    assert (
+        len(texts) == len(data)
+        and texts[4] == ""
+        and texts[5] == "é"
+        and texts[-2:] == ["", "\N{REPLACEMENT CHARACTER}z"]
+    )
+    # As tokenizers whose text of the first token lacks the space in front of it.
+    assert token_texts([1, 2, 3], lambda ids: " ".join(f"w{i}" for i in ids)) == ["w1", " w2", " w3"]
+    assert token_texts([], lambda ids: "") == []
 
 
 def test_a_text_is_shortened_in_its_middle_and_never_made_longer() -> None:

@@ -1,4 +1,5 @@
-"""Lines of a run's records as launchers read them: the trainer may be writing them, or have left them broken.
+"""Lines of a run's records as launchers and the dashboard read them: the trainer may be writing them, or have left them
+broken.
 
 What cannot be read is left out: a launcher's view of a run must not end it. The trainer names a broken record when it
 resumes (`async_rl.tracking.records`).

@@ -1,0 +1,110 @@
+"""`async-rl report RUN [RUN2 ...] [-o FILE]`: the dashboard's page on runs as one HTML file, to keep or to send.
+
+The file has at most about 10 MB, however long the runs are: of long ones it has some of the iterations, evenly chosen,
+and says so. Exit codes: 0 success, 2 no such run, or the file cannot be written.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from async_rl.dashboard.bundle import one_page
+from async_rl.dashboard.run_records import RunRecords, as_json, open_run
+from async_rl.errors import AsyncRLError
+from async_rl.files import write_file
+from async_rl.programs.command_line import USAGE_ERROR, Parser
+
+MAX_RECORDS_BYTES = 3_000_000
+MAX_PERIODS_BYTES = 4_000_000
+MAX_SAMPLES_BYTES = 2_000_000
+"""Of all runs together, as JSON; the page itself has 120 KB."""
+
+MAX_PERIODS = 200
+MAX_SAMPLES = 400
+
+Item = TypeVar("Item")
+
+
+def report(runs: Sequence[RunRecords]) -> str:
+    """The page on these runs."""
+    data = {"runs": [_run_data(run, len(runs)) for run in runs], "is_live": False}
+    return one_page(", ".join(run.name for run in runs), as_json(data))
+
+
+def _run_data(run: RunRecords, num_runs: int) -> dict[str, Any]:
+    periods = (run.period(iteration) for iteration in spread(run.periods(), MAX_PERIODS))
+    rows = spread(list(run.all_samples()), MAX_SAMPLES)
+    return {
+        "name": run.name,
+        "dir": str(run.run_dir),
+        "records": thinned_records(run.records(0, 0, 0), MAX_RECORDS_BYTES // num_runs),
+        "periods": list(fitting(list(periods), MAX_PERIODS_BYTES // num_runs)),
+        "samples": list(fitting(rows, MAX_SAMPLES_BYTES // num_runs))[::-1],
+    }
+
+
+def thinned_records(records: dict[str, Any], max_bytes: int) -> dict[str, Any]:
+    """The records, or fewer of them; of the proofs all that failed."""
+    share = min(1.0, max_bytes / len(as_json(records)))
+    if share == 1.0:
+        return records
+    metrics, rows = records["metrics"], records["proofs"]["rows"]
+    kept = spread(range(len(metrics["iterations"])), int(share * len(metrics["iterations"])))
+    kept_proofs = {id(row) for row in spread(rows, int(share * len(rows)))}
+    return {
+        **records,
+        "metrics": {
+            "first": 0,
+            "iterations": [metrics["iterations"][number] for number in kept],
+            "hours": [metrics["hours"][number] for number in kept],
+            "columns": {name: [column[number] for number in kept] for name, column in metrics["columns"].items()},
+        },
+        "proofs": {
+            "first": 0,
+            "total": len(rows),
+            "rows": [row for row in rows if id(row) in kept_proofs or row["on_policy"] is not True],
+        },
+    }
+
+
+def spread(items: Sequence[Item], most: int) -> list[Item]:
+    """At most `most` of them, at equal distances, the last one included."""
+    if len(items) <= most:
+        return list(items)
+    last = len(items) - 1
+    return [items[last - number * last // max(1, most - 1)] for number in reversed(range(most))] if most > 0 else []
+
+
+def fitting(items: Sequence[Item], max_bytes: int) -> Iterator[Item]:
+    """As many of them, at equal distances, as have at most so many bytes as JSON."""
+    sizes = [len(as_json(item)) for item in items]
+    most = len(items)
+    while most and sum(spread(sizes, most)) > max_bytes:
+        most = min(most - 1, int(most * max_bytes / sum(spread(sizes, most))))
+    yield from spread(items, most)
+
+
+def make_parser() -> Parser:
+    parser = Parser("async-rl report", "Writes the dashboard on runs as one HTML file.", "RUN_DIR... [OPTIONS]")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run.dir of a run; several are compared")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="by default report.html"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    options = make_parser().parse_args(argv)
+    try:
+        page = report([open_run(run) for run in options.runs])
+        write_file(options.output, page)
+    except AsyncRLError as error:
+        print(f"async-rl report: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    print(f"{options.output}: {len(page.encode()) / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

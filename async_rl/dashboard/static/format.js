@@ -1,0 +1,87 @@
+// Numbers as text, elements without markup in strings, and colours of the present theme; for all other scripts.
+
+const SUFFIXES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k", 1e3]];
+
+/** A number in at most about seven characters, with its unit where one follows without a space. */
+export function formatNumber(value, unit = "") {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (unit === "share") return `${(100 * value).toFixed(Math.abs(value) < 0.0995 ? 1 : 0)}%`;
+  if (unit === "bytes") return formatBytes(value);
+  const size = Math.abs(value);
+  if (size !== 0 && size < 1e-3) return value.toExponential(1).replace("e-", "e−");
+  for (const [least, suffix, by] of SUFFIXES) if (size >= least) return `${trimmed(value / (by ?? least), 3)}${suffix}`;
+  return Number.isInteger(value) ? String(value) : trimmed(value, size >= 100 ? 4 : 3);
+}
+
+export function formatSeconds(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 1) return `${trimmed(1000 * seconds, 3)} ms`;
+  if (seconds < 120) return `${trimmed(seconds, 3)} s`;
+  if (seconds < 7200) return `${trimmed(seconds / 60, 3)} min`;
+  return `${trimmed(seconds / 3600, 3)} h`;
+}
+
+function formatBytes(value) {
+  const names = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const step = value > 0 ? Math.max(0, Math.min(names.length - 1, Math.floor(Math.log2(value) / 10))) : 0;
+  return `${trimmed(value / 2 ** (10 * step), 3)} ${names[step]}`;
+}
+
+function trimmed(value, digits) {
+  return String(Number(value.toPrecision(digits)));
+}
+
+/** An element; texts from runs become text nodes, so that no markup in them has a meaning. */
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "color") made.style.setProperty("--color", value);
+    else if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined).map((child) => (child instanceof Node ? child : String(child))));
+  return made;
+}
+
+/** A table's rows in place of those it has; a cell is a text, an element, or [content, class]. */
+export function fillTable(table, heads, rows) {
+  const cell = (tag, content) => (Array.isArray(content) ? element(tag, { class: content[1] }, content[0]) : element(tag, {}, content));
+  const body = element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((content) => cell("td", content)))));
+  table.replaceChildren(element("thead", {}, element("tr", {}, ...heads.map((head) => cell("th", head)))), body);
+}
+
+export function themeColor(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+export function runColor(number) {
+  return `var(--run-${number % 8})`;
+}
+
+/** A canvas of the width of its box and this height, ready to draw on in CSS pixels. */
+export function preparedCanvas(canvas, height) {
+  const width = Math.max(200, canvas.parentElement.clientWidth);
+  const scale = globalThis.devicePixelRatio || 1;
+  canvas.width = Math.round(width * scale);
+  canvas.height = Math.round(height * scale);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  context.clearRect(0, 0, width, height);
+  context.font = "12px system-ui, sans-serif";
+  return [context, width];
+}
+
+/** About `count` round values between 0 and `end`. */
+export function roundTicks(end, count) {
+  const raw = end / count;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
+  const ticks = [];
+  for (let number = 0; number * step <= end * 1.0001; number += 1) ticks.push(Number((number * step).toPrecision(12)));
+  return ticks;
+}
+
+export function byId(id) {
+  return document.getElementById(id);
+}
