@@ -31,7 +31,7 @@ from async_rl.protocol.inference import SamplingParams
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
 from async_rl.rollout.recorder import Conversation, Recorder, Request, TurnNode
 from async_rl.rollout.rendering import ParsedCall, Renderer
-from async_rl.rollout.sampling import max_tokens_of, stop_tokens_of, stops_of, until_stop
+from async_rl.rollout.sampling import ALL_TOKENS, Truncation, max_tokens_of, stop_tokens_of, stops_of, until_stop
 from async_rl.rollout.trajectory import Trajectory, with_texts
 from async_rl.rollout.turn import Limit, LimitReached, SessionClosed, Turn
 from async_rl.rollout.turnstile import Turnstile
@@ -59,6 +59,7 @@ class Sessions:
     rollout: RolloutSection
     skip_special_tokens: bool = True
     turnstile: Turnstile = field(default_factory=Turnstile)
+    truncation: Truncation = ALL_TOKENS
 
     def open(
         self,
@@ -328,6 +329,8 @@ class RolloutSession:
         sampling = SamplingParams(
             max_tokens=generation.max_tokens,
             temperature=shared.rollout.temperature,
+            top_p=shared.truncation.top_p,
+            top_k=shared.truncation.top_k,
             stop_token_ids=stop_tokens_of(shared.rollout, self._prompt, *more_stop_tokens),
             stop=list(generation.stop),
             seed=turn_seed(self._seed, generation.digest, generation.occurrence),
