@@ -16,7 +16,7 @@ HUB = "Qwen/Qwen3-0.6B"
 
 
 def make_config(**sections: Any) -> Config:
-    tree = {
+    tree: dict[str, dict[str, Any]] = {
         "run": {"dir": "/home/someone/runs/mine", "seed": 7},
         "model": {"path": HUB, "dtype": "bfloat16"},
         "prompts": {"source": "hf:openai/gsm8k:main:train", "prompts_per_batch": 16},
@@ -47,7 +47,13 @@ def write_records(run_dir: Path, iterations: int = 50) -> None:
     lines("metrics.jsonl", [{"iteration": i, "reward_mean": i / 100, "grad_norm": None} for i in numbers])
     proof = {"on_policy": True, "num_responses": 64, "num_response_tokens": 1000}
     lines("ledger.jsonl", [{"iteration": i, **proof, "max_logprob_gap": i / 1000} for i in numbers])
-    evaluation = {"set": "aime", "complete": True, "num_prompts": 30, "num_samples": 8, "temperature": 0.7}
+    evaluation: dict[str, Any] = {
+        "set": "aime",
+        "complete": True,
+        "num_prompts": 30,
+        "num_samples": 8,
+        "temperature": 0.7,
+    }
     rows = [
         {"iteration": i, **evaluation, "avg@8": 0.1 + i / 100, "intervals": {"avg@8": [0.05, 0.2 + i / 100]}}
         for i in (0, 20, 40, 49)

@@ -13,7 +13,7 @@ from trainer.model_card.settings import settings_toml, shown
 
 
 def config(**sections: Any) -> Config:
-    tree = {
+    tree: dict[str, dict[str, Any]] = {
         "run": {"dir": "runs/x"},
         "model": {"path": "m"},
         "prompts": {"source": "rows.jsonl", "prompts_per_batch": 4},
