@@ -45,10 +45,16 @@ def share_interval(values_P: Sequence[float], num_independent: int) -> Interval:
 
 
 def mean_interval(values_P: Sequence[float]) -> Interval | None:
-    """The interval of the mean of values without bounds, by Student's t; None where all are equal or there is one."""
+    """The interval of the mean of values without bounds, by Student's t.
+
+    None where there is one, all are equal, or they differ by more than float64 can square.
+    """
     num_prompts = len(values_P)
-    error = math.sqrt(variance(values_P) / num_prompts) if num_prompts > 1 else 0.0
-    if error == 0.0 or not math.isfinite(error):
+    try:
+        error = math.sqrt(variance(values_P) / num_prompts) if num_prompts > 1 else 0.0
+    except OverflowError:
+        return None
+    if error == 0.0:
         return None
     mean, half = fmean(values_P), t_quantile(num_prompts - 1) * error
     return mean - half, mean + half

@@ -160,7 +160,7 @@ def _truncate(logits_RV: torch.Tensor, params: Rows[SamplingParams]) -> torch.Te
     sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     place_V = torch.arange(vocab_size, device=logits_RV.device)
     sorted_RV = sorted_RV.masked_fill(place_V >= top_k_R1, -torch.inf)
-    # In float32 the sum over a large vocabulary would be off by more than the tokens in its tail.
+    # Many tokens of a large vocabulary have less than the last digit of a sum in float32.
     probs_RV = sorted_RV.double().softmax(dim=-1)
     mass_before_RV = probs_RV.cumsum(dim=-1) - probs_RV
     # The first token always stays, however small top_p is.

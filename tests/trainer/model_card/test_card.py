@@ -45,7 +45,7 @@ def write_records(run_dir: Path, iterations: int = 50) -> None:
 
     numbers = range(iterations)
     lines("metrics.jsonl", [{"iteration": i, "reward_mean": i / 100, "grad_norm": None} for i in numbers])
-    proof = {"on_policy": True, "num_responses": 64, "num_response_tokens": 1000}
+    proof: dict[str, Any] = {"on_policy": True, "num_responses": 64, "num_response_tokens": 1000}
     lines("ledger.jsonl", [{"iteration": i, **proof, "max_logprob_gap": i / 1000} for i in numbers])
     evaluation: dict[str, Any] = {
         "set": "aime",
