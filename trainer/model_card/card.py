@@ -125,7 +125,7 @@ def _training(exported: Exported) -> str:
         "learning rate": f"{config.optimizer.learning_rate:g}",
         "precision": code(config.model.dtype),
     }
-    return table(["", "training"], [list(row) for row in rows.items()])
+    return table(["", ""], [list(row) for row in rows.items()], of_numbers=False)
 
 
 def _code(value: str, key: str) -> str:

@@ -109,7 +109,8 @@ def proof(records: RunRecords) -> str:
     ]
     return (
         "A proof says that every trained token was sampled from the weights of its iteration, and that every prompt of "
-        "the batch was trained exactly once; it was made before each optimizer step.\n\n"
+        "the batch, with dynamic sampling every selected one, was trained exactly once; it was made before each "
+        "optimizer step.\n\n"
     ) + table(["`ledger.jsonl`", ""], rows)
 
 

@@ -34,9 +34,9 @@ def fenced(text: str, language: str) -> str:
     return f"{mark}{language}\n{text.rstrip()}\n{mark}"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are Markdown already; all columns after the first are numbers or short texts."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, of_numbers: bool = True) -> str:
+    """A table of cells that are Markdown already; `of_numbers` aligns all columns but the first at the right."""
+    lines = [header, ["---"] + ["---:" if of_numbers else "---"] * (len(header) - 1), *rows]
     return "\n".join(f"| {' | '.join(_BAR.sub(_ESCAPED_BAR, cell) for cell in cells)} |" for cells in lines)
 
 

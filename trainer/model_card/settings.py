@@ -26,6 +26,7 @@ _MASKED = (
     # The forms of well-known services' keys.
     (re.compile(r"\b(?:sk|hf|ghp|gho|glpat|xox[a-z]|AKIA)[-_]?[A-Za-z0-9][A-Za-z0-9_-]{11,}"), MASK),
 )
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 _FOLDERS = re.compile(r"(^|[\s=:'\"(])~?/(?:[^/\s:'\"]+/)+")
 
 
@@ -59,11 +60,15 @@ def _values(section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml(name)} = {_toml(each)}" for name, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{_key(name)} = {_toml(each)}" for name, each in value.items()) + " }"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     # JSON's other values are TOML's; what a reader cannot see is escaped.
     return "".join(map(_visible, json.dumps(value, ensure_ascii=False)))
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _toml(name)
 
 
 def _visible(sign: str) -> str:
