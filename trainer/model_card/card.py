@@ -113,12 +113,12 @@ def _loading(exported: Exported) -> str:
 def _training(exported: Exported) -> str:
     config = exported.config
     prompts, rollout = config.prompts, config.rollout
+    rewards = [_code(name, "name") for each in config.reward.single_rewards.values() if (name := each.name) is not None]
     rows: Mapping[str, str] = {
         "base model": _code(config.model.path, "path"),
         "data": ", ".join(_code(source, "source") for source in _sources(config)),
         "rollouts": "single turns" if rollout.program == SINGLE_TURN else _code(rollout.program, "program"),
-        "reward": ", ".join(_code(each.name or "", "name") for each in config.reward.single_rewards.values())
-        or "the program's own",
+        "reward": ", ".join(rewards) or "the program's own",
         "algorithm": _code(config.algorithm.name, "name"),
         "batch": f"{prompts.prompts_per_batch} prompts x {rollout.responses_per_prompt} responses",
         "responses": f"{rollout.max_response_tokens} tokens at most, temperature {rollout.temperature:g}",

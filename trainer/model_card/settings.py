@@ -19,7 +19,7 @@ _SECRET = r"(?:token|secret|passw(?:or)?d|api[-_]?key|credential|authorization)"
 _SECRET_KEY = re.compile(_SECRET, re.IGNORECASE)
 _MASKED = (
     # --api-key VALUE, API_KEY=VALUE; Bearer VALUE; //user:password@host; a URL's query.
-    (re.compile(rf"(--?[\w-]*{_SECRET}[\w-]*[ =]|\b\w*{_SECRET}\w*=)\S+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(rf"((?<![\w-])--?[\w-]*{_SECRET}[\w-]*[ =]|\b\w*{_SECRET}\w*=)\S+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(r"(\bBearer )\S+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(r"(://)[^/\s]+@"), rf"\1{MASK}@"),
     (re.compile(r"(://[^\s?#]*)[?#]\S+"), rf"\1?{MASK}"),

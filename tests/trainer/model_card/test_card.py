@@ -78,6 +78,18 @@ def test_a_directory_is_not_taken_for_a_name_of_the_hub(tmp_path: Path) -> None:
     assert "| data | `.../rows.jsonl` |" in text and "someone" not in text
 
 
+def test_a_program_that_rewards_itself_is_said_so(tmp_path: Path) -> None:
+    config = make_config(rollout={"program": "command:/opt/agents/agent --api-key abc"}, reward={"name": None})
+    text = card(tmp_path, config)
+    assert "| rollouts | `command:.../agent --api-key ***` |" in text and "| reward | the program's own |" in text
+
+
+def test_several_rewards_are_all_named(tmp_path: Path) -> None:
+    parts = [{"name": "math"}, {"name": "python:/home/someone/style.py:score", "weight": 0.1}]
+    text = card(tmp_path, make_config(reward={"name": None, "parts": parts}))
+    assert "| reward | `math`, `python:.../style.py:score` |" in text
+
+
 def test_curves_evaluations_and_proof_are_those_of_the_exported_iterations(tmp_path: Path) -> None:
     write_records(tmp_path)
     text = card(tmp_path, make_config())
