@@ -58,7 +58,7 @@ def test_intervals_cover_the_truth_for_small_and_large_sets() -> None:
     shares = {case: covered(*case, num_sets=SETS) for case in CASES}
     # Seeds are fixed. Of 108 cases of 200 sets the lowest is expected at 0.89 for an interval that covers 95%, and
     # Wilson's own covers 0.9 of some shares of small sets.
-    assert min(shares.values()) >= 0.85, min(shares.items(), key=lambda item: item[1])
+    assert min(shares.values()) >= 0.88, min(shares.items(), key=lambda item: item[1])
     assert 0.945 <= fmean(shares.values()) <= 0.985
 
 
