@@ -116,7 +116,9 @@ def test_without_records_nothing_is_claimed(tmp_path: Path) -> None:
 
 
 def test_gaps_in_the_ledger_and_failed_proofs_are_counted(tmp_path: Path) -> None:
-    rows = [{"iteration": i, "on_policy": i != 3, "num_response_tokens": 10} for i in (0, 1, 3, 5)]
+    rows: list[dict[str, Any]] = [
+        {"iteration": i, "on_policy": i != 3, "num_response_tokens": 10} for i in (0, 1, 3, 5)
+    ]
     rows += [{"iteration": 1, "on_policy": True, "num_response_tokens": 10, "logprob_gaps": {"unjudged": "few"}}]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = card(tmp_path, make_config(), iteration=6)
