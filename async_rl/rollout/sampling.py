@@ -63,6 +63,32 @@ def single_turn_sampling(
     )
 
 
+def turn_sampling(
+    rollout: RolloutSection,
+    prompt: Prompt,
+    *,
+    max_tokens: int,
+    more_stop_tokens: Sequence[int],
+    stop: Sequence[str],
+    seed: int,
+    num_continued: int,
+    truncation: Truncation,
+) -> SamplingParams:
+    """The request for a turn of a program's rollout; the prompt's last `num_continued` tokens are the turn's first."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=rollout.temperature,
+        top_p=truncation.top_p,
+        top_k=truncation.top_k,
+        stop_token_ids=stop_tokens_of(rollout, prompt, *more_stop_tokens),
+        stop=list(stop),
+        seed=seed,
+        logprobs=0,
+        is_turn=True,
+        num_continued=num_continued or None,
+    )
+
+
 def with_text(sampled: Sequence[Response], stop: Sequence[str], decode: Decode) -> tuple[Response, ...]:
     """Single-turn responses with their texts, each up to the first of the texts `stop`."""
     ended = [until_stop(response, stop, decode) for response in sampled]

@@ -74,7 +74,7 @@ def _read(path: Path) -> tuple[list[Line], int]:
 def _record(text: bytes) -> Line | None:
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     iteration = line.get("iteration") if isinstance(line, dict) else None
     return line if isinstance(iteration, int) and not isinstance(iteration, bool) else None

@@ -129,7 +129,7 @@ def test_gaps_in_the_ledger_and_failed_proofs_are_counted(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "line",
-    ["", "{", "[]", "null", '{"iteration": "1"}', '{"iteration": true}', '{"x": 1}', "\x00\udcff"],
+    ["", "{", "[]", "null", '{"iteration": "1"}', '{"iteration": true}', '{"x": 1}', "\x00\udcff", "[" * 10**5],
 )
 def test_lines_that_are_no_records_are_counted_and_left_out(tmp_path: Path, line: str) -> None:
     good = json.dumps({"iteration": 0, "reward_mean": 0.5})
