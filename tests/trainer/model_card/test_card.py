@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
@@ -164,6 +165,11 @@ HOSTILE = [
 ]
 
 
+def shown_name(name: str) -> str:
+    """On one line, without what no reader could see."""
+    return "".join(sign if sign.isprintable() else " " for sign in name)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_with_signs_of_markdown_and_yaml_are_shown_as_they_are(tmp_path: Path, name: str) -> None:
     config = make_config(
@@ -174,12 +180,16 @@ def test_names_with_signs_of_markdown_and_yaml_are_shown_as_they_are(tmp_path: P
     (tmp_path / "evaluations.jsonl").write_text(json.dumps({"iteration": 0, "complete": True, "set": name}) + "\n")
     text = card(tmp_path, config, name=name)
     assert front_matter(text).keys() == {"library_name", "pipeline_tag", "tags"}
-    body = text.split("---\n", 2)[2]
-    outside = re.sub(r"(?ms)^(`{3,}).*?^\1$", "", body)
-    spans = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", outside)
-    assert "<script>" not in spans.replace("\\<script\\>", "") and "](http" not in spans.replace("\\]\\(", "")
-    headings = [line for line in outside.splitlines() if line.startswith("#")]
-    assert len(headings) == 8, "the title and its seven sections"
-    rows = [line for line in outside.splitlines() if line.startswith("| data |")]
-    assert len(rows) == 1 and len(re.findall(r"(?<!\\)\|", rows[0])) == 3, "two cells"
+    tokens = MarkdownIt("commonmark").enable("table").parse(text.split("---\n", 2)[2])
+    inner = [each for token in tokens for each in (token, *(token.children or ()))]
+    assert not {each.type for each in inner} & {"html_block", "html_inline", "link_open", "image", "em_open"}
+    assert sum(each.type == "heading_open" for each in inner) == 8, "the title and its seven sections"
+    assert {each.info for each in inner if each.type == "fence"} == {"python", "toml"}
+    visible = " ".join(shown_name(name).split())
+    title = next(token for token in tokens if token.type == "inline")
+    assert "".join(each.content for each in title.children or ()) == visible
+    codes = [each.content for each in inner if each.type == "code_inline"]
+    assert codes.count(visible) >= 3, "base model, data, and the set"
+    cells = [each.type for each in inner]
+    assert (cells.count("tr_open"), cells.count("th_open")) == (10 + 2, 2 + 8), "training, evaluation"
     assert not any(sign in text for sign in "\x00\x1b\x7f\u202e")
