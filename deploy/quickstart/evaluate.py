@@ -1,7 +1,7 @@
-"""Measures a checkpoint on the held-out words, with the instance and program of `async-rl eval`; for the quickstart.
+"""Measures a checkpoint on held-out data, with the instance and program of `async-rl eval`; for the quickstarts.
 
-Every word gets one response, sampled at temperature 1 as in the run, which counts only if it is exactly right and
-ended: that is pass@1 under the quickstart's reward, where only such a response earns `correct_at`.
+Every prompt gets one response, sampled at temperature 1 as in the run, which counts only if it is exactly right and
+ended: that is pass@1 under the quickstarts' rewards, where only such a response earns `correct_at`.
 """
 
 import json
@@ -12,15 +12,13 @@ from typing import Any
 from rich.console import Console
 
 from deploy.local.evaluate import evaluate
-
-CONFIG = Path(__file__).with_name("config.toml")
-REWARD = f"python:{Path(__file__).with_name('reward.py')}:spelled_backward"
+from deploy.quickstart.kind import Kind
 
 Record = dict[str, Any]
-"""accuracy, num_words, and the first samples: word, answer, response (None if it did not end), correct."""
+"""accuracy, num_prompts, and the first samples: question, answer, response (None if it did not end), correct."""
 
 
-def measure(model: Path, rows: Path, out: Path, console: Console) -> Record:
+def measure(kind: Kind, model: Path, rows: Path, out: Path, console: Console) -> Record:
     """Evaluates the checkpoint `model` on `rows`, a JSONL file; logs and results are written to the directory `out`.
 
     Raises:
@@ -30,19 +28,19 @@ def measure(model: Path, rows: Path, out: Path, console: Console) -> Record:
         "run.dir": out,
         "model.path": model,
         "prompts.source": rows,
-        "reward.name": REWARD,
+        "reward.name": kind.reward,
         "evaluation.sets": json.dumps([{"name": rows.stem, "source": str(rows)}]),
     }
-    done = evaluate(CONFIG, [f"--{key}={value}" for key, value in values.items()], console)
+    done = evaluate(kind.config, [f"--{key}={value}" for key, value in values.items()], console)
     (result,) = done.results
     return {
         "accuracy": result["pass@1"],
-        "num_words": result["num_prompts"],
-        "samples": [_sample(sample) for sample in done.samples],
+        "num_prompts": result["num_prompts"],
+        "samples": [_sample(kind, sample) for sample in done.samples],
     }
 
 
-def _sample(sample: Mapping[str, Any]) -> Record:
+def _sample(kind: Kind, sample: Mapping[str, Any]) -> Record:
     row, (response,) = sample["row"], sample["responses"]
     text = response["text"] if response["finish_reason"] == "stop" else None
-    return {"word": row["word"], "answer": row["answer"], "response": text, "correct": text == row["answer"]}
+    return {"question": row[kind.column], "answer": row["answer"], "response": text, "correct": text == row["answer"]}

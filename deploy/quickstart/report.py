@@ -8,6 +8,7 @@ from typing import Any
 from async_rl.tracking.timeline import GroupTimes
 from deploy.cluster.run_view import Record
 from deploy.quickstart.charts import BLUE, ORANGE, Span, curve, timeline
+from deploy.quickstart.kind import Kind
 
 PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -36,6 +37,7 @@ $sections
 
 
 def render(
+    kind: Kind,
     summary: Mapping[str, Any],
     metrics: Sequence[Record],
     times_of: Callable[[Record], Sequence[GroupTimes]],
@@ -45,6 +47,7 @@ def render(
     """The page of at least one iteration.
 
     Args:
+        kind: the quickstart.
         summary: the result of `summarize`.
         metrics: the records of `metrics.jsonl`.
         times_of: when the groups of a record's iteration were rolled out and trained (see `group_times`).
@@ -53,24 +56,24 @@ def render(
     """
     sections = [
         ("Summary", _summary_table(summary)),
-        ("Accuracy", _accuracy(summary, metrics)),
+        ("Accuracy", _accuracy(kind, summary, metrics)),
         ("Reward", curve([record["reward_mean"] for record in metrics], "mean reward by iteration", BLUE, {})),
         ("One period", _one_period(metrics, times_of)),
         ("On-policy proof", _proof(summary)),
-        ("Held-out words, before and after", _samples(before, after)),
+        (f"Held-out {kind.questions}, before and after", _samples(before, after)),
     ]
     return PAGE.substitute(
         blue=BLUE,
         orange=ORANGE,
-        headline=_headline(summary),
+        headline=_headline(kind, summary),
         sections="\n".join(f"<h2>{title}</h2>\n{body}" for title, body in sections),
     )
 
 
-def _headline(summary: Mapping[str, Any]) -> str:
+def _headline(kind: Kind, summary: Mapping[str, Any]) -> str:
     return (
-        "A language model of 0.4 million parameters learned to spell words backward. Of "
-        f"{summary['num_held_out_words']} words it never trained on, it solved <b>{summary['accuracy_before']:.0%}</b> "
+        f"{kind.summary} Of {summary['num_held_out']} {kind.questions} it never trained on, it solved "
+        f"<b>{summary['accuracy_before']:.0%}</b> "
         f"after its supervised warm start, and <b>{summary['accuracy_after']:.0%}</b> after {summary['iterations']} "
         "iterations of strictly on-policy GRPO, with inference and training running at the same time."
     )
@@ -98,13 +101,13 @@ def _cores(own: Sequence[int]) -> str:
     return "any core" if not own else ("core " if len(own) == 1 else "cores ") + ", ".join(map(str, own))
 
 
-def _accuracy(summary: Mapping[str, Any], metrics: Sequence[Record]) -> str:
+def _accuracy(kind: Kind, summary: Mapping[str, Any], metrics: Sequence[Record]) -> str:
     marks = {
         f"held-out, before: {summary['accuracy_before']:.2f}": (0.0, summary["accuracy_before"]),
         f"held-out, after: {summary['accuracy_after']:.2f}": (len(metrics) - 1.0, summary["accuracy_after"]),
     }
     chart = curve([record["accuracy"] for record in metrics], "accuracy by iteration", BLUE, marks)
-    return f"<p>Share of sampled responses that are exactly right, on each iteration's own words.</p>{chart}"
+    return f"<p>Share of sampled responses that are exactly right, on each iteration's own {kind.questions}.</p>{chart}"
 
 
 def _one_period(metrics: Sequence[Record], times_of: Callable[[Record], Sequence[GroupTimes]]) -> str:
@@ -139,9 +142,9 @@ def _proof(summary: Mapping[str, Any]) -> str:
 
 
 def _samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    head = ("word", "before", "after")
+    head = ("question", "before", "after")
     rows = [
-        (escape(first["word"]), _response(first), _response(last))
+        (escape(first["question"]), _response(first), _response(last))
         for first, last in zip(before["samples"], after["samples"], strict=True)
     ]
     return _table([tuple(f"<b>{name}</b>" for name in head), *rows])

@@ -16,6 +16,7 @@ def summarize(
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     *,
+    task: str,
     seed: int,
     phases_s: Mapping[str, float],
     cores: Mapping[str, Sequence[int]],
@@ -27,24 +28,26 @@ def summarize(
         ledger: the rows of `ledger.jsonl`, one proof per iteration.
         before: the record of `evaluate` for the base model.
         after: the same for the trained model.
+        task: the quickstart's name.
         seed: the run's seed.
         phases_s: wall seconds of each phase of the quickstart, in their order.
         cores: CPU cores each process was pinned to; empty if not pinned.
 
     Returns:
-        Accuracies are shares of held-out words; rewards are means over the first and last `NUM_ENDS` iterations;
+        Accuracies are shares of held-out prompts; rewards are means over the first and last `NUM_ENDS` iterations;
         `tokens_per_s` counts prompt and response tokens over the iterations' wall time; `device_split` has the shares
         of that time in which the trainer waited for rollouts, trained and published.
     """
     tokens = sum(record["prompt_tokens"] + record["response_tokens"] for record in metrics)
     return {
+        "task": task,
         "seed": seed,
         "iterations": len(metrics),
         "seconds": round(sum(phases_s.values()), 1),
         "phases_s": {name: round(seconds, 1) for name, seconds in phases_s.items()},
         "accuracy_before": before["accuracy"],
         "accuracy_after": after["accuracy"],
-        "num_held_out_words": after["num_words"],
+        "num_held_out": after["num_prompts"],
         "reward_first": round(fmean(record["reward_mean"] for record in metrics[:NUM_ENDS]), 4),
         "reward_last": round(fmean(record["reward_mean"] for record in metrics[-NUM_ENDS:]), 4),
         "on_policy": is_on_policy(metrics, ledger),

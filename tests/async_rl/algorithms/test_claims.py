@@ -17,7 +17,7 @@ from async_rl.algorithms.random_groups import RandomGroup, any_reward, random_ba
 from async_rl.algorithms.sapo import SAPO
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.file import load_config
-from deploy.quickstart.evaluate import CONFIG
+from deploy.quickstart.kind import KINDS, SPELLING
 from tests.support import ROOT
 from tests.support.algorithms import MAX_RESPONSE_TOKENS, algorithm_of
 
@@ -117,6 +117,8 @@ def test_an_option_of_an_algorithm_is_set_on_the_command_line() -> None:
     (words,) = re.findall(r"`(--algorithm\.name [^`]*)`", DOCUMENT)
     assert words == "--algorithm.name sapo --algorithm.options.tau_negative 1.2"
     keys = words.split()
-    config = load_config(CONFIG, [f"{key}={value}" for key, value in zip(keys[::2], keys[1::2], strict=True)])
+    config = load_config(
+        KINDS[SPELLING].config, [f"{key}={value}" for key, value in zip(keys[::2], keys[1::2], strict=True)]
+    )
     made = make_algorithm(config.algorithm, config.rollout.max_response_tokens)
     assert isinstance(made, SAPO) and made.options.tau_negative == 1.2

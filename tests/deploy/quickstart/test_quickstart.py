@@ -12,7 +12,8 @@ from rich.console import Console
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError, RunDirInUse
 from async_rl.tracking.run_lock import lock_run
-from deploy.quickstart.__main__ import CONFIG, make_run_dir, quickstart
+from deploy.quickstart.__main__ import make_run_dir, quickstart
+from deploy.quickstart.kind import KINDS
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -38,10 +39,14 @@ def commands_with(text: str) -> list[str]:
     return found
 
 
-def test_the_config_is_valid() -> None:
-    config = load_config(CONFIG)
+@pytest.mark.parametrize("task", KINDS)
+def test_the_config_is_valid_and_its_paths_are_those_of_the_default_folder(task: str) -> None:
+    kind = KINDS[task]
+    config = load_config(kind.config)
     assert config.rollout.responses_per_prompt > 1
-    assert not config.prompts.chat_template
+    assert config.run.dir == kind.run_dir
+    assert config.model.path == str(kind.run_dir / "base_model")
+    assert config.prompts.source == str(kind.run_dir / "data" / "prompts.jsonl")
 
 
 def test_a_fresh_run_dir_is_made_and_an_earlier_quickstarts_is_emptied(tmp_path: Path) -> None:
@@ -69,7 +74,7 @@ def test_a_folder_in_which_a_run_has_not_ended_is_refused_and_kept(tmp_path: Pat
 @pytest.mark.parametrize("word", ["--run.dir=elsewhere", "--run.seed=3", "--reward.name=math"])
 def test_keys_that_the_quickstart_sets_itself_are_refused_before_it_starts(tmp_path: Path, word: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{word}': the quickstart sets {word.partition('=')[0]} itself"):
-        quickstart(tmp_path / "run", 0, [word], Console())
+        quickstart("spelling", tmp_path / "run", 0, [word], Console())
     assert not (tmp_path / "run").exists()
 
 

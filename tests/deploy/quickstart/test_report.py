@@ -5,9 +5,11 @@ import pytest
 
 from async_rl.tracking.timeline import GroupTimes
 from deploy.cluster.run_view import Record
+from deploy.quickstart.kind import KINDS
 from deploy.quickstart.report import render
 from deploy.quickstart.summary import is_on_policy, summarize
 
+SPELLING = KINDS["spelling"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 ITERATIONS = 12
 
@@ -52,8 +54,8 @@ def times_of(record: Record) -> list[GroupTimes]:
 
 
 def evaluation(accuracy: float, response: str | None) -> dict[str, Any]:
-    sample = {"word": "<sun>", "answer": "nus", "response": response, "correct": response == "nus"}
-    return {"accuracy": accuracy, "num_words": 500, "samples": [sample]}
+    sample = {"question": "<sun>", "answer": "nus", "response": response, "correct": response == "nus"}
+    return {"accuracy": accuracy, "num_prompts": 500, "samples": [sample]}
 
 
 @pytest.fixture
@@ -63,6 +65,7 @@ def summary(metrics: list[dict[str, Any]], ledger: list[dict[str, Any]]) -> dict
         ledger,
         evaluation(0.3, None),
         evaluation(0.8, "nus"),
+        task="spelling",
         seed=5,
         phases_s={"warm start": 20.0, "training": 24.0},
         cores={"instance-0": (0,), "trainer": (1,)},
@@ -89,7 +92,7 @@ class Checker(HTMLParser):
 def test_the_report_is_one_well_formed_page_that_loads_nothing(
     summary: dict[str, Any], metrics: list[dict[str, Any]]
 ) -> None:
-    page = render(summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
+    page = render(SPELLING, summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
     checker = Checker()
     checker.feed(page)
     checker.close()
@@ -99,7 +102,7 @@ def test_the_report_is_one_well_formed_page_that_loads_nothing(
 
 
 def test_the_report_shows_curves_a_timeline_and_samples(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
-    page = render(summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
+    page = render(SPELLING, summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
     assert page.count("<svg") == 3
     assert page.count(", rollout: ") == page.count(", training: ") == 3
     assert "&lt;sun&gt;" in page
@@ -108,7 +111,9 @@ def test_the_report_shows_curves_a_timeline_and_samples(summary: dict[str, Any],
 
 
 def test_a_report_of_one_iteration_is_possible(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
-    assert "<svg" in render(summary, metrics[:1], times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
+    assert "<svg" in render(
+        KINDS["spelling"], summary, metrics[:1], times_of, evaluation(0.3, None), evaluation(0.8, "nus")
+    )
 
 
 def test_the_summary_has_what_it_promises(summary: dict[str, Any]) -> None:
@@ -141,5 +146,12 @@ def test_a_run_is_on_policy_only_if_every_iteration_is_proven(
 
 
 def test_an_unproven_run_is_shown_as_such(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    page = render({**summary, "on_policy": False}, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
+    page = render(
+        KINDS["spelling"],
+        {**summary, "on_policy": False},
+        metrics,
+        times_of,
+        evaluation(0.3, None),
+        evaluation(0.8, "nus"),
+    )
     assert '<span class="wrong">does not hold</span>' in page
