@@ -7,9 +7,16 @@ import pytest
 
 from tests.support import ROOT
 
-DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+DOCS = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+        *(ROOT / "recipes").glob("*.md"),
+    ]
+)
 DOCS = [path for path in DOCS if path.name != "CHANGELOG.md"]  # it names files of earlier versions
-FOLDERS = ("async_rl", "inference_service", "trainer", "deploy", "benchmarks", "tests", "examples")
+FOLDERS = ("async_rl", "inference_service", "trainer", "deploy", "benchmarks", "tests", "examples", "recipes")
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -1,4 +1,5 @@
-"""`async-rl export RUN --to DIR`: a checkpoint's policy as a Hugging Face checkpoint, which transformers and vLLM load.
+"""`async-rl export RUN --to DIR`: a checkpoint's policy as a Hugging Face checkpoint, which transformers and vLLM load,
+with a model card.
 
 One process reads it, whatever layout it was saved under. Exit codes: 0 written, 2 bad input.
 """
@@ -7,8 +8,10 @@ import logging
 import sys
 from pathlib import Path
 
+from async_rl.config.file import parse_config
 from async_rl.config.sections import TrainerSection
 from async_rl.errors import ConfigError
+from async_rl.files import write_file
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
 
@@ -39,10 +42,12 @@ def main(arguments: list[str]) -> int:
 
 
 def run(checkpoint: Path, target: Path) -> None:
-    """Writes the policy, in a process group of this process alone."""
+    """Writes the policy, in a process group of this process alone, and its model card."""
     # Imported after the arguments were validated, so that a typo is reported without loading torch and Megatron.
+    from trainer.checkpoint.files import read_manifest
     from trainer.checkpoint.policy_export import export_policy
     from trainer.devices import choose_device
+    from trainer.model_card.card import FILE, Exported, model_card
     from trainer.parallel import init_parallel
 
     parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
@@ -50,6 +55,17 @@ def run(checkpoint: Path, target: Path) -> None:
         export_policy(checkpoint, target, parallel)
     finally:
         parallel.close()
+    content = read_manifest(checkpoint)
+    config = parse_config(content["config"], source=f"the config in checkpoint {str(checkpoint)!r}")
+    exported = Exported(
+        name=target.absolute().name,
+        config=config,
+        iteration=content["iteration"],
+        num_steps=content["num_steps"],
+        base_on_hub=not Path(config.model.path).exists(),
+    )
+    # Beside the checkpoint's directory: the run may have been moved since.
+    write_file(target / FILE, model_card(exported, checkpoint.parent.parent))
 
 
 def choose_checkpoint(run_dir: Path, iteration: int | None) -> Path:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from async_rl.config.sections import EvaluationSection
 from async_rl.errors import InstanceError, NoInstanceLeft, RewardError, RolloutFailed
-from async_rl.evaluation.figures import ScoredPrompt, figures_of
-from async_rl.evaluation.recorder import SetResult
+from async_rl.evaluation.figures import ScoredPrompt, figures_of, intervals_of
+from async_rl.evaluation.recorder import SetResult, SourceResult
 from async_rl.evaluation.sampler import Sampler
-from async_rl.evaluation.sets import LoadedSet
+from async_rl.evaluation.sets import LoadedSet, source_of
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.types import CorrectAt, Prompt, WeightVersion
 
@@ -27,6 +27,9 @@ RESPONSES_PER_INSTANCE = 64
 """Concurrent responses per instance: enough to keep it busy, few enough that little is lost when the time is over."""
 
 IDLE_POLL_S = 0.05
+
+MAX_SOURCES = 32
+"""Of one set, whose figures are recorded one by one: a column with more values is hardly one of sources."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +58,9 @@ class _Evaluation:
 
     def result(self, loaded: LoadedSet, correct_at: CorrectAt) -> SetResult:
         """The result on a set; figures only if it is complete, since short responses finish first."""
-        scored = [score for item, score in self.scored.items() if item.loaded is loaded]
+        items = [item for item in self.scored if item.loaded is loaded]
+        scored = [self.scored[item] for item in items]
+        is_whole = self.is_whole(loaded)
         return SetResult(
             iteration=self.iteration,
             weight_version=self.version,
@@ -66,9 +71,25 @@ class _Evaluation:
             num_samples=loaded.config.num_samples,
             temperature=loaded.config.temperature,
             seconds=time.monotonic() - self.started_s,
-            figures=figures_of(scored, correct_at) if self.is_whole(loaded) else {},
+            figures=figures_of(scored, correct_at) if is_whole else {},
             started_unix_s=self.started_unix_s,
+            top_p=loaded.config.top_p,
+            top_k=loaded.config.top_k,
+            intervals=intervals_of(scored, correct_at) if is_whole else {},
+            sources=self._sources(items, correct_at) if is_whole else {},
         )
+
+    def _sources(self, items: Sequence[_Item], correct_at: CorrectAt) -> dict[str, SourceResult]:
+        """The figures of each source of the prompts, by name; empty where there is one, or too many for a record."""
+        scored: dict[str, list[ScoredPrompt]] = {}
+        for item in items:
+            scored.setdefault(source_of(item.prompt), []).append(self.scored[item])
+        if not 1 < len(scored) <= MAX_SOURCES:
+            return {}
+        return {
+            name: SourceResult(len(own), figures_of(own, correct_at), intervals_of(own, correct_at))
+            for name, own in sorted(scored.items())
+        }
 
 
 class Evaluator:

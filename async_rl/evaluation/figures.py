@@ -1,9 +1,10 @@
-"""From scored responses to the figures of an evaluation; pure functions."""
+"""From scored responses to the figures of an evaluation and their confidence intervals; pure functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from async_rl.evaluation.intervals import Interval, mean_interval, share_interval
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.tracking.pass_at_k import ks_of, pass_at_k
 from async_rl.types import CorrectAt, Response, RewardParts, Scores, num_correct, reward_part_means
@@ -40,16 +41,33 @@ class ScoredPrompt:
 def figures_of(scored: Sequence[ScoredPrompt], correct_at: CorrectAt) -> dict[str, float]:
     """Means over the prompts of a complete set, each with the same number of responses.
 
-    pass@k over the prompts for which it is defined when a response is correct.
+    avg@k (the share of correct samples, k of each prompt) and pass@k over the prompts for which it is defined when a
+    response is correct.
     """
-    num_samples = len(scored[0].rewards)
-    num_responses = num_samples * len(scored)
-    counts = [num_correct(correct_at, prompt.rewards, prompt.reward_parts) for prompt in scored]
-    judged = [count for count in counts if count is not None]
-    ks = ks_of(num_samples) if judged else []
-    return {f"pass@{k}": fmean(pass_at_k(num_samples, count, k) for count in judged) for k in ks} | {
+    num_responses = len(scored[0].rewards) * len(scored)
+    return {name: fmean(values) for name, (values, _) in _shares(scored, correct_at).items()} | {
         "reward_mean": fmean(reward for prompt in scored for reward in prompt.rewards),
         **reward_part_means(prompt.reward_parts for prompt in scored),
         "response_tokens_mean": sum(prompt.num_tokens for prompt in scored) / num_responses,
         "cut_share": sum(prompt.num_cut for prompt in scored) / num_responses,
+    }
+
+
+def intervals_of(scored: Sequence[ScoredPrompt], correct_at: CorrectAt) -> dict[str, Interval]:
+    """The confidence interval of each of these figures that has one: avg@k, pass@k, the mean reward."""
+    intervals = {name: share_interval(*share) for name, share in _shares(scored, correct_at).items()}
+    rewards = mean_interval([fmean(prompt.rewards) for prompt in scored])
+    return intervals | ({} if rewards is None else {"reward_mean": rewards})
+
+
+def _shares(scored: Sequence[ScoredPrompt], correct_at: CorrectAt) -> dict[str, tuple[list[float], int]]:
+    """figure -> its value for each prompt that has one, and how many independent samples these are at most."""
+    size = len(scored[0].rewards)
+    counts = [num_correct(correct_at, prompt.rewards, prompt.reward_parts) for prompt in scored]
+    judged = [count for count in counts if count is not None]
+    if not judged:
+        return {}
+    shares = {f"avg@{size}": ([count / size for count in judged], size * len(judged))}
+    return shares | {
+        f"pass@{k}": ([pass_at_k(size, count, k) for count in judged], size // k * len(judged)) for k in ks_of(size)
     }

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.sections import EvaluationSet, RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import Reward
 from async_rl.rollout.program_rollouts import ProgramRollouts
-from async_rl.rollout.sampling import single_turn_sampling, with_text
+from async_rl.rollout.sampling import Truncation, single_turn_sampling, with_text
 from async_rl.seeds import evaluation_seed
 from async_rl.types import CorrectAt, Prompt, Response, Scores, WeightVersion
 
@@ -63,7 +63,7 @@ class Sampler:
         else:
             config = loaded.config
             trajectories, scores = await self._programs.evaluate(
-                loaded.name, prompt, version, config.num_samples, config.temperature
+                loaded.name, prompt, version, config.num_samples, config.temperature, _truncation(config)
             )
             responses = [trajectory.last for trajectory in trajectories]
             scored = ScoredPrompt.of_trajectories(trajectories, scores)
@@ -79,6 +79,7 @@ class Sampler:
             num_responses=loaded.config.num_samples,
             temperature=loaded.config.temperature,
             seed=evaluation_seed(self._seed, loaded.name, prompt.prompt_id),
+            truncation=_truncation(loaded.config),
         )
         request_id = f"{version}-evaluation-{loaded.name}-{prompt.prompt_id}"
         sampled, _ = await self._pool.generate_group(prompt.token_ids, sampling, request_id, version)
@@ -86,3 +87,7 @@ class Sampler:
 
     def _decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.batch_decode(list(map(list, token_ids)), skip_special_tokens=self._skip_special_tokens)
+
+
+def _truncation(config: EvaluationSet) -> Truncation:
+    return Truncation(config.top_p, config.top_k)

@@ -10,7 +10,7 @@ from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.data.prompts import PromptSource, Tokenizer, load_prompts
 from async_rl.errors import ConfigError
 from async_rl.seeds import evaluation_rows_seed
-from async_rl.types import Prompt
+from async_rl.types import Prompt, part_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +23,16 @@ class LoadedSet:
     @property
     def name(self) -> str:
         return self.config.name
+
+
+DATA_SOURCE = "data_source"
+"""The column of verl's data sets with the name of the data set that a row was taken from."""
+
+
+def source_of(prompt: Prompt) -> str:
+    """The source that a prompt of a set comes from: its part of a mixture, else what its row names; else empty."""
+    named = prompt.row.get(DATA_SOURCE)
+    return part_of(prompt.prompt_id) or (named if isinstance(named, str) else "")
 
 
 def load_sets(

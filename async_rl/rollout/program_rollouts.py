@@ -21,6 +21,7 @@ from async_rl.rollout.expected_length import ExpectedLength
 from async_rl.rollout.program import Program, ProgramFailed, ProgramInterrupted, ProgramPrompt
 from async_rl.rollout.rendering import make_renderer
 from async_rl.rollout.rollout_figures import RolloutFigures
+from async_rl.rollout.sampling import ALL_TOKENS, Truncation
 from async_rl.rollout.session import NothingSampled, RolloutSession, Sessions
 from async_rl.rollout.slots import Slots
 from async_rl.rollout.trajectory import Trajectory
@@ -165,7 +166,13 @@ class ProgramRollouts:
         )
 
     async def evaluate(
-        self, set_name: str, prompt: Prompt, version: WeightVersion, num_samples: int, temperature: float
+        self,
+        set_name: str,
+        prompt: Prompt,
+        version: WeightVersion,
+        num_samples: int,
+        temperature: float,
+        truncation: Truncation = ALL_TOKENS,
     ) -> tuple[list[Trajectory], Scores]:
         """So many rollouts of a prompt of an evaluation set, with their rewards; in no figures of the training.
 
@@ -182,7 +189,8 @@ class ProgramRollouts:
             )
             for number in range(num_samples)
         ]
-        sessions = replace(self._sessions, rollout=self._rollout.model_copy(update={"temperature": temperature}))
+        rollout = self._rollout.model_copy(update={"temperature": temperature})
+        sessions = replace(self._sessions, rollout=rollout, truncation=truncation)
         finished, scores = await self._roll_out_all(places, sessions, float(self._rollout.max_response_tokens))
         return [each.trajectory for each in finished], scores
 

@@ -2,13 +2,27 @@
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from async_rl.config.sections import RolloutSection
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Prompt, Response, WeightSpan
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Which tokens are sampled from, of evaluations only: the trainer needs samples of the whole distribution.
+
+    `top_p` 1 and `top_k` 0 leave all in.
+    """
+
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+ALL_TOKENS = Truncation()
 
 
 def stops_of(rollout: RolloutSection, prompt: Prompt) -> tuple[str, ...]:
@@ -27,17 +41,51 @@ def max_tokens_of(rollout: RolloutSection, prompt: Prompt) -> int:
 
 
 def single_turn_sampling(
-    rollout: RolloutSection, prompt: Prompt, *, num_responses: int, temperature: float, seed: int
+    rollout: RolloutSection,
+    prompt: Prompt,
+    *,
+    num_responses: int,
+    temperature: float,
+    seed: int,
+    truncation: Truncation = ALL_TOKENS,
 ) -> SamplingParams:
     """The request for the responses of a single turn."""
     return SamplingParams(
         n=num_responses,
         max_tokens=max_tokens_of(rollout, prompt),
         temperature=temperature,
+        top_p=truncation.top_p,
+        top_k=truncation.top_k,
         stop_token_ids=stop_tokens_of(rollout, prompt),
         stop=list(stops_of(rollout, prompt)),
         seed=seed,
         logprobs=0,
+    )
+
+
+def turn_sampling(
+    rollout: RolloutSection,
+    prompt: Prompt,
+    *,
+    max_tokens: int,
+    more_stop_tokens: Sequence[int],
+    stop: Sequence[str],
+    seed: int,
+    num_continued: int,
+    truncation: Truncation,
+) -> SamplingParams:
+    """The request for a turn of a program's rollout; the prompt's last `num_continued` tokens are the turn's first."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=rollout.temperature,
+        top_p=truncation.top_p,
+        top_k=truncation.top_k,
+        stop_token_ids=stop_tokens_of(rollout, prompt, *more_stop_tokens),
+        stop=list(stop),
+        seed=seed,
+        logprobs=0,
+        is_turn=True,
+        num_continued=num_continued or None,
     )
 
 

@@ -25,12 +25,11 @@ from async_rl.data.prompts import Tokenizer
 from async_rl.errors import AsyncRLError, InstanceRefused
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.router import Cached
-from async_rl.protocol.inference import SamplingParams
 from async_rl.rollout.generations import Generation, Generations
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
 from async_rl.rollout.recorder import Conversation, Recorder, Request, TurnNode
 from async_rl.rollout.rendering import Renderer
-from async_rl.rollout.sampling import max_tokens_of, stop_tokens_of, stops_of, until_stop
+from async_rl.rollout.sampling import ALL_TOKENS, Truncation, max_tokens_of, stops_of, turn_sampling, until_stop
 from async_rl.rollout.trajectory import Trajectory, with_texts
 from async_rl.rollout.turn import Limit, LimitReached, SessionClosed, Turn
 from async_rl.rollout.turn_limits import Limits, Used
@@ -59,6 +58,7 @@ class Sessions:
     rollout: RolloutSection
     skip_special_tokens: bool = True
     turnstile: Turnstile = field(default_factory=Turnstile)
+    truncation: Truncation = ALL_TOKENS
 
     def open(
         self,
@@ -291,16 +291,15 @@ class RolloutSession:
         shared, context, base = self._shared, generation.request.context, generation.request.base
         assert base is not None, "the base of a request is known when it begins"
         renders = generation.request.conversation is not None
-        more_stop_tokens = shared.renderer.stop_token_ids if renders else ()
-        sampling = SamplingParams(
+        sampling = turn_sampling(
+            shared.rollout,
+            self._prompt,
             max_tokens=generation.max_tokens,
-            temperature=shared.rollout.temperature,
-            stop_token_ids=stop_tokens_of(shared.rollout, self._prompt, *more_stop_tokens),
-            stop=list(generation.stop),
+            more_stop_tokens=shared.renderer.stop_token_ids if renders else (),
+            stop=generation.stop,
             seed=turn_seed(self._seed, generation.digest, generation.occurrence),
-            logprobs=0,
-            is_turn=True,
-            num_continued=len(context) - len(base) or None,
+            num_continued=len(context) - len(base),
+            truncation=shared.truncation,
         )
         asked = generation.digest, generation.occurrence, generation.max_tokens, generation.stop, renders, len(base)
         if asked in self._sampled:

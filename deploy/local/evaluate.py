@@ -1,4 +1,5 @@
-"""Evaluates a model on this machine: `async-rl eval MODEL --data SOURCE (--reward NAME | --program NAME)`.
+"""Evaluates a model on this machine: `async-rl eval MODEL --data SOURCE (--reward NAME | --program NAME)`, or
+`async-rl eval CONFIG.toml`.
 
 Starts instances of the model on this machine, or uses running ones, and samples and scores the data with them, through
 the program `async_rl.evaluation`. Every process it started ends with it, however it ends.
@@ -6,113 +7,31 @@ the program `async_rl.evaluation`. Every process it started ends with it, howeve
 
 import argparse
 import json
-import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from async_rl.config.file import load_config
-from async_rl.config.sections import SINGLE_TURN, Config
+from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.preflight import require_sound
-from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
 from async_rl.tracking.records import require_no_run
 from deploy.cluster.process import Process, Running, log_path
 from deploy.cluster.run_view import JsonlTail
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
+from deploy.local import evaluate_options
+from deploy.local.evaluate_report import Line, require_writable, results_json, show_results, write_results
 from deploy.local.machine import free_ports, this_machine
 from deploy.local.plan import num_ports, plan_instances
 from deploy.local.processes import Deployment
 from deploy.local.run import START_TIMEOUT_S, is_healthy
-
-Line = Mapping[str, Any]
-"""A line of the program's `results.jsonl` or `responses.jsonl`; see `async_rl/evaluation/output.py`."""
-
-
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """The options, and the config overrides."""
-    parser = Parser(
-        "async-rl eval",
-        "Samples a model on held-out prompts and scores its responses: pass@k, mean reward, lengths. The options below "
-        "set keys of the config by shorter names; other keys, such as --prompts.chat_template false, can be set too.",
-        "MODEL --data SOURCE [--reward NAME] [--program NAME] [OPTIONS] [--section.key VALUE ...]",
-        Config,
-    )
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a directory or a hub name")
-    parser.add_argument("--data", required=True, help="a .jsonl or .parquet file, or reasoning-gym:TASK")
-    parser.add_argument(
-        "--reward",
-        help="a built-in one, such as math, or python:path/to/file.py:function; none if a program rewards itself",
-    )
-    parser.add_argument(
-        "--program",
-        default=SINGLE_TURN,
-        help="python:path/to/file.py:function or command:PROGRAM ARGUMENTS, each of whose runs is a sample; by default "
-        "a single response",
-    )
-    parser.add_argument("--samples", type=int, default=1, help="responses to each prompt (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
-    parser.add_argument(
-        "--max-tokens", type=int, default=512, help="of a response, or of all turns of a program (default: %(default)s)"
-    )
-    parser.add_argument("--max-prompts", type=int, help="take the first so many rows only")
-    parser.add_argument(
-        "--instances", help="base URLs of running instances, with commas between; else it starts its own"
-    )
-    parser.add_argument(
-        "--engine", default="transformers", help="of its own: transformers or vllm (default: %(default)s)"
-    )
-    parser.add_argument("--num-instances", type=int, default=1, help="of its own (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the results as one JSON object, on the last line")
-    return parser.parse_args(argv), parser.overrides
-
-
-def config_text(options: argparse.Namespace, run_dir: Path) -> str:
-    """The options as a config in TOML, with one evaluation set."""
-    values = {
-        "run.dir": str(run_dir),
-        "model.path": options.model,
-        "prompts.source": options.data,
-        "prompts.prompts_per_batch": 1,
-        "rollout.program": options.program,
-        "rollout.max_response_tokens": options.max_tokens,
-        "pool.instances": options.instances.split(",") if options.instances else [],
-        "train.iterations": 1,
-        "inference.engine": options.engine,
-        "inference.num_instances": options.num_instances,
-    }
-    if options.reward is not None:
-        values["reward.name"] = options.reward
-    the_set = {
-        "name": set_name(options.data),
-        "source": options.data,
-        "num_samples": options.samples,
-        "temperature": options.temperature,
-    }
-    if options.max_prompts is not None:
-        the_set["max_prompts"] = options.max_prompts
-    return f"{_toml_lines(values)}\n[[evaluation.sets]]\n{_toml_lines(the_set)}"
-
-
-def _toml_lines(values: Mapping[str, Any]) -> str:
-    # JSON strings, numbers and lists are also valid TOML.
-    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
-
-
-def set_name(source: str) -> str:
-    """The name of the set: the file's name without its suffix, or the task's name."""
-    name = Path(source).stem if source.endswith((".jsonl", ".parquet")) else source.rpartition(":")[2]
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", name) or "data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,20 +110,17 @@ def _read_lines(path: Path) -> list[Line]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def show_results(console: Console, results: Sequence[Line]) -> None:
-    """One column per set, one row per metric."""
-    table = Table(title="evaluation", title_justify="left")
-    table.add_column("")
-    for result in results:
-        table.add_column(escape(result["set"]), justify="right")
-    for key in results[0]:
-        if key != "set":
-            table.add_row(key, *(_shown(result.get(key)) for result in results))
-    console.print(table)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+@contextmanager
+def _config(options: argparse.Namespace) -> Iterator[Path]:
+    """The config that was named, or one that the options stand for, in a directory of its own."""
+    named = evaluate_options.config_path(options)
+    if named is not None:
+        yield named
+        return
+    with _directory() as directory:
+        path = directory / "evaluation.toml"
+        _write_config(path, evaluate_options.config_text(options, directory))
+        yield path
 
 
 @contextmanager
@@ -232,19 +148,22 @@ def _write_config(path: Path, text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    options, overrides = parse(argv)
+    options, overrides = evaluate_options.parse(argv)
     console = Console()
     stop_on_signals()
     try:
-        with _directory() as directory:
-            config_path = directory / "evaluation.toml"
-            _write_config(config_path, config_text(options, directory))
-            results = evaluate(config_path, overrides, console).results
+        if options.out is not None:
+            require_writable(options.out)
+        with _config(options) as path:
+            model = load_config(path, overrides).model.path
+            results = evaluate(path, overrides, console).results
+        show_results(console, results)
+        if options.out is not None:
+            write_results(options.out, model, results)
     except (Stopped, AsyncRLError) as end:
         return explain_end(end)
-    show_results(console, results)
     if options.json:
-        print(json.dumps({"model": options.model, "sets": results}))
+        print(results_json(model, results))
     return 0
 
 

@@ -140,25 +140,30 @@ def _truncates(params: SamplingParams) -> bool:
 
 
 def _truncate(logits_RV: torch.Tensor, params: Rows[SamplingParams]) -> torch.Tensor:
-    """Sets the logits of all tokens outside min_p, top_k and top_p to -inf; at least one token remains."""
+    """Sets the logits of all tokens outside min_p, top_k and top_p to -inf; at least one token remains.
+
+    top_p keeps the fewest likeliest tokens whose mass, of what min_p and top_k left, reaches it. Of equally likely ones
+    those with the smaller ids come first, so top_k keeps exactly k (vLLM keeps all that are as likely as the k-th).
+    """
     vocab_size = logits_RV.shape[-1]
 
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, device=logits_RV.device).unsqueeze(-1)
+    def column(values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits_RV.device).unsqueeze(-1)
 
     min_p_R1 = column([p.min_p for p in params])
-    top_k_R1 = column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params])
+    top_k_R1 = column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], torch.int64)
     # Without truncation the mass before a token must never reach the bound, whatever the rounding.
-    top_p_R1 = column([p.top_p if p.top_p < 1.0 else torch.inf for p in params])
+    top_p_R1 = column([p.top_p if p.top_p < 1.0 else torch.inf for p in params], torch.float64)
 
     probs_RV = logits_RV.softmax(dim=-1)
     logits_RV = logits_RV.masked_fill(probs_RV < min_p_R1 * probs_RV.amax(dim=-1, keepdim=True), -torch.inf)
     sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     place_V = torch.arange(vocab_size, device=logits_RV.device)
     sorted_RV = sorted_RV.masked_fill(place_V >= top_k_R1, -torch.inf)
-    probs_RV = sorted_RV.softmax(dim=-1)
+    # Many tokens of a large vocabulary have less than the last digit of a sum in float32.
+    probs_RV = sorted_RV.double().softmax(dim=-1)
     mass_before_RV = probs_RV.cumsum(dim=-1) - probs_RV
-    # The first token always stays, also if top_p is 0 in float32.
+    # The first token always stays, however small top_p is.
     sorted_RV = sorted_RV.masked_fill((mass_before_RV >= top_p_R1) & (place_V > 0), -torch.inf)
     return torch.empty_like(logits_RV).scatter_(-1, order_RV, sorted_RV)
 

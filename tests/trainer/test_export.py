@@ -78,6 +78,9 @@ def test_the_command_exports_the_newest_checkpoint_or_the_one_asked_for(
     subprocess.run(command, check=True)
     export_policy(choose_checkpoint(run_dir, 2), tmp_path / "second", parallel)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "second/model.safetensors").read_bytes()
+    card = (tmp_path / "out/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "# out\n" in card
+    assert "after 2 iterations (2 optimizer steps)" in card and "so nothing is claimed" in card
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 2
     assert "is not an empty directory: name a new one" in again.stderr

@@ -80,6 +80,16 @@ def test_a_group_of_one_response_is_refused_since_it_trains_nothing(config_file:
         load_config(config_file, ["--rollout.responses_per_prompt=1"])
 
 
+@pytest.mark.parametrize("setting", [{"top_p": 0.0}, {"top_p": 1.01}, {"top_p": "nan"}, {"top_k": -1}], ids=str)
+def test_truncated_sampling_of_an_evaluation_set_has_bounds(config_file: Path, setting: dict[str, object]) -> None:
+    ((key, value),) = setting.items()
+    config_file.write_text(
+        config_file.read_text() + f'[[evaluation.sets]]\nname = "a"\nsource = "b.jsonl"\n{key} = {value}\n'
+    )
+    with pytest.raises(ConfigError, match=rf"evaluation\.sets\.0\.{key}: Input should be"):
+        load_config(config_file)
+
+
 GUIDE = ROOT / "docs" / "configuration.md"
 
 

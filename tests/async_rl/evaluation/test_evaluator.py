@@ -244,6 +244,26 @@ def test_a_prompt_that_fails_is_counted_and_costs_no_other(instances, make_stage
     assert "evaluation set words, prompt 0: reward" in caplog.text and "broken row" in caplog.text
 
 
+def test_a_set_of_several_sources_has_the_figures_of_each(instances, make_stage) -> None:
+    stage = make_stage(*instances({}))
+    one, other = a_set("words", 3, data_source="one"), a_set("words", 2)
+    mixed = LoadedSet(one.config, (*one.prompts, *other.prompts))
+    (result,) = stage.run(stage.evaluator(mixed))
+    # The even ones are right: two of three, one of two.
+    assert result.figures["avg@2"] == pytest.approx(3 / 5)
+    assert {name: (each.num_prompts, each.figures["avg@2"]) for name, each in result.sources.items()} == {
+        "": (2, pytest.approx(1 / 2)),
+        "one": (3, pytest.approx(2 / 3)),
+    }
+    low, high = result.sources["one"].intervals["avg@2"]
+    assert 0 < low < 2 / 3 < high < 1 and result.intervals["avg@2"] != (low, high)
+    (alone,) = stage.run(stage.evaluator(one))
+    assert alone.sources == {}, "one source is the set itself"
+    many = [prompt for i in range(33) for prompt in a_set("words", 1, data_source=str(i)).prompts]
+    (row_by_row,) = stage.run(stage.evaluator(LoadedSet(one.config, tuple(many))))
+    assert row_by_row.is_complete and row_by_row.sources == {}
+
+
 def test_a_program_that_fails_costs_its_prompt_only(instances, make_stage, caplog) -> None:
     class Programs:
         correct_at = None

@@ -3,7 +3,8 @@ from statistics import fmean
 
 import pytest
 
-from async_rl.evaluation.figures import ScoredPrompt, figures_of
+from async_rl.evaluation.figures import ScoredPrompt, figures_of, intervals_of
+from async_rl.evaluation.intervals import mean_interval, share_interval
 from async_rl.tracking.pass_at_k import ks_of, pass_at_k
 from async_rl.types import Response, Scores
 
@@ -44,9 +45,21 @@ def test_figures_are_means_over_prompts_and_responses() -> None:
     ]
     scored = [ScoredPrompt.of(responses, Scores((1.0, 0.25))), ScoredPrompt.of(responses, Scores((0.0, 0.5)))]
     means = {"reward_mean": 0.4375, "response_tokens_mean": 2.0, "cut_share": 0.5}
-    assert figures_of(scored, 1.0) == {"pass@1": 0.25, "pass@2": 0.5} | means
-    assert figures_of(scored, 0.5) == {"pass@1": 0.5, "pass@2": 1.0} | means
+    assert figures_of(scored, 1.0) == {"avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5} | means
+    assert figures_of(scored, 0.5) == {"avg@2": 0.5, "pass@1": 0.5, "pass@2": 1.0} | means
     assert figures_of(scored, None) == means, "a reward that does not say what is correct"
+
+
+def test_intervals_are_those_of_what_each_prompt_has() -> None:
+    scored = [ScoredPrompt((1.0, 0.0, 0.0, 0.0), 4, 0), ScoredPrompt((1.0, 1.0, 1.0, 0.0), 4, 0)]
+    intervals = intervals_of(scored, 1.0)
+    assert intervals.keys() == {"avg@4", "pass@1", "pass@2", "pass@4", "reward_mean"}
+    assert intervals["avg@4"] == intervals["pass@1"] == share_interval([0.25, 0.75], 8)
+    assert intervals["pass@2"] == share_interval([0.5, 1.0], 4)
+    assert intervals["pass@4"] == share_interval([1.0, 1.0], 2)
+    assert intervals["reward_mean"] == mean_interval([0.25, 0.75])
+    assert intervals_of(scored, None).keys() == {"reward_mean"}
+    assert intervals_of(scored[:1] * 2, None) == {}, "equal rewards say nothing about others"
 
 
 def test_pass_at_k_is_over_the_prompts_whose_part_says_what_is_correct() -> None:

@@ -1,6 +1,7 @@
 import json
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from async_rl.config.sections import TrackingSection
 from async_rl.errors import Fenced
-from async_rl.evaluation.recorder import FILE, EvaluationRecorder, SetResult
+from async_rl.evaluation.recorder import FILE, EvaluationRecorder, SetResult, SourceResult
 from async_rl.tracking.records import cut_run_records
 from async_rl.tracking.trackers.choice import open_trackers
 
@@ -65,3 +66,18 @@ def test_nothing_is_written_once_another_trainer_writes_the_file(tmp_path: Path)
     with pytest.raises(Fenced):
         recorder.write([result(4)])
     assert not (tmp_path / FILE).exists()
+
+
+def test_intervals_and_sources_are_objects_of_the_line_and_no_figures_of_tensorboard(tmp_path: Path) -> None:
+    source = SourceResult(1, {"avg@2": 0.5}, {"avg@2": (0.0, 1.0)})
+    both = replace(
+        result(4, **{"avg@2": 0.25}), top_p=0.95, top_k=20, intervals={"avg@2": (0.1, 0.5)}, sources={"gsm8k": source}
+    )
+    recorder = EvaluationRecorder(tmp_path)
+    recorder.write([both])
+    recorder.close()
+    record = json.loads((tmp_path / FILE).read_text())
+    assert (record["top_p"], record["top_k"], record["intervals"]) == (0.95, 20, {"avg@2": [0.1, 0.5]})
+    assert record["sources"] == {"gsm8k": {"num_prompts": 1, "avg@2": 0.5, "intervals": {"avg@2": [0.0, 1.0]}}}
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "evaluation")).Reload()
+    assert events.Tags()["scalars"] == ["eval/math/avg@2"]

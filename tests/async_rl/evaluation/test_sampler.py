@@ -70,12 +70,13 @@ def test_it_samples_as_the_set_says_and_scores_what_was_said(tmp_path: Path) -> 
     parts: tuple[Any, ...] = (pool, Reward(), tokenizer)
     rollout = RolloutSection(max_response_tokens=9, stop_token_ids=(2,), temperature=0.9)
     sampler = Sampler(*parts, rollout, 3, skip_special_tokens=False)
-    config = EvaluationSet(name="held-out", source="rows.jsonl", num_samples=4, temperature=0.5)
+    config = EvaluationSet(name="held-out", source="rows.jsonl", num_samples=4, temperature=0.5, top_p=0.95, top_k=20)
     scored = asyncio.run(sampler.score(LoadedSet(config, (PROMPT,)), PROMPT, "v5"))
     assert (scored.rewards, scored.num_tokens, scored.num_cut) == ((0.0, 1.0, 2.0, 3.0), 8, 1)
     ((prompt, sampling, request_id, version),) = pool.asked
     assert (prompt, request_id, version) == (PROMPT.token_ids, "v5-evaluation-held-out-7", "v5")
     assert (sampling.n, sampling.max_tokens, sampling.temperature, sampling.stop_token_ids) == (4, 9, 0.5, [2])
+    assert (sampling.top_p, sampling.top_k) == (0.95, 20)
     assert sampling.seed == evaluation_seed(3, "held-out", "7")
     assert tokenizer.skipped == [False] and sampler.correct_at == 1.0
 
@@ -115,7 +116,9 @@ def test_a_program_is_evaluated_as_it_is_trained(tiny_model: Callable[..., Path]
             rollout, prompts, 3, "m", pool, tokenizer, reward, skip_special_tokens=True, program=TwoTurns()
         )
         assert programs is not None
-        config = EvaluationSet(name="held-out", source="rows.jsonl", num_samples=4, temperature=temperature)
+        config = EvaluationSet(
+            name="held-out", source="rows.jsonl", num_samples=4, temperature=temperature, top_p=0.9, top_k=7
+        )
         prompt = Prompt("7", (3, 4), row)
         sampler = Sampler(
             *(pool, reward, tokenizer, rollout, 3),
@@ -130,6 +133,7 @@ def test_a_program_is_evaluated_as_it_is_trained(tiny_model: Callable[..., Path]
     assert first == later, "only the weights differ"
     assert (len(set(first.rewards)) > 1, first.num_tokens, first.num_cut) == (True, 4 * 8, 4)
     assert {sampling.temperature for _, sampling in pool.asked} == {temperature}
+    assert {(sampling.top_p, sampling.top_k) for _, sampling in pool.asked} == {(0.9, 7)}
     assert len({sampling.seed for _, sampling in pool.asked}) == 8, "four rollouts of two turns, twice"
     ((responses, scores), _) = shown
     assert [len(response.token_ids) for response in responses] == [4] * 4 and scores.rewards == first.rewards

@@ -10,7 +10,8 @@ from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.sections import EvaluationSection
 from async_rl.data.prompts import load_prompts
 from async_rl.errors import ConfigError
-from async_rl.evaluation.sets import load_sets
+from async_rl.evaluation.sets import load_sets, source_of
+from async_rl.types import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +68,18 @@ def test_two_sets_of_one_name_are_refused(rows: Path, tokenizer: Any) -> None:
     twice = section({"name": "words", "source": str(rows)}, {"name": "words", "source": str(rows)})
     with pytest.raises(ConfigError, match=r"the names \['words', 'words'\]: give each a name of its own"):
         load_sets(twice, prompts, tokenizer, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt_id", "row", "source"),
+    [
+        ("7", {}, ""),
+        ("7", {"data_source": "gsm8k"}, "gsm8k"),
+        ("sums/7", {"data_source": "gsm8k"}, "sums"),
+        ("7", {"data_source": 3}, ""),
+    ],
+)
+def test_a_prompt_is_of_its_part_of_a_mixture_else_of_what_its_row_names(
+    prompt_id: str, row: dict[str, Any], source: str
+) -> None:
+    assert source_of(Prompt(prompt_id, (1,), row)) == source

@@ -1,6 +1,7 @@
 """Where responses end: by the run, by the part, by the row; and nothing beyond it is kept."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from async_rl.config.sections import RolloutSection
 from async_rl.instance.bodies import completion_request, generate_request
-from async_rl.rollout.sampling import single_turn_sampling, until_stop, with_text
+from async_rl.rollout.sampling import Truncation, single_turn_sampling, until_stop, with_text
 from async_rl.types import Prompt, Response, WeightSpan
 
 ROLLOUT = RolloutSection(max_response_tokens=50, stop_token_ids=(3,), stop=("END",))
@@ -38,6 +39,18 @@ def test_a_row_adds_to_what_ends_a_response_and_lowers_its_limit(limit: int | No
     assert (sampling.n, sampling.temperature, sampling.seed, sampling.logprobs) == (2, 0.7, 5, 0)
     assert generate_request([1], sampling, "a").sampling_params.stop == ["END", "x"]
     assert completion_request([1], sampling, "a").stop == ["END", "x"]
+
+
+def test_truncation_reaches_both_forms_of_a_request_and_is_off_for_rollouts() -> None:
+    def asked(**truncation: Any) -> list[dict[str, Any]]:
+        prompt = Prompt("0", (1,), {})
+        sampling = single_turn_sampling(ROLLOUT, prompt, num_responses=2, temperature=0.7, seed=5, **truncation)
+        generate = generate_request([1], sampling, "a").sampling_params.model_dump()
+        return [generate, completion_request([1], sampling, "a").model_dump()]
+
+    assert [(each["top_p"], each["top_k"]) for each in asked()] == [(1.0, 0)] * 2
+    cut = asked(truncation=Truncation(top_p=0.95, top_k=20))
+    assert [(each["top_p"], each["top_k"]) for each in cut] == [(0.95, 20)] * 2
 
 
 def test_a_response_ends_with_the_token_that_completes_the_text() -> None:

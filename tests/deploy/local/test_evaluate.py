@@ -6,14 +6,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
-from deploy.local.evaluate import config_text, parse, set_name
+from deploy.local.evaluate_options import config_path, config_text, parse, set_names
+from deploy.local.evaluate_report import require_writable, show_results
 
 REWARD = """
 def short(prompt, responses, row):
@@ -27,7 +30,8 @@ short.correct_at = 1.0
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     (tmp_path / "reward.py").write_text(REWARD)
-    rows = [{"prompt": f"Word {i}: ", "limit": 8 if i % 2 else 99} for i in range(6)]
+    kinds = [{"limit": 99, "data_source": "even"}, {"limit": 8, "data_source": "odd"}]
+    rows = [{"prompt": f"Word {i}: ", **kinds[i % 2]} for i in range(6)]
     path = tmp_path / "words.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -54,13 +58,21 @@ def evaluate(model: Path, data: Path, *arguments: str, **environment: str) -> "s
 @pytest.mark.distributed
 def test_a_model_is_evaluated_from_start_to_figures(tiny_model: Callable[..., Path], data: Path) -> None:
     before = set(psutil.pids())
-    done = evaluate(tiny_model(), data, "--samples", "4", "--max-tokens", "16", "--max-prompts", "5", "--json")
+    out = data.parent / "results.json"
+    truncated = ("--top-p", "0.9", "--top-k", "20")
+    more = ("--max-tokens", "16", "--max-prompts", "5", "--out", str(out), "--json")
+    done = evaluate(tiny_model(), data, "--samples", "4", *truncated, *more)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
+    assert json.loads(out.read_text()) == result and result["model"] == str(tiny_model())
     (words,) = result["sets"]
+    assert (words["top_p"], words["top_k"]) == (0.9, 20)
     assert (words["set"], words["num_prompts"], words["total_prompts"], words["num_samples"]) == ("words", 5, 5, 4)
     assert 3 / 5 <= words["pass@1"] <= words["pass@2"] <= words["pass@4"] <= 1.0
-    assert words["reward_mean"] == pytest.approx(words["pass@1"])
+    assert words["reward_mean"] == pytest.approx(words["pass@1"]) == pytest.approx(words["avg@4"])
+    low, high = words["intervals"]["avg@4"]
+    assert 0 <= low < words["avg@4"] < high <= 1 or high == words["avg@4"] == 1
+    assert words["sources"].keys() == {"even", "odd"} and words["sources"]["even"]["avg@4"] == 1.0
     assert 1 <= words["response_tokens_mean"] <= 16 and 0 <= words["cut_share"] <= 1
     assert "pass@4" in done.stdout.rsplit("\n", 2)[0], "the table comes before the JSON object"
     ours = [pid for pid in set(psutil.pids()) - before if _works_on(pid, str(data))]
@@ -117,12 +129,48 @@ def test_a_program_that_rewards_itself_needs_no_reward(tmp_path: Path) -> None:
         load_config(path)
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [("a/b/aime 24.parquet", "aime-24"), ("reasoning-gym:spell_backward", "spell_backward"), ("x.jsonl", "x")],
-)
-def test_a_set_is_called_after_its_source(source: str, name: str) -> None:
-    assert set_name(source) == name
+def test_a_set_is_called_after_its_source_and_no_two_alike() -> None:
+    sources = ["a/b/aime 24.parquet", "reasoning-gym:spell_backward", "x.jsonl", "y/x.jsonl", "z/x.jsonl", ""]
+    assert set_names(sources) == ["aime-24", "spell_backward", "x", "x-2", "x-3", "data"]
+
+
+def test_every_source_is_a_set_that_is_sampled_as_the_options_say(tmp_path: Path) -> None:
+    options, _ = parse(["m", "--data", "a.jsonl", "--data", "b/a.jsonl", "--reward", "math", "--top-p", "0.95"])
+    path = tmp_path / "evaluation.toml"
+    path.write_text(config_text(options, tmp_path))
+    sets = load_config(path).evaluation.sets
+    assert [(each.name, each.source) for each in sets] == [("a", "a.jsonl"), ("a-2", "b/a.jsonl")]
+    assert {(each.top_p, each.top_k, each.num_samples, each.temperature) for each in sets} == {(0.95, 0, 1, 1.0)}
+
+
+def test_a_config_stands_for_all_options_that_set_keys() -> None:
+    assert config_path(parse(["a/run.toml", "--model.path", "x", "--json"])[0]) == Path("a/run.toml")
+    assert config_path(parse(["a/model", "--data", "x.jsonl"])[0]) is None
+    with pytest.raises(ConfigError, match=r"--top-k stands beside the config 'run\.toml'.* set its key"):
+        config_path(parse(["run.toml", "--top-k", "0"])[0])
+    with pytest.raises(ConfigError, match="--data is missing: name what 'model' is evaluated on"):
+        config_path(parse(["model"])[0])
+
+
+def test_a_file_for_results_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new.json")
+    with pytest.raises(ConfigError, match="is a directory: name a file in it"):
+        require_writable(tmp_path)
+    with pytest.raises(ConfigError, match="its directory is not there or cannot be written to"):
+        require_writable(tmp_path / "none" / "new.json")
+
+
+def test_the_table_has_intervals_and_a_column_for_each_source() -> None:
+    source = {"num_prompts": 2, "avg@4": 0.5, "intervals": {"avg@4": [0.25, 0.75]}}
+    line = {"set": "[b]x", "num_prompts": 4, "avg@4": 0.25, "cut_share": 0.0, "intervals": {"avg@4": [0.1, 1 / 3]}}
+    console = Console(width=120, record=True, file=StringIO())
+    show_results(console, [{**line, "sources": {"": source, "gsm8k": source}}, {"set": "y", "reward_mean": -0.5}])
+    text = console.export_text()
+    lines = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
+    rows = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+    assert rows["avg@4"] == ["0.25 [0.1, 0.333]", "0.5 [0.25, 0.75]", "0.5 [0.25, 0.75]", ""]
+    assert rows["reward_mean"] == ["", "", "", "-0.5"] and "intervals" not in rows
+    assert "[b]x: other" in text and "[b]x: gsm8k" in text
 
 
 def _works_on(pid: int, word: str) -> bool:

@@ -108,6 +108,17 @@ def test_child_j_uses_seed_plus_j(generate: Callable[..., httpx.Response]) -> No
     assert tokens(n=2, seed=11) == tokens(seed=11) + tokens(seed=12)
 
 
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
+def test_what_top_k_and_top_p_leave_out_is_not_sampled(
+    generate: Callable[..., httpx.Response], params: dict[str, Any]
+) -> None:
+    likeliest = generate(PROMPT, temperature=0.0, ignore_eos=True).json()["choices"][0]["token_ids"]
+    for choice in generate(PROMPT, n=8, temperature=2.0, logprobs=0, ignore_eos=True, **params).json()["choices"]:
+        assert choice["token_ids"] == likeliest
+        # Of the distribution that was sampled, in which nothing else is left.
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx([0.0] * 4, abs=1e-4)
+
+
 def test_stop_token_is_part_of_the_response(generate: Callable[..., httpx.Response]) -> None:
     free = generate(PROMPT, temperature=0.0, ignore_eos=True).json()["choices"][0]["token_ids"]
     stop = free[1]

@@ -1,9 +1,13 @@
 """Tokens from logits: noise by (seed, position), parameters per row, log-probs in both modes."""
 
+import math
 from collections import Counter
+from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from async_rl.protocol.inference import SamplingParams
 from inference_service.engine.sampling import sample_step, uniforms
@@ -79,6 +83,70 @@ def test_truncation_keeps_exactly_these_tokens(params: dict[str, object], tokens
         kept = LOGITS_V[sorted(tokens)].log_softmax(-1)
         for sample in samples[:50]:
             assert sample.logprob == pytest.approx(float(kept[sorted(tokens).index(sample.token_id)]), abs=1e-6)
+
+
+def plainly_kept(logits: list[float], top_p: float, top_k: int) -> set[int]:
+    """The tokens that top_k and then top_p leave in, in exact arithmetic; of equal logits the first id comes first."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[: top_k or None]
+    weights = [Fraction(math.exp(logits[token] - logits[order[0]])) for token in order]
+    bound, before = Fraction(top_p) * sum(weights), Fraction(0)
+    kept = set()
+    for token, weight in zip(order, weights, strict=True):
+        if top_p < 1.0 and kept and before >= bound:
+            break
+        kept.add(token)
+        before += weight
+    return kept
+
+
+def kept_tokens(logits: list[float], **params: object) -> set[int]:
+    """Those with a finite log-prob."""
+    (sample,) = sample_step(torch.tensor([logits]), [row(logprobs=len(logits), **params)], "processed_logprobs", "v")
+    return {token for token, logprob, _ in sample.top if math.isfinite(logprob)}
+
+
+@given(
+    # Few different values, so that many are equal; also at the bounds of top_k and top_p.
+    st.lists(st.sampled_from([-2.0, -1.0, -0.5, 0.0, 0.25, 1.5, 3.0]), min_size=1, max_size=20),
+    st.floats(0.01, 1.0),
+    st.integers(0, 22),
+)
+def test_top_p_and_top_k_keep_the_tokens_of_a_plain_reference(logits: list[float], top_p: float, top_k: int) -> None:
+    kept = kept_tokens(logits, top_p=top_p, top_k=top_k)
+    # Rounding decides where the mass of some tokens is top_p to the last digits.
+    assert kept in [plainly_kept(logits, min(top_p * scale, 1.0), top_k) for scale in (1 - 1e-9, 1.0, 1 + 1e-9)]
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 3}, {0, 1, 2}),
+        ({"top_p": 0.5}, {0, 1, 2, 3}),
+        ({"top_p": 0.51}, {0, 1, 2, 3, 4}),
+        ({"top_k": 4, "top_p": 0.5}, {0, 1}),
+    ],
+    ids=str,
+)
+def test_of_equally_likely_tokens_those_with_smaller_ids_stay(params: dict[str, object], kept: set[int]) -> None:
+    # Eighths are exact in binary.
+    assert kept_tokens([0.5] * 8, **params) == kept
+
+
+def test_what_is_kept_is_sampled_as_often_as_the_reference_says() -> None:
+    logits = (LOGITS_V / 0.7).tolist()
+    kept = plainly_kept(logits, 0.95, 4)
+    counts = Counter(sample.token_id for sample in draw(20_000, temperature=0.7, top_p=0.95, top_k=4))
+    assert counts.keys() == kept and len(kept) == 3
+    total = sum(math.exp(logits[token]) for token in kept)
+    for token in kept:
+        p = math.exp(logits[token]) / total
+        assert counts[token] / 20_000 == pytest.approx(p, abs=4 * (p * (1 - p) / 20_000) ** 0.5)
+
+
+def test_a_tail_that_float32_cannot_tell_from_nothing_is_cut_where_top_p_says() -> None:
+    # Sixteen tokens with 2^-34 each beside one that has nearly all: the first nine have 7.5 such parts after them.
+    logits = [34 * math.log(2.0), *[0.0] * 16]
+    assert kept_tokens(logits, top_p=1 - 7.5 * 2**-34) == set(range(10))
 
 
 def test_raw_logprobs_are_those_of_the_untouched_logits() -> None:

@@ -1,0 +1,141 @@
+"""The command line of `async-rl eval`, and the config that it stands for; for `evaluate.py`."""
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_rl.config.sections import SINGLE_TURN, Config
+from async_rl.errors import ConfigError
+from async_rl.programs.command_line import Parser
+
+CONFIG_SUFFIX = ".toml"
+
+DEFAULTS: Mapping[str, Any] = {
+    "program": SINGLE_TURN,
+    "samples": 1,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "max_tokens": 512,
+    "engine": "transformers",
+    "num_instances": 1,
+}
+"""Of the options that stand for keys, none of which may be given beside a config."""
+
+OF_A_MODEL = ("data", "reward", "max_prompts", "instances", *DEFAULTS)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """The options, and the config overrides."""
+    parser = Parser(
+        "async-rl eval",
+        "Samples a model on held-out prompts and scores its responses: avg@k and pass@k with confidence intervals, "
+        "mean reward, lengths. The options below set keys of the config by shorter names; other keys, such as "
+        "--prompts.chat_template false, can be set too.",
+        "(MODEL --data SOURCE [--reward NAME] | CONFIG.toml) [OPTIONS] [--section.key VALUE ...]",
+        Config,
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="Hugging Face checkpoint: a directory or a hub name; or a config, CONFIG.toml, with [[evaluation.sets]]",
+    )
+    parser.add_argument(
+        "--data", action="append", help="a .jsonl or .parquet file, or reasoning-gym:TASK; may be given several times"
+    )
+    parser.add_argument(
+        "--reward",
+        help="a built-in one, such as math, or python:path/to/file.py:function; none if a program rewards itself",
+    )
+    parser.add_argument(
+        "--program",
+        help="python:path/to/file.py:function or command:PROGRAM ARGUMENTS, each of whose runs is a sample; by default "
+        "a single response",
+    )
+    parser.add_argument("--samples", type=int, help="responses to each prompt (default: 1)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: 1.0)")
+    parser.add_argument("--top-p", type=float, help="sample from the likeliest tokens up to this mass (default: 1.0)")
+    parser.add_argument("--top-k", type=int, help="sample from so many likeliest tokens (default: 0, all)")
+    parser.add_argument("--max-tokens", type=int, help="of a response, or of all turns of a program (default: 512)")
+    parser.add_argument("--max-prompts", type=int, help="take the first so many rows only")
+    parser.add_argument(
+        "--instances", help="base URLs of running instances, with commas between; else it starts its own"
+    )
+    parser.add_argument("--engine", help="of its own: transformers or vllm (default: transformers)")
+    parser.add_argument("--num-instances", type=int, help="of its own (default: 1)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as one JSON object to this file")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object, on the last line")
+    return parser.parse_args(argv), parser.overrides
+
+
+def config_path(options: argparse.Namespace) -> Path | None:
+    """The config that was named in place of a model, if one was.
+
+    Raises:
+        ConfigError: an option stands beside it that sets one of its keys; or a model stands without --data.
+    """
+    if not options.model.endswith(CONFIG_SUFFIX):
+        if not options.data:
+            raise ConfigError(f"--data is missing: name what {options.model!r} is evaluated on")
+        return None
+    given = [name for name in OF_A_MODEL if getattr(options, name) is not None]
+    if given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} stands beside the config {options.model!r}, which has that itself: change "
+            "it there, or set its key (--section.key VALUE)"
+        )
+    return Path(options.model)
+
+
+def config_text(options: argparse.Namespace, run_dir: Path) -> str:
+    """The options as a config in TOML, with an evaluation set for each source."""
+    chosen = {
+        name: default if (value := getattr(options, name)) is None else value for name, default in DEFAULTS.items()
+    }
+    values = {
+        "run.dir": str(run_dir),
+        "model.path": options.model,
+        "prompts.source": options.data[0],
+        "prompts.prompts_per_batch": 1,
+        "rollout.program": chosen["program"],
+        "rollout.max_response_tokens": chosen["max_tokens"],
+        "pool.instances": options.instances.split(",") if options.instances else [],
+        "train.iterations": 1,
+        "inference.engine": chosen["engine"],
+        "inference.num_instances": chosen["num_instances"],
+    }
+    if options.reward is not None:
+        values["reward.name"] = options.reward
+    of_each = {
+        "num_samples": chosen["samples"],
+        "temperature": chosen["temperature"],
+        "top_p": chosen["top_p"],
+        "top_k": chosen["top_k"],
+        **({} if options.max_prompts is None else {"max_prompts": options.max_prompts}),
+    }
+    names = set_names(options.data)
+    sets = [{"name": name, "source": source, **of_each} for name, source in zip(names, options.data, strict=True)]
+    return _toml_lines(values) + "".join(f"\n[[evaluation.sets]]\n{_toml_lines(each)}" for each in sets)
+
+
+def set_names(sources: Sequence[str]) -> list[str]:
+    """The name of each source's set: the file's name without its suffix, or the task's name; a number after one that
+    is taken."""
+    names: list[str] = []
+    for source in sources:
+        stem = Path(source).stem if source.endswith((".jsonl", ".parquet")) else source.rpartition(":")[2]
+        name = base = re.sub(r"[^A-Za-z0-9_.-]", "-", stem) or "data"
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{base}-{number}"
+        names.append(name)
+    return names
+
+
+def _toml_lines(values: Mapping[str, Any]) -> str:
+    # JSON strings, numbers and lists are also valid TOML.
+    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())

@@ -1,0 +1,152 @@
+"""The README.md of an exported checkpoint, a model card in the format of the Hugging Face hub; for `trainer.export`.
+
+It says what the checkpoint's manifest and the run's records hold, and names what they do not.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from huggingface_hub import ModelCardData
+
+from async_rl import __version__
+from async_rl.config.sections import SINGLE_TURN, Config
+from trainer.model_card import history
+from trainer.model_card.markdown import code, fenced, plain, table
+from trainer.model_card.records import RunRecords
+from trainer.model_card.settings import settings_toml, shown
+
+FILE = "README.md"
+
+HUB_DATA = "hf:"
+
+PACKAGES = ("torch", "transformers", "megatron-core")
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What is described: a checkpoint's config, its place in the run, and the name of the exported directory.
+
+    `iteration` is trained next; `num_steps` optimizer steps were taken until then. `base_on_hub` says whether
+    `model.path` is a name of the hub, and not a directory.
+    """
+
+    name: str
+    config: Config
+    iteration: int
+    num_steps: int
+    base_on_hub: bool
+
+
+def model_card(exported: Exported, run_dir: Path) -> str:
+    """The card's text; files of `run_dir` may be missing or damaged."""
+    records = RunRecords.read(run_dir, exported.iteration)
+    sections = {
+        "How to load it": _loading(exported),
+        "Training": _training(exported),
+        "Curves": history.curves(records),
+        "Evaluation": history.evaluations(records),
+        "On-policy proof": history.proof(records),
+        "Settings": _settings(exported.config),
+        "Versions": _versions(),
+    }
+    bodies = "\n\n".join(f"## {title}\n\n{body}" for title, body in sections.items())
+    head = f"---\n{_front_matter(exported)}\n---\n\n# {plain(exported.name)}"
+    return f"{head}\n\n{_summary(exported, records)}\n\n{bodies}\n"
+
+
+def _front_matter(exported: Exported) -> str:
+    base = exported.config.model.path
+    data = ModelCardData(
+        base_model=base if exported.base_on_hub and _HUB_NAME.fullmatch(base) else None,
+        datasets=_hub_datasets(exported.config) or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["async-rl", "reinforcement-learning"],
+    )
+    return str(data.to_yaml()).strip()
+
+
+def _hub_datasets(config: Config) -> list[str]:
+    names = [source.removeprefix(HUB_DATA).split(":")[0] for source in _sources(config) if source.startswith(HUB_DATA)]
+    return [name for name in dict.fromkeys(names) if _HUB_NAME.fullmatch(name)]
+
+
+def _sources(config: Config) -> list[str]:
+    prompts = config.prompts
+    return [part.source for part in prompts.mixture] if prompts.source is None else [prompts.source]
+
+
+def _summary(exported: Exported, records: RunRecords) -> str:
+    base = _code(exported.config.model.path, "path")
+    text = (
+        f"The policy of a run of async-rl after {exported.iteration} iterations ({exported.num_steps} optimizer "
+        f"steps), trained from {base} by reinforcement learning. `async-rl export` wrote this card from the checkpoint "
+        "and the run's records; it says nothing that they do not hold. They hold no licence, no languages and no "
+        "limits of use: add those before you publish it."
+    )
+    bad = ", ".join(f"{count} of {code(name)}" for name, count in sorted(records.unreadable.items()))
+    return text + (f"\n\nLines that could not be read were left out: {bad}." if bad else "")
+
+
+def _loading(exported: Exported) -> str:
+    name = json.dumps(exported.name, ensure_ascii=True)
+    python = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"directory = {name}  # this one\n"
+        "tokenizer = AutoTokenizer.from_pretrained(directory)\n"
+        "model = AutoModelForCausalLM.from_pretrained(directory)"
+    )
+    note = f"The weights are safetensors in {code(exported.config.model.dtype)}."
+    if exported.config.prompts.system_prompt is not None:
+        note += " Prompts were trained with the system prompt below (`prompts.system_prompt`)."
+    elif not exported.config.prompts.chat_template:
+        note += " Prompts were trained as plain text, without a chat template."
+    return f"{fenced(python, 'python')}\n\n{note} vLLM serves the directory as well."
+
+
+def _training(exported: Exported) -> str:
+    config = exported.config
+    prompts, rollout = config.prompts, config.rollout
+    rewards = [_code(name, "name") for each in config.reward.single_rewards.values() if (name := each.name) is not None]
+    rows: Mapping[str, str] = {
+        "base model": _code(config.model.path, "path"),
+        "data": ", ".join(_code(source, "source") for source in _sources(config)),
+        "rollouts": "single turns" if rollout.program == SINGLE_TURN else _code(rollout.program, "program"),
+        "reward": ", ".join(rewards) or "the program's own",
+        "algorithm": _code(config.algorithm.name, "name"),
+        "batch": f"{prompts.prompts_per_batch} prompts x {rollout.responses_per_prompt} responses",
+        "responses": f"{rollout.max_response_tokens} tokens at most, temperature {rollout.temperature:g}",
+        "learning rate": f"{config.optimizer.learning_rate:g}",
+        "precision": code(config.model.dtype),
+    }
+    return table(["", ""], [list(row) for row in rows.items()], of_numbers=False)
+
+
+def _code(value: str, key: str) -> str:
+    return code(shown(value, key))
+
+
+def _settings(config: Config) -> str:
+    return (
+        "Keys that differ from the defaults, without those of machines; secrets and folders are masked.\n\n"
+        + fenced(settings_toml(config), "toml")
+    )
+
+
+def _versions() -> str:
+    installed = {name: _version(name) for name in PACKAGES}
+    named = ", ".join(f"{name} {number}" for name, number in {"async-rl": __version__, **installed}.items())
+    return f"Exported with {named}. The records do not hold the versions that trained it."
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
