@@ -22,7 +22,7 @@ FAST := not distributed and not packaging and not vllm and not layouts and not a
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents test-peers vllm containers check format clean
 .PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
-	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products \
+	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-memory bench-modes bench-peers bench-products \
 	bench-data bench-sandbox bench-system bench-turns
 
 quickstart: $(READY)
@@ -91,6 +91,9 @@ bench-engine-parts: $(READY)
 
 bench-generation: $(READY)
 	$(BIN)/python -m benchmarks.generation --json $(ARGS)
+
+bench-memory: $(READY)
+	$(BIN)/python -m benchmarks.memory --json $(ARGS)
 
 bench-products: $(READY)
 	$(BIN)/python -m benchmarks.products --json $(ARGS)
