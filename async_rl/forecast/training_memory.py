@@ -137,7 +137,7 @@ def layer_values_per_row(model: ModelSizes, shares: Shares, recompute: str, *, f
 
 
 def feed_forward_values_per_row(model: ModelSizes, shares: Shares, *, fused_swiglu: bool) -> int:
-    """Of `layer_values_per_row` those of the feed-forward part; experts get rows evenly, each copied for its experts."""
+    """Of `layer_values_per_row` those of the feed-forward part; experts get rows evenly, copied once for each."""
     copies = 3 if fused_swiglu else 4
     if model.experts is None:
         return ceil(copies * model.ffn_size / shares.tensor)
@@ -200,9 +200,7 @@ def rank_memory(
         # The one in use has a copy on the device; on a CPU both are in the same memory.
         largest = max(part.num_bytes for part in frozen)
         resident += frozen if device == "cpu" else []
-        resident.append(
-            MemoryPart("frozen weights in use", largest, "one frozen model at a time is copied for its use")
-        )
+        resident.append(MemoryPart("frozen weights in use", largest, "one model at a time is copied for its use"))
     else:
         resident += frozen
     activations = activation_bytes(model, shares, config, fused_swiglu=fused)

@@ -26,9 +26,11 @@ class HostMemory:
 
 def host_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> HostMemory:
     """The memory of this host, or of the container that this process is in."""
-    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)) if meminfo.exists() else {}
+    text = meminfo.read_text() if meminfo.exists() else ""
+    fields = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
     if "MemTotal" in fields:
-        total, available = (int(fields.get(name, fields["MemTotal"])) * 1024 for name in ("MemTotal", "MemAvailable"))
+        total = fields["MemTotal"]
+        available = fields.get("MemAvailable", total)
     else:
         total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, used = _number_in(cgroup / "memory.max"), _number_in(cgroup / "memory.current")
