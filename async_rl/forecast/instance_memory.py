@@ -1,7 +1,7 @@
 """The memory of one inference instance, counted from what its engine allocates; for `async_rl.forecast.run_forecast`.
 
-The embedded engine is counted part by part: weights, the store of keys and values (`inference_service/engine/kv_store.py`)
-and one step. vLLM reserves its memory at start, whatever the run needs.
+The embedded engine is counted part by part: weights, the store of keys and values, and one step
+(`inference_service/engine/`). vLLM reserves its memory at start, whatever the run needs.
 """
 
 from math import ceil

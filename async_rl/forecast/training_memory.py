@@ -122,7 +122,8 @@ def layer_values_per_row(model: ModelSizes, shares: Shares, recompute: str, *, f
 
     The residual stream before both halves of the layer and its norms; queries, keys and values as the linear layer made
     them, queries copied once more where they are normed, both rotated; the attention's output; and of the feed-forward
-    part the product of its first layer, the activated half, and their product. A fused activation keeps no second copy.
+    part the product of its first layer, both halves once more (one activated, the other with Megatron's offset), and
+    their product. A fused activation keeps no copies.
     """
     rows_shared = shares.tensor if shares.sequence else 1
     stream = ceil(model.hidden_size / rows_shared)
@@ -138,12 +139,12 @@ def layer_values_per_row(model: ModelSizes, shares: Shares, recompute: str, *, f
 
 def feed_forward_values_per_row(model: ModelSizes, shares: Shares, *, fused_swiglu: bool) -> int:
     """Of `layer_values_per_row` those of the feed-forward part; experts get rows evenly, copied once for each."""
-    copies = 3 if fused_swiglu else 4
     if model.experts is None:
-        return ceil(copies * model.ffn_size / shares.tensor)
+        return ceil((3 if fused_swiglu else 5) * model.ffn_size / shares.tensor)
     # With sequence parallelism each rank routes its own rows; else every rank routes all of them.
     rows = model.experts.top_k / (shares.tensor if shares.sequence else 1)
-    return ceil(rows * (2 * model.hidden_size + copies * model.experts.ffn_size))
+    # Their activation is always fused.
+    return ceil(rows * (2 * model.hidden_size + 3 * model.experts.ffn_size))
 
 
 def activation_bytes(model: ModelSizes, shares: Shares, config: Config, *, fused_swiglu: bool) -> int:

@@ -62,7 +62,13 @@ class ModelFiles:
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise ConfigError(f"{setting} {name!r} does not exist: give a Hugging Face checkpoint directory")
         # Imported here: the import takes a quarter of a second.
-        hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+        try:
+            hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{setting} {name!r} is no directory, and without the package huggingface-hub it cannot be found "
+                "on the hub: install async-rl[trainer], or give a directory"
+            ) from error
         try:
             config = Path(hub.hf_hub_download(name, "config.json"))
         except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:

@@ -11,6 +11,9 @@ from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.programs.extras import MODULES, require_extras
 from deploy.doctor.finding import Finding, State
+from deploy.local.machine import Machine
+from deploy.local.plan import plan_instances
+from deploy.local.startable import HOW_TO_GET_VLLM, require_engine
 
 DISTRIBUTION = "async-rl"
 
@@ -29,6 +32,8 @@ def find_versions(config: Config | None) -> Iterator[Finding]:
             yield Finding(name, "note", version)
     yield from _unmet_requirements()
     yield from _missing_extras(config)
+    if config is not None and not (config.pool.instances or config.pool.dns):
+        yield from _engine(config)
 
 
 def installed(distribution: str) -> str | None:
@@ -74,6 +79,22 @@ def _missing_extras(config: Config | None) -> Iterator[Finding]:
             yield Finding(f"extra {extra}", state, str(error).partition(":")[0], remedy)
         else:
             yield Finding(f"extra {extra}", "ok", ", ".join(MODULES[extra]))
+
+
+def _engine(config: Config) -> Iterator[Finding]:
+    """An engine of another interpreter, or vLLM, which is asked whether it can serve."""
+    inference = config.inference
+    if inference.engine == "transformers" and inference.python is None:
+        return
+    # Only the interpreter and its packages are asked, so any devices will do.
+    devices = tuple(map(str, range(inference.num_instances * inference.tensor_parallel)))
+    try:
+        processes, _ = plan_instances(config, machine=Machine((), devices), ports=[0] * inference.num_instances)
+        require_engine(config, processes[0])
+    except ConfigError as error:
+        yield Finding("engine", "fault", str(error), HOW_TO_GET_VLLM)
+    else:
+        yield Finding("engine", "ok", f"{inference.engine} in {inference.python or sys.executable}")
 
 
 def _needed_extras(config: Config | None) -> Iterator[str]:

@@ -82,8 +82,11 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
     warnings = [reason] if reason else []
     elsewhere = elsewhere or reason is not None
     missing = list(map(str, find_missing_files(config)))
-    warnings += [f"{message} (the run cannot start without)" for message in missing]
-    for fault in find_faults(config, trains=True, serves=True, is_whole=False):
+    warnings += [f"{message}; the run cannot start without" for message in missing]
+    if not elsewhere:
+        _tried(errors, lambda: require_packages(config))
+    # The other checks may need these packages.
+    for fault in [] if errors else find_faults(config, trains=True, serves=True, is_whole=False):
         if elsewhere and fault.is_of_place:
             warnings.append(f"on this machine: {fault.error}")
         else:
@@ -96,7 +99,6 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
     capacity = None
     if not elsewhere:
         capacity = Capacity(host_memory(), device_memory(config.trainer.device))
-        _tried(errors, lambda: require_packages(config))
         if plan is not None and not missing:
             _tried(errors, lambda: require_engine(config, plan.instances[0]))
         if forecast is not None:
