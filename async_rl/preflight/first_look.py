@@ -27,7 +27,9 @@ DEFAULT_COLUMN = "prompt"
 ANSWER_COLUMNS = ("answer", "answers", "answerKey", "ground_truth", "target", "label", "solution", "output")
 """Names that published data sets give them, the most common first."""
 
-MATHEMATICAL = re.compile(r"[-+$\\(\[{]*[\d\\][^a-z]*(?:\\[a-z]+[^a-z]*)*$")
+MATHEMATICAL = re.compile(r"(?=.*[\d\\])(?:\\[a-zA-Z]+|[^a-zA-Z]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))+")
+"""Digits or commands of LaTeX, and no words: letters only alone, as variables are."""
+
 LETTER = re.compile(r"\(?[A-J]\)?\.?")
 MIN_SHARE = 0.9
 """Of the answers that have to look alike before a reward is chosen by them."""

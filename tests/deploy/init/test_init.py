@@ -142,9 +142,9 @@ def test_a_column_or_model_that_is_missing_is_an_error(workplace: Path, capsys: 
     "changes",
     [
         {},
-        {"num_devices": 2, "device_bytes": 180 * GIB},
+        {"num_devices": 2, "device_bytes": 300 * GIB},
         {"num_devices": 16, "device": "npu", "device_bytes": 64 * GIB},
-        {"has_vllm": False, "num_devices": 3, "device_bytes": 180 * GIB},
+        {"has_vllm": False, "num_devices": 3, "device_bytes": 300 * GIB},
         {"device": "cpu", "num_devices": 0, "device_bytes": None},
         {"device": "cpu", "num_devices": 1, "device_bytes": None, "num_cores": 1, "host_bytes": 260 * GIB},
         {"look": replace(LOOK, num_rows=1), "prompt_tokens": 10**6},

@@ -1,4 +1,4 @@
-"""`async-rl check`: sources, forecast, and what is wrong; a directory with only config.json is enough for a forecast."""
+"""`async-rl check`: sources, forecast, and what is wrong; for a forecast a config.json alone is enough."""
 
 import json
 import shutil
