@@ -72,7 +72,8 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
     """(first line, text) of each header and each key with its value, which may go on over several lines."""
     pending: list[str] = []
     first = 1
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines(), which also cuts at characters that a string may have.
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         if not pending:
             first = number
         pending.append(line)

@@ -82,7 +82,7 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
     warnings = [reason] if reason else []
     elsewhere = elsewhere or reason is not None
     missing = list(map(str, find_missing_files(config)))
-    warnings += [f"{message}; the run cannot start without" for message in missing]
+    warnings += [f"the run cannot start yet: {message}" for message in missing]
     if not elsewhere:
         _tried(errors, lambda: require_packages(config))
     # The other checks may need these packages.

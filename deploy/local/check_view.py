@@ -100,6 +100,9 @@ def _show_memory(console: Console, memory: ProcessMemory) -> None:
     table.add_column("reason", overflow="fold")
     for part in memory.counted:
         table.add_row("  " + part.name, _size(part.num_bytes), Text(part.reason, style="dim"))
+    for part in memory.phases:
+        if part not in memory.counted:
+            table.add_row(f"  ({part.name}", f"{_size(part.num_bytes)})", Text("not at the same time", style="dim"))
     table.add_row("  total", Text(_size(memory.num_bytes), style="bold"), "")
     for part in memory.on_host:
         table.add_row("  " + part.name, _size(part.num_bytes), Text(f"in host memory; {part.reason}", style="dim"))

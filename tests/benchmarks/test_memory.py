@@ -17,6 +17,7 @@ pytestmark = pytest.mark.distributed
 TOLERANCE = 0.15
 """What `async-rl check` promises; at this size nearly all of it is the base of a process."""
 
+
 @dataclass(frozen=True)
 class Done:
     folder: Path

@@ -22,6 +22,8 @@ from tests.support.minimal_config import MINIMAL
         ("[prompts.columns]\nanswer = 'a'\nprompt = 'q'", {"prompts.columns": 1}),
         ("[[prompts.mixture]]\nname = 'a'\n[[prompts.mixture]]\nname = 'b'", {"prompts.mixture": 1}),
         ('[ "run" ]\n"dir" = \'x\'', {"run.dir": 2}),
+        ("[run]\r\ndir = 'a'\r\nseed = 1\r\n", {"run.dir": 2, "run.seed": 3}),
+        ("[prompts]\nsystem_prompt = 'a\u2028b\x85c'\ncolumn = 'x'", {"prompts.system_prompt": 2, "prompts.column": 3}),
         ("", {}),
     ],
 )

@@ -166,7 +166,7 @@ def test_the_choice_fits_the_machine(changes: dict[str, Any]) -> None:
 
 
 def test_a_model_that_cannot_fit_is_an_error_with_the_memory_there_is() -> None:
-    with pytest.raises(ConfigError, match="this machine has 1.0 GiB of memory"):
+    with pytest.raises(ConfigError, match=r"this machine has 1\.0 GiB of memory"):
         choose(replace(SEEN, device="cpu", num_devices=0, device_bytes=None, host_bytes=GIB), "runs/x")
 
 
