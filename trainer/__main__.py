@@ -22,6 +22,7 @@ from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import VARIABLE, report_failure, report_unnamed_failure
+from async_rl.programs.loading import loading
 from trainer.process_end import end_now, end_with_torchrun, exit_code_of
 from trainer.stop_signal import StopSignal
 
@@ -94,15 +95,16 @@ def make_parser() -> Parser:
 def run(config: Config, token: str | None, stop: StopSignal) -> None:
     """Trains to the end and saves the model to `run.dir`/model."""
     # Imported after the config was validated, so that a typo is reported without loading torch and Megatron.
-    from async_rl.loop import train
-    from trainer.devices import choose_device
+    with loading():
+        from async_rl.loop import train
+        from trainer.devices import choose_device
 
-    device = choose_device(config.trainer.device, config.train.exact)
-    # On an NPU, MindSpeed must be loaded before Megatron.
-    from trainer.ending import Ending
-    from trainer.lifeline import Lifeline
-    from trainer.parallel import init_parallel
-    from trainer.session import open_session
+        device = choose_device(config.trainer.device, config.train.exact)
+        # On an NPU, MindSpeed must be loaded before Megatron.
+        from trainer.ending import Ending
+        from trainer.lifeline import Lifeline
+        from trainer.parallel import init_parallel
+        from trainer.session import open_session
 
     parallel = init_parallel(device, config.run.seed, config.trainer)
     lifeline = Lifeline(parallel, config.trainer.lost_after_s, end_now)
