@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from async_rl.config.sections import SINGLE_TURN, Config
+from async_rl.config.sections import Config
 from async_rl.forecast.instance_memory import instance_memory
 from async_rl.forecast.memory import ProcessMemory
 from async_rl.forecast.model_sizes import ModelSizes
@@ -64,8 +64,3 @@ def _other(path: str | None, setting: str) -> ModelSizes | None:
     if path is None:
         return None
     return ModelSizes.of_config(ModelFiles.find(path, setting).config, f"{setting} {path!r}")
-
-
-def is_single_turn(config: Config) -> bool:
-    """Whether rollouts are single answers, so that their number of tokens has a limit that the config tells."""
-    return config.rollout.program == SINGLE_TURN

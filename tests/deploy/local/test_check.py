@@ -85,7 +85,10 @@ def test_config_json_alone_gives_the_forecast_of_a_published_size(
     assert main(["run.toml", "--elsewhere", *words]) == 0
     shown = capsys.readouterr().out
     assert "8,190,735,360 parameters" in shown
-    assert "warning: the run cannot start yet: model.path 'model' has no *.safetensors" in shown and "has no tokenizer" in shown
+    assert (
+        "warning: the run cannot start yet: model.path 'model' has no *.safetensors" in shown
+        and "has no tokenizer" in shown
+    )
 
 
 # It asks torch, in a process of its own.
