@@ -24,7 +24,7 @@ FAST := not distributed and not browser and not packaging and not vllm and not l
 
 .PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check format clean
 .PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
-	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-modes bench-peers bench-products \
+	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-memory bench-modes bench-peers bench-products \
 	bench-dashboard bench-data bench-sandbox bench-system bench-turns
 
 quickstart: $(READY)
@@ -101,6 +101,9 @@ bench-engine-parts: $(READY)
 
 bench-generation: $(READY)
 	$(BIN)/python -m benchmarks.generation --json $(ARGS)
+
+bench-memory: $(READY)
+	$(BIN)/python -m benchmarks.memory --json $(ARGS)
 
 bench-products: $(READY)
 	$(BIN)/python -m benchmarks.products --json $(ARGS)

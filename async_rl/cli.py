@@ -9,6 +9,9 @@ from async_rl.programs.command_line import USAGE_ERROR
 
 PROGRAMS = {
     "quickstart": ("deploy.quickstart", "a small model learns on this machine, both pools included"),
+    "init": ("deploy.init", "write the config of a first run: async-rl init MODEL DATA [-o run.toml]"),
+    "check": ("deploy.local.check", "what a run would be and need, and what is wrong with it: async-rl check CONFIG"),
+    "doctor": ("deploy.doctor", "what this machine lacks, and the commands that mend it: async-rl doctor [CONFIG]"),
     "run": ("deploy.local.run", "start instances and trainer of a config on this machine: async-rl run CONFIG"),
     "launch": ("deploy.launch", "start a run on a cluster: async-rl launch ray|slurm|kubernetes CONFIG [--dry-run]"),
     "status": ("deploy.status", "the tasks, instances and progress of a run: async-rl status [--run RUN_DIR]"),

@@ -5,10 +5,12 @@ reward. The trainer performs the slower checks, such as the length of every prom
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.preflight.algorithm import require_algorithm, require_other_models
+from async_rl.preflight.algorithm import CRITIC, TEACHER, require_algorithm, require_other_models
 from async_rl.preflight.data import require_evaluation_sets, require_prompts
 from async_rl.preflight.exact import require_exact
 from async_rl.preflight.model import ModelFiles, require_divisible, require_fit, require_tokens, require_trainable
@@ -17,7 +19,15 @@ from async_rl.preflight.reward import require_reward, require_time_for_tests
 from async_rl.preflight.reward_rows import require_parts_of_rows
 from async_rl.preflight.rollout import require_program
 
-__all__ = ["require_sound"]
+__all__ = ["Fault", "find_faults", "find_missing_files", "require_sound"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One error of a config; `is_of_place`: in files or directories that another machine may have."""
+
+    error: ConfigError
+    is_of_place: bool
 
 
 def require_sound(config: Config, *, trains: bool, serves: bool) -> None:
@@ -31,46 +41,75 @@ def require_sound(config: Config, *, trains: bool, serves: bool) -> None:
     Raises:
         ConfigError: with one line for each error.
     """
-    faults: list[ConfigError] = []
-    _note(faults, lambda: _require_model(config, trains, serves))
-    _note(faults, lambda: require_reward(config.reward))
-    _note(faults, lambda: require_program(config.rollout))
-    _note(faults, lambda: require_evaluation_sets(config))
-    _note(faults, lambda: require_parts_of_rows(config, trains=trains))
-    if trains:
-        _note(faults, lambda: require_prompts(config.prompts))
-        _note(faults, lambda: require_time_for_tests(config))
-        _note(faults, lambda: require_algorithm(config.algorithm))
-        _note(faults, lambda: require_paths(config))
+    faults = find_faults(config, trains=trains, serves=serves)
     if len(faults) == 1:
         # Of its own class: a directory in use may be free later.
-        raise faults[0]
+        raise faults[0].error
     if faults:
-        raise ConfigError("\n".join(map(str, faults)))
+        raise ConfigError("\n".join(str(fault.error) for fault in faults))
 
 
-def _require_model(config: Config, trains: bool, serves: bool) -> None:
-    files = ModelFiles.find(config.model.path)
-    faults: list[ConfigError] = []
+def find_faults(config: Config, *, trains: bool, serves: bool, is_whole: bool = True) -> list[Fault]:
+    """What `require_sound` would raise, one by one.
+
+    Args:
+        is_whole: without it models may be a config.json alone; `find_missing_files` has what they lack.
+    """
+    faults: list[Fault] = []
+
+    def note(check: Callable[[], None], *, is_of_place: bool = False) -> None:
+        error = _error_of(check)
+        if error is not None:
+            faults.append(Fault(error, is_of_place))
+
+    note(lambda: _require_model(config, trains, serves, is_whole))
+    note(lambda: require_reward(config.reward))
+    note(lambda: require_program(config.rollout))
+    note(lambda: require_evaluation_sets(config), is_of_place=True)
+    note(lambda: require_parts_of_rows(config, trains=trains), is_of_place=True)
     if trains:
-        _note(faults, lambda: require_trainable(config, files))
+        note(lambda: require_prompts(config.prompts), is_of_place=True)
+        note(lambda: require_time_for_tests(config))
+        note(lambda: require_algorithm(config.algorithm))
+        note(lambda: require_paths(config), is_of_place=True)
+    return faults
+
+
+def find_missing_files(config: Config) -> list[ConfigError]:
+    """What the directories of a run's models lack beside config.json: weights, a tokenizer."""
+    names = ((config.model.path, "model.path"), (config.algorithm.teacher, TEACHER), (config.critic.path, CRITIC))
+    missing: list[ConfigError] = []
+    for name, setting in names:
+        if name is None or not (Path(name) / "config.json").is_file():
+            continue
+        files = ModelFiles.find(name, setting, is_whole=False)
+        missing += [error for error in (files.without_weights(), files.without_tokenizer()) if error is not None]
+    return missing
+
+
+def _require_model(config: Config, trains: bool, serves: bool, is_whole: bool) -> None:
+    files = ModelFiles.find(config.model.path, is_whole=is_whole)
+    checks: list[Callable[[], None]] = []
     if trains:
-        _note(faults, lambda: require_exact(config, files))
-        _note(faults, lambda: require_other_models(config, files, serves=serves))
+        checks.append(lambda: require_trainable(config, files, is_whole=is_whole))
+        checks.append(lambda: require_exact(config, files))
+        checks.append(lambda: require_other_models(config, files, serves=serves, is_whole=is_whole))
     if trains and serves:
-        _note(faults, lambda: require_divisible(config, files))
+        checks.append(lambda: require_divisible(config, files))
     if serves:
-        _note(faults, lambda: require_fit(config, files))
-    _note(faults, lambda: require_tokens(config, files))
+        checks.append(lambda: require_fit(config, files))
+    checks.append(lambda: require_tokens(config, files))
+    faults = [str(error) for error in map(_error_of, checks) if error is not None]
     if faults:
-        raise ConfigError("\n".join(map(str, faults)))
+        raise ConfigError("\n".join(faults))
 
 
-def _note(faults: list[ConfigError], check: Callable[[], None]) -> None:
+def _error_of(check: Callable[[], None]) -> ConfigError | None:
     try:
         check()
     except ConfigError as fault:
-        faults.append(fault)
+        return fault
     except OSError as error:
         # A path that is too long, or below a directory that may not be read.
-        faults.append(ConfigError(f"{error.filename!r} cannot be read: {error.strerror}; name another path"))
+        return ConfigError(f"{error.filename!r} cannot be read: {error.strerror}; name another path")
+    return None

@@ -20,11 +20,12 @@ def require_algorithm(config: AlgorithmSection) -> None:
         require_class("algorithm.name", config.name)
 
 
-def require_other_models(config: Config, policy: ModelFiles, *, serves: bool) -> None:
+def require_other_models(config: Config, policy: ModelFiles, *, serves: bool, is_whole: bool = True) -> None:
     """Checks that `algorithm.teacher` and `critic.path`, where set, can read the policy's tokens on the ranks.
 
     Args:
         serves: whether these ranks are those of the config.
+        is_whole: without it weights and tokenizer may be missing.
 
     Raises:
         ConfigError: one cannot; names the setting.
@@ -32,8 +33,8 @@ def require_other_models(config: Config, policy: ModelFiles, *, serves: bool) ->
     for setting, name in ((TEACHER, config.algorithm.teacher), (CRITIC, config.critic.path)):
         if name is None:
             continue
-        model = ModelFiles.find(name, setting)
-        require_supported(model)
+        model = ModelFiles.find(name, setting, is_whole=is_whole)
+        require_supported(model, is_whole=is_whole)
         if serves:
             require_divisible(config, model)
         own, expected = model.config.get("vocab_size"), policy.config.get("vocab_size")

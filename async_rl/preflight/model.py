@@ -31,8 +31,11 @@ class ModelFiles:
     setting: str = "model.path"
 
     @classmethod
-    def find(cls, name: str, setting: str = "model.path") -> "ModelFiles":
+    def find(cls, name: str, setting: str = "model.path", *, is_whole: bool = True) -> "ModelFiles":
         """The files of the checkpoint called `name`, the value of `setting`: a directory or a hub name.
+
+        Args:
+            is_whole: without it config.json is enough.
 
         Raises:
             ConfigError: there is no such checkpoint, or it has no config or no tokenizer.
@@ -42,26 +45,30 @@ class ModelFiles:
             return cls._of_hub(name, setting)
         if not (directory / "config.json").is_file():
             raise ConfigError(f"{setting} {name!r} has no config.json: give a Hugging Face checkpoint directory")
-        if not any((directory / file).is_file() for file in TOKENIZER_FILES):
-            raise ConfigError(
-                f"{setting} {name!r} has no tokenizer: expected {' or '.join(TOKENIZER_FILES)} in it; save the "
-                "tokenizer into the checkpoint's directory (tokenizer.save_pretrained)"
-            )
         tokenizer_config = directory / "tokenizer_config.json"
-        return cls(
+        files = cls(
             name,
             directory,
             _read_json(f"{setting} {name!r}", directory / "config.json"),
             _read_json(f"{setting} {name!r}", tokenizer_config) if tokenizer_config.is_file() else {},
             setting,
         )
+        if is_whole and (missing := files.without_tokenizer()):
+            raise missing
+        return files
 
     @classmethod
     def _of_hub(cls, name: str, setting: str) -> "ModelFiles":
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise ConfigError(f"{setting} {name!r} does not exist: give a Hugging Face checkpoint directory")
         # Imported here: the import takes a quarter of a second.
-        hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+        try:
+            hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{setting} {name!r} is no directory, and without the package huggingface-hub it cannot be found "
+                "on the hub: install async-rl[trainer], or give a directory"
+            ) from error
         try:
             config = Path(hub.hf_hub_download(name, "config.json"))
         except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
@@ -76,6 +83,23 @@ class ModelFiles:
             tokenizer = {}
         return cls(name, None, _read_json(f"{setting} {name!r}", config), tokenizer, setting)
 
+    def without_tokenizer(self) -> ConfigError | None:
+        """What to say if its directory has no tokenizer."""
+        if self.directory is None or any((self.directory / file).is_file() for file in TOKENIZER_FILES):
+            return None
+        return ConfigError(
+            f"{self.setting} {self.name!r} has no tokenizer: expected {' or '.join(TOKENIZER_FILES)} in it; save the "
+            "tokenizer into the checkpoint's directory (tokenizer.save_pretrained)"
+        )
+
+    def without_weights(self) -> ConfigError | None:
+        """What to say if its directory has no weights."""
+        if self.directory is None or any(self.directory.glob("*.safetensors")):
+            return None
+        return ConfigError(
+            f"{self.setting} {self.name!r} has no *.safetensors: save its weights as safetensors (save_pretrained)"
+        )
+
     @property
     def has_chat_template(self) -> bool:
         """Whether its tokenizer has one; for a checkpoint on the hub only the trainer can check it."""
@@ -84,22 +108,26 @@ class ModelFiles:
         return any((self.directory / file).is_file() for file in TEMPLATE_FILES)
 
 
-def require_trainable(config: Config, files: ModelFiles) -> None:
+def require_trainable(config: Config, files: ModelFiles, *, is_whole: bool = True) -> None:
     """Checks that the trainer supports the model, and can render prompts for it.
+
+    Args:
+        is_whole: without it weights and tokenizer may be missing.
 
     Raises:
         ConfigError: one is not the case.
     """
-    require_supported(files)
-    if config.prompts.chat_template and not files.has_chat_template:
+    require_supported(files, is_whole=is_whole)
+    has_tokenizer = is_whole or files.without_tokenizer() is None
+    if config.prompts.chat_template and has_tokenizer and not files.has_chat_template:
         raise ConfigError(
             f"prompts.chat_template is true, but the tokenizer in model.path {files.name!r} has no chat template: set "
             "prompts.chat_template = false, or save one with the tokenizer"
         )
 
 
-def require_supported(files: ModelFiles) -> None:
-    """Checks that the trainer supports the model's architecture and that its weights are present.
+def require_supported(files: ModelFiles, *, is_whole: bool = True) -> None:
+    """Checks that the trainer supports the model's architecture and, with `is_whole`, that its weights are present.
 
     Raises:
         ConfigError: one is not the case.
@@ -110,10 +138,8 @@ def require_supported(files: ModelFiles) -> None:
             f"{files.setting} {files.name!r} has model_type {family!r}, which the trainer does not support: expected "
             f"one of {', '.join(FAMILIES)}"
         )
-    if files.directory is not None and not any(files.directory.glob("*.safetensors")):
-        raise ConfigError(
-            f"{files.setting} {files.name!r} has no *.safetensors: save its weights as safetensors (save_pretrained)"
-        )
+    if is_whole and (missing := files.without_weights()):
+        raise missing
 
 
 def require_fit(config: Config, files: ModelFiles) -> None:

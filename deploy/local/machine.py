@@ -71,19 +71,25 @@ def output_of(command: list[str]) -> str:
 
 
 def find_devices(
-    kind: str, environment: Mapping[str, str], run: Run = output_of, dev: Path = Path("/dev")
+    kind: str,
+    environment: Mapping[str, str],
+    run: Run = output_of,
+    dev: Path = Path("/dev"),
+    *,
+    asks_torch: bool = True,
 ) -> tuple[str, ...]:
     """The devices that can be assigned to processes started here; none on a CPU.
 
     A restriction that is set already (`CUDA_VISIBLE_DEVICES`, `ASCEND_RT_VISIBLE_DEVICES`) is kept: the devices it
-    names are shared, in its order and under its names.
+    names are shared, in its order and under its names. Where the driver's tool shows no device, torch is asked, which
+    takes seconds; not without `asks_torch`.
 
     Raises:
         ConfigError: the restriction names a device twice.
     """
     if kind == "cpu":
         return ()
-    present = _count(kind, run, dev)
+    present = _count(kind, run, dev, asks_torch)
     restriction = environment.get(VISIBLE[kind])
     if restriction is None:
         return tuple(str(i) for i in range(present))
@@ -104,13 +110,13 @@ def _usable(restriction: str, present: int) -> tuple[str, ...]:
     return tuple(usable)
 
 
-def _count(kind: str, run: Run, dev: Path) -> int:
+def _count(kind: str, run: Run, dev: Path, asks_torch: bool) -> int:
     """Number of devices, whatever is visible: from the driver, else from torch in a separate process."""
     if kind == "cuda":
         listed = [line for line in run(["nvidia-smi", "--list-gpus"]).splitlines() if line.startswith("GPU ")]
     else:
         listed = [path.name for path in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", path.name)]
-    if listed:
+    if listed or not asks_torch:
         return len(listed)
     # Without the restriction, which renumbers the devices.
     answer = run(["env", "-u", VISIBLE[kind], sys.executable, "-c", WITH_TORCH[kind]]).strip()

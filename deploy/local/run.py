@@ -6,8 +6,6 @@ too, see `async_rl.programs.process_guard`.
 """
 
 import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,28 +15,22 @@ from rich.console import Console
 
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
-from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
+from async_rl.errors import AsyncRLError, ProcessFailed
 from async_rl.net.http_client import HttpClient, answers_200
-from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
-from async_rl.programs.extras import require_extras
 from deploy.cluster.live_view import make_run_view
-from deploy.cluster.process import Process, Running
+from deploy.cluster.process import Running
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
-from deploy.local.machine import free_ports, this_machine
-from deploy.local.plan import Plan, describe, num_ports, plan
+from deploy.local.check import check_config
+from deploy.local.plan import Plan
 from deploy.local.processes import POLL_S, Deployment
+from deploy.local.startable import make_plan, require_startable
 from deploy.local.supervisor import Supervisor
 
 START_TIMEOUT_S = 1800.0
 """For an instance that is neither healthy nor ended; vLLM may take many minutes to load and capture graphs."""
 
 PROBE_TIMEOUT_S = 2.0
-
-HOW_TO_GET_VLLM = (
-    "give the Python of an environment with vLLM; `make vllm` in a checkout of async-rl makes .venv-vllm/bin/python, "
-    "for CPU"
-)
 
 
 def wait_until_healthy(instance: Running, url: str, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -81,19 +73,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print what would be started, on which cores, devices and ports, and what is wrong; start nothing",
+        help="as async-rl check: print what would be started and what it needs, and what is wrong; start nothing",
     )
     return parser
-
-
-def make_plan(config_path: Path, config: Config, overrides: Sequence[str]) -> Plan:
-    """The plan of a run on this machine's cores, devices and free ports.
-
-    Raises:
-        ConfigError: the machine lacks the requested resources.
-    """
-    machine = this_machine(config.trainer.device)
-    return plan(config_path, config, overrides, machine=machine, ports=free_ports(num_ports(config)))
 
 
 def run_config(
@@ -110,7 +92,7 @@ def run_config(
         RestartsExhausted: the trainer failed more often than `cluster.max_restarts` without progress.
     """
     this_plan = make_plan(config_path, config, overrides)
-    _require_startable(config, this_plan)
+    require_startable(config, this_plan)
     with make_run_view(console, config.run.dir, token) as view, Deployment() as deployment:
         instances = [deployment.start(process) for process in this_plan.instances]
         for instance, url in zip(instances, this_plan.urls, strict=True):
@@ -118,36 +100,6 @@ def run_config(
         view.note(f"{len(instances)} instance(s) ready, starting the trainer")
         Supervisor(this_plan, config, deployment, instances, view).run()
     return this_plan
-
-
-def _require_startable(config: Config, this_plan: Plan) -> None:
-    # inference.python may be another interpreter, with other packages.
-    serves_itself = config.inference.engine == "transformers" and config.inference.python is None
-    require_extras("async-rl run", "trainer", *(("serve",) if serves_itself else ()), *config.tracking.extras)
-    require_sound(config, trains=True, serves=True)
-    require_engine(config, this_plan.instances[0])
-
-
-def require_engine(config: Config, instance: Process) -> None:
-    """Checks that the interpreter of the instances exists, and has the engine.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    python = config.inference.python
-    if python is not None and shutil.which(python) is None:
-        raise ConfigError(f"inference.python is {python!r}, which is no program: {HOW_TO_GET_VLLM}")
-    if python is None and config.inference.engine == "transformers":
-        return  # The launcher's own interpreter, whose extras were checked.
-    separator = instance.argv.index("--") if "--" in instance.argv else len(instance.argv)
-    argv = [*instance.argv[:separator], "--check", *instance.argv[separator:]]
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it says nothing"]
-        raise ConfigError(
-            f"inference.engine is {config.inference.engine!r} with inference.python = {python!r}, which cannot serve: "
-            f"{said[0].removeprefix('inference_service: ')}"
-        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -158,10 +110,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load_config(arguments.config, parser.overrides)
         if arguments.dry_run:
-            this_plan = make_plan(arguments.config, config, parser.overrides)
-            print(describe(this_plan), flush=True)
-            _require_startable(config, this_plan)
-            return 0
+            return check_config(arguments.config, config, parser.overrides, elsewhere=False)
         run_config(arguments.config, config, parser.overrides, console, os.environ.get("ASYNC_RL_TOKEN"))
     except (Stopped, AsyncRLError) as end:
         return explain_end(end)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from async_rl.errors import ConfigError
-from deploy.local.run import HOW_TO_GET_VLLM
+from deploy.local.startable import HOW_TO_GET_VLLM
 
 BESIDE_THE_PROJECT = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 """The interpreter that `make vllm` installs in a checkout."""

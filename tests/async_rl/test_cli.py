@@ -5,7 +5,7 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 
-COMMANDS = ("quickstart", "run", "launch", "status", "export", "serve", "fleet", "eval")
+COMMANDS = ("quickstart", "init", "check", "doctor", "run", "launch", "status", "export", "serve", "fleet", "eval")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,7 +27,7 @@ def test_version_is_printed() -> None:
 def test_an_unknown_command_is_named_with_what_was_expected() -> None:
     answer = run("qickstart")
     assert answer.returncode == 2
-    assert "unknown command 'qickstart': did you mean 'quickstart'? expected one of quickstart, run," in answer.stderr
+    assert "unknown command 'qickstart': did you mean 'quickstart'? expected one of quickstart, init," in answer.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)

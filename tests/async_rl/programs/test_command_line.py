@@ -177,11 +177,14 @@ except SystemExit as end:
 
 WITH_KEYS = {
     "deploy.local.run": "async-rl run",
+    "deploy.local.check": "async-rl check",
+    "deploy.doctor": "async-rl doctor",
     "deploy.local.evaluate": "async-rl eval",
     "deploy.quickstart": "async-rl quickstart",
     "trainer": "torchrun -m trainer",
 }
 WITHOUT_KEYS = {
+    "deploy.init": "async-rl init",
     "trainer.export": "async-rl export",
     "inference_service": "async-rl serve",
     "async_rl.fleet.cli": "async-rl fleet",

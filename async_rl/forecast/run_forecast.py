@@ -1,0 +1,66 @@
+"""What a run of a config will need; for `async-rl check`, `async-rl init` and `benchmarks.memory`.
+
+Pure arithmetic on the config and the config.json of its models: no weights are read, nothing is imported that loads
+models, and nothing is started.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from async_rl.config.sections import Config
+from async_rl.forecast.instance_memory import instance_memory
+from async_rl.forecast.memory import ProcessMemory
+from async_rl.forecast.model_sizes import ModelSizes
+from async_rl.forecast.training_memory import WEIGHT_BYTES, has_critic, rank_memory
+from async_rl.preflight.model import ModelFiles
+
+
+@dataclass(frozen=True, slots=True)
+class RunForecast:
+    """`rank` and `instance` are peaks of one training rank and of one worker of an instance.
+
+    `publish_bytes` go to each instance at each publish. `max_tokens` is what one iteration trains at most, with
+    responses of full length; a program's rollouts count as single answers, since nothing says how long they are.
+    """
+
+    model: ModelSizes
+    num_ranks: int
+    rank: ProcessMemory
+    instance: ProcessMemory
+    publish_bytes: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    max_fed_rows: int
+
+
+def forecast_run(config: Config, model_config: Mapping[str, Any]) -> RunForecast:
+    """The forecast for a run whose model has this config.json.
+
+    Raises:
+        ConfigError: the model's family is not supported, a size is missing, another model of the run cannot be found,
+            or the ranks do not form replicas.
+    """
+    model = ModelSizes.of_config(model_config, f"model.path {config.model.path!r}")
+    teacher = _other(config.algorithm.teacher, "algorithm.teacher")
+    critic = (_other(config.critic.path, "critic.path") or model) if has_critic(config) else None
+    num_ranks = config.trainer.num_local_ranks * config.cluster.training_nodes
+    prompts, responses = config.prompts.prompts_per_batch, config.rollout.responses_per_prompt
+    longest = config.rollout.max_response_tokens
+    group_rows = config.prompts.max_prompt_tokens + responses * (longest - 1)
+    return RunForecast(
+        model=model,
+        num_ranks=num_ranks,
+        rank=rank_memory(config, model, num_ranks, teacher, critic),
+        instance=instance_memory(config, model),
+        publish_bytes=model.num_parameters * WEIGHT_BYTES[config.model.dtype],
+        max_prompt_tokens=prompts * config.prompts.max_prompt_tokens,
+        max_response_tokens=prompts * responses * longest,
+        max_fed_rows=prompts * group_rows,
+    )
+
+
+def _other(path: str | None, setting: str) -> ModelSizes | None:
+    if path is None:
+        return None
+    return ModelSizes.of_config(ModelFiles.find(path, setting).config, f"{setting} {path!r}")

@@ -1,0 +1,60 @@
+"""Accelerators and their drivers, without importing torch."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from deploy.doctor.finding import Finding
+from deploy.doctor.versions import installed
+from deploy.local.machine import VISIBLE, Run, find_devices, output_of
+
+GPU_QUERY = ["nvidia-smi", "--query-gpu=index,name,driver_version,memory.total,memory.used", "--format=csv,noheader"]
+
+
+def find_device_facts(
+    config: Config | None, environment: Mapping[str, str], run: Run = output_of, dev: Path = Path("/dev")
+) -> Iterator[Finding]:
+    """The devices there are; with a config whether they are those that it needs."""
+    gpus = [line.strip() for line in run(GPU_QUERY).splitlines() if line.strip()]
+    npus = sorted(path.name for path in dev.glob("davinci[0-9]*"))
+    yield from (Finding(f"gpu {line.partition(',')[0]}", "note", line.partition(",")[2].strip()) for line in gpus)
+    yield from (Finding(name, "note", "an Ascend NPU") for name in npus)
+    if not gpus and not npus:
+        yield Finding("devices", "note", "none: runs use CPUs here (trainer.device = 'cpu')")
+    yield from _torch_build(bool(gpus))
+    for variable in VISIBLE.values():
+        if variable in environment:
+            yield Finding(variable, "note", environment[variable] or "empty: no device is visible")
+    if config is not None and config.trainer.device != "cpu":
+        yield _enough(config, environment, run, dev)
+
+
+def _torch_build(has_gpu: bool) -> Iterator[Finding]:
+    version = installed("torch")
+    if has_gpu and version is not None and version.endswith("+cpu"):
+        yield Finding(
+            "torch build",
+            "fault",
+            f"{version} is built for CPUs, and there are GPUs",
+            "pip install torch of the index for your driver's CUDA: https://pytorch.org/get-started/locally",
+        )
+    if installed("torch-npu") is None and shutil.which("npu-smi"):
+        yield Finding("torch build", "fault", "npu-smi is here and torch_npu is not", "pip install torch-npu")
+
+
+def _enough(config: Config, environment: Mapping[str, str], run: Run, dev: Path) -> Finding:
+    kind, inference = config.trainer.device, config.inference
+    instances = 0 if config.pool.instances or config.pool.dns else inference.num_instances * inference.tensor_parallel
+    # On a cluster the launcher gives instances hosts of their own.
+    needed = config.trainer.num_local_ranks + (0 if config.cluster.training_nodes > 1 else instances)
+    try:
+        found = len(find_devices(kind, environment, run, dev))
+    except ConfigError as error:
+        return Finding("devices", "fault", str(error))
+    text = f"{found} {kind} devices usable, {needed} needed here"
+    if found >= needed:
+        return Finding("devices", "ok", text)
+    tool = "nvidia-smi" if kind == "cuda" else "npu-smi info"
+    return Finding("devices", "fault", text, f"check `{tool}` and {VISIBLE[kind]}, or set trainer.device = 'cpu'")

@@ -1,0 +1,130 @@
+"""`async-rl init MODEL DATA [-o run.toml]`: writes the commented config of a first run; starts nothing.
+
+Exit code 0 if the config was written, 2 if something is missing that it cannot see.
+"""
+
+import os
+import sys
+import tomllib
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from async_rl.config.file import parse_config
+from async_rl.config.keys import keys_of
+from async_rl.config.sections import Config
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.files import write_file
+from async_rl.preflight.first_look import FirstLook, look_at_source
+from async_rl.preflight.model import ModelFiles
+from async_rl.programs.command_line import Parser
+from deploy.cluster.stopping import explain_end
+from deploy.init.choose import Seen, choose
+from deploy.init.write import config_text
+from deploy.local.machine import find_devices, own_cores
+from deploy.local.machine_memory import device_memory, host_memory
+
+CHARACTERS_PER_TOKEN = 2
+"""Without a tokenizer.json: few texts have more tokens than that, but those of digits and of rare scripts."""
+
+KINDS: tuple[Literal["cuda", "npu"], ...] = ("cuda", "npu")
+
+
+def look_around(model: str, source: str, reward: str | None, prompt_column: str | None) -> Seen:
+    """Everything that decides the config.
+
+    Raises:
+        ConfigError: model or data cannot be read, or nothing tells the reward.
+    """
+    files = ModelFiles.find(model)
+    look = look_at_source(source, prompt_column)
+    if (reward or look.reward) is None:
+        raise ConfigError(
+            f"{source!r} has no column of answers ({', '.join(look.names)}), so nothing tells how responses are "
+            f"scored: give --reward, {keys_of(Config)['reward.name'].description}"
+        )
+    device, num_devices = _devices()
+    return Seen(
+        model_path=model,
+        model_config=files.config,
+        has_chat_template=files.has_chat_template,
+        source=source,
+        look=look,
+        prompt_tokens=_num_tokens(look, files),
+        reward=reward or look.reward or "",
+        device=device if num_devices > 1 else "cpu",
+        num_devices=num_devices,
+        device_bytes=device_memory(device) if num_devices > 1 else None,
+        num_cores=len(own_cores()) or os.cpu_count() or 1,
+        host_bytes=host_memory().available_bytes,
+        has_vllm=find_spec("vllm") is not None,
+    )
+
+
+def _devices() -> tuple[Literal["cpu", "cuda", "npu"], int]:
+    for kind in KINDS:
+        if found := find_devices(kind, os.environ, asks_torch=False):
+            return kind, len(found)
+    return "cpu", 0
+
+
+def _num_tokens(look: FirstLook, files: ModelFiles) -> int:
+    """Tokens of the longest prompt, by the checkpoint's tokenizer.json where it can be read without transformers."""
+    path = files.directory / "tokenizer.json" if files.directory is not None else None
+    if path is None or not path.is_file() or find_spec("tokenizers") is None:
+        return max(1, len(look.longest_prompt) // CHARACTERS_PER_TOKEN)
+    # An optional dependency, of the extras.
+    tokenizer = import_module("tokenizers").Tokenizer.from_file(str(path))
+    return max(1, len(tokenizer.encode(look.longest_prompt).ids))
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "async-rl init",
+        "Writes the commented config of a first run, from what model, data and machine show.",
+        "MODEL DATA [-o run.toml] [--reward NAME] [--prompt-column NAME] [--run-dir DIR] [--force]",
+    )
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a directory or a hub name")
+    parser.add_argument("data", metavar="DATA", help="as prompts.source: a .jsonl or .parquet file, hf:OWNER/NAME, ...")
+    parser.add_argument("-o", "--output", type=Path, default=Path("run.toml"), metavar="FILE", help="default run.toml")
+    parser.add_argument("--reward", metavar="NAME", help="reward.name; by default the one that fits the answers")
+    parser.add_argument("--prompt-column", metavar="NAME", help="where no column has one of the usual names")
+    parser.add_argument("--run-dir", metavar="DIR", help="run.dir; by default runs/ and the name of the file")
+    parser.add_argument("--force", action="store_true", help="replace a file of that name")
+    return parser
+
+
+def write_config(seen: Seen, output: Path, run_dir: str, *, force: bool) -> None:
+    """Writes the config; refuses to replace a file without `force`.
+
+    Raises:
+        ConfigError: there is such a file, or it cannot be written, or the run fits in no way.
+    """
+    if output.exists() and not force:
+        raise ConfigError(f"{str(output)!r} is there already: name another file with -o, or replace it with --force")
+    text = config_text(choose(seen, run_dir), output.name)
+    # What is written is read as a run would read it: a path may have what TOML cannot say.
+    try:
+        parse_config(tomllib.loads(text), source=str(output))
+        write_file(output, text.encode())
+    except (tomllib.TOMLDecodeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"a name cannot be written to a config: {error}; rename the file or directory") from error
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = make_parser().parse_args(argv)
+    output: Path = arguments.output
+    try:
+        seen = look_around(arguments.model, arguments.data, arguments.reward, arguments.prompt_column)
+        write_config(seen, output, arguments.run_dir or f"runs/{output.stem}", force=arguments.force)
+    except AsyncRLError as end:
+        return explain_end(end)
+    print(f"{output}: {seen.look.seen}; reward {seen.reward}; {seen.device}, {seen.num_cores} cores")
+    print(f"next: async-rl check {output}, then async-rl run {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""Settings of a first run: devices, dtype, batch, lengths and micro-batch, so that the forecast fits the machine.
+
+Pure: the machine is an argument. A setting comes with the reason that the config's comment gives.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from async_rl.config.file import parse_config
+from async_rl.config.keys import set_dotted
+from async_rl.errors import ConfigError
+from async_rl.forecast.run_forecast import forecast_run
+from async_rl.preflight.first_look import DEFAULT_COLUMN, FirstLook
+from deploy.local.memory_fit import GIB, host_bytes
+
+ROOM = 0.85
+"""Of the memory there is: the forecast is within 15% of what is used."""
+
+MAX_RESPONSE_TOKENS = {"cpu": 256, "cuda": 2048, "npu": 2048}
+PROMPTS_PER_BATCH = {"cpu": 16, "cuda": 64, "npu": 64}
+MOST_ITERATIONS = 200
+RESPONSES_PER_PROMPT = 8
+TEMPLATE_TOKENS = 64
+"""For what a chat template puts around a prompt."""
+
+ROUND_TO = 64
+MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024, 512, 256)
+MAX_CPU_MICRO_BATCH = 4096
+"""Larger ones make no core faster, and a window takes longer."""
+
+RECOMPUTE = ("none", "selective", "full")
+MAX_TENSOR_PARALLEL = 8
+MAX_CPU_INSTANCES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known: the model's config.json, the data, the machine. `prompt_tokens` is of the longest prompt seen.
+
+    `device_bytes` is the memory of one device; `has_vllm`: this interpreter has vLLM.
+    """
+
+    model_path: str
+    model_config: Mapping[str, Any]
+    has_chat_template: bool
+    source: str
+    look: FirstLook
+    prompt_tokens: int
+    reward: str
+    device: Literal["cpu", "cuda", "npu"]
+    num_devices: int
+    device_bytes: int | None
+    num_cores: int
+    host_bytes: int
+    has_vllm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One key of the config; `reason` is empty where the key's own description is enough."""
+
+    name: str
+    value: Any
+    reason: str = ""
+
+
+def choose(seen: Seen, run_dir: str) -> list[Choice]:
+    """The settings of a first run, in the order of the config's sections.
+
+    Raises:
+        ConfigError: no setting makes the run fit, or the model takes no prompt of this length.
+    """
+    fixed = [*_fixed(seen, run_dir)]
+    for layout in _layouts(seen):
+        for recompute in RECOMPUTE:
+            for micro_batch in MICRO_BATCHES:
+                if seen.device == "cpu" and micro_batch > MAX_CPU_MICRO_BATCH:
+                    continue
+                found = [*layout, Choice("trainer.recompute", recompute), _micro_batch(micro_batch)]
+                if _fits(seen, [*fixed, *found]):
+                    return [*fixed, *(each for each in found if each.value != "none")]
+    raise ConfigError(
+        f"model.path {seen.model_path!r} does not fit: {_shortage(seen)}; take a smaller model, or a machine with more"
+    )
+
+
+def _micro_batch(num_tokens: int) -> Choice:
+    return Choice("trainer.micro_batch_tokens", num_tokens, f"fits into {ROOM:.0%} of the memory")
+
+
+def _fixed(seen: Seen, run_dir: str) -> Iterator[Choice]:
+    look, device = seen.look, seen.device
+    yield Choice("run.dir", run_dir)
+    yield Choice("model.path", seen.model_path)
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    yield Choice("model.dtype", dtype, "CPUs compute it fastest" if device == "cpu" else "")
+    prompt, response = _lengths(seen)
+    num_prompts = min(PROMPTS_PER_BATCH[device], look.num_rows)
+    yield Choice("prompts.source", seen.source, look.seen)
+    yield Choice("prompts.prompts_per_batch", num_prompts)
+    yield Choice("prompts.max_prompt_tokens", prompt, f"the longest prompt seen has about {seen.prompt_tokens}")
+    if look.column != DEFAULT_COLUMN:
+        yield Choice("prompts.column", look.column)
+    if look.columns:
+        yield Choice("prompts.columns", dict(look.columns))
+    yield Choice("prompts.chat_template", seen.has_chat_template, _template_reason(seen))
+    yield Choice("rollout.responses_per_prompt", RESPONSES_PER_PROMPT)
+    yield Choice("rollout.max_response_tokens", response)
+    yield Choice("reward.name", seen.reward)
+    yield Choice("optimizer.learning_rate", 1e-6)
+    iterations = max(1, min(MOST_ITERATIONS, look.num_rows // num_prompts))
+    yield Choice("train.iterations", iterations, "no row twice" if iterations < MOST_ITERATIONS else "")
+    yield Choice("trainer.device", device, _device_reason(seen))
+
+
+def _template_reason(seen: Seen) -> str:
+    return "" if seen.has_chat_template else "the tokenizer has no chat template"
+
+
+def _device_reason(seen: Seen) -> str:
+    if seen.device == "cpu" and seen.num_devices == 1:
+        return "one accelerator is not enough: trainer and instances cannot share it"
+    return f"{seen.num_devices} here" if seen.device != "cpu" else "no accelerator here"
+
+
+def _lengths(seen: Seen) -> tuple[int, int]:
+    """Tokens of prompt and response at most, within the model's positions.
+
+    Raises:
+        ConfigError: the longest prompt leaves no room.
+    """
+    positions = seen.model_config.get("max_position_embeddings")
+    template = TEMPLATE_TOKENS if seen.has_chat_template else 0
+    prompt = -(-(seen.prompt_tokens + template) // ROUND_TO) * ROUND_TO
+    most = positions if isinstance(positions, int) else prompt + MAX_RESPONSE_TOKENS[seen.device]
+    prompt = min(prompt, most // 2)
+    if prompt < 1:
+        raise ConfigError(f"model.path {seen.model_path!r} has {most} positions, which leave no room for a prompt")
+    return prompt, min(MAX_RESPONSE_TOKENS[seen.device], most - prompt)
+
+
+def _layouts(seen: Seen) -> Iterator[list[Choice]]:
+    """Ranks and instances, the most instances first; on devices half of them train."""
+    if seen.device == "cpu":
+        most = max(1, min(MAX_CPU_INSTANCES, seen.num_cores // 2))
+        for num_instances in range(most, 0, -1):
+            yield [Choice("inference.num_instances", num_instances, f"for {seen.num_cores} cores")]
+        return
+    engine = Choice("inference.engine", "vllm" if seen.has_vllm or seen.device == "npu" else "transformers")
+    ranks = seen.num_devices // 2
+    tensor = 1
+    while tensor <= min(ranks, MAX_TENSOR_PARALLEL):
+        if ranks % tensor == 0:
+            has_experts = seen.model_config.get("model_type") == "qwen3_moe"
+            yield [
+                Choice("trainer.num_processes", ranks, "half of the devices"),
+                Choice("trainer.tensor_parallel", tensor),
+                *([Choice("trainer.sequence_parallel", True)] if tensor > 1 and has_experts else []),
+                engine,
+                *_instances(engine.value, seen.num_devices - ranks, tensor),
+            ]
+        tensor *= 2
+
+
+def _instances(engine: str, num_devices: int, tensor: int) -> Iterator[Choice]:
+    """vLLM divides a model as the trainer has to; the embedded engine has one device."""
+    ways = tensor if engine == "vllm" else 1
+    yield Choice("inference.num_instances", max(1, num_devices // ways), "on the other devices")
+    if ways > 1:
+        yield Choice("inference.tensor_parallel", ways)
+
+
+def _fits(seen: Seen, choices: list[Choice]) -> bool:
+    """Whether the config is accepted and its forecast leaves room."""
+    try:
+        config = parse_config(tree_of(choices), "the config that init proposes")
+        forecast = forecast_run(config, seen.model_config)
+    except ConfigError:
+        # Such as fewer prompts than replicas: another layout may do.
+        return False
+    on_devices = seen.device_bytes is None or max(forecast.rank.num_bytes, forecast.instance.num_bytes) <= (
+        ROOM * seen.device_bytes
+    )
+    return on_devices and host_bytes(config, forecast) <= ROOM * seen.host_bytes
+
+
+def _shortage(seen: Seen) -> str:
+    device = f", {seen.device_bytes / GIB:.0f} GiB each" if seen.device_bytes else ""
+    devices = f"{seen.num_devices} devices{device}, " if seen.device != "cpu" else ""
+    return f"this machine has {devices}{seen.host_bytes / GIB:.1f} GiB of memory"
+
+
+def tree_of(choices: list[Choice]) -> dict[str, Any]:
+    """The choices as a config of nested dicts."""
+    tree: dict[str, Any] = {}
+    for choice in choices:
+        set_dotted(tree, choice.name, choice.value)
+    return tree

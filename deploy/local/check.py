@@ -1,0 +1,173 @@
+"""`async-rl check CONFIG`: what a run would be and need, and everything that is wrong with it; starts nothing.
+
+`async-rl run --dry-run` is the same. It imports neither torch nor transformers, and reads no weights. Exit code 0 if
+the config can run, 2 if it cannot.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from async_rl.config.cluster_section import TOKEN_VARIABLE
+from async_rl.config.file import load_config
+from async_rl.config.secrets import masked
+from async_rl.config.sections import Config
+from async_rl.config.sources import SourcedValue, sourced_values
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.forecast.run_forecast import RunForecast, forecast_run
+from async_rl.preflight import find_faults, find_missing_files
+from async_rl.preflight.model import ModelFiles
+from async_rl.programs.command_line import Parser
+from deploy.cluster.plan import ClusterPlan, plan_cluster
+from deploy.cluster.stopping import explain_end
+from deploy.local.check_view import show_check
+from deploy.local.machine import VISIBLE
+from deploy.local.machine_memory import device_memory, host_memory
+from deploy.local.memory_fit import Capacity, find_misfits
+from deploy.local.plan import Plan
+from deploy.local.startable import make_plan, require_engine, require_packages
+
+VARIABLES = (TOKEN_VARIABLE, *VISIBLE.values(), "OMP_NUM_THREADS")
+
+LIBRARIES = ("HF_", "NCCL_", "HCCL_", "GLOO_", "VLLM_")
+"""Prefixes of the variables of libraries that decide where files come from, and over which network ranks talk."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was found about a config. `plan` is None if the run is for other machines, or cannot be planned for this
+    one; `cluster_plan` then has its tasks if a launcher starts them all. `forecast` is None if the model is unknown.
+
+    `errors` prevent the run; `warnings` do not, or cannot be decided here.
+    """
+
+    values: tuple[SourcedValue, ...]
+    plan: Plan | None
+    cluster_plan: ClusterPlan | None
+    forecast: RunForecast | None
+    capacity: Capacity | None
+    errors: tuple[ConfigError, ...]
+    warnings: tuple[str, ...]
+
+
+def why_elsewhere(config: Config) -> str | None:
+    """Why `async-rl run` does not start all of a config's processes on this machine; None if it does."""
+    if config.cluster.training_nodes > 1:
+        return f"cluster.training_nodes is {config.cluster.training_nodes}: start it with async-rl launch"
+    if config.pool.instances or config.pool.dns:
+        return "its instances run elsewhere (pool.instances, pool.dns): start the trainer with torchrun -m trainer"
+    return None
+
+
+def environment_values(environment: Mapping[str, str]) -> list[SourcedValue]:
+    """The variables that are set and that a run reads, the token masked."""
+    names = [name for name in environment if name in VARIABLES or name.startswith(LIBRARIES)]
+    return [SourcedValue(name, masked(name, environment[name]), "environment") for name in sorted(names)]
+
+
+def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, elsewhere: bool) -> Check:
+    """Looks at a config and, unless it runs elsewhere, at this machine.
+
+    Args:
+        config_path, overrides: where `config` was read from.
+        elsewhere: the run is for other machines: devices, memory, packages and files of this one do not count.
+    """
+    reason = why_elsewhere(config)
+    errors: list[ConfigError] = []
+    warnings = [reason] if reason else []
+    elsewhere = elsewhere or reason is not None
+    missing = list(map(str, find_missing_files(config)))
+    warnings += [f"the run cannot start yet: {message}" for message in missing]
+    if not elsewhere:
+        _tried(errors, lambda: require_packages(config))
+    # The other checks may need these packages.
+    for fault in [] if errors else find_faults(config, trains=True, serves=True, is_whole=False):
+        if elsewhere and fault.is_of_place:
+            warnings.append(f"on this machine: {fault.error}")
+        else:
+            errors.append(fault.error)
+    plan = _tried(errors, lambda: None if elsewhere else make_plan(config_path, config, overrides))
+    cluster_plan = None
+    if elsewhere and not (config.pool.instances or config.pool.dns):
+        cluster_plan = _tried(errors, lambda: plan_cluster(config_path, config, overrides))
+    forecast = _forecast(config, errors)
+    capacity = None
+    if not elsewhere:
+        capacity = Capacity(host_memory(), device_memory(config.trainer.device))
+        if plan is not None and not missing:
+            _tried(errors, lambda: require_engine(config, plan.instances[0]))
+        if forecast is not None:
+            misfits = find_misfits(config, forecast, capacity)
+            errors += misfits.errors
+            warnings += misfits.warnings
+    values = (*sourced_values(config_path, config, overrides), *environment_values(os.environ))
+    return Check(values, plan, cluster_plan, forecast, capacity, tuple(errors), tuple(warnings))
+
+
+def check_config(config_path: Path, config: Config, overrides: Sequence[str], *, elsewhere: bool) -> int:
+    """Prints what `check_run` found; returns 0.
+
+    Raises:
+        ConfigError: the config cannot run; with one line for each reason.
+    """
+    check = check_run(config_path, config, overrides, elsewhere=elsewhere)
+    show_check(check.values, check.plan, check.cluster_plan, check.forecast, check.capacity, check.warnings)
+    if len(check.errors) == 1:
+        # Of its own class: a directory in use may be free later.
+        raise check.errors[0]
+    if check.errors:
+        raise ConfigError("\n".join(map(str, check.errors)))
+    return 0
+
+
+def _forecast(config: Config, errors: list[ConfigError]) -> RunForecast | None:
+    """The forecast; what prevents it is among the errors already if it is wrong with the model itself."""
+    try:
+        return forecast_run(config, ModelFiles.find(config.model.path, is_whole=False).config)
+    except ConfigError as error:
+        if not errors:
+            errors.append(error)
+        return None
+
+
+def _tried(errors: list[ConfigError], make: Callable[[], Result]) -> Result | None:
+    try:
+        return make()
+    except ConfigError as error:
+        errors.append(error)
+        return None
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "async-rl check",
+        "Shows what a run would be, where each of its settings comes from, what memory it needs, and what is wrong.",
+        "CONFIG [--elsewhere] [--section.key VALUE ...]",
+        Config,
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, the run's config")
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="the run is for other machines: do not compare it with devices, memory, packages and data of this one",
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        config = load_config(arguments.config, parser.overrides)
+        return check_config(arguments.config, config, parser.overrides, elsewhere=arguments.elsewhere)
+    except AsyncRLError as end:
+        return explain_end(end)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

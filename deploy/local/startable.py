@@ -1,0 +1,73 @@
+"""What `async-rl run` checks right before it starts a config's processes, and `async-rl check` without starting any."""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from async_rl.preflight import require_sound
+from async_rl.programs.extras import require_extras
+from deploy.cluster.process import Process
+from deploy.local.machine import free_ports, this_machine
+from deploy.local.plan import Plan, num_ports, plan
+
+HOW_TO_GET_VLLM = (
+    "give the Python of an environment with vLLM; `make vllm` in a checkout of async-rl makes .venv-vllm/bin/python, "
+    "for CPU"
+)
+
+
+def make_plan(config_path: Path, config: Config, overrides: Sequence[str]) -> Plan:
+    """The plan of a run on this machine's cores, devices and free ports.
+
+    Raises:
+        ConfigError: the machine lacks the requested resources.
+    """
+    machine = this_machine(config.trainer.device)
+    return plan(config_path, config, overrides, machine=machine, ports=free_ports(num_ports(config)))
+
+
+def require_startable(config: Config, this_plan: Plan) -> None:
+    """Checks packages, config and engine.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    require_packages(config)
+    require_sound(config, trains=True, serves=True)
+    require_engine(config, this_plan.instances[0])
+
+
+def require_packages(config: Config) -> None:
+    """Checks that this interpreter has what trainer and instances of a config import.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    # inference.python may be another interpreter, with other packages.
+    serves_itself = config.inference.engine == "transformers" and config.inference.python is None
+    require_extras("async-rl run", "trainer", *(("serve",) if serves_itself else ()), *config.tracking.extras)
+
+
+def require_engine(config: Config, instance: Process) -> None:
+    """Checks that the interpreter of the instances exists, and has the engine.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    python = config.inference.python
+    if python is not None and shutil.which(python) is None:
+        raise ConfigError(f"inference.python is {python!r}, which is no program: {HOW_TO_GET_VLLM}")
+    if python is None and config.inference.engine == "transformers":
+        return  # The launcher's own interpreter, whose extras were checked.
+    separator = instance.argv.index("--") if "--" in instance.argv else len(instance.argv)
+    argv = [*instance.argv[:separator], "--check", *instance.argv[separator:]]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it says nothing"]
+        raise ConfigError(
+            f"inference.engine is {config.inference.engine!r} with inference.python = {python!r}, which cannot serve: "
+            f"{said[0].removeprefix('inference_service: ')}"
+        )

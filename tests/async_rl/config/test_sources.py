@@ -1,0 +1,83 @@
+"""Each value of a config is shown with where it comes from, and secrets are not shown."""
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.config.file import load_config
+from async_rl.config.keys import keys_of
+from async_rl.config.secrets import MASK, masked, masked_words
+from async_rl.config.sections import Config
+from async_rl.config.sources import lines_of_keys, sourced_values
+from tests.support.minimal_config import MINIMAL
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[run]\ndir = 'x'\n\n[train]\n# a comment\niterations = 3", {"run.dir": 2, "train.iterations": 6}),
+        ("train.iterations = 3\nrun = {dir = 'x', seed = 1}", {"train.iterations": 1, "run.dir": 2, "run.seed": 2}),
+        ('[model]\npath = """\n[train]\niterations = 9\n"""\n[run]\ndir="a"', {"model.path": 2, "run.dir": 7}),
+        ("[rollout]\nstop = [\n  '[run]',\n  'b',\n]\nmax_turns = 2", {"rollout.stop": 2, "rollout.max_turns": 6}),
+        ("[prompts.columns]\nanswer = 'a'\nprompt = 'q'", {"prompts.columns": 1}),
+        ("[[prompts.mixture]]\nname = 'a'\n[[prompts.mixture]]\nname = 'b'", {"prompts.mixture": 1}),
+        ('[ "run" ]\n"dir" = \'x\'', {"run.dir": 2}),
+        ("[run]\r\ndir = 'a'\r\nseed = 1\r\n", {"run.dir": 2, "run.seed": 3}),
+        ("[prompts]\nsystem_prompt = 'a\u2028b\x85c'\ncolumn = 'x'", {"prompts.system_prompt": 2, "prompts.column": 3}),
+        ("", {}),
+    ],
+)
+def test_the_line_of_each_key_is_found(text: str, expected: dict[str, int]) -> None:
+    assert lines_of_keys(text) == expected
+
+
+def test_every_key_has_a_source(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL + '\n[cluster.env]\nHF_TOKEN = "abc"\n')
+    words = ("--train.iterations=5", "--prompts.task_options.min_word_len=5")
+    values = {each.name: each for each in sourced_values(path, load_config(path, words), words)}
+    assert list(values) == list(keys_of(Config))
+    assert (values["run.seed"].value, values["run.seed"].source) == (0, "default")
+    assert (values["run.dir"].value, values["run.dir"].source) == (Path("runs/x"), "run.toml:3")
+    assert (values["train.iterations"].value, values["train.iterations"].source) == (5, "command line, run.toml:12")
+    assert values["prompts.task_options"].source == "command line"
+    assert values["cluster.env"].value == {"HF_TOKEN": MASK}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        (
+            "cluster.env",
+            {"WANDB_API_KEY": "k", "DB_PASSWORD": "p", "X": "1"},
+            {"WANDB_API_KEY": MASK, "DB_PASSWORD": MASK, "X": "1"},
+        ),
+        ("pool.instances", ("http://me:secret@host:1",), [f"http://{MASK}@host:1"]),
+        (
+            "inference.engine_options",
+            ("--api-key", "k", "--max-num-batched-tokens", "9"),
+            ["--api-key", MASK, "--max-num-batched-tokens", "9"],
+        ),
+        ("rollout.program", "command:agent --token=k run", f"command:agent --token={MASK} run"),
+        ("ASYNC_RL_TOKEN", "k", MASK),
+        ("reward.token_from", "env:JUDGE_TOKEN", "env:JUDGE_TOKEN"),
+        ("rollout.max_response_tokens", 512, 512),
+        ("rollout.stop_token_ids", (1, 2), [1, 2]),
+        ("critic.path", None, None),
+        ("prompts.system_prompt", "", ""),
+    ],
+)
+def test_what_looks_like_a_secret_is_masked(name: str, value: object, shown: object) -> None:
+    assert masked(name, value) == shown
+
+
+def test_a_command_is_masked_word_by_word() -> None:
+    words = ["HF_TOKEN=abc", "python", "--token", "abc", "--prompts.max_prompt_tokens=5", "--token"]
+    assert masked_words(words) == [
+        f"HF_TOKEN={MASK}",
+        "python",
+        "--token",
+        MASK,
+        "--prompts.max_prompt_tokens=5",
+        "--token",
+    ]

@@ -1,0 +1,197 @@
+"""The doctor on real conditions: a taken port, few open files, little shared memory, a clock that is wrong."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from time import time
+
+import pytest
+
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config
+from async_rl.forecast.run_forecast import RunForecast, forecast_run
+from async_rl.preflight.model import ModelFiles
+from deploy.doctor.__main__ import main
+from deploy.doctor.clocks import find_clock_facts, servers_of
+from deploy.doctor.devices import find_device_facts
+from deploy.doctor.finding import Finding
+from deploy.doctor.host import find_host_facts
+from deploy.doctor.network import find_network_facts, port_finding
+from deploy.doctor.versions import find_versions
+from deploy.local.machine_memory import HostMemory
+from deploy.local.memory_fit import GIB
+from tests.support.minimal_config import MINIMAL, minimal_tree
+
+PLENTY = HostMemory(64 * GIB, 64 * GIB)
+
+
+def by_name(findings: Iterator[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def config_with(**sections: dict[str, object]) -> Config:
+    tree = minimal_tree()
+    for name, keys in sections.items():
+        tree[name] = {**tree.get(name, {}), **keys}
+    return parse_config(tree, "here")
+
+
+@pytest.fixture
+def forecast(tiny_model: Callable[..., Path]) -> RunForecast:
+    return forecast_run(config_with(), ModelFiles.find(str(tiny_model())).config)
+
+
+@contextmanager
+def server(date: str | None) -> Iterator[str]:
+    """An HTTP server whose answers have this Date, or none; its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response_only(200)
+            if date is not None:
+                self.send_header("Date", date)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    running = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{running.server_port}"
+    finally:
+        running.shutdown()
+        running.server_close()
+
+
+def test_this_machine_has_what_the_tests_need(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"]) in (0, 1)
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert {"python", "torch", "megatron-core", "memory", "disk", "open files", "network"} <= set(found)
+    assert found["extra trainer"]["state"] == found["extra serve"]["state"] == "ok"
+    # A warning or a fault without a remedy helps nobody.
+    assert all(each["remedy"] for each in found.values() if each["state"] in ("warning", "fault"))
+
+
+def test_a_taken_port_is_a_fault_and_a_free_one_is_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        finding = port_finding("pool.fleet_port", "127.0.0.1", port)
+        assert finding.state == "fault" and "is taken" in finding.found and f":{port}" in (finding.remedy or "")
+        (tmp_path / "run.toml").write_text(
+            MINIMAL.replace("runs/x", f"{tmp_path}/run") + f"[pool]\nfleet_port = {port}\n"
+        )
+        assert main([str(tmp_path / "run.toml")]) == 1
+        shown = capsys.readouterr().out
+        assert f"port {port}" in shown and "(pool.fleet_port) is taken" in shown
+    assert port_finding("pool.fleet_port", "127.0.0.1", port).state == "ok"
+
+
+def test_a_host_that_is_not_ours_cannot_be_bound() -> None:
+    # In a network that is reserved for documentation.
+    finding = port_finding("pool.fleet_port", "203.0.113.1", 8600)
+    assert finding.state == "fault" and "pool.fleet_port" in (finding.remedy or "")
+
+
+@pytest.mark.distributed
+def test_few_open_files_are_a_warning_with_the_command() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -Sn 64 && exec {sys.executable} -m deploy.doctor --json"],
+        capture_output=True,
+        text=True,
+    )
+    found = {each["name"]: each for each in json.loads(done.stdout)}["open files"]
+    assert found["state"] == "warning" and found["found"] == "64, 1024 wanted" and "1024" in found["remedy"]
+
+
+def test_a_full_shared_memory_is_a_fault(tmp_path: Path) -> None:
+    # A file system on which nothing is ever free.
+    full = by_name(find_host_facts(None, None, PLENTY, Path("/proc")))["shared memory"]
+    assert full.state == "fault" and "--shm-size" in (full.remedy or "")
+    # Where programs share memory otherwise, as on macOS, there is nothing to say.
+    assert "shared memory" not in by_name(find_host_facts(None, None, PLENTY, tmp_path / "none"))
+
+
+def test_memory_and_disk_are_compared_with_the_run(forecast: RunForecast, tmp_path: Path) -> None:
+    config = config_with(run={"dir": str(tmp_path / "none" / "run")})
+    assert by_name(find_host_facts(config, forecast, PLENTY, tmp_path))["memory"].state == "ok"
+    used = by_name(find_host_facts(config, forecast, HostMemory(64 * GIB, 1), tmp_path))["memory"]
+    assert used.state == "warning" and "the run needs about" in used.found
+    assert by_name(find_host_facts(config, forecast, HostMemory(1, 1), tmp_path))["memory"].state == "fault"
+    assert str(tmp_path) in by_name(find_host_facts(config, forecast, PLENTY, tmp_path))["disk"].found
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "state"), [(0, "ok"), (5, "warning"), (-6, "warning"), (600, "fault"), (-86_400, "fault")]
+)
+def test_a_clock_is_told_by_the_date_of_an_answer(offset_s: float, state: str) -> None:
+    with server(formatdate(time() + offset_s, usegmt=True)) as url:
+        (finding,) = find_clock_facts([url])
+    assert finding.state == state
+    if offset_s:
+        assert ("ahead of" if offset_s > 0 else "behind") in finding.found and "chronyc" in (finding.remedy or "")
+
+
+@pytest.mark.parametrize("date", [None, "yesterday", ""])
+def test_a_server_without_a_date_tells_no_clock(date: str | None) -> None:
+    with server(date) as url:
+        (finding,) = find_clock_facts([url])
+    assert finding.state == "note"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://[", "ftp://127.0.0.1", "http://127.0.0.1:99999"])
+def test_a_server_that_does_not_answer_is_a_warning(url: str) -> None:
+    (finding,) = find_clock_facts([url])
+    assert finding.state == "warning"
+
+
+def test_the_servers_of_a_run_are_its_instances_and_its_endpoint(tmp_path: Path) -> None:
+    config = config_with(run={"dir": str(tmp_path)}, pool={"instances": ["http://a:1/"]})
+    assert servers_of(config, ["b:2"]) == ["http://b:2", "http://a:1"]
+    (tmp_path / "fleet.json").write_text('{"url": "http://c:3"}')
+    assert servers_of(config, []) == ["http://a:1", "http://c:3"]
+    (tmp_path / "fleet.json").write_text("{")
+    assert servers_of(config, []) == ["http://a:1"]
+
+
+def test_devices_are_listed_and_missing_ones_a_fault(tmp_path: Path) -> None:
+    def run(command: list[str]) -> str:
+        return {"--list-gpus": "GPU 0: X\n"}.get(command[1], "0, X, 550.1, 80000 MiB, 1 MiB\n")
+
+    config = config_with(trainer={"device": "cuda"})
+    found = by_name(find_device_facts(config, {"CUDA_VISIBLE_DEVICES": "0"}, run, tmp_path))
+    assert "550.1" in found["gpu 0"].found
+    assert found["devices"].state == "fault" and "1 cuda devices usable, 2 needed here" in found["devices"].found
+    twice = by_name(find_device_facts(config, {"CUDA_VISIBLE_DEVICES": "0,0"}, run, tmp_path))
+    assert twice["devices"].state == "fault"
+    on_cpu = by_name(find_device_facts(None, {}, lambda _: "", tmp_path))
+    assert on_cpu["devices"].state == "note"
+
+
+def test_an_engine_that_is_missing_is_a_fault_with_how_to_get_it() -> None:
+    config = config_with(inference={"engine": "vllm", "python": "/no/such/python"})
+    found = by_name(find_versions(config))["engine"]
+    assert found.state == "fault" and "/no/such/python" in found.found and found.remedy
+
+
+def test_several_hosts_need_a_network_and_their_port() -> None:
+    names = set(by_name(find_network_facts(config_with(cluster={"training_nodes": 2}))))
+    assert {"network", "host name", "port 29500"} <= names
+    assert not any(name.startswith("port") for name in by_name(find_network_facts(config_with())))
+
+
+def test_overrides_without_a_config_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--train.iterations", "3"])
+    assert end.value.code == 2 and "name the config first" in capsys.readouterr().err
+    assert main([os.devnull + "/none.toml"]) == 2

@@ -1,0 +1,175 @@
+"""What `async-rl init` writes is a config that passes check; what it cannot see it asks for, by name."""
+
+import json
+import shutil
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config.file import parse_config
+from async_rl.config.keys import keys_of
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from async_rl.forecast.run_forecast import forecast_run
+from async_rl.preflight.first_look import FirstLook, look_at_source
+from deploy.init.__main__ import main
+from deploy.init.choose import ROOM, Seen, choose, tree_of
+from deploy.init.write import config_text
+from deploy.local.check import main as check
+from deploy.local.memory_fit import GIB
+from tests.deploy.local.test_check import QWEN3_8B
+
+LOOK = FirstLook(2000, "a prompt", "prompt", {}, "math", "prompts in column 'prompt'", ("prompt", "answer"))
+SEEN = Seen(
+    model_path="model",
+    model_config=QWEN3_8B,
+    has_chat_template=True,
+    source="rows.jsonl",
+    look=LOOK,
+    prompt_tokens=300,
+    reward="math",
+    device="cuda",
+    num_devices=8,
+    device_bytes=80 * GIB,
+    num_cores=64,
+    host_bytes=512 * GIB,
+    has_vllm=True,
+)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(tiny_model("qwen3", tied=True), tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_rows(*rows: dict[str, Any]) -> None:
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_what_it_writes_passes_check_and_explains_each_key(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(*({"question": f"What is {i}?", "solution": f"word {i}"} for i in range(20)))
+    assert main(["model", "rows.jsonl"]) == 0
+    text = Path("run.toml").read_text()
+    tree = tomllib.loads(text)
+    assert tree["prompts"]["column"] == "question" and tree["prompts"]["columns"] == {"answer": "solution"}
+    assert tree["reward"]["name"] == "exact" and tree["trainer"]["device"] == "cpu"
+    flat = " ".join(line.removeprefix("# ") for line in text.splitlines())
+    keys = keys_of(Config)
+    written = [f"{section}.{name}" for section, table in tree.items() for name in table]
+    assert len(written) > 12 and all(keys[name].description in flat for name in written)
+    capsys.readouterr()
+    assert check(["run.toml"]) == 0
+
+
+def test_a_file_is_replaced_only_with_force(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows({"prompt": "1 + 1", "answer": "2"})
+    Path("mine.toml").write_text("mine")
+    assert main(["model", "rows.jsonl", "-o", "mine.toml"]) == 2
+    assert Path("mine.toml").read_text() == "mine" and "--force" in capsys.readouterr().err
+    assert main(["model", "rows.jsonl", "-o", "mine.toml", "--force"]) == 0
+    assert 'dir = "runs/mine"' in Path("mine.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rows", "reward", "column"),
+    [
+        ([{"question": "How many?", "answer": "2 + 2 = 4\n#### 4"}], "math", "prompt"),
+        ([{"prompt": "x", "answer": "\\frac{1}{2}"}, {"prompt": "y", "answer": "-3.5"}], "math", "prompt"),
+        ([{"prompt": "x", "answer": 7}], "math", "prompt"),
+        ([{"prompt": "x", "answer": "B"}, {"prompt": "y", "answer": "(C)"}], "multiple_choice", "prompt"),
+        ([{"instruction": "Name it.", "output": "the blue whale"}], "exact", "instruction"),
+        ([{"messages": [{"role": "user", "content": "Hi"}], "answer": "Hello"}], "exact", "messages"),
+        ([{"prompt": "x", "answers": ["a word", "words"]}], "exact", "prompt"),
+    ],
+)
+def test_the_reward_follows_from_the_answers(
+    rows: list[dict[str, Any]], reward: str, column: str, workplace: Path
+) -> None:
+    write_rows(*rows)
+    look = look_at_source("rows.jsonl")
+    assert (look.reward, look.column) == (reward, column)
+    assert main(["model", "rows.jsonl"]) == 0 and check(["run.toml"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no rows"),
+        ("\n\n", "has no rows"),
+        ("{", "not JSON"),
+        ("[1]\n", "each line must be one JSON object"),
+        ('{"id": 1}\n', "give --prompt-column"),
+        ('{"prompt": ""}\n', "give --prompt-column"),
+        ('{"prompt": null}\n', "give --prompt-column"),
+        ('{"prompt": "x"}\n', "give --reward"),
+    ],
+)
+def test_what_it_cannot_see_is_named(
+    content: str, message: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("rows.jsonl").write_text(content)
+    assert main(["model", "rows.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+    assert not Path("run.toml").exists()
+
+
+def test_names_from_the_user_are_written_as_they_are(workplace: Path) -> None:
+    name = 'a "quoted" \\ name # \x7f.jsonl'
+    write_rows({'text"': "x", "b": 1})
+    Path("rows.jsonl").rename(name)
+    assert main(["model", name, "--prompt-column", 'text"', "--reward", "exact"]) == 0
+    prompts = tomllib.loads(Path("run.toml").read_text())["prompts"]
+    assert prompts["source"] == name and prompts["column"] == 'text"'
+
+
+def test_a_column_or_model_that_is_missing_is_an_error(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows({"prompt": "x", "answer": "y"})
+    assert main(["model", "rows.jsonl", "--prompt-column", "none"]) == 2
+    assert "its columns are answer, prompt" in capsys.readouterr().err
+    assert main(["./none", "rows.jsonl"]) == 2
+    assert main(["model", "none.jsonl"]) == 2
+    assert main(["model", "rows.jsonl", "-o", "no/such/dir/run.toml"]) in (1, 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_devices": 2, "device_bytes": 300 * GIB},
+        {"num_devices": 16, "device": "npu", "device_bytes": 64 * GIB},
+        {"has_vllm": False, "num_devices": 3, "device_bytes": 300 * GIB},
+        {"device": "cpu", "num_devices": 0, "device_bytes": None},
+        {"device": "cpu", "num_devices": 1, "device_bytes": None, "num_cores": 1, "host_bytes": 260 * GIB},
+        {"look": replace(LOOK, num_rows=1), "prompt_tokens": 10**6},
+    ],
+)
+def test_the_choice_fits_the_machine(changes: dict[str, Any]) -> None:
+    seen = replace(SEEN, **changes)
+    choices = choose(seen, "runs/x")
+    config = parse_config(tomllib.loads(config_text(choices, "run.toml")), "here")
+    forecast = forecast_run(config, seen.model_config)
+    used = config.trainer.num_local_ranks + config.inference.num_instances * config.inference.tensor_parallel
+    assert config.prompts.max_prompt_tokens + config.rollout.max_response_tokens <= 40_960
+    if seen.device == "cpu":
+        assert forecast.rank.num_bytes + forecast.instance.num_bytes <= ROOM * seen.host_bytes
+    else:
+        assert used <= seen.num_devices
+        assert seen.device_bytes is not None
+        assert max(forecast.rank.num_bytes, forecast.instance.num_bytes) <= ROOM * seen.device_bytes
+
+
+def test_a_model_that_cannot_fit_is_an_error_with_the_memory_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"this machine has 1\.0 GiB of memory"):
+        choose(replace(SEEN, device="cpu", num_devices=0, device_bytes=None, host_bytes=GIB), "runs/x")
+
+
+def test_choices_are_nested_by_section() -> None:
+    tree = tree_of(choose(SEEN, "runs/x"))
+    assert tree["run"] == {"dir": "runs/x"} and tree["trainer"]["num_processes"] == 4

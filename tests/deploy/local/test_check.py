@@ -1,0 +1,169 @@
+"""`async-rl check`: sources, forecast, and what is wrong; for a forecast a config.json alone is enough."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_rl.config.file import load_config
+from async_rl.errors import ConfigError
+from async_rl.forecast.run_forecast import forecast_run
+from async_rl.preflight.model import ModelFiles
+from deploy.local.check import check_run, main
+from deploy.local.machine_memory import HostMemory, device_memory, host_memory
+from deploy.local.memory_fit import GIB, Capacity, find_misfits
+
+CONFIG = """
+[run]
+dir = "runs/one"
+[model]
+path = "model"
+[prompts]
+source = "rows.jsonl"
+prompts_per_batch = 4
+max_prompt_tokens = 64
+[rollout]
+max_response_tokens = 24
+[reward]
+name = "exact"
+[train]
+iterations = 3
+"""
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+}
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(tiny_model("qwen3", tied=True), tmp_path / "model")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    rows = ({"prompt": letter, "answer": letter} for letter in "abcdef")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_config_that_can_run_is_shown_with_sources_and_forecast(
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNC_RL_TOKEN", "hidden-token")
+    begun_s = time.process_time()
+    assert main(["run.toml", "--inference.num_instances", "2", "--cluster.env.MY_SECRET", "hidden-word"]) == 0
+    # It does not import torch, which alone takes longer than this on slow machines.
+    assert time.process_time() - begun_s < 10
+    shown = capsys.readouterr().out
+    assert "run.toml:15" in shown and "command line" in shown and "default" in shown
+    assert "-m trainer run.toml --inference.num_instances=2" in shown
+    assert "instance-0" in shown and "instance-1" in shown
+    assert "memory of each training rank, of 1" in shown and "memory of each instance, of 2" in shown
+    assert "up to 768 sampled" in shown  # 4 prompts x 8 responses x 24 tokens
+    assert "hidden" not in shown and "***" in shown
+    assert not (workplace / "runs").exists()
+
+
+def test_config_json_alone_gives_the_forecast_of_a_published_size(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(workplace / "model")
+    (workplace / "model").mkdir()
+    (workplace / "model" / "config.json").write_text(json.dumps(QWEN3_8B))
+    words = ["--trainer.device", "npu", "--trainer.num_processes", "8", "--trainer.tensor_parallel", "4"]
+    words += ["--inference.engine", "vllm", "--inference.tensor_parallel", "4", "--inference.num_instances", "2"]
+    words += ["--model.dtype", "bfloat16"]
+    assert main(["run.toml", "--elsewhere", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "8,190,735,360 parameters" in shown
+    assert (
+        "warning: the run cannot start yet: model.path 'model' has no *.safetensors" in shown
+        and "has no tokenizer" in shown
+    )
+
+
+# It asks torch, in a process of its own.
+@pytest.mark.distributed
+def test_devices_that_are_missing_here_are_an_error_unless_it_runs_elsewhere(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--trainer.device", "npu", "--inference.engine", "vllm"]
+    assert main(["run.toml", *words, "--elsewhere"]) == 0
+    assert main(["run.toml", *words]) == 2
+    assert "this run needs 2 devices" in capsys.readouterr().err
+
+
+def test_other_hosts_are_planned_as_tasks(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run.toml", "--cluster.training_nodes", "2", "--prompts.source", "elsewhere.jsonl"]) == 0
+    shown = capsys.readouterr().out
+    assert "training node x 2" in shown and "start it with async-rl launch" in shown
+    assert "warning: on this machine: 'elsewhere.jsonl'" in shown or "elsewhere.jsonl" in shown
+    assert main(["run.toml", "--pool.instances", '["http://host:1"]']) == 0
+    assert "its instances run elsewhere" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompts.source", "none.jsonl"], "none.jsonl"),
+        (["--reward.name", "python:none.py:score"], "there is no file 'none.py'"),
+        (["--model.path", "nowhere/at/all"], "nowhere/at/all"),
+        (["--trainer.tensor_parallel", "3", "--prompts.prompts_per_batch", "6"], "does not divide"),
+        (["--trainer.micro_batch_tokens", str(10**9)], "of this host's memory"),
+        (["--algorithm.kl_coef", "nan"], "algorithm.kl_coef"),
+        (["--prompts.prompts_per_batch", "0"], "prompts.prompts_per_batch"),
+    ],
+)
+def test_what_cannot_run_is_named_and_fails(
+    words: list[str], message: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run.toml", *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+
+
+def test_a_damaged_model_config_is_an_error_and_no_forecast(workplace: Path) -> None:
+    path = workplace / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": None}))
+    config = load_config(Path("run.toml"))
+    check = check_run(Path("run.toml"), config, (), elsewhere=False)
+    assert check.forecast is None and "hidden_size = None" in str(check.errors[0])
+
+
+def test_memory_that_others_use_is_a_warning_and_missing_memory_an_error(workplace: Path) -> None:
+    config = load_config(Path("run.toml"))
+    forecast = forecast_run(config, ModelFiles.find("model").config)
+    assert find_misfits(config, forecast, Capacity(HostMemory(64 * GIB, 64 * GIB), None)).errors == ()
+    (warning,) = find_misfits(config, forecast, Capacity(HostMemory(64 * GIB, 0), None)).warnings
+    assert "0.0 GiB of 64.0 GiB are free" in warning
+    (error,) = find_misfits(config, forecast, Capacity(HostMemory(1, 1), None)).errors
+    assert isinstance(error, ConfigError) and "trainer.micro_batch_tokens" in str(error)
+    on_device = find_misfits(config, forecast, Capacity(HostMemory(64 * GIB, 64 * GIB), 1))
+    assert ["training rank" in str(error) for error in on_device.errors] == [True, False]
+
+
+def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       1000 kB\nMemAvailable:    600 kB\n")
+    assert host_memory(meminfo, tmp_path) == HostMemory(1000 * 1024, 600 * 1024)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory(meminfo, tmp_path).total_bytes == 1000 * 1024
+    (tmp_path / "memory.max").write_text("512000\n")
+    (tmp_path / "memory.current").write_text("112000\n")
+    assert host_memory(meminfo, tmp_path) == HostMemory(512_000, 400_000)
+
+
+def test_the_smallest_device_counts_and_a_silent_tool_is_unknown() -> None:
+    assert device_memory("cuda", lambda _: "81559\n40960\n") == 40_960 * 2**20
+    assert device_memory("cuda", lambda _: "") is None
+    assert device_memory("npu", lambda _: "  HBM Capacity(MB)    : 65536\n") == 65_536 * 2**20
+    assert device_memory("cpu", lambda _: "1") is None

@@ -1,0 +1,165 @@
+"""The forecast's parts against real models: parameters, gradients, moments, kept activations, the engine's store."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config
+from async_rl.forecast import instance_memory, training_memory
+from async_rl.forecast.instance_memory import store_tokens
+from async_rl.forecast.model_sizes import ModelSizes
+from async_rl.forecast.training_memory import Shares, layer_values_per_row, rank_parameters, trained_model_bytes
+from async_rl.preflight.model import ModelFiles
+from async_rl.types import Group
+from inference_service.engine import cache_size, kv_store
+from inference_service.engine.kv_store import KVStore
+from tests.support.minimal_config import minimal_tree
+from trainer.batching.group_slice import num_rows
+from trainer.hf import weight_export
+from trainer.hf.weight_map import Layout, tied_head, weight_map
+from trainer.model import logprobs
+from trainer.model.shape import read_model_shape
+from trainer.trainer import MegatronTrainer
+
+ONE_RANK = Shares(1, 1, 1, sequence=False, num_replicas=1, distributed_optimizer=False)
+
+
+def sizes_of(model: Path) -> ModelSizes:
+    return ModelSizes.of_config(ModelFiles.find(str(model)).config, "here")
+
+
+def config_with(**sections: dict[str, Any]) -> Config:
+    tree = minimal_tree()
+    for name, keys in sections.items():
+        tree[name] = {**tree.get(name, {}), **keys}
+    return parse_config(tree, "here")
+
+
+def parameters_of_rank(model: Path, layout: Layout, stage: int, ep_rank: int) -> int:
+    """Values that tensor-parallel rank 0 has, by the trainer's own map of weights."""
+    shape = read_model_shape(model)
+    head = tied_head(shape, layout)
+    count = 0
+    for entry in (*weight_map(shape, layout), *([head] if head else [])):
+        if entry.stage == stage and entry.ep_rank in (None, ep_rank):
+            for whole in entry.hf_shapes.values():
+                part = torch.empty(whole, device="meta")[entry.shard(whole, 0, layout.tp_size)]
+                count += part.numel()
+    return count
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 2, 1), Layout(2, 2, 2), Layout(1, 1, 4)]
+)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+def test_parameters_of_the_largest_rank_are_those_of_the_weight_map(
+    family: str, tied: bool, layout: Layout, tiny_model: Callable[..., Path]
+) -> None:
+    if layout.ep_size > 1 and family != "qwen3_moe":
+        layout = dataclasses.replace(layout, ep_size=1)
+    model = tiny_model(family, tied=tied)
+    shares = dataclasses.replace(ONE_RANK, tensor=layout.tp_size, pipeline=layout.pp_size, expert=layout.ep_size)
+    found = max(parameters_of_rank(model, layout, stage, 0) for stage in range(layout.pp_size))
+    assert rank_parameters(sizes_of(model), shares).total == found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_gradients_and_moments_have_the_forecast_bytes(
+    dtype: str,
+    tiny_model: Callable[..., Path],
+    make_trainer: Callable[..., MegatronTrainer],
+    ragged_groups: list[Group],
+) -> None:
+    model = tiny_model("qwen3", tied=True)
+    trainer = make_trainer(model, dtype=dtype)
+    trainer.accumulate([ragged_groups])
+    trainer.optimizer_step()
+    policy = trainer.models.policy
+    forecast = trained_model_bytes(rank_parameters(sizes_of(model), ONE_RANK), ONE_RANK, dtype)
+    assert forecast["weights"] == sum(p.numel() * p.element_size() for p in policy.parameters())
+    # Megatron pads its buffers.
+    gradients = sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in policy.buffers)
+    assert forecast["gradients"] == pytest.approx(gradients, rel=0.05)
+    states = list(trainer.optimizer.parameter_states())
+    moments = sum(moment.numel() * 4 for state in states for moment in state.moments.values())
+    masters = 0 if dtype == "float32" else sum(state.master.numel() * 4 for state in states)
+    assert forecast["optimizer"] == moments + masters
+
+
+def kept_bytes(trainer: MegatronTrainer, groups: list[Group]) -> int:
+    """Of all tensors that autograd keeps of one micro-batch, each memory counted once, without the weights."""
+    weights = {p.untyped_storage().data_ptr() for p in trainer.models.policy.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        trainer.accumulate([groups])
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_activations_of_a_layer_are_those_that_autograd_keeps(
+    family: str,
+    tiny_model: Callable[..., Path],
+    make_trainer: Callable[..., MegatronTrainer],
+    ragged_groups: list[Group],
+) -> None:
+    # Others are run without gradients.
+    groups = [group for group in ragged_groups if len(set(group.rewards)) > 1]
+    rows = sum(num_rows(group) for group in groups)
+    # The difference of two depths: what is outside of the layers is equal.
+    found = {}
+    for num_layers in (1, 3):
+        model = tiny_model(family, num_hidden_layers=num_layers, hidden_size=64, intermediate_size=192)
+        trainer = make_trainer(model)
+        found[num_layers] = kept_bytes(trainer, groups)
+    per_row = layer_values_per_row(sizes_of(model), ONE_RANK, "none", fused_swiglu=False)
+    # Norms' scales and log-sum-exps, a few values of each row, are left out.
+    assert (found[3] - found[1]) / 2 == pytest.approx(4 * rows * per_row, rel=0.08)
+
+
+def test_recomputation_keeps_less_and_sharing_divides() -> None:
+    sizes = ModelSizes("qwen3", 4, 64, 192, 4, 2, 16, 96, tied=True, experts=None)
+    whole, selective, full = (
+        layer_values_per_row(sizes, ONE_RANK, recompute, fused_swiglu=False)
+        for recompute in ("none", "selective", "full")
+    )
+    assert full == 64 < selective < whole
+    halved = dataclasses.replace(ONE_RANK, tensor=2, sequence=True)
+    assert layer_values_per_row(sizes, halved, "none", fused_swiglu=False) * 2 == whole
+
+
+@pytest.mark.parametrize(("prompt", "response", "batch"), [(64, 57, 4), (100, 300, 6), (1, 1, 1), (70, 64, 9)])
+def test_the_store_has_the_forecast_room_when_all_responses_are_whole(prompt: int, response: int, batch: int) -> None:
+    config = config_with(
+        prompts={"prompts_per_batch": batch, "max_prompt_tokens": prompt},
+        rollout={"max_response_tokens": response, "responses_per_prompt": 8},
+        inference={"max_concurrency": 256},
+    )
+    store = KVStore(1, 1, 2, torch.float32, torch.device("cpu"), max_tokens=10**9)
+    for _ in range(batch):
+        store.new(prompt, is_shared=True)
+    places = [store.new(1, is_shared=False) for _ in range(8 * batch)]
+    for length in (1, 2, 60, 65, 130, 257, response):
+        for place in places if length <= response else ():
+            store.reserve(place, length)
+    room = sum(shelf.capacity * shelf.num_slots for shelf in store._shelves.values())
+    assert store_tokens(config) == room
+
+
+def test_constants_that_the_forecast_repeats_are_those_of_trainer_and_engine() -> None:
+    assert training_memory.CHUNK_BYTES == logprobs.CHUNK_BYTES
+    assert training_memory.PARCEL_BYTES == weight_export.PARCEL_BYTES
+    assert instance_memory.PREFILL_TOKENS == cache_size.PREFILL_TOKENS
+    assert (instance_memory.MIN_CAPACITY, instance_memory.GROWTH) == (kv_store.MIN_CAPACITY, kv_store.GROWTH)
