@@ -10,6 +10,7 @@ from async_rl.programs.command_line import USAGE_ERROR
 PROGRAMS = {
     "quickstart": ("deploy.quickstart", "a small model learns on this machine, both pools included"),
     "run": ("deploy.local.run", "start instances and trainer of a config on this machine: async-rl run CONFIG"),
+    "verify": ("deploy.verify", "show on your own set-up that the period changes nothing: async-rl verify CONFIG"),
     "launch": ("deploy.launch", "start a run on a cluster: async-rl launch ray|slurm|kubernetes CONFIG [--dry-run]"),
     "status": ("deploy.status", "the tasks, instances and progress of a run: async-rl status [--run RUN_DIR]"),
     "export": ("trainer.export", "write a run's checkpoint for inference: async-rl export RUN --to DIR"),

@@ -104,7 +104,7 @@ def run_config(config_path: Path, config: Config, overrides: Sequence[str], cons
         RestartsExhausted: the trainer failed more often than `cluster.max_restarts` without progress.
     """
     this_plan = make_plan(config_path, config, overrides)
-    _require_startable(config, this_plan)
+    require_startable("async-rl run", config, this_plan)
     with make_run_view(console, config.train.iterations) as view, Deployment() as deployment:
         instances = [deployment.start(process) for process in this_plan.instances]
         for instance, url in zip(instances, this_plan.urls, strict=True):
@@ -114,10 +114,15 @@ def run_config(config_path: Path, config: Config, overrides: Sequence[str], cons
     return this_plan
 
 
-def _require_startable(config: Config, this_plan: Plan) -> None:
+def require_startable(program: str, config: Config, this_plan: Plan) -> None:
+    """All checks of a run that `program` starts which are possible before anything is started.
+
+    Raises:
+        ConfigError: a package is missing, or the config is not usable.
+    """
     # inference.python may be another interpreter, with other packages.
     serves_itself = config.inference.engine == "transformers" and config.inference.python is None
-    require_extras("async-rl run", "trainer", *(("serve",) if serves_itself else ()))
+    require_extras(program, "trainer", *(("serve",) if serves_itself else ()))
     require_sound(config, trains=True, serves=True)
     require_engine(config, this_plan.instances[0])
 
@@ -154,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.dry_run:
             this_plan = make_plan(arguments.config, config, parser.overrides)
             print(describe(this_plan), flush=True)
-            _require_startable(config, this_plan)
+            require_startable("async-rl run", config, this_plan)
             return 0
         run_config(arguments.config, config, parser.overrides, console)
     except (Stopped, AsyncRLError) as end:
