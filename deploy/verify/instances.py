@@ -26,6 +26,18 @@ STALE_COPY = re.compile(r"computes with a stale copy of ([^:]+):")
 OTHER_DTYPE = re.compile(r"has dtype '\w+', the model expects '\w+'")
 """In the reasons that a publish gives: of the canary, and of an instance that refuses the tensors."""
 
+SIGMAS = "6 standard errors"
+
+MORE_TOKENS = "raise prompts.prompts_per_batch, rollout.responses_per_prompt or rollout.max_response_tokens"
+
+NOT_DIAGNOSED: Mapping[str, Any] = {
+    "cause": None,
+    "detail": "",
+    "score_sigmas": None,
+    "num_tokens": 0,
+    "is_of_sampling": False,
+}
+
 Found = Mapping[str, Mapping[str, Any]]
 """URL -> its figures and its diagnosis."""
 
@@ -62,32 +74,36 @@ def _cause(url: str, why: str, found: Found) -> str:
 
 
 def _judge(url: str, figures: Mapping[str, Any] | None) -> list[Finding]:
-    if figures is None or figures["diagnosis"] is None:
-        why = "it sampled no whole group in the recorded iterations"
+    if figures is None:
+        why = "it sampled nothing in the recorded iterations"
         return [not_tested(LOGPROBS, why, url), not_tested(SAMPLING, why, url)]
-    diagnosis = figures["diagnosis"]
-    sigmas, cause = diagnosis["score_sigmas"], diagnosis["cause"]
-    if sigmas is None:
-        why = f"too few tokens: {diagnosis['detail']}; raise --iterations, prompts_per_batch or max_response_tokens"
-        return [not_tested(LOGPROBS, why, url), not_tested(SAMPLING, why, url)]
-    limit = figures["largest_rms"]
+    diagnosis = figures["diagnosis"] or NOT_DIAGNOSED
+    limit, named = figures["largest_rms"], CAUSES.get(diagnosis["cause"] or "", CAUSES["weights"])
     bound = f"RMS {limit:.2g} nats, which rounding explains" if limit else "no difference (train.exact)"
     shown = (
         f"{figures['tokens']} tokens: RMS {figures['rms']:.2g}, mean {figures['mean']:.2g}, "
         f"largest {figures['max']:.2g} nats"
     )
+    if figures["num_bad"]:
+        shown = f"{figures['num_bad']} log-probs are no finite numbers; {shown}"
+    is_of_sampling = diagnosis["cause"] is not None and diagnosis["is_of_sampling"]
+    if figures["excesses"] or figures["num_bad"] or (diagnosis["cause"] is not None and not is_of_sampling):
+        detail = diagnosis["detail"] or " ".join(figures["excesses"])
+        why = f"it tells nothing where log-probs are wrong ({named})"
+        return [fails(LOGPROBS, f"{detail}; {shown}", bound, url, named), not_tested(SAMPLING, why, url)]
+    if figures["tokens"] < figures["least_tokens"]:
+        first = not_tested(LOGPROBS, f"{shown}; {figures['least_tokens']} tokens are needed: {MORE_TOKENS}", url)
+    else:
+        first = holds(LOGPROBS, shown, bound, url)
+    return [first, _judge_sampling(url, diagnosis)]
+
+
+def _judge_sampling(url: str, diagnosis: Mapping[str, Any]) -> Finding:
+    sigmas = diagnosis["score_sigmas"]
+    if sigmas is None:
+        why = f"{diagnosis['detail'] or 'no whole group'} in one iteration: {MORE_TOKENS}"
+        return not_tested(SAMPLING, why, url)
     drawn = f"likelihood of {diagnosis['num_tokens']} tokens: {sigmas:.1f} standard errors from rollout.temperature"
-    is_sampling = cause == "temperature" and not figures["excesses"]
-    if cause is not None and not is_sampling:
-        named = CAUSES[cause]
-        return [fails(LOGPROBS, f"{diagnosis['detail']}; {shown}", bound, url, named), _after(SAMPLING, url, named)]
-    if figures["excesses"]:
-        return [fails(LOGPROBS, f"{figures['excesses'][0]}", bound, url, CAUSES["weights"]), _after(SAMPLING, url)]
-    first = holds(LOGPROBS, shown, bound, url)
-    if is_sampling:
-        return [first, fails(SAMPLING, f"{diagnosis['detail']}; {drawn}", "6", url, CAUSES["temperature"])]
-    return [first, holds(SAMPLING, drawn, "6", url)]
-
-
-def _after(check: str, url: str, named: str = CAUSES["weights"]) -> Finding:
-    return not_tested(check, f"it tells nothing where log-probs are wrong ({named})", url)
+    if diagnosis["cause"] is not None:
+        return fails(SAMPLING, f"{diagnosis['detail']}; {drawn}", SIGMAS, url, CAUSES[diagnosis["cause"]])
+    return holds(SAMPLING, drawn, SIGMAS, url)

@@ -65,6 +65,7 @@ class Stages:
         self._ports = ports
         self._deployment = deployment
         self._instances: list[Running] = []
+        self._clients: list[HttpClient] = []
         self.urls: tuple[str, ...] = ()
 
     @property
@@ -79,6 +80,7 @@ class Stages:
         """
         the_plan = self._plan("instances")
         self.urls = the_plan.urls
+        self._clients = [HttpClient(url, SCRAPE_TIMEOUT_S) for url in self.urls]
         self._instances = [self._deployment.start(process) for process in the_plan.instances]
         for instance, url in zip(self._instances, self.urls, strict=True):
             wait_until_healthy(instance, url)
@@ -117,7 +119,7 @@ class Stages:
     def num_requests(self, number: int) -> float:
         """Responses that an instance generates at the moment; 0 where it does not say."""
         try:
-            page = HttpClient(self.urls[number], SCRAPE_TIMEOUT_S).get("/metrics").body
+            page = self._clients[number].get("/metrics").body
         except NoAnswer:
             return 0.0
         match = NUM_RUNNING.search(page)

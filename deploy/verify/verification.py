@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.config.sections import Config
+from async_rl.errors import ProcessFailed
 from deploy.cluster.process import Running
 from deploy.verify.comparison import Comparison, Trained, compared, gradient_power
-from deploy.verify.findings import Finding, fails, holds, not_tested
+from deploy.verify.findings import Finding, all_hold, fails, holds, not_tested
 from deploy.verify.instances import judge_canary, judge_instances, read_json
 from deploy.verify.stages import CAN_KILL, Ended, Stages, has_checkpoint, kill, num_trained
 
@@ -46,6 +47,10 @@ class Scope:
     @property
     def mode(self) -> str:
         return "synchronous" if self.config.algorithm.waits_for_batch else "periodic"
+
+
+def _said(failure: ProcessFailed) -> str:
+    return f"{failure.cause}: {failure}" if failure.cause else str(failure)
 
 
 class Verification:
@@ -101,12 +106,13 @@ class Verification:
         is_broken = any(finding.outcome == "fails" for finding in self.findings)
         if ended.failure is None and not refused:
             self.findings.append(self._proof(recorded))
-            return None if is_broken else recorded
-        why = "an instance is at fault: correct it and verify again"
-        if not is_broken:
-            self.findings.append(fails(PROOF, str(ended.failure)))
-            why = "the iterations could not be trained"
-        self.findings += [not_tested(check, why) for check in (GRADIENTS, LOSSES, WEIGHTS, COMPLETION, RESUME, LOST)]
+        elif ended.failure is not None and not is_broken:
+            self.findings.append(fails(PROOF, _said(ended.failure)))
+        if all_hold(self.findings):
+            return recorded
+        why = "an instance is at fault" if is_broken else "the iterations could not be trained"
+        for check in (GRADIENTS, LOSSES, WEIGHTS, COMPLETION, RESUME, LOST):
+            self.findings.append(not_tested(check, f"{why}: correct that and verify again"))
         return None
 
     @property
@@ -144,7 +150,7 @@ class Verification:
     def _compare(self, recorded: Trained, ended: Ended, comparison: Comparison, names: Sequence[str]) -> list[Finding]:
         gradients, losses, weights = names
         if ended.failure is not None:
-            return [fails(name, str(ended.failure)) for name in names]
+            return [fails(name, _said(ended.failure)) for name in names]
         other, power = Trained.read(ended.run_dir), gradient_power(recorded)
         return [
             compared(gradients, power, lambda: comparison.figures(gradients, "grad_norm", recorded, other, 0.0)),
@@ -202,7 +208,7 @@ class Verification:
 
     def _same_run(self, check: str, said: str, ended: Ended, recorded: Trained) -> Finding:
         if ended.failure is not None:
-            return fails(check, str(ended.failure))
+            return fails(check, _said(ended.failure))
         run = Trained.read(ended.run_dir)
         return self._nearly.same_run(check, said, run, recorded, is_repeatable=self._scope.is_repeatable)
 

@@ -61,7 +61,8 @@ class Diagnosis:
     """What is wrong with an instance, if anything: `cause` is None where nothing is, or too few tokens tell.
 
     `score_sigmas` is the likelihood's score over its standard error; `temperature` the one that the tokens, or the
-    reported log-probs, are most likely of where it is not the config's.
+    reported log-probs, are most likely of where it is not the config's; `is_of_sampling`: the log-probs are right, and
+    the tokens were not drawn by them.
     """
 
     num_tokens: int
@@ -70,6 +71,12 @@ class Diagnosis:
     detail: str = ""
     score_sigmas: float | None = None
     temperature: float | None = None
+    is_of_sampling: bool = False
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there were enough tokens."""
+        return self.score_sigmas is not None
 
 
 def diagnose(
@@ -146,7 +153,7 @@ def _judge_sampling(found: Diagnosis, score: Score, temperature: float) -> Diagn
         f"samples as at temperature {likeliest:.3g}, or leaves tokens out (top_p, top_k), though it reports log-probs "
         f"of rollout.temperature {temperature:g}"
     )
-    return replace(found, cause="temperature", detail=said, temperature=likeliest)
+    return replace(found, cause="temperature", detail=said, temperature=likeliest, is_of_sampling=True)
 
 
 def fit_temperature(reported_N: torch.Tensor, score: Score, temperature: float) -> float:

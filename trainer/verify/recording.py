@@ -16,7 +16,7 @@ from async_rl.files import write_file
 from async_rl.ledger import gaps_by_instance
 from async_rl.loop import Rollouts, Window
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.proof.gap_limits import NoiseLimits
+from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.selection.finished_groups import FinishedGroups
 from async_rl.training_order import TrainingOrder
@@ -81,14 +81,15 @@ class Findings:
     def add(self, of_batch: Mapping[str, LogprobGaps], diagnoses: Mapping[str, Diagnosis]) -> None:
         for url, gaps in of_batch.items():
             self._gaps[url] = LogprobGaps.total([self._gaps.get(url, LogprobGaps()), gaps])
-        self._diagnoses |= {url: found for url, found in diagnoses.items() if not self._has_cause(url)}
+        self._diagnoses |= {url: found for url, found in diagnoses.items() if not self._stays(url, found)}
 
     def write(self) -> None:
         write_file(self._path, json.dumps({url: self._of(url) for url in self._gaps.keys() | self._diagnoses.keys()}))
 
-    def _has_cause(self, url: str) -> bool:
-        """An earlier cause stays: what follows it may be its consequence."""
-        return url in self._diagnoses and self._diagnoses[url].cause is not None
+    def _stays(self, url: str, found: Diagnosis) -> bool:
+        """Whether an earlier diagnosis stays: what follows a fault may be its consequence."""
+        earlier = self._diagnoses.get(url)
+        return earlier is not None and (earlier.cause is not None or (earlier.is_judged and not found.is_judged))
 
     def _of(self, url: str) -> dict[str, Any]:
         gaps = self._gaps.get(url, LogprobGaps())
@@ -96,7 +97,7 @@ class Findings:
         return {
             **gaps.figures(),
             "num_bad": gaps.num_bad,
-            "clipped_rms": gaps.clipped_rms,
+            "least_tokens": MIN_TOKENS,
             "largest_rms": 0.0 if self._limits.exact else self._limits.largest_rms(max(gaps.count, 1)),
             "excesses": self._limits.excesses(f"instance {url}", gaps),
             "diagnosis": asdict(diagnosis) if diagnosis is not None else None,
@@ -165,7 +166,7 @@ class RecordingRank:
         return self._rank.accumulate(window)
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
-        """Diagnoses the instances once, and again where log-probs exceed what noise explains."""
+        """Diagnoses the instances until all are judged, and again where log-probs exceed what noise explains."""
         gathered = self._rank.gather(rows)
         gaps = gaps_by_instance(gathered)
         exceeds = any(self._limits.excesses(url, own) for url, own in gaps.items())
@@ -173,7 +174,7 @@ class RecordingRank:
         # After the first step of several of a batch the weights are not those that sampled.
         if self._is_first_part and (exceeds or not self._is_diagnosed):
             diagnoses = self._diagnose(self._rollouts.groups)
-            self._is_diagnosed = True
+            self._is_diagnosed = all(found.is_judged for found in diagnoses.values())
         self._findings.add(gaps, diagnoses)
         if self._pool is not None:
             self._findings.write()

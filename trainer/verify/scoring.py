@@ -94,13 +94,15 @@ class Scorer:
 
     def _chosen(self, groups: Sequence[Group]) -> dict[str, list[Group]]:
         """For each instance some groups that it sampled alone, of all replicas."""
-        headers, tokens, logprobs = pack_groups(list(_some_of_each(groups)))
+        headers, tokens, logprobs = pack_groups(_some_of_each(groups))
         gathered = self._parallel.gather_json([headers, tokens.tolist(), logprobs.tolist()])
         by_instance: dict[str, list[Group]] = {}
         for its_headers, its_tokens, its_logprobs in gathered:
             packed = torch.tensor(its_tokens), torch.tensor(its_logprobs, dtype=torch.float64)
             for group in unpack_groups(its_headers, *packed):
-                by_instance.setdefault(_sampler(group) or MIXED, []).append(group)
+                url = _sampler(group)
+                assert url is not None, "only groups of one instance are chosen"
+                by_instance.setdefault(url, []).append(group)
         return {url: sorted(by_instance[url], key=lambda group: group.index) for url in sorted(by_instance)}
 
 
