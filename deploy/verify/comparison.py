@@ -150,8 +150,9 @@ def distance(first: Path, second: Path, start: str) -> dict[str, float]:
 
 def gradient_power(run: Trained) -> str | None:
     """Why equal gradients would prove nothing, if so: there are none, or no step uses them."""
-    norms = [record["grad_norm"] for record in run.metrics]
-    if norms and all(norm == 0.0 for norm in norms):
+    if not run.metrics:
+        return None
+    if all(record["grad_norm"] == 0.0 for record in run.metrics):
         return (
             "every gradient is 0, because the rewards of each group are all equal: take prompts on which responses "
             "differ, or more --iterations"
