@@ -3,6 +3,7 @@
 Exit codes: 0 all that was tested holds, 1 something does not, or a process failed, 2 a config that is not usable.
 """
 
+import os
 import shutil
 import sys
 import time
@@ -85,7 +86,14 @@ def make_directory(out: Path, config_path: Path) -> None:
 
 
 def verify(
-    config_path: Path, words: Sequence[str], out: Path | None, iterations: int, *, quick: bool, console: Console
+    config_path: Path,
+    words: Sequence[str],
+    out: Path | None,
+    iterations: int,
+    *,
+    quick: bool,
+    console: Console,
+    token: str | None = None,
 ) -> bool:
     """Verifies a config, and shows what was found; returns whether all that was tested holds.
 
@@ -108,7 +116,7 @@ def verify(
     make_directory(out, config_path)
     scope = Scope(config, iterations, quick, num_instances)
     with Deployment() as deployment:
-        stages = Stages(config_path, common, out, machine, ports, deployment)
+        stages = Stages(config_path, common, out, machine, ports, deployment, token)
         verification = Verification(stages, scope, lambda text: console.print(text, markup=False, highlight=False))
         verification.run()
     about = {
@@ -136,6 +144,7 @@ def main(argv: Sequence[str]) -> int:
             arguments.iterations,
             quick=arguments.quick,
             console=Console(),
+            token=os.environ.get("ASYNC_RL_TOKEN"),
         )
     except (Stopped, AsyncRLError) as end:
         return explain_end(end)

@@ -47,6 +47,7 @@ class Stages:
     Args:
         common: overrides of every stage, the user's own first.
         machine, ports: as for `plan`, of all stages.
+        token: bearer token of the instances, if they require one.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Stages:
         machine: Machine,
         ports: Sequence[int],
         deployment: Deployment,
+        token: str | None,
     ) -> None:
         self._config_path = config_path
         self._common = common
@@ -64,6 +66,7 @@ class Stages:
         self._machine = machine
         self._ports = ports
         self._deployment = deployment
+        self._token = token
         self._instances: list[Running] = []
         self._clients: list[HttpClient] = []
         self.urls: tuple[str, ...] = ()
@@ -80,7 +83,7 @@ class Stages:
         """
         the_plan = self._plan("instances")
         self.urls = the_plan.urls
-        self._clients = [HttpClient(url, SCRAPE_TIMEOUT_S) for url in self.urls]
+        self._clients = [HttpClient(url, SCRAPE_TIMEOUT_S, self._token) for url in self.urls]
         self._instances = [self._deployment.start(process) for process in the_plan.instances]
         for instance, url in zip(self._instances, self.urls, strict=True):
             wait_until_healthy(instance, url)

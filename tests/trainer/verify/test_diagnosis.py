@@ -149,7 +149,8 @@ def test_too_few_tokens_are_not_judged(draw: Draw) -> None:
 
 def test_a_certain_policy_has_no_temperature_and_no_division_by_zero(draw: Draw) -> None:
     policy = draw()
-    policy.head_VH *= 1e6
+    # So large that no two tokens of any row are as likely.
+    policy.head_VH *= 1e12
     policy.tokens_N1 = (policy.rows_NH @ policy.head_VH.T).argmax(-1, keepdim=True)
     found = diagnosed(policy, torch.zeros(NUM_TOKENS, dtype=torch.float64))
     assert found.cause is None and found.score_sigmas == 0.0
