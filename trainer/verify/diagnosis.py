@@ -33,7 +33,7 @@ FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
 NUM_STEPS = 8
 LARGEST_STEP = 0.5
 STEP_OF_LOG = 0.05
-"""In ln T, for derivatives of y(T): the error of a larger one grows with its square, that of a smaller one by rounding."""
+"""In ln T, for derivatives of y(T): the error of a larger one grows with its square, a smaller one's is rounding."""
 
 SIGMAS = 6.0
 """Of the likelihood's score: one batch in 10^9."""
