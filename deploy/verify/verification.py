@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.config.sections import Config
-from async_rl.errors import ProcessFailed
+from async_rl.errors import OnPolicyViolation, ProcessFailed
 from deploy.cluster.process import Running
 from deploy.verify.comparison import Comparison, Trained, compared, gradient_power
 from deploy.verify.findings import Finding, all_hold, fails, holds, not_tested
 from deploy.verify.instances import judge_canary, judge_instances, read_json
 from deploy.verify.stages import CAN_KILL, Ended, Stages, has_checkpoint, kill, num_trained
 
-PROOF = "on-policy proof"
+TRAINING, PROOF = "training", "on-policy proof"
 GRADIENTS, LOSSES, WEIGHTS = "gradient norms", "losses", "weights"
 COMPLETION = "in order of completion"
 RESUME, LOST = "resume after kill -9", "one instance lost"
@@ -107,7 +107,8 @@ class Verification:
         if ended.failure is None and not refused:
             self.findings.append(self._proof(recorded))
         elif ended.failure is not None and not is_broken:
-            self.findings.append(fails(PROOF, _said(ended.failure)))
+            check = PROOF if ended.failure.cause == OnPolicyViolation.__name__ else TRAINING
+            self.findings.append(fails(check, _said(ended.failure)))
         if all_hold(self.findings):
             return recorded
         why = "an instance is at fault" if is_broken else "the iterations could not be trained"
