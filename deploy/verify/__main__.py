@@ -23,7 +23,7 @@ from deploy.local.processes import Deployment
 from deploy.local.run import require_startable
 from deploy.verify.findings import all_hold
 from deploy.verify.report import show, write_report
-from deploy.verify.stages import Stages
+from deploy.verify.stages import INSTANCES, Stages
 from deploy.verify.verification import Scope, Verification
 
 MARK = "verify.json"
@@ -110,7 +110,7 @@ def verify(
     if not quick and config.trainer.device == "cpu":
         num_instances = max(num_instances, NUM_WITH_SPARE)
     common = common_overrides(config, words, out, iterations, num_instances)
-    as_run = load_config(config_path, [*common, f"--run.dir={out / 'periodic'}"])
+    as_run = load_config(config_path, [*common, f"--run.dir={out / INSTANCES}"])
     machine, ports = this_machine(config.trainer.device), free_ports(num_ports(as_run))
     require_startable("async-rl verify", as_run, plan(config_path, as_run, common, machine=machine, ports=ports))
     make_directory(out, config_path)

@@ -26,6 +26,9 @@ from deploy.local.run import wait_until_healthy
 
 CAN_KILL = sys.platform == "linux"
 
+INSTANCES = "instances"
+"""The folder of their logs, which never holds the records of a run."""
+
 WATCH_S = 0.01
 """An iteration of the smallest models takes a tenth of a second."""
 
@@ -81,7 +84,7 @@ class Stages:
         Raises:
             ProcessFailed: one did not become healthy.
         """
-        the_plan = self._plan("instances")
+        the_plan = self._plan(INSTANCES)
         self.urls = the_plan.urls
         self._clients = [HttpClient(url, SCRAPE_TIMEOUT_S, self._token) for url in self.urls]
         self._instances = [self._deployment.start(process) for process in the_plan.instances]

@@ -77,6 +77,16 @@ def test_bad_input_ends_with_code_2_before_a_folder_is_made(
     assert not run.dir.with_name("run-verify").exists()
 
 
+def test_the_records_of_an_earlier_verification_are_no_obstacle(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run.dir.with_name("run-verify")
+    (out / "periodic").mkdir(parents=True)
+    (out / "periodic" / "metrics.jsonl").write_text("{}\n")
+    assert main([str(run.config)]) == 2
+    said = capsys.readouterr().err
+    assert "no-model" in said and "holds the records" not in said
+    assert (out / "periodic").exists(), "nothing is removed for a config that is not usable"
+
+
 def test_findings_are_lines_without_a_terminal_and_a_table_in_one() -> None:
     plain, terminal = Console(file=io.StringIO()), Console(file=io.StringIO(), force_terminal=True, width=200)
     for console in (plain, terminal):
