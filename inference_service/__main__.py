@@ -17,6 +17,7 @@ from typing import NoReturn
 from async_rl.errors import ConfigError, FleetLost, ProcessFailed
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import report_failure
+from async_rl.programs.loading import loading
 from inference_service.options import TOKEN_VARIABLE, Options, parse_options, require_checkpoint
 from inference_service.vllm.server import serve_vllm
 from inference_service.vllm.versions import find_vllm
@@ -45,7 +46,8 @@ def main() -> int:
             # that.
             # An exception amid an import may be swallowed, or leave half a module to be used.
             _end_by(_end_at_once)
-            server = importlib.import_module("inference_service.server")
+            with loading():
+                server = importlib.import_module("inference_service.server")
             _end_by(_end)
             server.serve(options, listener, os.environ.get(TOKEN_VARIABLE) or None)
     except (ConfigError, FleetLost, ProcessFailed) as error:

@@ -24,6 +24,7 @@ from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import VARIABLE, report_failure, report_unnamed_failure
+from async_rl.programs.loading import loading
 from trainer.process_end import end_now, end_with_torchrun, exit_code_of
 from trainer.stop_signal import StopSignal
 
@@ -105,8 +106,9 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
     """Trains to the end and saves the model to `run.dir`/model."""
     with training_ranks(config, stop) as (parallel, ending):
         # See `training_ranks`.
-        from async_rl.loop import train
-        from trainer.session import open_session
+        with loading():
+            from async_rl.loop import train
+            from trainer.session import open_session
 
         with open_session(config, parallel, token, ending=ending) as session:
             with ending.saving(session.saving.save_last):
@@ -127,13 +129,14 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
 def training_ranks(config: Config, stop: StopSignal) -> "Iterator[tuple[Parallel, Ending]]":
     """Joins the other ranks, and leaves them at exit."""
     # Imported after the config was validated, so that a typo is reported without loading torch and Megatron.
-    from trainer.devices import choose_device
+    with loading():
+        from trainer.devices import choose_device
 
-    device = choose_device(config.trainer.device, config.train.exact)
-    # On an NPU, MindSpeed must be loaded before Megatron.
-    from trainer.ending import Ending
-    from trainer.lifeline import Lifeline
-    from trainer.parallel import init_parallel
+        device = choose_device(config.trainer.device, config.train.exact)
+        # On an NPU, MindSpeed must be loaded before Megatron.
+        from trainer.ending import Ending
+        from trainer.lifeline import Lifeline
+        from trainer.parallel import init_parallel
 
     parallel = init_parallel(device, config.run.seed, config.trainer)
     lifeline = Lifeline(parallel, config.trainer.lost_after_s, end_now)

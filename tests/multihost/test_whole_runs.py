@@ -74,7 +74,10 @@ def test_two_replicas_with_an_instance_that_joins_late_and_one_that_is_cut_off_f
     proofs = run.lines("ledger.jsonl")
     require_proven(proofs, 4)
     first, *_, last = (proof["logprob_gaps"]["instances"] for proof in proofs)
-    assert len(first) == 2 and len(last) == 3, (first, last, several.said())
+    # Whether the first batch had one or both of the early ones depends on which of them had registered by then.
+    late = hosts["late"].addresses["data"]
+    assert first and not any(late in url for url in first), (first, several.said())
+    assert len(last) == 3, (last, several.said())
     several.close()
     assert_same_run(run, on_one_host(tmp_path / "one", tiny_model("qwen3", tied=True), overrides))
 

@@ -61,7 +61,8 @@ def test_advantages_and_returns_equal_a_loop_over_each_response(
         expected = in_a_loop(rewards, values_N[own].tolist(), gamma, gae_lambda)
         assert rewards_N[own].tolist() == pytest.approx(rewards, rel=1e-12, abs=1e-12)
         assert advantages_N[own].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
-        assert returns_N[own].tolist() == pytest.approx((torch.tensor(expected) + values_N[own]).tolist(), abs=1e-6)
+        returns = [advantage + value for advantage, value in zip(expected, values_N[own].tolist(), strict=True)]
+        assert returns_N[own].tolist() == pytest.approx(returns, rel=1e-12, abs=1e-12)
         start += length
 
 
