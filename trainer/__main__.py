@@ -12,8 +12,10 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
@@ -26,10 +28,18 @@ from async_rl.programs.loading import loading
 from trainer.process_end import end_now, end_with_torchrun, exit_code_of
 from trainer.stop_signal import StopSignal
 
+if TYPE_CHECKING:
+    from trainer.ending import Ending
+    from trainer.parallel import Parallel
+
 log = logging.getLogger("trainer")
 
+Work = Callable[[Config, str | None, StopSignal], None]
+"""(config, bearer token of the instances, what tells this rank to end): what a rank does."""
 
-def main(arguments: list[str]) -> int:
+
+def main(arguments: list[str], work: Work | None = None) -> int:
+    """Reads the config and does `work`, by default `run`; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     end_with_torchrun()
     stop = StopSignal(_report_stop)
@@ -44,7 +54,7 @@ def main(arguments: list[str]) -> int:
         # `async-rl run` has already checked; of the ranks that a user's torchrun started, one check is enough.
         if VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
             require_sound(config, trains=True, serves=False)
-        run(config, os.environ.get("ASYNC_RL_TOKEN"), stop)
+        (work or run)(config, os.environ.get("ASYNC_RL_TOKEN"), stop)
     except RunStopped as error:
         report_failure(error, os.environ)
         log.error("RunStopped: %s", error)
@@ -94,22 +104,12 @@ def make_parser() -> Parser:
 
 def run(config: Config, token: str | None, stop: StopSignal) -> None:
     """Trains to the end and saves the model to `run.dir`/model."""
-    # Imported after the config was validated, so that a typo is reported without loading torch and Megatron.
-    with loading():
-        from async_rl.loop import train
-        from trainer.devices import choose_device
+    with training_ranks(config, stop) as (parallel, ending):
+        # See `training_ranks`.
+        with loading():
+            from async_rl.loop import train
+            from trainer.session import open_session
 
-        device = choose_device(config.trainer.device, config.train.exact)
-        # On an NPU, MindSpeed must be loaded before Megatron.
-        from trainer.ending import Ending
-        from trainer.lifeline import Lifeline
-        from trainer.parallel import init_parallel
-        from trainer.session import open_session
-
-    parallel = init_parallel(device, config.run.seed, config.trainer)
-    lifeline = Lifeline(parallel, config.trainer.lost_after_s, end_now)
-    ending = Ending(parallel, stop, config.checkpoint.grace_s)
-    try:
         with open_session(config, parallel, token, ending=ending) as session:
             with ending.saving(session.saving.save_last):
                 train(
@@ -123,16 +123,36 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
                     session.saving.after_iteration,
                 )
             session.megatron.save_hf(config.run.dir / "model")
+
+
+@contextmanager
+def training_ranks(config: Config, stop: StopSignal) -> "Iterator[tuple[Parallel, Ending]]":
+    """Joins the other ranks, and leaves them at exit."""
+    # Imported after the config was validated, so that a typo is reported without loading torch and Megatron.
+    with loading():
+        from trainer.devices import choose_device
+
+        device = choose_device(config.trainer.device, config.train.exact)
+        # On an NPU, MindSpeed must be loaded before Megatron.
+        from trainer.ending import Ending
+        from trainer.lifeline import Lifeline
+        from trainer.parallel import init_parallel
+
+    parallel = init_parallel(device, config.run.seed, config.trainer)
+    lifeline = Lifeline(parallel, config.trainer.lost_after_s, end_now)
+    ending = Ending(parallel, stop, config.checkpoint.grace_s)
+    try:
+        yield parallel, ending
     finally:
         lifeline.close()
         parallel.close()
         ending.close()
 
 
-def run_process(arguments: list[str]) -> NoReturn:
+def run_process(arguments: list[str], work: Work | None = None) -> NoReturn:
     """Runs `main` and ends this process without joining threads; everything that needs closing is closed by then."""
     try:
-        code: object = main(arguments)
+        code: object = main(arguments, work)
     except SystemExit as end:
         code = end.code
     except BaseException as error:

@@ -61,6 +61,10 @@ class Leader:
         closing.callback(lambda: self._loop.end(self._pool.close()))
         self._server: FleetServer | None = None
 
+    @property
+    def pool(self) -> InferencePool:
+        return self._pool
+
     def open_fleet(self) -> str:
         """Main rank: opens the fleet endpoint and starts the search for instances by DNS; returns the endpoint's URL.
 

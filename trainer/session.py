@@ -55,6 +55,8 @@ class Session:
     ledger: Ledger
     recorder: Recorder
     saving: Saving
+    pool: InferencePool | None
+    """A leader's."""
 
 
 @contextmanager
@@ -85,16 +87,7 @@ def open_session(
         reward = make_reward(config.reward)
         tokenizer = _load_tokenizer(config)
         prompts, contents = load_prompts_and_contents(config, parallel, tokenizer)
-        megatron = MegatronTrainer(
-            parallel,
-            config.trainer,
-            config.model,
-            config.rollout,
-            config.algorithm,
-            config.optimizer,
-            config.train,
-            config.critic,
-        )
+        megatron = MegatronTrainer.of(config, parallel)
         # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
         mine = [secrets.token_hex(4), lease.name, lease.term] if lease is not None else None
         run_id, lease_name, term = parallel.broadcast_json(mine)
@@ -149,9 +142,10 @@ def open_session(
             ),
             prompts,
             rollouts,
-            _make_ledger(config, parallel, require_lease),
+            make_ledger(config, parallel, require_lease),
             recorder,
             saving,
+            side.pool if side else None,
         )
 
 
@@ -186,7 +180,7 @@ def _make_recorder(
     )
 
 
-def _make_ledger(config: Config, parallel: Parallel, require_lease: Callable[[], None]) -> Ledger:
+def make_ledger(config: Config, parallel: Parallel, require_lease: Callable[[], None] = lambda: None) -> Ledger:
     """Checks on every rank, and writes on the main rank."""
     path = config.run.dir / "ledger.jsonl" if parallel.is_main else None
     limits = noise_limits(config.train, config.model.dtype)

@@ -20,6 +20,7 @@ from async_rl.algorithms import Rollouts, Totals, make_algorithm
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.critic_section import NO_CRITIC, CriticSection
 from async_rl.config.sections import (
+    Config,
     ModelSection,
     OptimizerSection,
     RolloutSection,
@@ -109,6 +110,12 @@ class MegatronTrainer:
         self._feed = GroupFeed(parallel, section)
         self._totals: Totals | None = None
         self._sums = LossSums(self._algorithm, algorithm.old_policy, noise_limits(train, model.dtype).clip)
+
+    @classmethod
+    def of(cls, config: Config, parallel: Parallel) -> "MegatronTrainer":
+        """The trainer of a run; raises what the constructor does."""
+        sections = (config.trainer, config.model, config.rollout, config.algorithm, config.optimizer, config.train)
+        return cls(parallel, *sections, config.critic)
 
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
         """See `GroupFeed.windows`. The first comes when all groups have, if the algorithm needs the batch's totals."""

@@ -84,7 +84,7 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
     missing = list(map(str, find_missing_files(config)))
     warnings += [f"the run cannot start yet: {message}" for message in missing]
     if not elsewhere:
-        _tried(errors, lambda: require_packages(config))
+        _tried(errors, lambda: require_packages("async-rl run", config))
     # The other checks may need these packages.
     for fault in [] if errors else find_faults(config, trains=True, serves=True, is_whole=False):
         if elsewhere and fault.is_of_place:

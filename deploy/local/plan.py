@@ -35,7 +35,13 @@ def num_ports(config: Config) -> int:
 
 
 def plan(
-    config_path: Path, config: Config, overrides: Sequence[str], *, machine: Machine, ports: Sequence[int]
+    config_path: Path,
+    config: Config,
+    overrides: Sequence[str],
+    *,
+    machine: Machine,
+    ports: Sequence[int],
+    program: Sequence[str] = ("trainer",),
 ) -> Plan:
     """The processes of a run on one host.
 
@@ -45,6 +51,7 @@ def plan(
         overrides: the `--section.key=value` words it was loaded with, passed on to the trainer.
         machine: cores and devices to share among the processes.
         ports: `num_ports(config)` free TCP ports of the loopback interface.
+        program: the module that the training ranks run, and its first arguments.
 
     Raises:
         ConfigError: `pool.instances` is set (instances run elsewhere), the trainer needs several hosts, or the machine
@@ -63,7 +70,7 @@ def plan(
     _require_engine_for_device(config)
     shares, trainer_share = share_out(config, machine)
     instances, urls = _instances(config, shares, ports)
-    return Plan(instances, _trainer(config_path, config, overrides, urls, trainer_share), urls)
+    return Plan(instances, _trainer(config_path, config, overrides, urls, trainer_share, program), urls)
 
 
 def plan_instances(
@@ -143,13 +150,14 @@ def _trainer(
     overrides: Sequence[str],
     urls: Sequence[str],
     share: Share,
+    program: Sequence[str],
 ) -> Process:
     argv = [
         *(sys.executable, "-m", "torch.distributed.run"),
         # torchrun chooses the port of its rendezvous itself, so no other process can take it in between.
         *("--standalone", "--local-addr", HOST, "--nproc-per-node", str(config.trainer.num_local_ranks)),
         *("--shutdown-timeout", str(math.ceil(config.checkpoint.grace_s + GRACE_S))),
-        *("-m", "trainer", str(config_path), *overrides),
+        *("-m", *program, str(config_path), *overrides),
         *("--pool.instances", json.dumps(list(urls))),
     ]
     # The trainer ends by itself within its own grace time; torchrun waits longer, and the launcher longest.

@@ -92,7 +92,7 @@ def run_config(
         RestartsExhausted: the trainer failed more often than `cluster.max_restarts` without progress.
     """
     this_plan = make_plan(config_path, config, overrides)
-    require_startable(config, this_plan)
+    require_startable("async-rl run", config, this_plan)
     with make_run_view(console, config.run.dir, token) as view, Deployment() as deployment:
         instances = [deployment.start(process) for process in this_plan.instances]
         for instance, url in zip(instances, this_plan.urls, strict=True):

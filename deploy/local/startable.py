@@ -29,26 +29,26 @@ def make_plan(config_path: Path, config: Config, overrides: Sequence[str]) -> Pl
     return plan(config_path, config, overrides, machine=machine, ports=free_ports(num_ports(config)))
 
 
-def require_startable(config: Config, this_plan: Plan) -> None:
-    """Checks packages, config and engine.
+def require_startable(program: str, config: Config, this_plan: Plan) -> None:
+    """Checks packages, config and engine of a run that `program` starts.
 
     Raises:
         ConfigError: one of them cannot be used.
     """
-    require_packages(config)
+    require_packages(program, config)
     require_sound(config, trains=True, serves=True)
     require_engine(config, this_plan.instances[0])
 
 
-def require_packages(config: Config) -> None:
-    """Checks that this interpreter has what trainer and instances of a config import.
+def require_packages(program: str, config: Config) -> None:
+    """Checks that this interpreter has what trainer and instances of a config import, for a run of `program`.
 
     Raises:
         ConfigError: it does not.
     """
     # inference.python may be another interpreter, with other packages.
     serves_itself = config.inference.engine == "transformers" and config.inference.python is None
-    require_extras("async-rl run", "trainer", *(("serve",) if serves_itself else ()), *config.tracking.extras)
+    require_extras(program, "trainer", *(("serve",) if serves_itself else ()), *config.tracking.extras)
 
 
 def require_engine(config: Config, instance: Process) -> None:

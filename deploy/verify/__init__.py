@@ -1,0 +1,1 @@
+"""`async-rl verify`: shows on a user's own set-up that training beside generation equals training after it."""

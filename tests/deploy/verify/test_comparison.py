@@ -1,0 +1,133 @@
+"""Two runs compared by their records and models: equal, within a bound, beyond it, and where nothing can be said."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deploy.verify.comparison import Comparison, Trained, compared, gradient_power
+from deploy.verify.findings import Finding, all_hold, fails, holds, not_tested
+
+EXACTLY = Comparison(2, "float32", "start", demands_bits=True)
+NEARLY = Comparison(2, "float32", "start", demands_bits=False)
+
+
+def trained(
+    norms: Sequence[float | None] = (1.0, 2.0),
+    samples: Sequence[Sequence[str]] = (("a", "b"), ("c", "d")),
+    model: Path = Path("none"),
+    on_policy: bool = True,
+    learning_rate: float = 1e-3,
+) -> Trained:
+    metrics = [
+        {"iteration": i, "grad_norm": norm, "loss": norm, "learning_rate": learning_rate}
+        for i, norm in enumerate(norms)
+    ]
+    ledger = [{"iteration": i, "on_policy": on_policy, "samples": "".join(each)} for i, each in enumerate(samples)]
+    groups = [{"iteration": i, "index": j, "samples": s} for i, each in enumerate(samples) for j, s in enumerate(each)]
+    return Trained(metrics, ledger, groups, model)
+
+
+def norms_of(comparison: Comparison, run: Trained, other: Trained) -> Finding:
+    return comparison.figures("norms", "grad_norm", run, other, 0.0)
+
+
+def save_model(path: Path, *values: float) -> Path:
+    path.mkdir()
+    save_file({"w": torch.tensor(values)}, path / "model.safetensors")
+    return path
+
+
+def test_equal_figures_hold_and_one_bit_fails_where_bits_are_demanded() -> None:
+    near = trained((1.0, 2.0 + 2**-51))
+    assert norms_of(EXACTLY, trained(), trained()).outcome == "holds"
+    assert norms_of(EXACTLY, trained(), near).outcome == "fails"
+    found = norms_of(NEARLY, trained(), near)
+    assert found.outcome == "holds" and found.bound == "0.0001"
+
+
+def test_figures_beyond_the_bound_fail() -> None:
+    assert norms_of(NEARLY, trained(), trained((1.0, 2.001))).outcome == "fails"
+    assert norms_of(NEARLY, trained(), trained((1.0, 0.0))).outcome == "fails"
+
+
+def test_losses_that_cancel_out_are_compared_absolutely() -> None:
+    run, other = trained((1e-9, 0.0)), trained((2e-9, -1e-9))
+    assert NEARLY.figures("loss", "loss", run, other, 1.0).outcome == "holds"
+    assert norms_of(NEARLY, run, other).outcome == "fails"
+
+
+@pytest.mark.parametrize("norms", [(1.0,), (1.0, None), ()])
+def test_missing_iterations_and_figures_that_are_not_finite_fail_also_where_both_runs_have_them(
+    norms: Sequence[float | None],
+) -> None:
+    assert norms_of(NEARLY, trained(norms), trained(norms)).outcome == "fails"
+
+
+def test_gradients_that_are_zero_or_unused_prove_nothing() -> None:
+    assert "every gradient is 0" in str(gradient_power(trained((0.0, 0.0))))
+    assert "learning rate is 0" in str(gradient_power(trained(learning_rate=0.0)))
+    assert gradient_power(trained((0.0, 1.0))) is None
+    assert gradient_power(trained(())) is None
+    power = gradient_power(trained((0.0, 0.0)))
+    assert compared("norms", power, lambda: holds("norms", "equal")).outcome == "not tested"
+
+
+def test_models_that_are_byte_for_byte_equal_hold_without_being_read(tmp_path: Path) -> None:
+    run, other = (trained(model=save_model(tmp_path / name, 1.0, 2.0)) for name in ("a", "b"))
+    assert EXACTLY.weights("weights", run, other).bound == "equal bit for bit"
+    assert EXACTLY.weights("weights", run, trained()).outcome == "fails", "there is no other model"
+
+
+@pytest.mark.distributed
+def test_models_that_differ_are_measured_against_what_training_changed(
+    tmp_path: Path,
+) -> None:
+    (save_model(tmp_path / "start", 0.0, 0.0) / "config.json").write_text("{}")
+    run = trained(model=save_model(tmp_path / "a", 1.0, 1.0))
+    near = trained(model=save_model(tmp_path / "b", 1.0, 1.001))
+    comparison = Comparison(2, "float32", str(tmp_path / "start"), demands_bits=False)
+    found = comparison.weights("weights", run, near)
+    assert found.outcome == "holds" and "1 of 2 weights differ" in found.shown
+    (tmp_path / "b" / "model.safetensors").unlink()
+    save_file({"w": torch.tensor([1.0, 1.2])}, tmp_path / "b" / "model.safetensors")
+    assert comparison.weights("weights", run, near).outcome == "fails"
+
+
+def test_a_run_with_a_fault_has_to_be_proven_and_to_have_the_same_samples_and_weights(tmp_path: Path) -> None:
+    run, other = (trained(model=save_model(tmp_path / name, 1.0)) for name in ("a", "b"))
+    assert NEARLY.same_run("lost", "hit", run, other, is_repeatable=True).outcome == "holds"
+    unproven = trained(on_policy=False)
+    assert NEARLY.same_run("lost", "hit", unproven, other, is_repeatable=True).outcome == "fails"
+    assert NEARLY.same_run("lost", "hit", trained((1.0,)), other, is_repeatable=False).outcome == "fails"
+    others = trained(samples=(("a", "x"), ("y", "z")))
+    found = NEARLY.same_run("lost", "hit", others, other, is_repeatable=False)
+    assert found.outcome == "holds" and "not compared" in found.shown
+
+
+def test_one_group_that_rounding_may_have_changed_is_no_verdict_and_many_are_a_fault() -> None:
+    run = trained(samples=(("a", "b"), ("c", "d")))
+    one = trained(samples=(("a", "b"), ("c", "x")))
+    assert NEARLY.same_run("lost", "hit", one, run, is_repeatable=True).outcome == "not tested"
+    both = trained(samples=(("a", "b"), ("x", "y")))
+    assert NEARLY.same_run("lost", "hit", both, run, is_repeatable=True).outcome == "fails"
+
+
+def test_broken_records_are_left_out_and_a_run_without_any_is_not_proven(tmp_path: Path) -> None:
+    assert not Trained.read(tmp_path).is_proven(1)
+    record: dict[str, Any] = {"iteration": 0, "grad_norm": 1.0, "on_policy": True}
+    for name in ("metrics", "ledger"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n" + '{"iteration": 1, "gr')
+    read = Trained.read(tmp_path)
+    assert read.is_proven(1) and not read.is_proven(2)
+
+
+def test_only_what_was_tested_counts_and_nothing_tested_is_no_success() -> None:
+    assert not all_hold([])
+    assert not all_hold([not_tested("a", "why")])
+    assert all_hold([holds("a", ""), not_tested("b", "why")])
+    assert not all_hold([holds("a", ""), fails("b", "why")])

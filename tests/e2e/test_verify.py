@@ -1,0 +1,87 @@
+"""`async-rl verify` on real parts: a sound set-up holds in every check, and each broken instance is named."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.broken_instance import broken_python, faults_by_url
+from tests.support.local_run import Run, command_of
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+TIME_LIMIT_S = 840.0
+"""A minute on two idle cores."""
+
+
+def verify(run: Run, *words: str) -> tuple[int, dict[str, Any], str]:
+    """The exit code, `verify.json`, and what was printed."""
+    out = run.dir.with_name("verified")
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.verify", str(run.config), "--out", str(out), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+    )
+    report = out / "verify.json"
+    return done.returncode, json.loads(report.read_text()) if report.exists() else {}, done.stdout + done.stderr
+
+
+def test_a_sound_set_up_holds_in_every_check_and_leaves_no_process(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    run = Run(tmp_path, tiny_model("qwen3", tied=True))
+    # Two instances share 24 groups: each has the tokens that a judgement needs.
+    code, report, said = verify(run, "--prompts.prompts_per_batch=24", "--train.order=prompt")
+    assert code == 0 and report["holds"], said
+    outcomes = {(f["check"], f["subject"]): f["outcome"] for f in report["findings"]}
+    assert set(outcomes.values()) == {"holds"}, said
+    assert {check for check, _ in outcomes} == {
+        *("loading canary", "log-probs", "sampling", "on-policy proof"),
+        *("gradient norms", "losses", "weights", "resume after kill -9", "one instance lost"),
+    }
+    assert {subject for _, subject in outcomes} == {None, *report["instances"]}
+    bounds = {f["check"]: f["bound"] for f in report["findings"]}
+    exact = ("gradient norms", "losses", "weights", "resume after kill -9", "one instance lost")
+    assert {bounds[check] for check in exact} == {"equal bit for bit"}, said
+    assert not [p for p in psutil.process_iter() if str(tmp_path) in " ".join(command_of(p))]
+
+
+EXPECTED = {
+    "temperature": ("log-probs", "wrong temperature"),
+    "weights": ("log-probs", "other weights"),
+    "dtype": ("log-probs", "other dtype"),
+    "head": ("loading canary", "stale head"),
+}
+
+
+def test_each_broken_instance_is_named_by_its_fault_also_by_two_replicas(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    run = Run(tmp_path, tiny_model("qwen3", tied=True))
+    python = broken_python(tmp_path / "broken", list(EXPECTED))
+    code, report, said = verify(
+        run,
+        *("--quick", "--iterations=1", f"--inference.python={python}", f"--inference.num_instances={len(EXPECTED)}"),
+        *("--prompts.prompts_per_batch=40", "--rollout.responses_per_prompt=5", "--trainer.num_processes=2"),
+    )
+    assert code == 1 and not report["holds"], said
+    causes: dict[str, set[tuple[str, str]]] = {}
+    for finding in report["findings"]:
+        if finding["outcome"] == "fails":
+            causes.setdefault(finding["subject"], set()).add((finding["check"], finding["cause"]))
+    faults = faults_by_url(tmp_path / "broken")
+    assert set(faults.values()) == set(EXPECTED) and causes.keys() == faults.keys(), said
+    for url, fault in faults.items():
+        assert EXPECTED[fault] in causes[url], (fault, said)
+        assert {cause for _, cause in causes[url]} == {EXPECTED[fault][1]}, (fault, said)
+    untested = {f["check"] for f in report["findings"] if f["outcome"] == "not tested" and f["subject"] is None}
+    assert {"gradient norms", "weights", "one instance lost"} <= untested
