@@ -1,4 +1,4 @@
-"""The tutorials' files and commands work as written, one page after the other: they are taken from the pages and run."""
+"""The tutorials' files and commands work as written, page after page: they are taken from the pages and run."""
 
 import json
 import os

@@ -13,9 +13,9 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 SHOWN_WHOLE = [
-    ("README.md", "json", "first_run/rows.jsonl"),
-    ("README.md", "python", "first_run/reward.py"),
-    ("README.md", "toml", "first_run/run.toml"),
+    ("docs/getting_started.md", "json", "first_run/rows.jsonl"),
+    ("docs/getting_started.md", "python", "first_run/reward.py"),
+    ("docs/getting_started.md", "toml", "first_run/run.toml"),
     ("docs/rewards.md", "python", "rewards/exact.py"),
     ("docs/algorithms.md", "python", "algorithm/my_algorithm.py"),
     ("docs/data.md", "python", "mixture/programs.py"),

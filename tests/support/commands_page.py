@@ -15,7 +15,7 @@ from tests.support import ROOT
 
 PAGE = ROOT / "docs" / "commands.md"
 
-HEADER = f"""# Commands
+HEADER = """# Commands
 
 What each command says of itself: `async-rl COMMAND --help`. This page is written from it by
 `python -m tests.support.commands_page`. Exit codes are in [troubleshooting.md](troubleshooting.md#exit-codes).
@@ -23,7 +23,7 @@ What each command says of itself: `async-rl COMMAND --help`. This page is writte
 Where a command takes `--section.key VALUE`, each key of [configuration.md](configuration.md) is an option.
 
 ```
-{{usage}}
+{usage}
 ```
 """
 
