@@ -32,10 +32,10 @@ def test_the_three_pages_lead_to_a_run_that_is_proven(tmp_path: Path) -> None:
     said = [run_in(tmp_path, block("sh", page)) for page in range(3)]
     assert said[0].strip() == re.findall(r"It prints `(.*)`\.", PAGES[0])[0]
     assert "trainer" in said[1] and "reward.py" not in said[1], "the processes, and no complaint"
+    assert "2 of 2 iterations" in said[2], "what status says"
     proof = json.loads(said[2].splitlines()[-1])
     assert proof["on_policy"] and (proof["num_responses"], proof["num_branches"]) == (8, 0)
     assert 8 < proof["num_turns"] <= 16, "wrong first attempts were answered"
-    # Easy rows come first: the two held out are of either level, so the first batch needs not be of level 1 alone.
     run_dir = tmp_path / "runs" / "tutorial"
     assert len((run_dir / "ledger.jsonl").read_text().splitlines()) == 2
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
