@@ -70,7 +70,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(MKDOCS) build --strict --quiet
+	$(MKDOCS) build --strict
 	test ! -x $(BIN)/hadolint || $(BIN)/hadolint deploy/docker/*Dockerfile
 
 # The site of docs/, in build/site.

@@ -1,7 +1,7 @@
 """Hook of mkdocs (mkdocs.yml): what a reader of the site sees instead of links that are made for a code host.
 
-Links that leave docs/ become the path that they name, since the site has only docs/; tests/test_docs.py checks that each
-of them leads somewhere. Links whose label is the name of a page get its title in the navigation.
+Links that leave docs/ become the path that they name, since the site has only docs/; tests/test_docs.py checks that
+each of them leads somewhere. Links whose label is the name of a page get its title in the navigation.
 """
 
 import posixpath
