@@ -14,26 +14,28 @@ limit, `close`), or by a failure of the pool, which is the run's and stands in `
 import asyncio
 import itertools
 import logging
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from async_rl.config.prompts_section import MAX_STOPS
 from async_rl.config.sections import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.errors import AsyncRLError, InstanceRefused
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
+from async_rl.rollout.generations import Generation, Generations
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
 from async_rl.rollout.recorder import Conversation, Recorder, Request, TurnNode
-from async_rl.rollout.rendering import ParsedCall, Renderer
+from async_rl.rollout.rendering import Renderer
 from async_rl.rollout.sampling import max_tokens_of, stop_tokens_of, stops_of, until_stop
 from async_rl.rollout.trajectory import Trajectory, with_texts
 from async_rl.rollout.turn import Limit, LimitReached, SessionClosed, Turn
+from async_rl.rollout.turn_limits import Limits, Used
+from async_rl.rollout.turn_message import parsed_message, plain_message
+from async_rl.rollout.turn_request import require_well_formed
 from async_rl.rollout.turnstile import Turnstile
 from async_rl.seeds import turn_seed
 from async_rl.types import Prompt, Response, WeightVersion, digest_of
@@ -41,8 +43,6 @@ from async_rl.types import Prompt, Response, WeightVersion, digest_of
 __all__ = ["InvalidRequest", "LimitReached", "NothingSampled", "RolloutSession", "SessionClosed", "Sessions", "Turn"]
 
 log = logging.getLogger(__name__)
-
-MAX_TOKEN_ID = 2**31
 
 
 class NothingSampled(Exception):
@@ -81,24 +81,6 @@ class Sessions:
         return RolloutSession(self, prompt, version, seed, name, expected_tokens, earlier)
 
 
-@dataclass(eq=False)
-class _Generation:
-    """A turn that is being sampled, the `number`th one of its rollout; several identical requests may wait for it."""
-
-    number: int
-    request: Request
-    digest: str
-    occurrence: int
-    max_tokens: int
-    cut_by: Limit | None
-    tools: Sequence[Tool] | None
-    stop: tuple[str, ...]
-    request_id: str | None
-    task: "asyncio.Task[tuple[Response, dict[str, Any]]]" = field(init=False)
-    num_waiting: int = 0
-    turn: Turn | None = None
-
-
 class RolloutSession:
     """The turns of one rollout; made by `Sessions.open`."""
 
@@ -119,12 +101,10 @@ class RolloutSession:
         self._name = name
         self._expected_tokens = expected_tokens
         self._recorder = Recorder(shared.renderer)
-        self._delivered: WeakKeyDictionary[Turn, tuple[_Generation, TurnNode]] = WeakKeyDictionary()
+        self._delivered: WeakKeyDictionary[Turn, tuple[Generation, TurnNode]] = WeakKeyDictionary()
         self._arrived: list[TurnNode] = []
         """The delivered turns, in the order of delivery."""
-        self._occurrences: dict[str, set[int]] = {}
-        self._running: list[_Generation] = []
-        self._by_request: dict[str | None, _Generation] = {}
+        self._generations = Generations()
         self._num_requests = itertools.count(1)
         self._num_turns = itertools.count(1)
         self._sampled: dict[tuple[Any, ...], Response] = {} if earlier is None else earlier._sampled
@@ -180,11 +160,11 @@ class RolloutSession:
             SessionClosed: the rollout has ended.
             AsyncRLError: the pool cannot serve it; `failed` has it, too.
         """
-        generation = self._by_request.get(request_id)
+        generation = self._generations.waited_for(request_id)
         if generation is None:
             self._require_room(num_known)
             async with self._shared.turnstile.entered():
-                generation = self._by_request.get(request_id)
+                generation = self._generations.waited_for(request_id)
                 if generation is None:
                     request = await self._request(messages, token_ids, tools, max_tokens, stop, num_known)
                     generation = self._begin(request, tools, max_tokens, stop, request_id, num_known)
@@ -197,19 +177,19 @@ class RolloutSession:
             del self._delivered[turn]
             self._recorder.remove(node)
             self._arrived.remove(node)
-            self._occurrences[generation.digest].discard(generation.occurrence)
+            self._generations.forget(generation)
 
     def stop(self, limit: Limit) -> None:
         """Ends the rollout at a limit: what runs and what follows gets a `LimitReached`."""
         self._stopped = limit
         self._reach(limit)
-        self._cancel()
+        self._generations.cancel()
 
     def close(self) -> None:
         """Ends what is still being sampled; it is not recorded. A second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._cancel()
+            self._generations.cancel()
 
     def finish(self, reward: float | None = None, turn_rewards: Sequence[float] = ()) -> Trajectory:
         """Closes the session and returns what the rollout has become; a limit makes it a truncated one.
@@ -247,20 +227,10 @@ class RolloutSession:
     ) -> Request:
         """What to sample after; for one who has entered the turnstile."""
         self._require_room(num_known)
-        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-            raise InvalidRequest(f"max_tokens is {max_tokens!r:.80}: expected a number from 1")
-        if (messages is None) == (token_ids is None):
-            raise InvalidRequest("generate takes either messages or token_ids")
-        if (
-            isinstance(stop, str)
-            or not isinstance(stop, Sequence)
-            or not all(isinstance(text, str) and text for text in stop)
-        ):
-            raise InvalidRequest(f"stop is {stop!r:.80}: expected a list of texts")
-        if len(stop) > MAX_STOPS:
-            raise InvalidRequest(f"stop has {len(stop)} texts: expected {MAX_STOPS} at most")
+        require_well_formed(messages, token_ids, max_tokens, stop)
         if messages is None:
-            return _plain_request(token_ids)
+            assert token_ids is not None, "one of both is given"
+            return Request(tuple(token_ids))
         try:
             conversation = Conversation.of(messages, tools)
             return await self._shared.turnstile.run(
@@ -277,23 +247,20 @@ class RolloutSession:
         stop: Sequence[str],
         request_id: str | None,
         num_known: int | None,
-    ) -> _Generation:
+    ) -> Generation:
         # Rendering may have taken its time.
         self._require_room(num_known)
         request = replace(request, base=self._recorder.base_of(request.context, self._prompt.token_ids))
         stop = tuple(dict.fromkeys((*stop, *stops_of(self._shared.rollout, self._prompt))))
         most, cut_by = self._allowance(len(request.context), max_tokens, num_known)
         digest = digest_of([array("q", request.context).tobytes()])
-        number, occurrence = next(self._num_turns), self._free_occurrence(digest)
-        generation = _Generation(number, request, digest, occurrence, most, cut_by, tools, stop, request_id)
+        number, occurrence = next(self._num_turns), self._generations.free_occurrence(digest)
+        generation = Generation(number, request, digest, occurrence, most, cut_by, tools, stop, request_id)
         generation.task = asyncio.create_task(self._answer(generation), name=f"turn of {self._name}")
-        self._occurrences[digest].add(generation.occurrence)
-        self._running.append(generation)
-        if request_id is not None:
-            self._by_request[request_id] = generation
+        self._generations.begin(generation)
         return generation
 
-    async def _wait_for(self, generation: _Generation) -> Turn:
+    async def _wait_for(self, generation: Generation) -> Turn:
         generation.num_waiting += 1
         try:
             response, message = await asyncio.shield(generation.task)
@@ -301,7 +268,7 @@ class RolloutSession:
         except BaseException:
             generation.num_waiting -= 1
             if not generation.num_waiting and generation.turn is None:
-                self._give_up(generation)
+                self._generations.give_up(generation)
             this_task = asyncio.current_task()
             if generation.task.cancelled() and not (this_task is not None and this_task.cancelling()):
                 # The session cancelled it, not the caller.
@@ -312,7 +279,7 @@ class RolloutSession:
             generation.turn = self._deliver(generation, response, message)
         return generation.turn
 
-    async def _answer(self, generation: _Generation) -> tuple[Response, dict[str, Any]]:
+    async def _answer(self, generation: Generation) -> tuple[Response, dict[str, Any]]:
         """What was sampled, and its message."""
         response = await self._sample(generation)
         turnstile = self._shared.turnstile
@@ -320,7 +287,7 @@ class RolloutSession:
             message = await turnstile.run(lambda: self._message(generation, response), len(response.token_ids))
             return response, message
 
-    async def _sample(self, generation: _Generation) -> Response:
+    async def _sample(self, generation: Generation) -> Response:
         shared, context, base = self._shared, generation.request.context, generation.request.base
         assert base is not None, "the base of a request is known when it begins"
         renders = generation.request.conversation is not None
@@ -357,9 +324,9 @@ class RolloutSession:
         self._sampled[asked] = response
         return response
 
-    def _deliver(self, generation: _Generation, response: Response, message: dict[str, Any]) -> Turn:
+    def _deliver(self, generation: Generation, response: Response, message: dict[str, Any]) -> Turn:
         """Records a turn that its program gets now."""
-        self._end(generation)
+        self._generations.end(generation)
         if generation.cut_by is not None and response.finish_reason == "length":
             self._reach(generation.cut_by)
         turn = Turn(
@@ -374,21 +341,6 @@ class RolloutSession:
         self._arrived.append(node)
         self._delivered[turn] = generation, node
         return turn
-
-    def _give_up(self, generation: _Generation) -> None:
-        """Ends a generation that nobody waits for any more; the next one after the same tokens samples the same."""
-        generation.task.cancel()
-        self._end(generation)
-        self._occurrences[generation.digest].discard(generation.occurrence)
-
-    def _end(self, generation: _Generation) -> None:
-        self._running.remove(generation)
-        if generation.request_id is not None:
-            del self._by_request[generation.request_id]
-
-    def _cancel(self) -> None:
-        for generation in self._running:
-            generation.task.cancel()
 
     def _reach(self, limit: Limit) -> None:
         self.limit = self.limit or limit
@@ -411,48 +363,32 @@ class RolloutSession:
             LimitReached: none.
         """
         rollout = self._shared.rollout
-        max_response_tokens = max_tokens_of(rollout, self._prompt)
-        longest = min(
-            (length for length in (self._shared.pool.max_model_len, rollout.max_context_tokens) if length), default=None
+        used = Used(
+            turns=self.num_turns + self._generations.num_running,
+            tokens=_num_sampled(self._arrived[:num_known]),
+            context=num_context,
         )
-        room: dict[Limit, float] = {
-            "turns": math.inf if self.num_turns + len(self._running) < rollout.max_turns else 0,
-            "tokens": max_response_tokens - _num_sampled(self._arrived[:num_known]),
-            "context": math.inf if longest is None else longest - num_context,
-        }
-        limit = min(room, key=room.__getitem__)
-        if room[limit] <= 0:
-            self._reach(limit)
-            settings = f"rollout.max_turns = {rollout.max_turns}, max_response_tokens = {max_response_tokens}"
-            raise LimitReached(
-                limit, f"the rollout has reached its limit of {limit} ({settings}, at most {longest} in all)"
-            )
-        if asked is not None and asked < room[limit]:
-            return asked, None
-        return int(room[limit]), limit
-
-    def _free_occurrence(self, digest: str) -> int:
-        taken = self._occurrences.setdefault(digest, set())
-        return next(number for number in itertools.count() if number not in taken)
-
-    def _message(self, generation: _Generation, response: Response) -> dict[str, Any]:
-        if generation.request.conversation is None:
-            return {"role": "assistant", "content": _before(self._texts([response.token_ids])[0], generation.stop)}
-        context, sampled = generation.request.context, response.token_ids
+        limits = Limits.of(rollout, max_tokens_of(rollout, self._prompt), self._shared.pool.max_model_len)
         try:
-            message, calls = self._shared.renderer.parse(context, sampled, generation.tools)
+            return limits.allowance(used, asked)
+        except LimitReached as reached:
+            self._reach(reached.limit)
+            raise
+
+    def _message(self, generation: Generation, response: Response) -> dict[str, Any]:
+        conversation, sampled, stop = generation.request.conversation, response.token_ids, generation.stop
+        if conversation is None:
+            return plain_message(self._texts([sampled])[0], stop)
+        try:
+            message, calls = self._shared.renderer.parse(generation.request.context, sampled, generation.tools)
         except Exception as error:
             # Whatever a policy in training samples must not end the run; it may do so at every turn.
             log.warning(
                 "%s: the renderer cannot parse what was sampled, which is passed on as text: %s: %.200s",
                 *(self._name, type(error).__name__, error),
             )
-            message, calls = {"role": "assistant", "content": self._texts([sampled])[0]}, []
-        message["content"] = _before(message["content"], generation.stop)
-        if calls:
-            names = (digest_of([generation.digest, generation.occurrence, number]) for number in itertools.count())
-            message["tool_calls"] = [_tool_call(call, name) for call, name in zip(calls, names, strict=False)]
-        return message
+            return plain_message(self._texts([sampled])[0], stop)
+        return parsed_message(message, calls, stop, (generation.digest, generation.occurrence))
 
     def _texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return self._shared.tokenizer.batch_decode(
@@ -462,24 +398,3 @@ class RolloutSession:
 
 def _num_sampled(turns: Sequence[TurnNode]) -> int:
     return sum(len(node.response.token_ids) for node in turns)
-
-
-def _plain_request(token_ids: Sequence[int] | None) -> Request:
-    if not isinstance(token_ids, Sequence) or not token_ids:
-        raise InvalidRequest(f"token_ids is {token_ids!r:.80}: expected a list of at least one token id")
-    if not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in token_ids):
-        raise InvalidRequest(f"token_ids is {token_ids!r:.80}: expected integers from 0")
-    return Request(tuple(token_ids))
-
-
-def _tool_call(call: ParsedCall, name: str) -> dict[str, Any]:
-    return {
-        "id": call.id or f"call_{name}",
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
-
-
-def _before(text: str, stop: Sequence[str]) -> str:
-    """The text before the first of the texts `stop`."""
-    return text[: min((text.index(end) for end in stop if end in text), default=len(text))]

@@ -40,6 +40,8 @@ EVERYTHING: dict[str, dict[str, Any]] = {
         "old_policy": "model",
         "importance": "sequence_truncate",
         "importance_high": 1.02,
+        # All sequences may be clipped, which leaves no gradient but this one.
+        "entropy_coef": 0.05,
     },
     "cispo": {"old_policy": "rollout", "clip_high": 0.02, "entropy_coef": 0.1},
     "sapo": {"old_policy": "model", "normalize": "token"},
