@@ -20,9 +20,11 @@ VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
 PEERS_READY := $(PEERS_VENV)/.ready
 TRACKERS_VENV := .venv-trackers
 TRACKERS_READY := $(TRACKERS_VENV)/.ready
+# Its theme announces its successor with each build.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 FAST := not distributed and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
 
-.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check format clean
+.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
 .PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
 	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-memory bench-modes bench-peers bench-products \
 	bench-dashboard bench-data bench-sandbox bench-system bench-turns
@@ -78,7 +80,12 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(MKDOCS) build --strict
 	test ! -x $(BIN)/hadolint || $(BIN)/hadolint deploy/docker/*Dockerfile
+
+# The site of docs/, in build/site.
+docs: $(READY)
+	$(MKDOCS) build --strict $(ARGS)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

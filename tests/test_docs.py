@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.config.keys import find_key
+from async_rl.config.sections import Config
 from tests.support import ROOT
 
 DOCS = sorted(
@@ -17,6 +19,16 @@ DOCS = sorted(
 )
 DOCS = [path for path in DOCS if path.name != "CHANGELOG.md"]  # it names files of earlier versions
 FOLDERS = ("async_rl", "inference_service", "trainer", "deploy", "benchmarks", "tests", "examples", "recipes")
+FILES = (".py", ".toml", ".jsonl", ".json")
+NO_KEYS = {
+    # Of verl, whose sections have the same names.
+    *("algorithm.gamma", "algorithm.lam", "algorithm.rollout_correction"),
+    *("critic.cliprange_value", "critic.model.path", "critic.optim.lr"),
+    *("trainer.critic_warmup", "trainer.default_local_dir", "trainer.nnodes", "trainer.resume_mode"),
+    *("trainer.save_freq", "trainer.test_freq", "trainer.total_training_steps", "trainer.v1.trainer_mode"),
+    "rollout.top_p",  # refused, with the reason
+    "trainer.optimizer_step",  # a method
+}
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -41,3 +53,12 @@ def test_each_term_of_the_glossary_stands_in_the_file_that_it_names() -> None:
         words = re.split(r"[ ,-]+", term)
         text = (ROOT / file).read_text().lower() + file
         assert all(word.rstrip("s") in text for word in words), f"{file} does not speak of {term!r}"
+
+
+def test_every_key_of_the_config_that_a_document_names_is_one() -> None:
+    sections = "|".join(Config.model_fields)
+    for doc in DOCS:
+        text = re.sub(r"^```.*?^```$", "", doc.read_text(), flags=re.M | re.S)
+        named = re.findall(rf"`(?:--)?((?:{sections})(?:\.\w+)+)(?: [^`]*)?`", text)
+        unknown = {key for key in named if find_key(Config, key) is None and not key.endswith(FILES)} - NO_KEYS
+        assert not unknown, f"{doc.name} names {sorted(unknown)}, which are no keys of the config"

@@ -1,4 +1,4 @@
-"""The README's files and commands work as written: they are taken from its text and run."""
+"""The files and commands of README and first steps work as written: they are taken from the texts and run."""
 
 import contextlib
 import json
@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 from tests.support import ROOT
 from tests.support.make_target import make
 
-README = (ROOT / "README.md").read_text()
+FIRST_STEPS = (ROOT / "README.md").read_text() + (ROOT / "docs" / "getting_started.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, text: str = FIRST_STEPS) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def shell_blocks(first_word: str) -> list[str]:
@@ -37,7 +38,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def workplace(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
-    """A directory with the files that the README shows, and a small model called `model`."""
+    """A directory with the files that the first steps show, and a small model called `model`."""
     shutil.copytree(tiny_model("qwen3", tied=True), tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(blocks("json")[0])
     (tmp_path / "reward.py").write_text(blocks("python")[0])
@@ -139,7 +140,7 @@ def test_make_test_gpu_runs_where_there_is_none() -> None:
     assert "failed" not in make("test-gpu", "")
 
 
-def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
+def test_every_command_for_users_and_contributors_is_run_by_a_test_or_by_ci() -> None:
     run_by_tests = {
         "quickstart",
         "bench-algorithms",
@@ -153,13 +154,14 @@ def test_every_command_of_the_readme_is_run_by_a_test_or_by_ci() -> None:
         "bench-system",
         "bench-turns",
         "test-gpu",
+        "docs",
         *SMALL_BENCHMARKS,
     }
     # It takes an hour; `make test` runs a cover of it.
     run_by_hand = {"test-layouts"}
     ci = (ROOT / ".ci" / "run").read_text() + (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     run_by_ci = set(re.findall(r"^(?: *- run: )?make ([a-z0-9-]+)$", ci, flags=re.MULTILINE))
-    shell = blocks("sh")
+    shell = [*blocks("sh"), *blocks("sh", CONTRIBUTING)]
     assert {block.split()[0] for block in shell} <= {"async-rl", "make"}
     assert (
         set(re.findall(r"^make ([a-z0-9-]+)", "".join(shell), flags=re.MULTILINE))

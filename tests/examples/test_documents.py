@@ -13,15 +13,18 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 SHOWN_WHOLE = [
-    ("README.md", "json", "first_run/rows.jsonl"),
-    ("README.md", "python", "first_run/reward.py"),
-    ("README.md", "toml", "first_run/run.toml"),
+    ("docs/getting_started.md", "json", "first_run/rows.jsonl"),
+    ("docs/getting_started.md", "python", "first_run/reward.py"),
+    ("docs/getting_started.md", "toml", "first_run/run.toml"),
     ("docs/rewards.md", "python", "rewards/exact.py"),
     ("docs/algorithms.md", "python", "algorithm/my_algorithm.py"),
     ("docs/data.md", "python", "mixture/programs.py"),
     ("docs/gateway.md", "python", "agent/my_agent.py"),
     ("docs/rollouts.md", "python", "tools/environment.py"),
     ("docs/sandbox.md", "python", "sandbox/isolated.py"),
+    ("docs/tutorial_data.md", "json", "tutorial/rows.jsonl"),
+    ("docs/tutorial_environment.md", "python", "tutorial/environment.py"),
+    ("docs/tutorial_reward.md", "python", "tutorial/reward.py"),
 ]
 SHOWN_IN_PART = [
     ("docs/algorithms.md", "toml", "algorithm/run.toml"),
@@ -30,6 +33,9 @@ SHOWN_IN_PART = [
     ("docs/gateway.md", "toml", "agent/run.toml"),
     ("docs/rewards.md", "toml", "rewards/run.toml"),
     ("docs/rollouts.md", "toml", "tools/run.toml"),
+    ("docs/tutorial_data.md", "toml", "tutorial/run.toml"),
+    ("docs/tutorial_environment.md", "toml", "tutorial/run.toml"),
+    ("docs/tutorial_reward.md", "toml", "tutorial/run.toml"),
     ("docs/vllm.md", "toml", "vllm/run.toml"),
 ]
 

@@ -1,0 +1,38 @@
+"""The documentation as a site: `make docs` builds it, and a reader's browser asks no other host for anything."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.make_target import make
+
+pytestmark = pytest.mark.distributed
+
+LOADED = re.compile(r"""<(?:script|img|link|iframe|source)\b[^>]*?\b(?:src|href)=["']?(?:\w+:)?//[^>]*>""")
+IMPORTED = re.compile(r"""@import\s+["'(]|url\(["']?(?:https?:)?//""")
+
+
+def test_the_site_has_every_page_and_asks_no_other_host(tmp_path: Path) -> None:
+    make("docs", f"--site-dir {tmp_path}")
+    pages = {path.stem: path.read_text() for path in tmp_path.glob("*.html")}
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= set(pages)
+    assert not list(tmp_path.rglob("*.py")), "the hook is no part of it"
+    assert not [(name, found[0]) for name, text in pages.items() for found in LOADED.finditer(text)]
+    assert not [sheet.name for sheet in tmp_path.rglob("*.css") if IMPORTED.search(sheet.read_text())]
+    # On the site a link that leaves docs/ is the path of the file.
+    assert "unless told otherwise (SECURITY.md)." in pages["faq"]
+    assert not [name for name, text in pages.items() if 'href="../' in text]
+    # A label that is a file's name is the title of the page.
+    assert not [name for name, text in pages.items() if re.search(r">\w+\.md</a>", text)]
+
+
+def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    with (tmp_path / "docs" / "faq.md").open("a") as page:
+        page.write("[a page](nowhere.md) and [a place](period.md#nowhere)")
+    with pytest.raises(AssertionError, match=r"(?s)2 warnings.*link 'nowhere\.md'.*'period\.md#nowhere'"):
+        make("docs", f"--config-file {tmp_path}/mkdocs.yml --site-dir {tmp_path}/site")
