@@ -12,9 +12,9 @@ from typing import Any
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.files import write_file
 from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.tracking.record_lines import record_of, whole_lines
 from async_rl.tracking.timeline import TIMELINE
 from async_rl.tracking.trace import make_trace
-from async_rl.tracking.record_lines import record_of, whole_lines
 
 NUM_PERIODS = 10
 

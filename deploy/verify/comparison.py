@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ProcessFailed
+from async_rl.tracking.record_lines import record_of, whole_lines
 from async_rl.tracking.timeline import TIMELINE
-from deploy.cluster.record_lines import record_of, whole_lines
 from deploy.verify.findings import Finding, fails, holds, not_tested
 
 Record = Mapping[str, Any]

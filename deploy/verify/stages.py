@@ -17,8 +17,8 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, NoAnswer, ProcessFailed
 from async_rl.net.http_client import HttpClient
+from async_rl.tracking.record_lines import whole_lines
 from deploy.cluster.process import Running
-from deploy.cluster.record_lines import whole_lines
 from deploy.local.machine import Machine
 from deploy.local.plan import Plan, plan
 from deploy.local.processes import POLL_S, Deployment
