@@ -82,7 +82,9 @@ def test_loss_gradient_metrics_and_weights_are_those_of_training_all_groups(
         assert stats.metrics == pytest.approx(wanted.metrics, rel=1e-5, abs=0.012)
     for row, wanted_row in zip(ours[1], expected[1], strict=True):
         assert row.all_gaps.largest == pytest.approx(wanted_row.all_gaps.largest, abs=1e-4)
-        assert replace(row, gaps=()) == replace(wanted_row, gaps=())
+        for shown, wanted_shown in zip(row.shown_logprobs, wanted_row.shown_logprobs, strict=True):
+            assert shown == pytest.approx(wanted_shown, abs=1e-4)
+        assert replace(row, gaps=(), shown_logprobs=()) == replace(wanted_row, gaps=(), shown_logprobs=())
     for name, tensor in expected[2].items():
         torch.testing.assert_close(ours[2][name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 

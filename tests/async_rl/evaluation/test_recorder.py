@@ -73,9 +73,9 @@ def test_intervals_and_sources_are_objects_of_the_line_and_no_figures_of_tensorb
     both = replace(
         result(4, **{"avg@2": 0.25}), top_p=0.95, top_k=20, intervals={"avg@2": (0.1, 0.5)}, sources={"gsm8k": source}
     )
-    recorder = EvaluationRecorder(tmp_path)
-    recorder.write([both])
-    recorder.close()
+    trackers = open_trackers(TrackingSection(), tmp_path, 0, {})
+    EvaluationRecorder(tmp_path, trackers=trackers).write([both])
+    trackers.close()
     record = json.loads((tmp_path / FILE).read_text())
     assert (record["top_p"], record["top_k"], record["intervals"]) == (0.95, 20, {"avg@2": [0.1, 0.5]})
     assert record["sources"] == {"gsm8k": {"num_prompts": 1, "avg@2": 0.5, "intervals": {"avg@2": [0.0, 1.0]}}}
