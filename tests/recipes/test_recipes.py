@@ -31,6 +31,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("recipes")
     write_models(root)
     write_data(root)
+    (root / "deploy").symlink_to(ROOT / "deploy")
     return root
 
 
@@ -101,6 +102,10 @@ def test_the_papers_evaluation_is_the_same_everywhere() -> None:
     assert len(sets) == 6 and len({each.model_dump_json() for each in sets}) == 1
     (each, *_) = sets
     assert (each.temperature, each.top_p, each.top_k, each.num_samples) == (0.7, 0.95, 20, 8)
+
+
+def test_smollm2_is_what_the_quickstart_runs() -> None:
+    assert load_config(ROOT / "recipes/smollm2.toml") == load_config(ROOT / "deploy/quickstart/smollm2/config.toml")
 
 
 def run(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":

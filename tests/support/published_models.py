@@ -60,6 +60,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 152064,
         "max_position_embeddings": 131072,
     },
+    # Made of the hub's HuggingFaceTB/SmolLM2-135M-Instruct, by the recipe's first command.
+    "runs/smollm2/base_model": {
+        **_sizes(30, 576, 1536, 9, 3),
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": {
         **_QWEN2,
         **_sizes(64, 5120, 27648, 40, 8),
@@ -84,7 +92,8 @@ def write_models(root: Path) -> None:
 
 
 def write_data(root: Path) -> None:
-    """`NUM_ROWS` rows of GSM8K and DAPO-Math-17k and 30 of AIME 2024, where their repositories on the hub have them."""
+    """`NUM_ROWS` rows of GSM8K and DAPO-Math-17k and 30 of AIME 2024, where their repositories on the hub have them;
+    and sums where the quickstart of SmolLM2 writes them."""
     gsm8k = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(NUM_ROWS)]
     dapo = [
         {
@@ -100,12 +109,16 @@ def write_data(root: Path) -> None:
         {"id": 60 + i, "problem": f"Find {i}.", "solution": "...", "answer": f"{i:03}", "url": "", "year": "2024"}
         for i in range(30)
     ]
+    sums = [{"prompt": f"State the final answer: {i} + {i} =", "answer": str(2 * i)} for i in range(NUM_ROWS)]
+    (root / "runs/smollm2/data").mkdir(parents=True)
+    with (root / "runs/smollm2/data/prompts.jsonl").open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in sums)
     for path, rows in {
         "gsm8k/main/train-00000-of-00001.parquet": gsm8k,
         "gsm8k/main/test-00000-of-00001.parquet": gsm8k,
         "dapo/data/dapo-math-17k.parquet": dapo,
         "aime24/data/train-00000-of-00001.parquet": aime,
     }.items():
-        file = root / "data" / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows), file)
+        table = root / "data" / path
+        table.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), table)
