@@ -1,16 +1,17 @@
 """`async-rl export RUN --to DIR`: a checkpoint's policy as a Hugging Face checkpoint, which transformers and vLLM load,
 with a model card.
 
-One process reads it, whatever layout it was saved under. Exit codes: 0 written, 2 bad input.
+One process reads it, whatever layout it was saved under. Exit codes: 0 written, 1 it cannot be written, 2 bad input.
 """
 
 import logging
+import signal
 import sys
 from pathlib import Path
 
 from async_rl.config.file import parse_config
 from async_rl.config.sections import TrainerSection
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, WriteFailed
 from async_rl.files import write_file
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
@@ -37,6 +38,12 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         log.error("ConfigError: %s", error)
         return 2
+    except WriteFailed as error:
+        log.error("WriteFailed: %s", error)
+        return 1
+    except KeyboardInterrupt:
+        log.error("interrupted: nothing was written to %s", options.to)
+        return 128 + signal.SIGINT
     log.info("wrote the policy of %s to %s", checkpoint, options.to)
     return 0
 

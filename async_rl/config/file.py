@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from async_rl.config.keys import explain_unknown, find_key, keys_of, read_value, set_dotted
+from async_rl.config.secrets import masked, masked_text
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 
@@ -50,15 +51,16 @@ def parse_config(tree: dict[str, Any], source: str) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         lines = [_explain(item) for item in error.errors()]
-        raise ConfigError(f"{source}: " + "\n".join(lines)) from error
+        raise ConfigError(masked_text(f"{source}: " + "\n".join(lines))) from error
 
 
 def _explain(item: Any) -> str:
     """The message for one error of a config: the key, its value, the expected value and the key's meaning."""
     loc: tuple[str | int, ...] = item["loc"]
     name = ".".join(str(part) for part in loc)
+    given = masked(name, item["input"])
     if item["type"] == "extra_forbidden":
-        return f"unknown key {name!r} (value {item['input']!r}): {explain_unknown(Config, loc)}"
+        return f"unknown key {name!r} (value {given!r}): {explain_unknown(Config, loc)}"
     if item["type"] == "missing" and len(loc) == 1:
         needed = [key.name for key in keys_of(Config).values() if key.section == name and key.default is None]
         return f"missing section [{name}]: set {', '.join(needed)}"
@@ -68,4 +70,4 @@ def _explain(item: Any) -> str:
         return f"missing key {name!r}: it has no default; set it in the file or as --{name} VALUE{meaning}"
     # Our own validators have complete messages.
     message = str(item["msg"]).removeprefix("Value error, ")
-    return f"{name}: {message} (got {item['input']!r}){meaning}" if key or len(loc) > 1 else message
+    return f"{name}: {message} (got {given!r}){meaning}" if key or len(loc) > 1 else message

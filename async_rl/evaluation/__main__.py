@@ -108,18 +108,17 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
             on_scored=output.on_scored,
         )
         once = EvaluationSection(sets=config.evaluation.sets, every=1)
-        await Evaluator(pool, sampler, sets, once, results.extend).run(0, version)
-    _require_complete(results)
+        evaluator = Evaluator(pool, sampler, sets, once, results.extend)
+        await evaluator.run(0, version)
+    _require_complete(results, evaluator.first_failure)
     output.finish(results)
 
 
-def _require_complete(results: Sequence[SetResult]) -> None:
+def _require_complete(results: Sequence[SetResult], first_failure: str) -> None:
     total = sum(result.total_prompts for result in results)
     num_missing = total - sum(result.num_prompts for result in results)
     if num_missing:
-        raise InstanceError(
-            f"{num_missing} of {total} prompts could not be evaluated; the reasons are in the log above"
-        )
+        raise InstanceError(f"{num_missing} of {total} prompts could not be evaluated; the first one: {first_failure}")
 
 
 def _load_tokenizer(model: str) -> Tokenizer:

@@ -112,6 +112,8 @@ class Evaluator:
         self._sets = tuple(sets)
         self._every = config.every
         self.max_delay_s = config.max_delay_s
+        self.first_failure = ""
+        """Why the first prompt failed that did, of all evaluations."""
         self._report = report
         self._order = list(sets)
         self._stopping = asyncio.Event()
@@ -180,9 +182,11 @@ class Evaluator:
                 scored = await self._sampler.score(item.loaded, item.prompt, evaluation.version)
             except (InstanceError, RewardError, RolloutFailed) as error:
                 log.error("evaluation set %s, prompt %s: %s", item.loaded.name, item.prompt.prompt_id, error)
+                self.first_failure = self.first_failure or str(error)
                 evaluation.failed.add(item)
             except NoInstanceLeft as error:
                 log.error("the evaluation ends early: %s", error)
+                self.first_failure = self.first_failure or str(error)
                 evaluation.failed.add(item)
                 self._stopping.set()
             else:

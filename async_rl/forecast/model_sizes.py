@@ -47,7 +47,7 @@ class ModelSizes:
         """The sizes in a config.json; `named` is its place in messages.
 
         Raises:
-            ConfigError: the family is not supported, or a size is missing or no positive integer.
+            ConfigError: the family is not supported, a size is missing or no positive integer, or heads do not divide.
         """
         family = config.get("model_type")
         if family not in FAMILIES:
@@ -62,6 +62,12 @@ class ModelSizes:
             return value
 
         hidden, heads = size("hidden_size"), size("num_attention_heads")
+        kv_heads = size("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise ConfigError(
+                f"{named} has num_attention_heads = {heads} and num_key_value_heads = {kv_heads} in its config.json, "
+                "which do not divide: download it again"
+            )
         experts = None
         if family == "qwen3_moe":
             # A checkpoint saved again by transformers 5 has the second name.
@@ -73,7 +79,7 @@ class ModelSizes:
             hidden_size=hidden,
             ffn_size=size("intermediate_size"),
             num_heads=heads,
-            num_kv_heads=size("num_key_value_heads", default=heads),
+            num_kv_heads=kv_heads,
             head_dim=size("head_dim", default=DEFAULT_HEAD_DIM.get(str(family), hidden // heads)),
             vocab_size=size("vocab_size"),
             tied=config.get("tie_word_embeddings") is True,

@@ -235,7 +235,7 @@ def require_tokens(config: Config, files: ModelFiles) -> None:
 def _read_json(named: str, file: Path) -> dict[str, Any]:
     try:
         read = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{named}: {file} cannot be read: {error}; download or save it again") from error
     if not isinstance(read, dict):
         raise ConfigError(f"{named}: {file} holds {type(read).__name__}, expected an object")

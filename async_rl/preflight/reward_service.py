@@ -4,6 +4,8 @@ import logging
 import socket
 from urllib.parse import urlsplit
 
+from async_rl.config.secrets import masked_text
+
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
@@ -21,6 +23,6 @@ def warn_if_unreachable(setting: str, url: str) -> None:
         log.warning(
             "%s is %r, which cannot be reached from here (%s): start the service before it is needed",
             setting,
-            url,
+            masked_text(url),
             error,
         )

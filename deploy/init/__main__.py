@@ -1,6 +1,7 @@
 """`async-rl init MODEL DATA [-o run.toml]`: writes the commented config of a first run; starts nothing.
 
-Exit code 0 if the config was written, 2 if something is missing that it cannot see.
+Exit codes: 0 the config was written, 1 it was, and something has to be corrected before it runs, which is named, 2 it
+was not, since something is missing that it cannot see.
 """
 
 import os
@@ -17,6 +18,7 @@ from async_rl.config.keys import keys_of
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.files import write_file
+from async_rl.preflight import find_faults
 from async_rl.preflight.first_look import FirstLook, look_at_source
 from async_rl.preflight.model import ModelFiles
 from async_rl.programs.command_line import Parser
@@ -76,7 +78,11 @@ def _num_tokens(look: FirstLook, files: ModelFiles) -> int:
     if path is None or not path.is_file() or find_spec("tokenizers") is None:
         return max(1, len(look.longest_prompt) // CHARACTERS_PER_TOKEN)
     # An optional dependency, of the extras.
-    tokenizer = import_module("tokenizers").Tokenizer.from_file(str(path))
+    try:
+        tokenizer = import_module("tokenizers").Tokenizer.from_file(str(path))
+    # It raises plain `Exception`.
+    except Exception as error:
+        raise ConfigError(f"{str(path)!r} is no tokenizer: {error}; download or save it again") from error
     return max(1, len(tokenizer.encode(look.longest_prompt).ids))
 
 
@@ -96,8 +102,8 @@ def make_parser() -> Parser:
     return parser
 
 
-def write_config(seen: Seen, output: Path, run_dir: str, *, force: bool) -> None:
-    """Writes the config; refuses to replace a file without `force`.
+def write_config(seen: Seen, output: Path, run_dir: str, *, force: bool) -> Config:
+    """Writes the config, and returns it; refuses to replace a file without `force`.
 
     Raises:
         ConfigError: there is such a file, or it cannot be written, or the run fits in no way.
@@ -107,10 +113,11 @@ def write_config(seen: Seen, output: Path, run_dir: str, *, force: bool) -> None
     text = config_text(choose(seen, run_dir), output.name)
     # What is written is read as a run would read it: a path may have what TOML cannot say.
     try:
-        parse_config(tomllib.loads(text), source=str(output))
+        config = parse_config(tomllib.loads(text), source=str(output))
         write_file(output, text.encode())
     except (tomllib.TOMLDecodeError, UnicodeEncodeError) as error:
         raise ConfigError(f"a name cannot be written to a config: {error}; rename the file or directory") from error
+    return config
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,10 +125,13 @@ def main(argv: Sequence[str]) -> int:
     output: Path = arguments.output
     try:
         seen = look_around(arguments.model, arguments.data, arguments.reward, arguments.prompt_column)
-        write_config(seen, output, arguments.run_dir or f"runs/{output.stem}", force=arguments.force)
+        config = write_config(seen, output, arguments.run_dir or f"runs/{output.stem}", force=arguments.force)
     except AsyncRLError as end:
         return explain_end(end)
     print(f"{output}: {seen.look.seen}; reward {seen.reward}; {seen.device}, {seen.num_cores} cores")
+    if faults := [str(fault.error) for fault in find_faults(config, trains=True, serves=True, is_whole=False)]:
+        print("correct before it runs:", *faults, sep="\n", file=sys.stderr)
+        return 1
     print(f"next: async-rl check {output}, then async-rl run {output}")
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from async_rl.config.file import parse_config
 from async_rl.config.keys import set_dotted
 from async_rl.errors import ConfigError
+from async_rl.forecast.model_sizes import ModelSizes
 from async_rl.forecast.run_forecast import forecast_run
 from async_rl.preflight.first_look import DEFAULT_COLUMN, FirstLook
 from deploy.local.memory_fit import GIB, host_bytes
@@ -69,8 +70,10 @@ def choose(seen: Seen, run_dir: str) -> list[Choice]:
     """The settings of a first run, in the order of the config's sections.
 
     Raises:
-        ConfigError: no setting makes the run fit, or the model takes no prompt of this length.
+        ConfigError: no setting makes the run fit, the model takes no prompt of this length, or is not supported.
     """
+    # What is wrong with the model is no matter of room.
+    ModelSizes.of_config(seen.model_config, f"model.path {seen.model_path!r}")
     fixed = [*_fixed(seen, run_dir)]
     for layout in _layouts(seen):
         for recompute in RECOMPUTE:

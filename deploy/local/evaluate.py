@@ -80,6 +80,8 @@ def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> E
         ProcessFailed: an instance did not start, or the program failed; with its last log lines.
     """
     config = load_config(config_path, overrides)
+    if not config.evaluation.sets:
+        raise ConfigError(f"{str(config_path)!r} has no [[evaluation.sets]]: add one with a name and a source")
     serves_itself = not config.pool.instances and config.inference.engine == "transformers"
     require_extras("async-rl eval", "trainer", *(("serve",) if serves_itself else ()))
     require_no_run(config.run.dir)

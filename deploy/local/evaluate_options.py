@@ -137,5 +137,9 @@ def set_names(sources: Sequence[str]) -> list[str]:
 
 
 def _toml_lines(values: Mapping[str, Any]) -> str:
-    # JSON strings, numbers and lists are also valid TOML.
-    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+    return "".join(f"{key} = {_toml(value)}\n" for key, value in values.items())
+
+
+def _toml(value: Any) -> str:
+    """JSON's strings, numbers and lists are TOML's, but for the names of what is no number: the config refuses them."""
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

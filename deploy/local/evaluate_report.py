@@ -16,7 +16,8 @@ from async_rl.files import write_file
 Line = Mapping[str, Any]
 """A line of the program's `results.jsonl` or `responses.jsonl`; see `async_rl/evaluation/output.py`."""
 
-NESTED = ("intervals", "sources")
+NOT_SHOWN = ("set", "intervals", "sources", "started_unix_s")
+"""Keys that are no row of the table: columns, what stands beside another figure, and what only programs read."""
 
 
 def show_results(console: Console, results: Sequence[Line]) -> None:
@@ -26,7 +27,7 @@ def show_results(console: Console, results: Sequence[Line]) -> None:
     table.add_column("")
     for name, _ in columns:
         table.add_column(escape(name), justify="right")
-    keys = dict.fromkeys(key for _, line in columns for key in line if key != "set" and key not in NESTED)
+    keys = dict.fromkeys(key for _, line in columns for key in line if key not in NOT_SHOWN)
     for key in keys:
         table.add_row(escape(key), *(_cell(line, key) for _, line in columns))
     console.print(table)

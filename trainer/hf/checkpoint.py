@@ -6,9 +6,10 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from async_rl.files import replace_directory
+from async_rl.files import replace_directory, write_failed
 from async_rl.weights.stream import buckets
 from trainer.hf.weight_export import WeightExport
 from trainer.hf.weights import INDEX_FILE, SINGLE_FILE
@@ -27,7 +28,10 @@ def save_hf_checkpoint(
     wait until its files are complete.
 
     All other files come from the `source` checkpoint, the one that was loaded. `path` appears only when it is complete;
-    until then the files are in `path` + ".partial" beside it.
+    until then the files are in `path` + ".partial" beside it, which is removed if it cannot be completed.
+
+    Raises:
+        WriteFailed: a file cannot be written.
     """
     export = WeightExport(model)
     if not model.parallel.is_main:
@@ -35,16 +39,27 @@ def save_hf_checkpoint(
         return
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        _write_files(export, source, partial, max_shard_bytes)
+        replace_directory(partial, path)
+    # safetensors wraps the system's error in its own.
+    except (OSError, SafetensorError) as error:
+        raise write_failed(path, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_files(export: WeightExport, source: Path, directory: Path, max_shard_bytes: int) -> None:
+    """Everything of a checkpoint, into a new directory."""
+    directory.mkdir(parents=True)
     for pattern in CHECKPOINT_FILES:
         for file in source.glob(pattern):
             if not file.name.endswith((".safetensors", INDEX_FILE)):
-                shutil.copy(file, partial / file.name)
-    dtype_name = _save_weights(export, partial, max_shard_bytes)
-    config = json.loads((partial / "config.json").read_text())
+                shutil.copy(file, directory / file.name)
+    dtype_name = _save_weights(export, directory, max_shard_bytes)
+    config = json.loads((directory / "config.json").read_text())
     config.pop("torch_dtype", None)
-    (partial / "config.json").write_text(json.dumps({**config, "dtype": dtype_name}, indent=2) + "\n")
-    replace_directory(partial, path)
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype_name}, indent=2) + "\n")
 
 
 def _save_weights(export: WeightExport, directory: Path, max_shard_bytes: int) -> str:

@@ -5,27 +5,17 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from async_rl.config.secrets import MASK, masked
 from async_rl.config.sections import Config
 
 SHOWN = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "critic", "train", "trainer")
 """Sections that decide what was trained; others name hosts, ports and directories."""
 
-MASK = "***"
-
 PROSE = ("system_prompt", "stop")
 """Keys whose texts contain no paths."""
 
-_SECRET = r"(?:token|secret|passw(?:or)?d|api[-_]?key|credential|authorization)"
-_SECRET_KEY = re.compile(_SECRET, re.IGNORECASE)
-_MASKED = (
-    # --api-key VALUE, API_KEY=VALUE; Bearer VALUE; //user:password@host; a URL's query.
-    (re.compile(rf"((?<![\w-])--?[\w-]*{_SECRET}[\w-]*[ =]|\b\w*{_SECRET}\w*=)\S+", re.IGNORECASE), rf"\1{MASK}"),
-    (re.compile(r"(\bBearer )\S+", re.IGNORECASE), rf"\1{MASK}"),
-    (re.compile(r"(://)[^/\s]+@"), rf"\1{MASK}@"),
-    (re.compile(r"(://[^\s?#]*)[?#]\S+"), rf"\1?{MASK}"),
-    # The forms of well-known services' keys.
-    (re.compile(r"\b(?:sk|hf|ghp|gho|glpat|xox[a-z]|AKIA)[-_]?[A-Za-z0-9][A-Za-z0-9_-]{11,}"), MASK),
-)
+_SECRET_KEY = re.compile(r"token|secret|passw(?:or)?d|api[-_]?key|credential|authorization", re.IGNORECASE)
+_QUERY = re.compile(r"(://[^\s?#]*)[?#]\S+")
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _FOLDERS = re.compile(r"(^|[\s=:'\"(])~?/(?:[^/\s:'\"]+/)+")
 
@@ -49,8 +39,7 @@ def shown(value: Any, key: str = "") -> Any:
         return value
     if _SECRET_KEY.search(key):
         return MASK
-    for pattern, masked in _MASKED:
-        value = pattern.sub(masked, value)
+    value = _QUERY.sub(rf"\1?{MASK}", masked(key, value))
     return value if key in PROSE else _FOLDERS.sub(r"\1.../", value)
 
 

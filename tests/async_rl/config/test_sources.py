@@ -9,6 +9,7 @@ from async_rl.config.keys import keys_of
 from async_rl.config.secrets import MASK, masked, masked_words
 from async_rl.config.sections import Config
 from async_rl.config.sources import lines_of_keys, sourced_values
+from async_rl.errors import ConfigError
 from tests.support.minimal_config import MINIMAL
 
 
@@ -59,6 +60,24 @@ def test_every_key_has_a_source(tmp_path: Path) -> None:
             ["--api-key", MASK, "--max-num-batched-tokens", "9"],
         ),
         ("rollout.program", "command:agent --token=k run", f"command:agent --token={MASK} run"),
+        (
+            "cluster.env",
+            {"PRIVATE_KEY": "k", "DB_PWD": "p", "GITHUB_PAT": "t", "AUTH": "Bearer k", "API_KEY": ["k"], "PATH": "/x"},
+            {"PRIVATE_KEY": MASK, "DB_PWD": MASK, "GITHUB_PAT": MASK, "AUTH": f"Bearer {MASK}", "API_KEY": MASK}
+            | {"PATH": "/x"},
+        ),
+        ("cluster.slurm_options", ("--export=ALL,API_KEY=k,X=1",), [f"--export=ALL,API_KEY={MASK},X=1"]),
+        (
+            "reward.url",
+            "http://host/x?token=k&size=2&api_key=l&sig=m",
+            f"http://host/x?token={MASK}&size=2&api_key={MASK}&sig={MASK}",
+        ),
+        (
+            "inference.engine_options",
+            ('--extra={"token":"k", "size": 2}', "--x", "hf_abcdefghijklmnop"),
+            [f'--extra={{"token":"{MASK}", "size": 2}}', "--x", MASK],
+        ),
+        ("prompts.columns", {"answer": "last_token", "prompt": "a token, b"}, None),
         ("ASYNC_RL_TOKEN", "k", MASK),
         ("reward.token_from", "env:JUDGE_TOKEN", "env:JUDGE_TOKEN"),
         ("rollout.max_response_tokens", 512, 512),
@@ -68,7 +87,24 @@ def test_every_key_has_a_source(tmp_path: Path) -> None:
     ],
 )
 def test_what_looks_like_a_secret_is_masked(name: str, value: object, shown: object) -> None:
-    assert masked(name, value) == shown
+    assert masked(name, value) == (value if shown is None else shown)
+
+
+def test_errors_of_a_config_quote_no_secret(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        MINIMAL.replace('name = "math"', 'name = "http"\nurl = "http://me:hidden@host/x?token=hidden"')
+        + '[inference]\nengine_options = ["--api-key", "hidden", "--token=hidden", "--x={\\"token\\":\\"hidden\\"}"]\n'
+        + '[cluster.env]\nAPI_KEY = ["hidden"]\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["--run.api_key=hidden"])
+    said = str(caught.value)
+    assert "hidden" not in said and "run.api_key" in said and "reward.url" in said and "cluster.env.API_KEY" in said
+    path.write_text(path.read_text().replace("me:hidden@", "").partition("[cluster.env]")[0])
+    with pytest.raises(ConfigError, match=r"'--api-key', '\*\*\*', '--token=\*\*\*'") as caught:
+        load_config(path)
+    assert "hidden" not in str(caught.value)
 
 
 def test_a_command_is_masked_word_by_word() -> None:
