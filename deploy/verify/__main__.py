@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.programs.command_line import Parser
+from async_rl.tracking.run_lock import LOCK_FILE, lock_run
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.machine import free_ports, this_machine
 from deploy.local.plan import num_ports, plan
@@ -66,23 +68,29 @@ def common_overrides(config: Config, words: Sequence[str], out: Path, iterations
     return [*words, *(f"--{key}={value}" for key, value in own.items())]
 
 
-def make_directory(out: Path, config_path: Path) -> None:
-    """An empty folder, emptied if an earlier verification left it.
+def take_directory(out: Path, config_path: Path) -> BinaryIO:
+    """An empty folder, emptied if an earlier verification left it; nobody else's until the returned file is closed.
 
     Raises:
-        ConfigError: it holds other files.
+        ConfigError: it holds other files, or cannot be made.
+        RunDirInUse: another verification uses it.
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {str(out)!r} is a file: give a folder")
-    if out.is_dir() and any(out.iterdir()):
-        if not (out / MARK).exists():
-            raise ConfigError(f"--out {str(out)!r} holds files that no verification made: give another folder")
-        shutil.rmtree(out)
+    if out.is_dir() and any(out.iterdir()) and not (out / MARK).exists():
+        raise ConfigError(f"--out {str(out)!r} holds files that no verification made: give another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
+        lock = lock_run(out)
+        for path in out.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != LOCK_FILE:
+                path.unlink()
     except OSError as error:
         raise ConfigError(f"--out {str(out)!r} cannot be made: {error.strerror}; give another folder") from error
     write_report(out / MARK, {"config": str(config_path)}, [])
+    return lock
 
 
 def verify(
@@ -99,13 +107,15 @@ def verify(
 
     Raises:
         ConfigError: the config, or an option, is not usable.
+        RunDirInUse: another verification uses the folder.
         ProcessFailed: an instance did not start.
     """
     started_s = time.monotonic()
     if iterations < 1:
         raise ConfigError(f"--iterations is {iterations}: give 1 or more")
     config = load_config(config_path, words)
-    out = (out or config.run.dir.with_name(f"{config.run.dir.name}-verify")).absolute()
+    run_dir = config.run.dir.absolute()
+    out = (out or run_dir.parent / f"{run_dir.name}-verify").absolute()
     num_instances = config.inference.num_instances
     if not quick and config.trainer.device == "cpu":
         num_instances = max(num_instances, NUM_WITH_SPARE)
@@ -113,9 +123,8 @@ def verify(
     as_run = load_config(config_path, [*common, f"--run.dir={out / INSTANCES}"])
     machine, ports = this_machine(config.trainer.device), free_ports(num_ports(as_run))
     require_startable("async-rl verify", as_run, plan(config_path, as_run, common, machine=machine, ports=ports))
-    make_directory(out, config_path)
     scope = Scope(config, iterations, quick, num_instances)
-    with Deployment() as deployment:
+    with take_directory(out, config_path), Deployment() as deployment:
         stages = Stages(config_path, common, out, machine, ports, deployment, token)
         verification = Verification(stages, scope, lambda text: console.print(text, markup=False, highlight=False))
         verification.run()

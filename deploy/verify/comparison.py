@@ -2,6 +2,7 @@
 
 import filecmp
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -49,8 +50,8 @@ class Trained:
 
     def is_proven(self, iterations: int) -> bool:
         """Whether every iteration is there, once, and on-policy."""
-        numbers = [record["iteration"] for record in self.metrics]
-        return numbers == list(range(iterations)) and all(proof["on_policy"] for proof in self.ledger)
+        trained, proven = ([each["iteration"] for each in records] for records in (self.metrics, self.ledger))
+        return trained == proven == list(range(iterations)) and all(proof["on_policy"] for proof in self.ledger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +108,16 @@ class Comparison:
             return holds(check, f"{said}; samples and weights are not compared: this engine does not repeat them")
         if [proof["samples"] for proof in run.ledger] != [proof["samples"] for proof in expected.ledger]:
             return self._other_samples(check, run, expected)
+        if reward := _other_reward(run, expected):
+            return not_tested(check, reward)
         weights = self.weights(check, run, expected)
         shown = f"{said}; samples equal, weights {weights.shown}"
         return Finding(check, weights.outcome, shown, weights.bound)
 
     def _other_samples(self, check: str, run: Trained, expected: Trained) -> Finding:
         """In the first iteration that differs: all that follows depends on it."""
+        if reward := _other_reward(run, expected):
+            return not_tested(check, reward)
         pairs = [
             (row["iteration"], row["samples"] == other["samples"])
             for row, other in zip(run.groups, expected.groups, strict=False)
@@ -124,6 +129,28 @@ class Comparison:
         if same and num_other <= max(1, MAX_SHARE_OTHERWISE * len(same)):
             return not_tested(check, f"{shown}, as rounding may cause: run it again")
         return fails(check, shown, "equal samples")
+
+
+def _other_reward(run: Trained, expected: Trained) -> str:
+    """Why two runs may go apart without a fault, if so: equal samples had other rewards; else empty.
+
+    Only up to the first iteration with other samples: later ones have other prompts' histories and weights.
+    """
+    others = {(row["iteration"], row["index"]): row for row in expected.groups}
+    last = math.inf
+    for row in run.groups:
+        other = others.get((row["iteration"], row["index"]))
+        if other is None or row["iteration"] > last:
+            continue
+        if row["samples"] != other["samples"]:
+            last = min(last, row["iteration"])
+        elif row["reward_mean"] != other["reward_mean"]:
+            return (
+                f"the reward is not repeatable: group {row['index']} of iteration {row['iteration']} has the same "
+                f"samples in both runs, and mean rewards of {other['reward_mean']:g} and {row['reward_mean']:g}; so the "
+                "runs train on something else"
+            )
+    return ""
 
 
 def equal_files(first: Path, second: Path) -> bool:
@@ -148,18 +175,21 @@ def distance(first: Path, second: Path, start: str) -> dict[str, float]:
     return figures
 
 
-def gradient_power(run: Trained) -> str | None:
-    """Why equal gradients would prove nothing, if so: there are none, or no step uses them."""
-    if not run.metrics:
-        return None
-    if all(record["grad_norm"] == 0.0 for record in run.metrics):
+def why_no_gradient(run: Trained) -> str | None:
+    """Why equal gradients and losses would prove nothing, if so."""
+    if run.metrics and all(record["grad_norm"] == 0.0 for record in run.metrics):
         return (
             "every gradient is 0, because the rewards of each group are all equal: take prompts on which responses "
             "differ, or more --iterations"
         )
-    if all(record["learning_rate"] == 0.0 for record in run.metrics):
-        return "the learning rate is 0 in every iteration: set optimizer.warmup_iterations = 0"
     return None
+
+
+def why_no_step(run: Trained) -> str | None:
+    """Why equal weights would prove nothing, if so."""
+    if run.metrics and all(record["learning_rate"] == 0.0 for record in run.metrics):
+        return "the learning rate is 0 in every iteration: set optimizer.warmup_iterations = 0"
+    return why_no_gradient(run)
 
 
 def compared(check: str, power: str | None, compare: Callable[[], Finding]) -> Finding:

@@ -4,6 +4,7 @@ It reads `instances.json` and `not_in_service.json`, which `trainer/verify/recor
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,11 @@ STALE_COPY = re.compile(r"computes with a stale copy of ([^:]+):")
 OTHER_DTYPE = re.compile(r"has dtype '\w+', the model expects '\w+'")
 """In the reasons that a publish gives: of the canary, and of an instance that refuses the tensors."""
 
-SIGMAS = "6 standard errors"
+NUM_SIGMAS = 6
+"""As `trainer.verify.diagnosis` judges by."""
+
+LARGEST_BLIND_FACTOR = 2.0
+"""Between temperatures: tokens that would not show one of this factor have not tested sampling."""
 
 MORE_TOKENS = "raise prompts.prompts_per_batch, rollout.responses_per_prompt or rollout.max_response_tokens"
 
@@ -34,6 +39,7 @@ NOT_DIAGNOSED: Mapping[str, Any] = {
     "cause": None,
     "detail": "",
     "score_sigmas": None,
+    "log_temperature_error": None,
     "num_tokens": 0,
     "is_of_sampling": False,
 }
@@ -47,9 +53,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def judge_instances(urls: Sequence[str], found: Found) -> list[Finding]:
-    """Log-probs and sampling of every instance."""
-    return [finding for url in urls for finding in _judge(url, found.get(url))]
+def judge_instances(urls: Sequence[str], found: Found, *, takes_first: bool) -> list[Finding]:
+    """Log-probs and sampling of every instance; `takes_first`: only the groups that finish first are trained."""
+    return [finding for url in urls for finding in _judge(url, found.get(url), takes_first)]
 
 
 def judge_canary(urls: Sequence[str], refused: Mapping[str, str], found: Found) -> list[Finding]:
@@ -73,7 +79,7 @@ def _cause(url: str, why: str, found: Found) -> str:
     return CAUSES[diagnosis["cause"]] if diagnosis.get("cause") else CAUSES["weights"]
 
 
-def _judge(url: str, figures: Mapping[str, Any] | None) -> list[Finding]:
+def _judge(url: str, figures: Mapping[str, Any] | None, takes_first: bool) -> list[Finding]:
     if figures is None:
         why = "it sampled nothing in the recorded iterations"
         return [not_tested(LOGPROBS, why, url), not_tested(SAMPLING, why, url)]
@@ -95,6 +101,9 @@ def _judge(url: str, figures: Mapping[str, Any] | None) -> list[Finding]:
         first = not_tested(LOGPROBS, f"{shown}; {figures['least_tokens']} tokens are needed: {MORE_TOKENS}", url)
     else:
         first = holds(LOGPROBS, shown, bound, url)
+    if takes_first:
+        why = "with prompts.reserve the groups that finish first are trained: short responses look like a temperature"
+        return [first, not_tested(SAMPLING, why, url)]
     return [first, _judge_sampling(url, diagnosis)]
 
 
@@ -103,7 +112,13 @@ def _judge_sampling(url: str, diagnosis: Mapping[str, Any]) -> Finding:
     if sigmas is None:
         why = f"{diagnosis['detail'] or 'no whole group'} in one iteration: {MORE_TOKENS}"
         return not_tested(SAMPLING, why, url)
-    drawn = f"likelihood of {diagnosis['num_tokens']} tokens: {sigmas:.1f} standard errors from rollout.temperature"
+    num_tokens, error = diagnosis["num_tokens"], diagnosis["log_temperature_error"]
+    drawn = f"likelihood of {num_tokens} tokens of an iteration: {sigmas:.1f} standard errors from rollout.temperature"
     if diagnosis["cause"] is not None:
-        return fails(SAMPLING, f"{diagnosis['detail']}; {drawn}", SIGMAS, url, CAUSES[diagnosis["cause"]])
-    return holds(SAMPLING, drawn, SIGMAS, url)
+        bound = f"{NUM_SIGMAS} standard errors"
+        return fails(SAMPLING, f"{diagnosis['detail']}; {drawn}", bound, url, CAUSES[diagnosis["cause"]])
+    if error is None or error > math.log(LARGEST_BLIND_FACTOR) / NUM_SIGMAS:
+        why = f"{num_tokens} tokens of an iteration are too few to tell their temperature, or too certain: {MORE_TOKENS}"
+        return not_tested(SAMPLING, why, url)
+    factor = math.exp(NUM_SIGMAS * error)
+    return holds(SAMPLING, drawn, f"{NUM_SIGMAS} standard errors: a temperature {factor:.2g} times as high or low", url)

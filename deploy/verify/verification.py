@@ -12,7 +12,7 @@ from pathlib import Path
 from async_rl.config.sections import Config
 from async_rl.errors import OnPolicyViolation, ProcessFailed
 from deploy.cluster.process import Running
-from deploy.verify.comparison import Comparison, Trained, compared, gradient_power
+from deploy.verify.comparison import Comparison, Trained, compared, why_no_gradient, why_no_step
 from deploy.verify.findings import Finding, all_hold, fails, holds, not_tested
 from deploy.verify.instances import judge_canary, judge_instances, read_json
 from deploy.verify.stages import CAN_KILL, Ended, Stages, has_checkpoint, kill, num_trained
@@ -101,7 +101,9 @@ class Verification:
             )
         found = read_json(judged.run_dir / "instances.json")
         self.findings += judge_canary(self._stages.urls, refused, found)
-        self.findings += judge_instances(self._stages.urls, found)
+        self.findings += judge_instances(
+            self._stages.urls, found, takes_first=self._scope.config.prompts.reserve > 0
+        )
         recorded = Trained.read(ended.run_dir)
         is_broken = any(finding.outcome == "fails" for finding in self.findings)
         if ended.failure is None and not refused:
@@ -152,11 +154,11 @@ class Verification:
         gradients, losses, weights = names
         if ended.failure is not None:
             return [fails(name, _said(ended.failure)) for name in names]
-        other, power = Trained.read(ended.run_dir), gradient_power(recorded)
+        other, power = Trained.read(ended.run_dir), why_no_gradient(recorded)
         return [
             compared(gradients, power, lambda: comparison.figures(gradients, "grad_norm", recorded, other, 0.0)),
-            comparison.figures(losses, "loss", recorded, other, LEAST_LOSS),
-            compared(weights, power, lambda: comparison.weights(weights, recorded, other)),
+            compared(losses, power, lambda: comparison.figures(losses, "loss", recorded, other, LEAST_LOSS)),
+            compared(weights, why_no_step(recorded), lambda: comparison.weights(weights, recorded, other)),
         ]
 
     def _resume(self, recorded: Trained) -> None:

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, WriteFailed
 from async_rl.types import Group
+from tests.support.full_disk import largest_file
 from tests.support.trainer.checkpoint_worker import Run
 from trainer.checkpoint.files import checkpoint_path
 from trainer.checkpoint.policy_export import export_policy
@@ -104,3 +105,15 @@ def test_what_cannot_be_exported_is_named(
     with pytest.raises(ConfigError, match=r"__0_0\.distcp has 0 bytes.*the one before it is iteration-000001"):
         export_policy(damaged, tmp_path / "out", parallel)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("cause", ["a file in the way", "a full disk"])
+def test_what_cannot_be_written_is_named_and_leaves_nothing(
+    cause: str, tmp_path: Path, make_run: Callable[..., MegatronTrainer], parallel: Parallel
+) -> None:
+    make_run()
+    place = tmp_path / "place"
+    place.touch() if cause == "a file in the way" else place.mkdir()
+    with largest_file(8192 if cause == "a full disk" else 2**30), pytest.raises(WriteFailed, match="cannot write"):
+        export_policy(choose_checkpoint(tmp_path / "run", None), place / "out", parallel)
+    assert place.is_file() or not list(place.iterdir())

@@ -60,7 +60,8 @@ class Hypotheses(Protocol):
 class Diagnosis:
     """What is wrong with an instance, if anything: `cause` is None where nothing is, or too few tokens tell.
 
-    `score_sigmas` is the likelihood's score over its standard error; `temperature` the one that the tokens, or the
+    `score_sigmas` is the likelihood's score over its standard error; `log_temperature_error` the standard error of ln T
+    that the tokens leave, None where they tell nothing of T; `temperature` the one that the tokens, or the
     reported log-probs, are most likely of where it is not the config's; `is_of_sampling`: the log-probs are right, and
     the tokens were not drawn by them.
     """
@@ -70,6 +71,7 @@ class Diagnosis:
     cause: Cause | None = None
     detail: str = ""
     score_sigmas: float | None = None
+    log_temperature_error: float | None = None
     temperature: float | None = None
     is_of_sampling: bool = False
 
@@ -89,7 +91,10 @@ def diagnose(
     if len(reported_N) < MIN_TOKENS:
         return replace(found, detail=f"{len(reported_N)} tokens, of {MIN_TOKENS} that are needed")
     score, information = _likelihood(hypotheses.at, temperature)
-    found = replace(found, score_sigmas=score / math.sqrt(information) if information > 0 else 0.0)
+    found = replace(found, score_sigmas=0.0)
+    if information > 0:
+        error = 1 / math.sqrt(information)
+        found = replace(found, score_sigmas=score * error, log_temperature_error=error)
     if _explains(expected_N, reported_N, limits):
         if dtype == "bfloat16" and _is_float32(hypotheses, reported_N, rms):
             return replace(found, cause="dtype", detail="computes in float32, the trainer in bfloat16")

@@ -70,7 +70,8 @@ class _Recorded:
 
 
 class Findings:
-    """What the log-probs of all batches so far say of each instance; written by the main rank."""
+    """What the log-probs of all batches so far say of each instance, and of its batches the worst diagnosis; written by
+    the main rank."""
 
     def __init__(self, run_dir: Path, limits: NoiseLimits) -> None:
         self._path = run_dir / INSTANCES
@@ -89,7 +90,11 @@ class Findings:
     def _stays(self, url: str, found: Diagnosis) -> bool:
         """Whether an earlier diagnosis stays: what follows a fault may be its consequence."""
         earlier = self._diagnoses.get(url)
-        return earlier is not None and (earlier.cause is not None or (earlier.is_judged and not found.is_judged))
+        if earlier is None or earlier.score_sigmas is None:
+            return False
+        if earlier.cause is not None or found.score_sigmas is None:
+            return True
+        return found.cause is None and abs(found.score_sigmas) <= abs(earlier.score_sigmas)
 
     def _of(self, url: str) -> dict[str, Any]:
         gaps = self._gaps.get(url, LogprobGaps())
@@ -125,11 +130,9 @@ class RecordingRank:
         self._rollouts = rollouts
         self._instances = instances
         self._diagnose = diagnose
-        self._limits = limits
         self._run_dir = run_dir
         self._pool = pool
         self._findings = Findings(run_dir, limits)
-        self._is_diagnosed = False
         self._is_first_part = True
 
     @property
@@ -166,16 +169,11 @@ class RecordingRank:
         return self._rank.accumulate(window)
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
-        """Diagnoses the instances until all are judged, and again where log-probs exceed what noise explains."""
+        """Diagnoses the instances in every iteration: one that is sound in the first may not be in the next."""
         gathered = self._rank.gather(rows)
-        gaps = gaps_by_instance(gathered)
-        exceeds = any(self._limits.excesses(url, own) for url, own in gaps.items())
-        diagnoses: Mapping[str, Diagnosis] = {}
         # After the first step of several of a batch the weights are not those that sampled.
-        if self._is_first_part and (exceeds or not self._is_diagnosed):
-            diagnoses = self._diagnose(self._rollouts.groups)
-            self._is_diagnosed = all(found.is_judged for found in diagnoses.values())
-        self._findings.add(gaps, diagnoses)
+        diagnoses = self._diagnose(self._rollouts.groups) if self._is_first_part else {}
+        self._findings.add(gaps_by_instance(gathered), diagnoses)
         if self._pool is not None:
             self._findings.write()
         return gathered

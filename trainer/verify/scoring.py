@@ -94,7 +94,7 @@ class Scorer:
 
     def _chosen(self, groups: Sequence[Group]) -> dict[str, list[Group]]:
         """For each instance some groups that it sampled alone, of all replicas."""
-        headers, tokens, logprobs = pack_groups(_some_of_each(groups))
+        headers, tokens, logprobs = pack_groups(some_of_each(groups))
         gathered = self._parallel.gather_json([headers, tokens.tolist(), logprobs.tolist()])
         by_instance: dict[str, list[Group]] = {}
         for its_headers, its_tokens, its_logprobs in gathered:
@@ -123,11 +123,15 @@ class _OfInstance:
         return self._scorer.in_other_dtype(self._groups)
 
 
-def _some_of_each(groups: Sequence[Group]) -> list[Group]:
-    """Of each instance, the groups that it sampled alone, up to `MAX_TOKENS`."""
+def some_of_each(groups: Sequence[Group]) -> list[Group]:
+    """Of each instance, the groups that it sampled alone, up to `MAX_TOKENS`.
+
+    In the order of the batch: the groups that finish first are those with short responses, and early ends of sequence
+    look like another temperature.
+    """
     tokens: dict[str, int] = {}
     chosen = []
-    for group in groups:
+    for group in sorted(groups, key=lambda group: group.index):
         url = _sampler(group)
         if url is not None and tokens.get(url, 0) < MAX_TOKENS:
             tokens[url] = tokens.get(url, 0) + group.num_response_tokens

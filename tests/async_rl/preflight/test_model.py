@@ -37,7 +37,7 @@ def test_a_directory_without_its_files_is_no_checkpoint(tmp_path: Path, missing:
         ModelFiles.find(str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "\x00", "[" * 10**5])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 def test_files_that_are_no_objects_are_named(tmp_path: Path, name: str, text: str) -> None:
     (checkpoint(tmp_path) / name).write_text(text)

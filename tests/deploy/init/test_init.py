@@ -139,6 +139,42 @@ def test_a_column_or_model_that_is_missing_is_an_error(workplace: Path, capsys: 
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma3"}, "has model_type 'gemma3'"),
+        ({"hidden_size": None}, "has hidden_size = None"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 and num_key_value_heads = 3"),
+    ],
+)
+def test_what_is_wrong_with_a_model_is_not_said_to_be_its_size(
+    changes: dict[str, Any], message: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows({"prompt": "x", "answer": "y"})
+    config = Path("model/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    assert main(["model", "rows.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "does not fit" not in said
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows({"prompt": "x", "answer": "y"})
+    Path("model/tokenizer.json").write_text("{}")
+    assert main(["model", "rows.jsonl"]) == 2
+    assert "tokenizer.json' is no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reward", ["nosuch", "http", "python:none.py:f"])
+def test_what_would_not_pass_check_is_written_and_named(
+    reward: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows({"prompt": "x", "answer": "y"})
+    assert main(["model", "rows.jsonl", "--reward", reward]) == 1
+    assert "correct before it runs" in capsys.readouterr().err
+    assert Path("run.toml").exists() and check(["run.toml"]) == 2
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {},

@@ -15,8 +15,10 @@ from rich.console import Console
 
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
+from deploy.local.evaluate import main
 from deploy.local.evaluate_options import config_path, config_text, parse, set_names
 from deploy.local.evaluate_report import require_writable, show_results
+from tests.support.minimal_config import MINIMAL
 
 REWARD = """
 def short(prompt, responses, row):
@@ -178,3 +180,22 @@ def _works_on(pid: int, word: str) -> bool:
         return any(word in argument for argument in psutil.Process(pid).cmdline())
     except psutil.Error:
         return False
+
+
+@pytest.mark.parametrize("option", ["--temperature", "--top-p"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_what_is_no_number_is_named_by_its_key(
+    option: str, value: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), "--data", str(data), "--reward", "exact", option, value]) == 2
+    said = capsys.readouterr().err
+    assert option.removeprefix("--").replace("-", "_") in said and "not valid TOML" not in said
+
+
+def test_a_config_without_a_set_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL.replace("runs/x", str(tmp_path / "run")))
+    assert main([str(path)]) == 2
+    assert "has no [[evaluation.sets]]" in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from async_rl.config.file import load_config
-from async_rl.errors import ConfigError
-from deploy.verify.__main__ import MARK, common_overrides, main, make_directory
+from async_rl.errors import ConfigError, RunDirInUse
+from async_rl.tracking.run_lock import LOCK_FILE
+from deploy.verify.__main__ import MARK, common_overrides, main, take_directory
 from deploy.verify.findings import fails, holds, not_tested
 from deploy.verify.report import show, write_report
 from tests.support.local_run import Run
@@ -28,19 +29,22 @@ def run(tmp_path: Path) -> Run:
 
 def test_a_folder_is_emptied_only_if_a_verification_made_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    make_directory(out, Path("run.toml"))
+    take_directory(out, Path("run.toml")).close()
     assert json.loads((out / MARK).read_text()) == {"config": "run.toml", "holds": False, "findings": []}
     (out / "periodic").mkdir()
-    make_directory(out, Path("run.toml"))
-    assert [path.name for path in out.iterdir()] == [MARK]
+    (out / "link").symlink_to(tmp_path)
+    (tmp_path / "other").symlink_to(out)
+    with take_directory(tmp_path / "other", Path("run.toml")), pytest.raises(RunDirInUse):
+        take_directory(out, Path("run.toml"))
+    assert {path.name for path in out.iterdir()} == {MARK, LOCK_FILE} and tmp_path.exists()
     (out / MARK).unlink()
     (out / "precious").touch()
     with pytest.raises(ConfigError, match="no verification made"):
-        make_directory(out, Path("run.toml"))
+        take_directory(out, Path("run.toml"))
     with pytest.raises(ConfigError, match="is a file"):
-        make_directory(out / "precious", Path("run.toml"))
+        take_directory(out / "precious", Path("run.toml"))
     with pytest.raises(ConfigError, match="cannot be made"):
-        make_directory(out / "precious" / "below", Path("run.toml"))
+        take_directory(out / "precious" / "below", Path("run.toml"))
     assert (out / "precious").exists()
 
 
@@ -63,6 +67,7 @@ def test_every_stage_is_short_repeatable_and_free_of_what_is_beside_training(run
         (["--trian.iterations", "3"], "trian"),
         (["--pool.instances", '["http://127.0.0.1:1"]'], "pool.instances"),
         ([], "no-model"),
+        (["--run.dir", "."], "no-model"),
     ],
 )
 def test_bad_input_ends_with_code_2_before_a_folder_is_made(

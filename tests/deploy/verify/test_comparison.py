@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deploy.verify.comparison import Comparison, Trained, compared, gradient_power
+from deploy.verify.comparison import Comparison, Trained, compared, why_no_gradient, why_no_step
 from deploy.verify.findings import Finding, all_hold, fails, holds, not_tested
 
 EXACTLY = Comparison(2, "float32", "start", demands_bits=True)
@@ -22,13 +22,18 @@ def trained(
     model: Path = Path("none"),
     on_policy: bool = True,
     learning_rate: float = 1e-3,
+    reward: float = 0.5,
 ) -> Trained:
     metrics = [
         {"iteration": i, "grad_norm": norm, "loss": norm, "learning_rate": learning_rate}
         for i, norm in enumerate(norms)
     ]
     ledger = [{"iteration": i, "on_policy": on_policy, "samples": "".join(each)} for i, each in enumerate(samples)]
-    groups = [{"iteration": i, "index": j, "samples": s} for i, each in enumerate(samples) for j, s in enumerate(each)]
+    groups = [
+        {"iteration": i, "index": j, "samples": s, "reward_mean": reward}
+        for i, each in enumerate(samples)
+        for j, s in enumerate(each)
+    ]
     return Trained(metrics, ledger, groups, model)
 
 
@@ -69,12 +74,30 @@ def test_missing_iterations_and_figures_that_are_not_finite_fail_also_where_both
 
 
 def test_gradients_that_are_zero_or_unused_prove_nothing() -> None:
-    assert "every gradient is 0" in str(gradient_power(trained((0.0, 0.0))))
-    assert "learning rate is 0" in str(gradient_power(trained(learning_rate=0.0)))
-    assert gradient_power(trained((0.0, 1.0))) is None
-    assert gradient_power(trained(())) is None
-    power = gradient_power(trained((0.0, 0.0)))
-    assert compared("norms", power, lambda: holds("norms", "equal")).outcome == "not tested"
+    none, unused, some = trained((0.0, 0.0)), trained(learning_rate=0.0), trained((0.0, 1.0))
+    assert "every gradient is 0" in str(why_no_gradient(none)) and why_no_step(none) == why_no_gradient(none)
+    assert why_no_gradient(unused) is None and "learning rate is 0" in str(why_no_step(unused))
+    assert why_no_gradient(some) is None and why_no_step(some) is None
+    assert why_no_step(trained(())) is None
+    assert compared("norms", why_no_gradient(none), lambda: holds("norms", "equal")).outcome == "not tested"
+
+
+def test_a_reward_that_is_not_repeatable_is_no_fault_of_the_run(tmp_path: Path) -> None:
+    run, other = (trained(model=save_model(tmp_path / name, 1.0), reward=0.25) for name in ("a", "b"))
+    other = trained(model=other.model, samples=(("a", "b"), ("x", "y")))
+    found = NEARLY.same_run("lost", "hit", run, other, is_repeatable=True)
+    assert found.outcome == "not tested" and "the reward is not repeatable: group 0 of iteration 0" in found.shown
+    later = trained(samples=(("a", "x"), ("x", "y")), reward=0.5)
+    later.groups[2]["reward_mean"] = 0.1  # type: ignore[index]
+    found = NEARLY.same_run("lost", "hit", later, trained(), is_repeatable=True)
+    assert "other samples" in found.shown, "what follows other samples has other rewards"
+
+
+def test_an_iteration_without_its_proof_is_not_proven() -> None:
+    whole = trained()
+    assert whole.is_proven(2)
+    assert not Trained(whole.metrics, [], whole.groups, whole.model).is_proven(2)
+    assert not Trained(whole.metrics, whole.ledger[:1], whole.groups, whole.model).is_proven(2)
 
 
 def test_models_that_are_byte_for_byte_equal_hold_without_being_read(tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ from inference_service.engine_interface import RequestRefused
 from inference_service.weight_transfer.receiver import check_update
 
 URL = "http://a"
-SOUND: dict[str, Any] = {"cause": None, "detail": "", "score_sigmas": 0.3, "num_tokens": 300, "is_of_sampling": False}
+SOUND: dict[str, Any] = {
+    **{"cause": None, "detail": "", "score_sigmas": 0.3, "num_tokens": 300, "is_of_sampling": False},
+    "log_temperature_error": 0.05,
+}
 
 
 def figures(diagnosis: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
@@ -22,7 +25,7 @@ def figures(diagnosis: dict[str, Any] | None = None, **changed: Any) -> dict[str
 
 
 def judged(found: dict[str, Any]) -> list[Finding]:
-    return judge_instances([URL], {URL: found})
+    return judge_instances([URL], {URL: found}, takes_first=False)
 
 
 def outcomes(found: dict[str, Any]) -> list[str]:
@@ -34,11 +37,25 @@ def test_a_sound_instance_holds_in_both() -> None:
 
 
 def test_an_instance_that_sampled_nothing_or_too_little_is_not_tested() -> None:
-    assert [finding.outcome for finding in judge_instances([URL], {})] == ["not tested"] * 2
+    assert [finding.outcome for finding in judge_instances([URL], {}, takes_first=False)] == ["not tested"] * 2
     few = {"score_sigmas": None, "detail": "9 tokens, of 256 that are needed"}
     assert outcomes(figures(few, tokens=9)) == ["not tested"] * 2
     assert outcomes(figures(few)) == ["holds", "not tested"], "all iterations together have enough"
     assert outcomes(figures(diagnosis=None) | {"diagnosis": None}) == ["holds", "not tested"]
+
+
+def test_sampling_is_tested_only_by_tokens_that_would_show_twice_the_temperature() -> None:
+    assert "1.3 times as high or low" in judged(figures({"log_temperature_error": 0.05}))[1].bound
+    for error in (None, 0.12):
+        assert outcomes(figures({"log_temperature_error": error})) == ["holds", "not tested"]
+    wrong = {"cause": "temperature", "is_of_sampling": True, "score_sigmas": 9.0, "log_temperature_error": 0.5}
+    assert outcomes(figures(wrong)) == ["holds", "fails"]
+
+
+def test_sampling_is_not_judged_by_the_groups_that_finish_first() -> None:
+    wrong = figures({"cause": "temperature", "is_of_sampling": True, "score_sigmas": 9.0})
+    findings = judge_instances([URL], {URL: wrong}, takes_first=True)
+    assert [finding.outcome for finding in findings] == ["holds", "not tested"]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,17 @@ def test_sampling_at_another_temperature_than_is_reported_is_found_by_the_tokens
     assert found.temperature is not None and abs(math.log(found.temperature / temperature)) < 0.3
 
 
+def test_tokens_that_are_certain_tell_nothing_of_their_temperature(draw: Draw) -> None:
+    policy = draw()
+    error = diagnosed(policy, policy.at(1.0)).log_temperature_error
+    # As above: 1,024 tokens whose logits have a variance of about 2.
+    assert error is not None and 0.01 < error < 0.05
+    policy.head_VH *= 1000
+    policy.tokens_N1 = (policy.rows_NH @ policy.head_VH.T).argmax(-1, keepdim=True)
+    certain = diagnosed(policy, policy.at(1.0))
+    assert certain.cause is None and (certain.log_temperature_error is None or certain.log_temperature_error > 0.12)
+
+
 def test_sampling_the_likeliest_tokens_only_is_found_by_the_tokens(draw: Draw) -> None:
     policy = draw()
     policy.tokens_N1 = (policy.rows_NH @ policy.head_VH.T).argmax(-1, keepdim=True)

@@ -15,7 +15,7 @@ from tests.support.trainer.branched_groups import branched_groups
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
 from trainer.verify.recorded_groups import read_batch, read_share, write_share
-from trainer.verify.scoring import Scorer
+from trainer.verify.scoring import MAX_TOKENS, Scorer, some_of_each
 
 MakeScorer = Callable[..., tuple[Scorer, MegatronTrainer]]
 
@@ -147,3 +147,12 @@ def test_recorded_groups_are_read_as_they_were_without_texts_and_rows(tmp_path: 
     assert {i: p.prompt_id for i, p in batch.prompts.items()} == {g.index: g.prompt.prompt_id for g in groups}
     write_share(tmp_path / "groups", 0, Batch(5, {}), "v-5", [])
     assert read_share(tmp_path / "groups", 5, 0).groups == []
+
+
+def test_groups_are_chosen_in_the_order_of_the_batch_not_in_that_of_their_ends(ragged_groups: list[Group]) -> None:
+    """Short responses finish first; early ends alone look like another temperature."""
+    (template,) = as_sampled(ragged_groups[:1], torch.zeros(10**4))
+    long = replace(template.responses[0], token_ids=(5,) * MAX_TOKENS, logprobs=(0.0,) * MAX_TOKENS)
+    first = replace(template, index=0, responses=tuple(long for _ in template.responses))
+    rest = [replace(template, index=index) for index in range(1, 9)]
+    assert some_of_each([*rest, first]) == [first]
