@@ -1,4 +1,4 @@
-"""Masks what looks like a secret in what is shown: values and errors of a config, commands, the settings of a model card.
+"""Masks what looks like a secret in what is shown: values and errors of a config, commands, the settings of a card.
 
 A config should have no secrets (`reward.token_from` names where one is), but users put them into environments, URLs and
 arguments all the same.

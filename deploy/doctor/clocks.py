@@ -7,6 +7,7 @@ from email.utils import parsedate_to_datetime
 
 import httpx
 
+from async_rl.config.secrets import masked_text
 from async_rl.config.sections import Config
 from async_rl.protocol.fleet import read_address
 from async_rl.protocol.routes import HEALTH
@@ -39,15 +40,16 @@ def find_clock_facts(urls: Sequence[str]) -> Iterator[Finding]:
 
 
 def _clock_of(url: str) -> Finding:
-    name = f"clock of {url.partition('://')[2]}"
+    shown = masked_text(url)
+    name = f"clock of {shown.partition('://')[2]}"
     begun_s = time.time()
     try:
         answer = httpx.get(url + HEALTH, timeout=TIMEOUT_S, trust_env=False)
         theirs_s = parsedate_to_datetime(answer.headers["Date"]).timestamp()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Finding(name, "warning", f"{url} does not answer: {error}", f"curl -i {url}{HEALTH}")
+        return Finding(name, "warning", f"{shown} does not answer: {error}", f"curl -i {shown}{HEALTH}")
     except (KeyError, ValueError):
-        return Finding(name, "note", f"{url} sends no Date by which its clock could be told")
+        return Finding(name, "note", f"{shown} sends no Date by which its clock could be told")
     ended_s = time.time()
     # Their second began at most one before they answered, which was between our two times.
     earliest, latest = theirs_s - ended_s, theirs_s + RESOLUTION_S - begun_s

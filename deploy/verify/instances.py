@@ -118,7 +118,9 @@ def _judge_sampling(url: str, diagnosis: Mapping[str, Any]) -> Finding:
         bound = f"{NUM_SIGMAS} standard errors"
         return fails(SAMPLING, f"{diagnosis['detail']}; {drawn}", bound, url, CAUSES[diagnosis["cause"]])
     if error is None or error > math.log(LARGEST_BLIND_FACTOR) / NUM_SIGMAS:
-        why = f"{num_tokens} tokens of an iteration are too few to tell their temperature, or too certain: {MORE_TOKENS}"
+        why = (
+            f"{num_tokens} tokens of an iteration are too few to tell their temperature, or too certain: {MORE_TOKENS}"
+        )
         return not_tested(SAMPLING, why, url)
     factor = math.exp(NUM_SIGMAS * error)
     return holds(SAMPLING, drawn, f"{NUM_SIGMAS} standard errors: a temperature {factor:.2g} times as high or low", url)

@@ -101,9 +101,7 @@ class Verification:
             )
         found = read_json(judged.run_dir / "instances.json")
         self.findings += judge_canary(self._stages.urls, refused, found)
-        self.findings += judge_instances(
-            self._stages.urls, found, takes_first=self._scope.config.prompts.reserve > 0
-        )
+        self.findings += judge_instances(self._stages.urls, found, takes_first=self._scope.config.prompts.reserve > 0)
         recorded = Trained.read(ended.run_dir)
         is_broken = any(finding.outcome == "fails" for finding in self.findings)
         if ended.failure is None and not refused:

@@ -92,7 +92,7 @@ def test_an_evaluation_goes_on_without_instances_that_do_not_serve(instances, ma
 @pytest.mark.distributed
 def test_prompts_that_fail_fail_the_evaluation(instances, make_config, tmp_path) -> None:
     (tmp_path / "words.jsonl").write_text('{"prompt": "Word", "reward": "none"}\n{"prompt": "Word", "reward": 1}\n')
-    with pytest.raises(InstanceError, match="1 of 2 prompts could not be evaluated; the first one: .*reward"):
+    with pytest.raises(InstanceError, match=r"1 of 2 prompts could not be evaluated; the first one: .*reward"):
         asyncio.run(evaluate(make_config(*instances({})), tmp_path / "out", None))
     assert not (tmp_path / "out" / "results.jsonl").exists()
 

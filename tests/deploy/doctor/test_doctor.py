@@ -155,6 +155,10 @@ def test_a_server_that_does_not_answer_is_a_warning(url: str) -> None:
     assert finding.state == "warning"
 
 
+def test_a_password_in_a_url_is_not_shown() -> None:
+    assert "hidden" not in str(list(find_clock_facts(["http://me:hidden@127.0.0.1:1"])))
+
+
 def test_the_servers_of_a_run_are_its_instances_and_its_endpoint(tmp_path: Path) -> None:
     config = config_with(run={"dir": str(tmp_path)}, pool={"instances": ["http://a:1/"]})
     assert servers_of(config, ["b:2"]) == ["http://b:2", "http://a:1"]
