@@ -1,6 +1,7 @@
-"""Checks that rows name parts of the reward which exist, as far as their first rows show."""
+"""Checks that rows have what the reward asks of them, as far as the first ones show: its part's name, an answer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from async_rl.config.sections import Config
 from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
@@ -8,7 +9,46 @@ from async_rl.data.part import Part, parts_of
 from async_rl.data.prompts import first_rows
 from async_rl.errors import ConfigError
 from async_rl.preflight.data import NUM_ROWS
+from async_rl.rewards.answers import accepted_answers, single_answer
 from async_rl.rewards.row_parts import labels_of
+
+
+ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "math": single_answer,
+    "exact": accepted_answers,
+    "f1": accepted_answers,
+}
+"""How the rewards that compare with an answer read it."""
+
+NUM_ANSWERS = 100
+"""Rows whose answers are looked for: a column that is missing or misnamed shows in the first."""
+
+
+def require_answers(config: Config, *, trains: bool) -> None:
+    """Checks that the first rows of prompts and evaluation sets have the answers that the reward compares with.
+
+    Rows that cannot be read are left to the checks of the data; rows that choose their reward have any.
+
+    Raises:
+        ConfigError: a row has none.
+    """
+    readers = [ANSWERS[name] for each in config.reward.single_rewards.values() if (name := each.name) in ANSWERS]
+    if not readers or config.reward.column is not None:
+        return
+    for part, num_rows in _parts(config, trains):
+        try:
+            rows = first_rows(part, min(num_rows, NUM_ANSWERS))
+        except ConfigError:
+            continue
+        for number, row in enumerate(rows):
+            try:
+                for read in readers:
+                    read(row)
+            except ValueError as error:
+                raise ConfigError(
+                    f"source {part.source!r}, row {number} (from 0): {error}; name the column of answers in "
+                    'prompts.columns = { answer = "COLUMN" }'
+                ) from error
 
 
 def require_parts_of_rows(config: Config, *, trains: bool) -> None:
@@ -21,9 +61,9 @@ def require_parts_of_rows(config: Config, *, trains: bool) -> None:
     """
     if config.reward.column is None:
         return
-    for part in _parts(config, trains):
+    for part, num_rows in _parts(config, trains):
         try:
-            rows = first_rows(part, NUM_ROWS)
+            rows = first_rows(part, num_rows)
         except ConfigError:
             continue
         for number, row in enumerate(rows):
@@ -33,9 +73,11 @@ def require_parts_of_rows(config: Config, *, trains: bool) -> None:
                 raise ConfigError(f"source {part.source!r}, row {number} (from 0): {error}") from error
 
 
-def _parts(config: Config, trains: bool) -> Iterator[Part]:
+def _parts(config: Config, trains: bool) -> Iterator[tuple[Part, int]]:
+    """Each source, and how many of its rows are looked at."""
     if trains:
-        yield from parts_of(config.prompts)
+        yield from ((part, NUM_ROWS) for part in parts_of(config.prompts))
     for each in config.evaluation.sets:
         if each.source != HELD_OUT:
-            yield from parts_of(prompts_of_set(each, config.prompts))
+            num_rows = min(NUM_ROWS, each.max_prompts or NUM_ROWS)
+            yield from ((part, num_rows) for part in parts_of(prompts_of_set(each, config.prompts)))

@@ -57,6 +57,19 @@ def accepted_answers(row: Mapping[str, Any]) -> list[str]:
     return [str(answer) for answer in given]
 
 
+def single_answer(row: Mapping[str, Any]) -> Any:
+    """The row's `answer`, as the reward `math` reads it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    answer = row.get("answer")
+    # NaN, which equals nothing, is how tables write that there is none.
+    if answer is None or answer != answer:
+        raise ValueError(f"the row has no 'answer' (it has {sorted(row)}): the math reward compares with it")
+    return answer
+
+
 def normalize(text: str) -> str:
     """SQuAD's normal form: lower case, without punctuation, articles and superfluous space.
 

@@ -7,6 +7,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from async_rl.config.reward_section import RewardSection
+from async_rl.rewards.answers import single_answer
 from async_rl.rewards.base import USED_SHARE, correct_at
 from async_rl.rewards.function import RewardFunction
 from async_rl.rewards.time_limit import SharedTime, TookTooLong, time_limit
@@ -55,10 +56,7 @@ def _parsed_answer(row: Mapping[str, Any]) -> list[Any]:
     Raises:
         ValueError: there is none.
     """
-    answer = row.get("answer")
-    # NaN, which equals nothing, is how tables write that there is none.
-    if answer is None or answer != answer:
-        raise ValueError(f"the row has no 'answer' (it has {sorted(row)}): the math reward compares with it")
+    answer = single_answer(row)
     gold = str(answer).rpartition("####")[2].strip()
     # The parser finds expressions only in mathematical delimiters.
     parsed: list[Any] = parse(gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}", parsing_timeout=None)

@@ -147,8 +147,8 @@ def _other_reward(run: Trained, expected: Trained) -> str:
         elif row["reward_mean"] != other["reward_mean"]:
             return (
                 f"the reward is not repeatable: group {row['index']} of iteration {row['iteration']} has the same "
-                f"samples in both runs, and mean rewards of {other['reward_mean']:g} and {row['reward_mean']:g}; so they "
-                "train on something else"
+                f"samples in both runs, and mean rewards of {other['reward_mean']:g} and {row['reward_mean']:g}; so "
+                "they train on something else"
             )
     return ""
 

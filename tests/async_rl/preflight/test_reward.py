@@ -9,7 +9,7 @@ import pytest
 from async_rl.config.sections import Config, RewardSection
 from async_rl.errors import ConfigError
 from async_rl.preflight.reward import require_reward, require_time_for_tests
-from async_rl.preflight.reward_rows import require_parts_of_rows
+from async_rl.preflight.reward_rows import require_answers, require_parts_of_rows
 from tests.support.minimal_config import minimal_tree
 
 
@@ -160,3 +160,35 @@ def test_a_built_in_reward_needs_its_package(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("async_rl.preflight.reward.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"reward\.name '{name}' needs .*install"):
         require_reward(RewardSection(name=name))
+
+
+@pytest.mark.parametrize("name", ["math", "exact", "f1"])
+@pytest.mark.parametrize(("max_prompts", "is_seen"), [(None, True), (2, True), (1, False)])
+def test_rows_without_the_answer_that_the_reward_compares_with_are_named(
+    name: str, max_prompts: int | None, is_seen: bool, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "solution": "2"}\n')
+    tree = minimal_tree()
+    tree["prompts"] |= {"source": str(rows), "chat_template": False}
+    tree["reward"] = {"name": name}
+    with pytest.raises(ConfigError, match=r"row 1 \(from 0\): the row has no .*prompts\.columns"):
+        require_answers(Config.model_validate(tree), trains=True)
+    tree["evaluation"] = {"sets": [{"name": "a", "source": str(rows), "max_prompts": max_prompts}]}
+    config = Config.model_validate(tree)
+    if not is_seen:
+        require_answers(config, trains=False)
+        return
+    with pytest.raises(ConfigError, match=r"row 1 \(from 0\)"):
+        require_answers(config, trains=False)
+
+
+def test_other_rewards_and_columns_that_are_named_need_no_answer(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "solution": "1"}\n')
+    tree = minimal_tree()
+    tree["prompts"] |= {"source": str(rows), "chat_template": False, "columns": {"answer": "solution"}}
+    require_answers(Config.model_validate(tree), trains=True)
+    del tree["prompts"]["columns"]
+    tree["reward"] = {"name": "python:reward.py:f"}
+    require_answers(Config.model_validate(tree), trains=True)

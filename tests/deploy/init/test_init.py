@@ -122,7 +122,7 @@ def test_what_it_cannot_see_is_named(
 
 def test_names_from_the_user_are_written_as_they_are(workplace: Path) -> None:
     name = 'a "quoted" \\ name # \x7f.jsonl'
-    write_rows({'text"': "x", "b": 1})
+    write_rows({'text"': "x", "answer": "1"})
     Path("rows.jsonl").rename(name)
     assert main(["model", name, "--prompt-column", 'text"', "--reward", "exact"]) == 0
     prompts = tomllib.loads(Path("run.toml").read_text())["prompts"]
