@@ -12,7 +12,6 @@ from async_rl.preflight.data import NUM_ROWS
 from async_rl.rewards.answers import accepted_answers, single_answer
 from async_rl.rewards.row_parts import labels_of
 
-
 ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "math": single_answer,
     "exact": accepted_answers,
