@@ -31,7 +31,8 @@ def require_answers(config: Config, *, trains: bool) -> None:
     Raises:
         ConfigError: a row has none.
     """
-    readers = [ANSWERS[name] for each in config.reward.single_rewards.values() if (name := each.name) in ANSWERS]
+    names = [each.name or "" for each in config.reward.single_rewards.values()]
+    readers = [ANSWERS[name] for name in names if name in ANSWERS]
     if not readers or config.reward.column is not None:
         return
     for part, num_rows in _parts(config, trains):
