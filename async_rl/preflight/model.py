@@ -60,8 +60,11 @@ class ModelFiles:
 
     @classmethod
     def _of_hub(cls, name: str, setting: str) -> "ModelFiles":
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ConfigError(f"{setting} {name!r} does not exist: give a Hugging Face checkpoint directory")
+        # No model of these families is on the hub without an owner, and the hub is asked for half a minute.
+        if name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise ConfigError(
+                f"{setting} {name!r} does not exist: give a Hugging Face checkpoint directory, or a hub name OWNER/NAME"
+            )
         # Imported here: the import takes a quarter of a second.
         try:
             hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")

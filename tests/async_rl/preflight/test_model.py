@@ -45,8 +45,8 @@ def test_files_that_are_no_objects_are_named(tmp_path: Path, name: str, text: st
         ModelFiles.find(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["./none", "/no/such", "~/none", "a/b/c", "../none"])
-def test_what_looks_like_a_path_is_not_asked_of_the_hub(name: str) -> None:
+@pytest.mark.parametrize("name", ["./none", "/no/such", "~/none", "a/b/c", "../none", "model"])
+def test_what_is_no_name_of_the_hub_is_not_asked_of_it(name: str) -> None:
     with pytest.raises(ConfigError, match="does not exist: give a Hugging Face checkpoint directory"):
         ModelFiles.find(name)
 
