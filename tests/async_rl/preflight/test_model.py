@@ -51,6 +51,20 @@ def test_what_is_no_name_of_the_hub_is_not_asked_of_it(name: str) -> None:
         ModelFiles.find(name)
 
 
+def test_the_hub_is_asked_once_for_a_file_that_it_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def unreachable(name: str, file: str) -> str:
+        asked.append((name, file))
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    for setting in ("model.path", "critic.path"):
+        with pytest.raises(ConfigError, match=rf"{setting} 'nobody/nothing' is neither .*: no route to the hub; give"):
+            ModelFiles.find("nobody/nothing", setting)
+    assert asked == [("nobody/nothing", "config.json")]
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "", None, 3, "QWEN3"])
 def test_the_trainers_families_are_trainable_and_others_named(tmp_path: Path, family: Any) -> None:
     files = ModelFiles.find(str(checkpoint(tmp_path, {"model_type": family}, {"chat_template": "x"})))
