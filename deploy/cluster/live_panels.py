@@ -26,6 +26,7 @@ FIGURES = (
 )
 """(name, key in a record, format), the most important first: a low terminal shows only the first ones."""
 
+_LONGEST_S = 1e9
 _ROOM_FOR_CURVE = 52
 _ROOM_FOR_MEAN = 40
 
@@ -136,6 +137,6 @@ def printable(text: str) -> Text:
 
 def clock(seconds: float) -> str:
     """h:mm:ss, or m:ss below an hour."""
-    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    minutes, rest = divmod(int(min(max(0.0, seconds), _LONGEST_S)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -28,7 +28,7 @@ export class Instances {
     }
     canvas.hidden = false;
     const hidden = found.instances.length - MAX_ROWS;
-    summary.textContent = `${found.instances.length} instances sampled trained tokens; the deeper the colour, the larger the share of an iteration's tokens.${hidden > 0 ? ` The ${MAX_ROWS} that came last are drawn.` : ""}`;
+    summary.textContent = `${found.instances.length} ${found.instances.length === 1 ? "instance" : "instances"} sampled trained tokens; the deeper the colour, the larger the share of an iteration's tokens.${hidden > 0 ? ` The ${MAX_ROWS} that came last are drawn.` : ""}`;
     draw(canvas, { ...found, instances: found.instances.slice(-MAX_ROWS) });
     showTable(found);
   }

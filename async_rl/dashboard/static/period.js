@@ -9,6 +9,8 @@ const LABEL_HEIGHT = 19;
 const AXIS_HEIGHT = 26;
 const MAX_STRAGGLERS = 5;
 const STRAGGLER_FACTOR = 1.5;
+// A period consists of windows and waits: the windows are drawn.
+const DRAWN_SPANS = ["publish", "step"];
 
 export class Period {
   constructor(runs, source) {
@@ -38,10 +40,16 @@ export class Period {
   /** Shows the newest iteration, if the user wants it to follow the run. */
   async follow() {
     const last = this.#iterations().at(-1);
+    byId("period-body").hidden = last === undefined;
     if (last === undefined) {
+      this.asked += 1;
+      this.period = null;
       byId("period-summary").textContent = "No iteration is complete yet.";
-    } else if (this.isNewest || this.iteration === undefined || this.run !== this.#run) {
+    } else if (this.isNewest || !this.period || this.run !== this.#run) {
       await this.#load(last);
+    } else if (this.generation !== this.run.generation) {
+      // What is shown was trained again.
+      await this.#load(this.iteration);
     }
   }
 
@@ -68,7 +76,7 @@ export class Period {
     const run = this.#run;
     const period = await this.source.period(run.number, iteration);
     if (asked !== this.asked) return;
-    Object.assign(this, { run, iteration, period });
+    Object.assign(this, { run, iteration, period, generation: run.generation });
     byId("period-iteration").value = iteration;
     this.redraw();
   }
@@ -243,7 +251,7 @@ function windowsOf(timed) {
 
 /** [name, start, end] of publish and steps; of a record without them, where these are as a rule. */
 function spansOf({ spans, publish_s, step_s, seconds }) {
-  if (spans?.length) return spans.filter(([, start, end]) => typeof start === "number" && typeof end === "number");
+  if (spans?.length) return spans.filter(([name, start, end]) => DRAWN_SPANS.includes(name) && typeof start === "number" && typeof end === "number");
   const known = publish_s ? [["publish", 0, publish_s]] : [];
   return step_s && seconds ? [...known, ["step", seconds - step_s, seconds]] : known;
 }
