@@ -113,7 +113,9 @@ class PlainView:
             self.note(f"iteration {done}/{total}  {describe(record)}")
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        encoding = self._console.encoding
+        shown = text.encode(encoding, "replace").decode(encoding)
+        self._console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
 def describe(record: Record) -> str:

@@ -90,6 +90,17 @@ def test_the_view_is_plain_where_no_one_watches(tmp_path: Path) -> None:
     assert isinstance(make_run_view(Console(file=io.StringIO(), force_terminal=True), tmp_path, None), LiveView)
 
 
+def test_the_view_is_plain_where_nothing_can_be_drawn(tmp_path: Path) -> None:
+    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    ascii_file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    for console in (dumb, Console(file=ascii_file, force_terminal=True)):
+        view = make_run_view(console, tmp_path, None)
+        assert isinstance(view, PlainView)
+        view.note("caf\xe9")
+    ascii_file.flush()
+    assert ascii_file.buffer.getvalue() == b"caf?\n"  # type: ignore[attr-defined]
+
+
 def test_the_plain_view_prints_the_first_every_tenth_and_the_last_iteration(record: MakeRecord) -> None:
     console = Console(file=io.StringIO(), width=200)
     with PlainView(console) as view:
