@@ -6,6 +6,7 @@ Of `metrics.jsonl`, `ledger.jsonl` and `evaluations.jsonl`, a few hundred bytes 
 
 import json
 import math
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -217,7 +218,8 @@ def names_of(runs: Sequence[RunRecords]) -> list[str]:
         depth = 1
         while depth < len(own) and any(other[-depth:] == own[-depth:] for other in others):
             depth += 1
-        name = "/".join(own[-depth:])
+        # A name on a disk need not be text.
+        name = os.fsencode("/".join(own[-depth:])).decode(errors="replace")
         num_before = parts[:number].count(own)
         names.append(f"{name} ({num_before + 1})" if num_before else name)
     return names

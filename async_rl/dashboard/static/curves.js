@@ -144,7 +144,7 @@ export class Curves {
       padding: [10, 10, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "curves", scales: ["x", null] }, points: { size: 6 }, y: false },
-      scales: { x: { time: false }, y: { range: rangeOf } },
+      scales: { x: { time: false, range: spanOf }, y: { range: rangeOf } },
       axes: [
         { ...axis, size: 26, gap: 3, space: 56, ...(this.settings.over === "iteration" ? { incrs: WHOLE_STEPS } : {}) },
         { ...axis, size: (_, labels) => axisWidth(labels), gap: 3, space: 26, values: (_, splits) => formatTicks(splits, unit) },
@@ -170,6 +170,14 @@ export class Curves {
 
 function axisWidth(labels) {
   return Math.max(AXIS_WIDTH, 10 + DIGIT_WIDTH * Math.max(0, ...(labels ?? []).map((label) => label.length)));
+}
+
+/** From the first to the last entry; one alone is in the middle. */
+function spanOf({ data: [places] }, first, last) {
+  if (places?.length !== 1) return [first ?? 0, last ?? 1];
+  const [place] = places;
+  const room = Number.isInteger(place) ? 0.5 : place / 2;
+  return [place - room, place + room];
 }
 
 /** Room above and below; a constant is drawn in the middle, but for 0. */

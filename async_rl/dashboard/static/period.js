@@ -7,6 +7,7 @@ const LANES_HEIGHT = 420;
 const TRAINER_HEIGHT = 26;
 const LABEL_HEIGHT = 19;
 const AXIS_HEIGHT = 26;
+const MAX_BANDS = 32;
 const MAX_STRAGGLERS = 5;
 const STRAGGLER_FACTOR = 1.5;
 // A period consists of windows and waits: the windows are drawn.
@@ -110,7 +111,9 @@ export class Period {
   }
 
   #draw(timed) {
-    const bands = bandsOf(timed);
+    const all = bandsOf(timed);
+    const bands = lastOf(all);
+    byId("period-bands").textContent = bands.length < all.length ? `The ${bands.length} of ${all.length} instances that finished last are drawn.` : "";
     const numLanes = bands.reduce((sum, band) => sum + band.lanes.length, 0);
     const laneHeight = Math.max(1, Math.min(12, LANES_HEIGHT / Math.max(1, numLanes)));
     const height = bands.reduce((sum, band) => sum + LABEL_HEIGHT + band.lanes.length * laneHeight + 5, 0) + LABEL_HEIGHT + TRAINER_HEIGHT + AXIS_HEIGHT;
@@ -132,7 +135,7 @@ export class Period {
     }
     label(context, "trainer", y);
     this.#drawTrainer(context, timed, x, y + LABEL_HEIGHT);
-    canvas.setAttribute("aria-label", `Timeline of iteration ${this.period.iteration}: ${timed.length} groups on ${bands.length} instances, ${formatSeconds(end)}`);
+    canvas.setAttribute("aria-label", `Timeline of iteration ${this.period.iteration}: ${timed.length} groups on ${all.length} instances, ${formatSeconds(end)}`);
   }
 
   #colorOf(group) {
@@ -234,6 +237,13 @@ function bandsOf(timed) {
     band.num += 1;
   }
   return [...bands.values()].sort((a, b) => (a.name < b.name ? -1 : 1));
+}
+
+/** As many as can be told apart: those that finish last, in the order in which they are. */
+function lastOf(bands) {
+  const end = (band) => Math.max(...band.ends);
+  const last = new Set([...bands].sort((a, b) => end(b) - end(a)).slice(0, MAX_BANDS));
+  return bands.filter((band) => last.has(band));
 }
 
 /** When the trainer trained: groups of one window have the same times. */

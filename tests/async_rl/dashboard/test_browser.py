@@ -240,6 +240,35 @@ def test_a_run_without_records_and_a_wrong_token_are_said_in_words(tmp_path: Pat
     asyncio.run(look())
 
 
+def test_many_instances_and_one_iteration_are_drawn_in_a_bounded_height(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path / "run", num_iterations=1, num_groups=80)
+    run.write()
+    (proof,) = [json.loads(line) for line in (run.run_dir / "ledger.jsonl").read_text().splitlines()]
+    proof["logprob_gaps"]["instances"] = {f"http://10.0.0.{i}:80": {"tokens": i, "rms": 1e-6} for i in range(80)}
+    (run.run_dir / "ledger.jsonl").write_text(json.dumps(proof) + "\n")
+    rows = [{**row, "logprob_gaps": {f"http://10.0.0.{row['index']}:80": {}}} for row in run.groups(0)]
+    (run.run_dir / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    async def look() -> None:
+        async with served([run]) as url, browser_tab() as tab:
+            await tab.open(url, width=PHONE_WIDTH)
+            assert "The 32 of 80 instances that finished last" in await text_of(tab, "period-bands")
+            assert "The 64 that came last are drawn" in await text_of(tab, "instances-summary")
+            for name in ("period", "instances"):
+                assert await tab.value(f"document.getElementById('{name}-canvas').clientHeight < 1500")
+            # The one point is in the middle of its chart, between iterations.
+            chart = "document.querySelector('[data-metric=reward_mean] canvas')"
+            await tab.wait_for(f"{chart} !== null")
+            middle = (
+                f"(() => {{ const canvas = {chart}, half = canvas.width / 2; return new Set(new Uint32Array("
+                "canvas.getContext('2d').getImageData(half, 20, half / 2, canvas.height / 2).data.buffer)).size; })()"
+            )
+            assert await tab.value(middle) > 2
+            assert tab.errors == []
+
+    asyncio.run(look())
+
+
 def test_a_report_opens_from_a_file_with_the_same_numbers(tmp_path: Path) -> None:
     runs = [SyntheticRun(tmp_path / name, num_iterations=12 + i) for i, name in enumerate(("first", "second"))]
     for run in runs:

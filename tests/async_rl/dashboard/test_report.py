@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -75,5 +76,13 @@ def test_a_report_of_no_run_and_one_that_cannot_be_written_name_the_reason(
     assert main([str(tmp_path / "missing")]) == 2
     assert "is not a directory" in capsys.readouterr().err
     SyntheticRun(tmp_path / "run", num_iterations=1).write()
-    assert main([str(tmp_path / "run"), "-o", str(tmp_path / "no" / "report.html")]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    for output in (tmp_path / "no" / "report.html", tmp_path, Path(), Path("/")):
+        assert main([str(tmp_path / "run"), "-o", str(output)]) == 2
+        assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_run_whose_directory_is_no_text_has_a_report(tmp_path: Path) -> None:
+    run_dir = tmp_path / os.fsdecode(b"run\xff")
+    SyntheticRun(run_dir, num_iterations=1).write()
+    assert main([str(run_dir), "-o", str(tmp_path / "report.html")]) == 0
+    assert "<title>run\ufffd</title>" in (tmp_path / "report.html").read_text()
