@@ -5,7 +5,7 @@ and says so. Exit codes: 0 success, 2 no such run, or the file cannot be written
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,8 +41,14 @@ def _run_data(run: RunRecords, name: str, num_runs: int) -> dict[str, Any]:
         "dir": str(run.run_dir),
         "records": thinned_records(run.records(0, 0, 0), MAX_RECORDS_BYTES // num_runs),
         "periods": list(fitting(list(periods), MAX_PERIODS_BYTES // num_runs)),
-        "samples": list(fitting(rows, MAX_SAMPLES_BYTES // num_runs))[::-1],
+        "samples": sorted(fitting(rows, MAX_SAMPLES_BYTES // num_runs), key=_newest_first),
     }
+
+
+def _newest_first(row: Mapping[str, Any]) -> tuple[int, int]:
+    """The order in which the live page has samples."""
+    index = row.get("index")
+    return -row["iteration"], index if isinstance(index, int) else 0
 
 
 def thinned_records(records: dict[str, Any], max_bytes: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ const LANES_HEIGHT = 420;
 const TRAINER_HEIGHT = 26;
 const LABEL_HEIGHT = 19;
 const AXIS_HEIGHT = 26;
+const TICK_WIDTH = 75;
 const MAX_BANDS = 32;
 const MAX_STRAGGLERS = 5;
 const STRAGGLER_FACTOR = 1.5;
@@ -281,7 +282,7 @@ function describeGroup(group) {
 function drawGrid(context, x, end, height) {
   context.fillStyle = themeColor("muted");
   context.strokeStyle = themeColor("grid");
-  for (const seconds of roundTicks(end, 8)) {
+  for (const seconds of roundTicks(end, Math.max(2, Math.min(8, x(end) / TICK_WIDTH)))) {
     const at = Math.round(x(seconds)) + 0.5;
     context.beginPath();
     context.moveTo(at, 0);

@@ -32,7 +32,8 @@ def test_a_report_is_one_page_with_all_records_and_without_any_address(tmp_path:
         numbers = range(run.num_iterations)
         assert own["records"]["metrics"]["columns"]["loss"] == [run.record(i)["loss"] for i in numbers]
         assert len(own["periods"]) == len(own["records"]["proofs"]["rows"]) == run.num_iterations
-        assert len(own["samples"]) == 3 * run.num_iterations
+        places = [(row["iteration"], row["index"]) for row in own["samples"]]
+        assert places == [(i, index) for i in reversed(numbers) for index in range(3)], "as the live page has them"
 
 
 def test_texts_of_a_run_cannot_end_the_script_that_holds_them(tmp_path: Path) -> None:
