@@ -24,11 +24,12 @@ from typing import Any
 
 from async_rl.errors import OnPolicyViolation
 from async_rl.files import append_lines
+from async_rl.group_proof import GroupProof
 from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, Unit, unjudged
 from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 from async_rl.proof.prompt_ids import as_runs, digest_of_ids
 from async_rl.selection.proof import selection_record, selection_violations
-from async_rl.types import Batch, GroupProof, Publication, digest_of
+from async_rl.types import Batch, Publication, digest_of
 
 log = logging.getLogger(__name__)
 

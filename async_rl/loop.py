@@ -10,11 +10,13 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from async_rl.config.sections import TrainSection
+from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.selection.finished_groups import FinishedGroups
+from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
 from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, GroupProof, Publication, StepStats, WeightVersion
+from async_rl.types import Batch, Group, Publication, WeightVersion
 
 Window = Sequence[Sequence[Group]]
 """Micro-batches that are trained together, each made of whole groups."""

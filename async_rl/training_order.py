@@ -8,8 +8,9 @@ batch with a reserve only the selected groups are trained, those without a signa
 from collections.abc import Callable, Sequence
 
 from async_rl.config.sections import TrainSection
+from async_rl.group_proof import GroupProof
 from async_rl.selection.finished_groups import FinishedGroups, SelectedGroups
-from async_rl.types import Batch, Group, GroupProof
+from async_rl.types import Batch, Group
 
 
 class TrainingOrder:

@@ -32,7 +32,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_rl.config.sections import PoolSection, PublishSection, RewardSection, RolloutSection
+from async_rl.config.pool_section import PoolSection, PublishSection
+from async_rl.config.reward_section import RewardSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool

@@ -26,13 +26,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.config.sections import (
-    ModelSection,
-    OptimizerSection,
-    RolloutSection,
-    TrainerSection,
-    TrainSection,
-)
+from async_rl.config.rollout_section import RolloutSection
+from async_rl.config.sections import ModelSection, OptimizerSection, TrainSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.types import Group, Prompt, Response
 from benchmarks.common.memory import allocated
 from benchmarks.common.random_model import save_random_qwen3

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.cpu.exact import ROW_MULTIPLE
 from benchmarks.common.case import RESPONSE_TOKENS, Case
 from benchmarks.common.engine_case import generate_in_engine, prompts_of

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.rewards import make_reward
 from async_rl.sandbox import Program, Sandbox, open_python_tool, open_sandbox
 from async_rl.sandbox.backend import PYTHON

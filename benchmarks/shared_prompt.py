@@ -36,7 +36,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.types import Group
 from benchmarks.common.memory import allocated
 from benchmarks.common.random_group import random_group

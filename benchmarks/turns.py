@@ -32,7 +32,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import psutil
 
-from async_rl.config.sections import PoolSection, RolloutSection
+from async_rl.config.pool_section import PoolSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams

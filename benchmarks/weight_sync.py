@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 
-from async_rl.config.sections import PoolSection, PublishSection
+from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.publish.publisher import Publisher

@@ -104,7 +104,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def parallel() -> Iterator["Parallel"]:
     """The one process group of this process: the trainer's and the benchmarks' tests share it."""
     # Megatron, which takes seconds to import and which most tests do without.
-    from async_rl.config.sections import TrainerSection
+    from async_rl.config.trainer_section import TrainerSection
     from trainer.devices import choose_device
     from trainer.parallel import init_parallel
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from async_rl.config.file import parse_config
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.files import write_file
 from async_rl.programs.command_line import Parser

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from async_rl.config.sections import SINGLE_TURN, Config, RolloutSection
+from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
+from async_rl.config.sections import Config
 from async_rl.data.prompts import Tokenizer
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, SMALLEST, LogprobGaps
 from async_rl.tracking.samples import MAX_TOKENS, FirstGroups, shown_responses
-from async_rl.types import Group, GroupProof, Response
+from async_rl.types import Group, Response
 from trainer.batching.group_slice import GroupSlice
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_host

@@ -9,7 +9,8 @@ from itertools import chain, islice
 import torch
 
 from async_rl.algorithms import Algorithm, Responses, Rollouts, Tokens, Totals
-from async_rl.types import Group, GroupProof
+from async_rl.group_proof import GroupProof
+from async_rl.types import Group
 from trainer.algorithm_results import ENTROPY, require_loss, require_of_rollouts
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_device, to_host

@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from async_rl.errors import AsyncRLError, LeaderFailed
+from async_rl.group_proof import GroupProof
 from async_rl.loop import Window
 from async_rl.publish.publisher import Publisher
+from async_rl.step_stats import StepStats
 from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, GroupProof, Publication, StepStats, WeightVersion
+from async_rl.types import Batch, Group, Publication, WeightVersion
 from async_rl.weights.stream import Stream
 from trainer.ending import Ending
 from trainer.parallel import Parallel

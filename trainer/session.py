@@ -28,6 +28,7 @@ from async_rl.tracking.throughput import TrainingPool
 from async_rl.tracking.trackers.choice import open_trackers
 from async_rl.tracking.trackers.fan_out import Trackers
 from trainer.checkpoint.checkpoint import Checkpoints
+from trainer.checkpoint.compatibility import Contents
 from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
 from trainer.ending import Ending
 from trainer.leader import Leader
@@ -93,36 +94,19 @@ def open_session(
         run_id, lease_name, term = parallel.broadcast_json(mine)
         if config.checkpoint.every or config.run.resume:
             require_shared(config.run.dir, lease_name, parallel)
-        checkpoints = Checkpoints(
-            checkpoints_dir(config.run.dir),
-            config.checkpoint.keep,
-            parallel,
-            config,
-            contents,
-            history=prompts.history,
-            term=term,
-            require_lease=require_lease,
-        )
-        closing.callback(checkpoints.close)
-        saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
+        saving = _open_saving(closing, config, parallel, megatron, prompts, contents, term, require_lease)
         rollouts: Rollouts = NoRollouts()
-        side = None
-        if parallel.is_main:
-            num_cut = cut_run_records(config.run.dir, saving.first_iteration)
-            log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
+        side = trackers = None
         if parallel.is_leader:
             run = lease.run if lease is not None else None
             side = Leader(closing, config, parallel, token, pool or InferencePool(config.pool, token, lease_name), run)
         fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
-        trackers = None
         if side is not None:
             side.wait_for_instances(fleet_url, prompts.longest)
-            evaluator, programs = None, side.programs(tokenizer, reward)
+            programs = side.programs(tokenizer, reward)
+            evaluator = None
             if parallel.is_main:
-                trackers = open_trackers(
-                    config.tracking, config.run.dir, saving.first_iteration, config.model_dump(mode="json")
-                )
-                closing.callback(trackers.close)
+                trackers = _open_trackers(closing, config, saving.first_iteration)
                 evaluator = side.evaluator(tokenizer, reward, programs, prompts.held_out, require_lease, trackers)
             rollouts = side.producer(tokenizer, reward, programs, evaluator, ending.watch, require_lease)
         recorder = _make_recorder(
@@ -147,6 +131,41 @@ def open_session(
             saving,
             side.pool if side else None,
         )
+
+
+def _open_saving(
+    closing: ExitStack,
+    config: Config,
+    parallel: Parallel,
+    megatron: MegatronTrainer,
+    prompts: PromptSource,
+    contents: Contents,
+    term: int,
+    require_lease: Callable[[], None],
+) -> Saving:
+    """Loads the newest checkpoint if the run resumes; the main rank cuts the records to it."""
+    checkpoints = Checkpoints(
+        checkpoints_dir(config.run.dir),
+        config.checkpoint.keep,
+        parallel,
+        config,
+        contents,
+        history=prompts.history,
+        term=term,
+        require_lease=require_lease,
+    )
+    closing.callback(checkpoints.close)
+    saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
+    if parallel.is_main:
+        num_cut = cut_run_records(config.run.dir, saving.first_iteration)
+        log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
+    return saving
+
+
+def _open_trackers(closing: ExitStack, config: Config, first_iteration: int) -> Trackers:
+    trackers = open_trackers(config.tracking, config.run.dir, first_iteration, config.model_dump(mode="json"))
+    closing.callback(trackers.close)
+    return trackers
 
 
 def _make_recorder(

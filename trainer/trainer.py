@@ -19,18 +19,15 @@ from megatron.core.distributed import finalize_model_grads
 from async_rl.algorithms import Rollouts, Totals, make_algorithm
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.critic_section import NO_CRITIC, CriticSection
-from async_rl.config.sections import (
-    Config,
-    ModelSection,
-    OptimizerSection,
-    RolloutSection,
-    TrainerSection,
-    TrainSection,
-)
+from async_rl.config.rollout_section import RolloutSection
+from async_rl.config.sections import Config, ModelSection, OptimizerSection, TrainSection
+from async_rl.config.trainer_section import TrainerSection
+from async_rl.group_proof import GroupProof
 from async_rl.loop import Window
 from async_rl.proof.gap_limits import noise_limits
+from async_rl.step_stats import StepStats, highest
 from async_rl.training_order import TrainingOrder
-from async_rl.types import UNPROVEN, Group, GroupProof, Prompt, Response, StepStats, highest
+from async_rl.types import UNPROVEN, Group, Prompt, Response
 from trainer.algorithm_needs import require_possible
 from trainer.algorithm_results import require_denominator
 from trainer.batching.group_feed import GroupFeed

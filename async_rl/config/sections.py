@@ -17,9 +17,13 @@ from async_rl.config.algorithm_section import (
 )
 from async_rl.config.cluster_section import ClusterSection
 from async_rl.config.critic_section import NO_CRITIC, CriticSection
-from async_rl.config.prompts_section import MAX_STOPS, SOURCES, Columns, PromptsSection, StopText
-from async_rl.config.reward_section import RewardSection as RewardSection
+from async_rl.config.evaluation_section import EvaluationSection
+from async_rl.config.pool_section import PoolSection, PublishSection
+from async_rl.config.prompts_section import PromptsSection
+from async_rl.config.reward_section import RewardSection
+from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.config.section import Section
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 
 
@@ -36,128 +40,6 @@ class RunSection(Section):
 class ModelSection(Section):
     path: str = Field(description="Hugging Face checkpoint: a directory or a hub name")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and activations, in both pools")
-
-
-SINGLE_TURN = "single_turn"
-"""The rollout that needs no program."""
-
-
-class RolloutSection(Section):
-    responses_per_prompt: int = Field(
-        8, ge=1, le=1024, description="G: responses of one group; at least 2, where an algorithm compares them"
-    )
-    max_response_tokens: int = Field(
-        512,
-        ge=1,
-        description="a response ends here, with finish reason `length`; of a program's rollout all turns together",
-    )
-    temperature: float = Field(1.0, gt=0.0, description="of sampling; the trainer divides its logits by it too")
-    stop_token_ids: tuple[int, ...] = Field((), description="end a response, besides the model's own end of sequence")
-    stop: tuple[StopText, ...] = Field(
-        (),
-        max_length=MAX_STOPS,
-        description="texts that end a response, which keeps the tokens up to the end of the first one",
-    )
-    program: str = Field(
-        SINGLE_TURN,
-        description="single_turn: one response to each prompt; python:path/to/file.py:function, an asynchronous "
-        "function of a prompt and the policy (see rollouts.md); or command:PROGRAM ARGUMENTS, an agent (see "
-        "gateway.md)",
-    )
-    max_turns: int = Field(16, ge=1, description="turns of a program's rollout, which is truncated there")
-    max_context_tokens: int | None = Field(
-        None,
-        ge=2,
-        description="of a program's rollout: tokens before a turn and its own; by default as many as the model takes",
-    )
-    renderer: str = Field(
-        "auto", description="from messages to tokens: auto, template, or a name of the renderers package"
-    )
-    timeout_s: float = Field(600.0, gt=0, description="of a program's rollout, which is truncated then")
-    truncated_reward: float = Field(
-        0.0, ge=-1e30, le=1e30, description="of a rollout that a limit ended before its program gave it a reward"
-    )
-    max_attempts: int = Field(3, ge=1, description="runs of a rollout whose program fails; then the training run ends")
-    max_concurrent: int = Field(256, ge=1, description="rollouts of a program under way at once, for each replica")
-    max_concurrent_per_environment: int | None = Field(
-        None, ge=1, description="of these, rollouts whose rows name the same `environment`; by default all of them"
-    )
-    num_workers: int = Field(1, ge=1, description="processes that run the program's rollouts")
-    gateway_host: str = Field("127.0.0.1", description="where the gateway listens for agents (see gateway.md)")
-    gateway_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _samples_every_token(cls, tree: Any) -> Any:
-        for key in ("top_p", "top_k", "min_p"):
-            if isinstance(tree, dict) and key in tree:
-                raise ValueError(
-                    f"rollout.{key} (value {tree[key]!r}) is no setting: the trainer's log-probs are of the whole "
-                    "distribution, and would not be those of tokens drawn from its most likely part, unless it knew "
-                    "at each token which others had been left in; remove it, or lower rollout.temperature"
-                )
-        return tree
-
-
-class PoolSection(Section):
-    instances: tuple[str, ...] = Field((), description="base URLs of inference instances that are there from the start")
-    dns: str | None = Field(
-        None, pattern=r"^.+:\d+$", description="HOST:PORT; every address of HOST is an instance, as they come and go"
-    )
-    fleet_host: str = Field("127.0.0.1", description="where the fleet endpoint listens")
-    fleet_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one (see run.dir/fleet.json)")
-    join: Literal["now", "publish"] = Field(
-        "publish", description="a new instance serves from the next publish on, or at once, from the weight snapshot"
-    )
-    timeout_s: float = Field(120.0, gt=0, description="how long the run waits for an instance before it fails")
-    request_timeout_s: float = Field(
-        600.0,
-        gt=0,
-        description="longest time without progress of a generate request, which then goes on at another instance: "
-        "without a new token of it or, while it waits in the instance's queue, of any request there",
-    )
-    stream_interval: int = Field(
-        64,
-        ge=1,
-        description="tokens of a response that arrive at once: fewer cost more, more are lost with an instance",
-    )
-    heartbeat_timeout_s: float = Field(15.0, gt=0, description="an instance that is silent for so long counts as dead")
-    max_outstanding_tokens: int | None = Field(
-        None, ge=1, description="expected tokens under way at one instance at most; further groups wait for their turn"
-    )
-    split_tail: bool = Field(False, description="share a group among idle instances when no other group waits")
-
-
-class PublishSection(Section):
-    timeout_s: float = Field(60.0, gt=0, description="every step of a publish: rendezvous, control call, bucket")
-    bucket_bytes: int = Field(64 * 2**20, ge=1, description="how many bytes one broadcast carries at most")
-    master_address: str | None = Field(
-        None, description="this trainer's own address as the instances reach it; by default the one that routes to them"
-    )
-    transport: Literal["broadcast", "snapshot"] = Field(
-        "broadcast", description="a torch.distributed broadcast, or a file that the instances read"
-    )
-    snapshot_dir: Path | None = Field(
-        None, description="where weights are written as safetensors, in shared memory or on a shared file system"
-    )
-    probe_tokens: int = Field(
-        8, ge=0, description="sampled tokens of a vLLM instance that the trainer compares after a publish; 0 for none"
-    )
-    canary: Literal["first", "always", "off"] = Field(
-        "first",
-        description="show with changed weights that every class of tensors reaches what an engine computes with: "
-        "before an engine of its kind first serves in a run, before every batch, or never (see proof.md)",
-    )
-    max_probe_gap: float = Field(0.5, gt=0, description="largest difference of their log-probs, in nats")
-
-    @model_validator(mode="after")
-    def _snapshots_have_a_place(self) -> "PublishSection":
-        if self.transport == "snapshot" and self.snapshot_dir is None:
-            raise ValueError(
-                "publish.transport is 'snapshot', but publish.snapshot_dir is not set: name a directory that trainer "
-                "and instances share, such as one under /dev/shm"
-            )
-        return self
 
 
 class OptimizerSection(Section):
@@ -215,69 +97,6 @@ class TrainSection(Section):
         return tree
 
 
-class TrainerSection(Section):
-    device: Literal["cpu", "cuda", "npu"] = Field("cpu", description="where the trainer runs")
-    num_processes: int | None = Field(
-        None, ge=1, description="training ranks that `async-rl run` starts on this host; by default one replica's"
-    )
-    tensor_parallel: int = Field(1, ge=1, description="ranks that share every layer's tensors")
-    pipeline_parallel: int = Field(1, ge=1, description="ranks that share the layers")
-    expert_parallel: int = Field(
-        1, ge=1, description="ranks of a pipeline stage that share the experts, across replicas if need be"
-    )
-    sequence_parallel: bool = Field(
-        False, description="tensor-parallel ranks also share rows; a model of experts needs it under tensor_parallel"
-    )
-    distributed_optimizer: bool | None = Field(
-        None, description="replicas share the optimizer's state; by default where there are several"
-    )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="activations computed again in backward: none, feed-forward parts, or whole layers"
-    )
-    micro_batch_tokens: int = Field(
-        4096, ge=1, description="rows of one micro-batch at most; a longer group is split in micro-groups"
-    )
-    frozen_weights: Literal["device", "host"] = Field(
-        "device", description="where old and reference weights wait until they are used"
-    )
-    lost_after_s: float = Field(
-        30.0, ge=2.0, description="a training rank that is silent for so long counts as lost, and ends the other ranks"
-    )
-
-    @property
-    def ranks_per_replica(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel
-
-    @property
-    def num_local_ranks(self) -> int:
-        """Training ranks of `async-rl run`."""
-        return self.num_processes or self.ranks_per_replica
-
-    def shares_optimizer(self, num_replicas: int) -> bool:
-        """Whether the replicas, of which there are `num_replicas`, share the optimizer's state."""
-        return num_replicas > 1 if self.distributed_optimizer is None else self.distributed_optimizer
-
-    def num_replicas(self, num_ranks: int) -> int:
-        """How many replicas this number of training ranks forms.
-
-        Raises:
-            ConfigError: they cannot be arranged as this section requires.
-        """
-        if num_ranks % self.ranks_per_replica:
-            raise ConfigError(
-                f"{num_ranks} training ranks (trainer.num_processes) cannot form replicas of trainer.tensor_parallel x "
-                f"trainer.pipeline_parallel = {self.tensor_parallel} x {self.pipeline_parallel} = "
-                f"{self.ranks_per_replica} ranks: start a multiple of it"
-            )
-        ranks_per_stage = num_ranks // self.pipeline_parallel
-        if ranks_per_stage % self.expert_parallel:
-            raise ConfigError(
-                f"trainer.expert_parallel = {self.expert_parallel} does not divide the {ranks_per_stage} ranks of a "
-                "pipeline stage, which share its experts: choose a divisor"
-            )
-        return num_ranks // self.ranks_per_replica
-
-
 class CheckpointSection(Section):
     every: int = Field(50, ge=0, description="iterations between checkpoints; 0 saves none")
     keep: int = Field(2, ge=1, description="how many checkpoints stay, the newest ones")
@@ -327,28 +146,6 @@ class InferenceSection(Section):
                 "are for vLLM's server; remove them, or set inference.engine to 'vllm'"
             )
         return self
-
-
-class EvaluationSet(Section):
-    """`[[evaluation.sets]]`: prompts are rendered as those of the `prompts` section, and answered and scored as in
-    training."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="as its figures are called")
-    source: str = Field(description=f"{SOURCES}, or held-out: the rows of prompts.held_out")
-    columns: Columns | None = Field(None, description="as those of prompts, which are the default")
-    num_samples: int = Field(1, ge=1, le=1024, description="k: rollouts per prompt, for pass@1 and pass@k")
-    max_prompts: int | None = Field(None, ge=1, description="take the first so many rows only")
-    temperature: float = Field(1.0, ge=0.0, description="of sampling; 0 takes the most likely tokens")
-    top_p: float = Field(
-        1.0, gt=0.0, le=1.0, description="sample from the likeliest tokens whose probabilities add up to it; 1 for all"
-    )
-    top_k: int = Field(0, ge=0, description="sample from the so many likeliest tokens; 0 for all")
-
-
-class EvaluationSection(Section):
-    sets: tuple[EvaluationSet, ...] = Field((), description="what is evaluated while the pool is idle")
-    every: int = Field(10, ge=1, description="iterations from one evaluation to the next")
-    max_delay_s: float = Field(2.0, ge=0.0, description="how long a publish waits at most for what is under way")
 
 
 class Config(Section):

@@ -1,7 +1,7 @@
 """What the prompts of an evaluation set are: how its source is read, from the settings of the training prompts."""
 
+from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.prompts_section import PromptsSection
-from async_rl.config.sections import EvaluationSet
 
 HELD_OUT = "held-out"
 """The source of a set that has the prompts which are held out of training."""

@@ -31,8 +31,9 @@ from async_rl.data.selection import Indices, select
 from async_rl.data.table_files import LoadedPart, checked_rows
 from async_rl.data.task_rows import REASONING_GYM
 from async_rl.errors import ConfigError
+from async_rl.group_proof import GroupProof
 from async_rl.seeds import mixed_places
-from async_rl.types import Batch, DrawnBy, GroupProof, Prompt, have_signal
+from async_rl.types import Batch, DrawnBy, Prompt, have_signal
 
 __all__ = ["REASONING_GYM", "PromptSource", "Subset", "Tokenizer", "conversation_of", "first_rows", "load_prompts"]
 

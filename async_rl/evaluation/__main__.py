@@ -18,8 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
+from async_rl.config.evaluation_section import EvaluationSection
 from async_rl.config.file import load_config
-from async_rl.config.sections import Config, EvaluationSection
+from async_rl.config.sections import Config
 from async_rl.data.prompts import Tokenizer
 from async_rl.errors import AsyncRLError, ConfigError, InstanceError, NoInstanceLeft, StaleWeights
 from async_rl.evaluation.evaluator import Evaluator

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from async_rl.config.sections import EvaluationSection
+from async_rl.config.evaluation_section import EvaluationSection
 from async_rl.errors import InstanceError, NoInstanceLeft, RewardError, RolloutFailed
 from async_rl.evaluation.figures import ScoredPrompt, figures_of, intervals_of
 from async_rl.evaluation.recorder import SetResult, SourceResult

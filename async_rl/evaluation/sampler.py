@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from async_rl.config.sections import EvaluationSet, RolloutSection
+from async_rl.config.evaluation_section import EvaluationSet
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.sets import LoadedSet

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from async_rl.config.evaluation_section import EvaluationSection, EvaluationSet
 from async_rl.config.prompts_section import PromptsSection
-from async_rl.config.sections import EvaluationSection, EvaluationSet
 from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.data.prompts import PromptSource, Tokenizer, load_prompts
 from async_rl.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import uvicorn
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.files import write_file
 from async_rl.fleet.app import make_app
 from async_rl.fleet.leaders import LeaderReports

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from async_rl.config.algorithm_section import WITH_CRITIC
-from async_rl.config.sections import Config, TrainerSection
+from async_rl.config.sections import Config
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.forecast.memory import MIB, MemoryPart, ProcessMemory
 from async_rl.forecast.model_sizes import ModelSizes
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.programs import process_guard
 from async_rl.programs.agent_environment import agent_environment
 from async_rl.programs.user_command import split_command

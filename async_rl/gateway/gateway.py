@@ -14,7 +14,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.gateway.api_error import ApiError
 from async_rl.gateway.ignored_fields import IgnoredFields

@@ -1,6 +1,6 @@
 """The program of a run's rollouts, with the gateway beside it; for the leader."""
 
-from async_rl.config.sections import SINGLE_TURN, RolloutSection
+from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.gateway.command_program import CommandProgram
 from async_rl.gateway.gateway import Gateway

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ConnectionLost, Fenced, InstanceError, InstanceRefused, NoInstanceLeft
 from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member

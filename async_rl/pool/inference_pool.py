@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ConfigError, InstanceError
 from async_rl.pool.group_rollout import GroupRollout
 from async_rl.pool.health import HealthWatch

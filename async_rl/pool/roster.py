@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ConfigError, ConnectionLost, InstanceError, InstanceRestarted, UnknownInstance
 from async_rl.instance.client import InstanceClient
 from async_rl.instance.connections import Connections

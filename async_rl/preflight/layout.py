@@ -10,7 +10,7 @@ groups, and the location of frozen weights work with every placement.
 
 from typing import Protocol
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 
 

@@ -6,7 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from async_rl.config.sections import SINGLE_TURN, Config
+from async_rl.config.rollout_section import SINGLE_TURN
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.layout import require_layout
 

@@ -2,7 +2,7 @@
 
 import ast
 
-from async_rl.config.sections import SINGLE_TURN, RolloutSection
+from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.preflight.user_file import PREFIX, require_function
 from async_rl.programs.renderer_names import require_renderer

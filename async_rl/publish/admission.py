@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
-from async_rl.config.sections import PublishSection
+from async_rl.config.pool_section import PublishSection
 from async_rl.errors import InstanceError, InstanceUnreachable
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import UpdateInfo

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from async_rl.config.sections import PublishSection
+from async_rl.config.pool_section import PublishSection
 from async_rl.errors import InstanceError, InstanceUnreachable, PublishError
 from async_rl.event_loop import EventLoopThread
 from async_rl.net.local_address import address_towards

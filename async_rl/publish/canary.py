@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from async_rl.config.sections import PublishSection, RolloutSection
+from async_rl.config.pool_section import PublishSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import InstanceError, InstanceUnreachable
 from async_rl.instance.client import InstanceClient
 from async_rl.instance.partial_rollout import PartialRollout

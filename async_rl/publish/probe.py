@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from async_rl.config.sections import PublishSection, RolloutSection
+from async_rl.config.pool_section import PublishSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import InstanceError, InstanceUnreachable
 from async_rl.instance.client import InstanceClient
 from async_rl.instance.partial_rollout import PartialRollout

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from async_rl.config.sections import PublishSection
+from async_rl.config.pool_section import PublishSection
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, PublishError
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool

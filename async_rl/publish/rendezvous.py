@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from async_rl.config.sections import PublishSection
+from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
 from async_rl.net.local_address import is_loopback
 from async_rl.pool.member import Member

@@ -4,7 +4,7 @@ All of them run in worker processes, so that none can block or crash the trainer
 asynchronous ones many concurrently on a loop of their own; each call within `reward.timeout_s`.
 """
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.programs.user_file import PREFIX
 from async_rl.rewards.base import Reward

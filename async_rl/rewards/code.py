@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.rewards.base import USED_SHARE, correct_at
 from async_rl.rewards.function import RewardFunction
 from async_rl.rewards.run_tests import run_tests

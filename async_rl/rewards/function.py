@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.programs import user_file
 from async_rl.programs.user_file import PREFIX, is_async, load_from_file

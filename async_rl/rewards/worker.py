@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.programs.user_process import LENGTH, take_pipes
 from async_rl.rewards.base import as_rewards

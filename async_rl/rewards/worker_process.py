@@ -12,7 +12,7 @@ import pickle
 from asyncio.subprocess import Process
 from typing import Any, Literal
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.programs.user_process import (
     END_GRACE_S,
     LENGTH,

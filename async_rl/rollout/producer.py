@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.errors import InstanceRefused, PromptFailed, RolloutLost, WaitTimedOut
 from async_rl.event_loop import EventLoopThread

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from async_rl.config.prompts_section import PromptsSection
-from async_rl.config.sections import SINGLE_TURN, RolloutSection
+from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.data.prompts import Tokenizer, conversation_of
 from async_rl.errors import InstanceRefused, PromptFailed, RolloutFailed
 from async_rl.pool.inference_pool import InferencePool

@@ -4,7 +4,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Prompt, Response, WeightSpan
 

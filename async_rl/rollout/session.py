@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.errors import AsyncRLError, InstanceRefused
 from async_rl.pool.inference_pool import InferencePool

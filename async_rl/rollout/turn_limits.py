@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.rollout.turn import Limit, LimitReached
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.programs.user_file import file_identity
 from async_rl.rollout.program import ProgramPrompt, RolloutResult

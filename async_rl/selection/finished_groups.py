@@ -4,8 +4,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Protocol
 
+from async_rl.group_proof import GroupProof
 from async_rl.selection.rule import Selection
-from async_rl.types import Batch, Group, GroupProof
+from async_rl.types import Batch, Group
 
 
 class FinishedGroups(Protocol):

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from async_rl.group_proof import GroupProof
 from async_rl.proof.prompt_ids import as_runs, digest_of_ids
 from async_rl.selection.rule import Selection
-from async_rl.types import Batch, GroupProof, have_signal
+from async_rl.types import Batch, have_signal
 
 
 def selection_violations(batch: Batch, num_replicas: int, rows: Sequence[GroupProof]) -> Iterator[str]:

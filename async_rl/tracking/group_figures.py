@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.lengths import length_figures
 from async_rl.tracking.pass_at_k import ks_of, pass_at_k
-from async_rl.types import CorrectAt, GroupProof, have_signal, num_correct, part_of, reward_part_means
+from async_rl.types import CorrectAt, have_signal, num_correct, part_of, reward_part_means
 
 
 def group_figures(rows: Sequence[GroupProof], correct_at: CorrectAt) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from typing import Any
 
 from async_rl.errors import ConfigError
 from async_rl.files import append_lines
+from async_rl.group_proof import GroupProof
+from async_rl.step_stats import StepStats
 from async_rl.tracking.balance import (
     NUM_RECENT,
     IterationTimes,
@@ -30,7 +32,7 @@ from async_rl.tracking.samples import SAMPLES, Decode, Sampled
 from async_rl.tracking.throughput import TrainingPool, tpspd
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, timeline_rows
 from async_rl.tracking.trackers.fan_out import Trackers
-from async_rl.types import CorrectAt, Group, GroupProof, Publication, StepStats
+from async_rl.types import CorrectAt, Group, Publication
 
 log = logging.getLogger(__name__)
 

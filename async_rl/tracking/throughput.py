@@ -8,7 +8,7 @@ they are computed: a prompt once per group, as it is trained, no recomputation, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from async_rl.types import GroupProof
+from async_rl.group_proof import GroupProof
 
 BACKWARD = 2
 """FLOPs of a backward pass over those of the forward pass: gradients of the inputs and of the weights."""

@@ -14,8 +14,10 @@ from typing import Any, cast
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from async_rl.config.pool_section import PoolSection
 from async_rl.config.prompts_section import PromptsSection
-from async_rl.config.sections import PoolSection, RewardSection, RolloutSection
+from async_rl.config.reward_section import RewardSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.event_loop import EventLoopThread
 from async_rl.gateway.gateway import Gateway

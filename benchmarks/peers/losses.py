@@ -13,13 +13,9 @@ from typing import Any
 import torch
 
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.config.sections import (
-    ModelSection,
-    OptimizerSection,
-    RolloutSection,
-    TrainerSection,
-    TrainSection,
-)
+from async_rl.config.rollout_section import RolloutSection
+from async_rl.config.sections import ModelSection, OptimizerSection, TrainSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.types import Group, Prompt, Response
 from benchmarks.common.random_model import save_endless_qwen3, save_word_tokenizer
 from benchmarks.peers.loss_cases import (

@@ -14,7 +14,9 @@ from typing import cast
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from async_rl.config.sections import PoolSection, RewardSection, RolloutSection
+from async_rl.config.pool_section import PoolSection
+from async_rl.config.reward_section import RewardSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.data import prompts
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool

@@ -41,7 +41,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from async_rl.config.sections import Config, TrainerSection
+from async_rl.config.sections import Config
+from async_rl.config.trainer_section import TrainerSection
 from benchmarks.common.iteration import run_iteration
 from benchmarks.common.random_group import random_group
 from benchmarks.common.random_model import SIZES

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.config.sections import SINGLE_TURN, Config
+from async_rl.config.rollout_section import SINGLE_TURN
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.programs.command_line import Parser
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.server import FleetServer
 from async_rl.pool.inference_pool import InferencePool

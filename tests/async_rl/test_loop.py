@@ -9,14 +9,16 @@ import pytest
 
 from async_rl.config.sections import TrainSection
 from async_rl.errors import OnPolicyViolation, RewardError
+from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.loop import Window, train
 from async_rl.proof.gap_limits import NoiseLimits
 from async_rl.proof.logprob_gaps import LogprobGaps
+from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.timeline import TIMELINE
 from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, GroupProof, Prompt, Publication, Response, StepStats, WeightSpan
+from async_rl.types import Batch, Group, Prompt, Publication, Response, WeightSpan
 
 NUM_PROMPTS = 4
 LIMITS = NoiseLimits(1.0)

@@ -4,18 +4,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.types import (
-    UNPROVEN,
-    Batch,
-    Group,
-    GroupProof,
-    Prompt,
-    Response,
-    RewardParts,
-    RolloutFacts,
-    WeightSpan,
-    num_correct,
-)
+from async_rl.group_proof import GroupProof
+from async_rl.types import UNPROVEN, Batch, Group, Prompt, Response, RewardParts, RolloutFacts, WeightSpan, num_correct
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.prompts_section import PromptsSection
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.data.part import parts_of
 from async_rl.data.prompts import first_rows
 from async_rl.rewards.base import as_rewards

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.gateway.gateway import Access, Gateway
 from async_rl.pool.inference_pool import InferencePool

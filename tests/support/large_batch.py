@@ -3,8 +3,9 @@
 import random
 import time
 
+from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import LogprobGaps
-from async_rl.types import Batch, Group, GroupProof, Prompt, Publication, Response, WeightSpan, digest_of
+from async_rl.types import Batch, Group, Prompt, Publication, Response, WeightSpan, digest_of
 
 NUM_TOKENS = 1500
 """Tokens per response. Groups share these objects, since a large batch would otherwise not fit in memory."""

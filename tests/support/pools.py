@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from async_rl.config.sections import PoolSection, PublishSection, RolloutSection
+from async_rl.config.pool_section import PoolSection, PublishSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.publish.admission import Admission

@@ -12,13 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.critic_section import CriticSection
-from async_rl.config.sections import (
-    ModelSection,
-    OptimizerSection,
-    RolloutSection,
-    TrainerSection,
-    TrainSection,
-)
+from async_rl.config.rollout_section import RolloutSection
+from async_rl.config.sections import ModelSection, OptimizerSection, TrainSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.types import Group, Prompt, Response, WeightSpan
 from tests.support.trainer.branched_groups import branched_groups
 from tests.support.trainer.grpo_reference import (

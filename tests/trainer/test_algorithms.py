@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.algorithms import ALGORITHMS, Rollouts, Tokens
 from async_rl.algorithms.random_groups import RandomGroup
 from async_rl.config.algorithm_section import WITH_CRITIC
-from async_rl.config.sections import TrainerSection, TrainSection
+from async_rl.config.sections import TrainSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, RewardError
+from async_rl.group_proof import GroupProof
 from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, GroupProof
+from async_rl.types import Batch, Group
 from tests.support.algorithm_formulas import Written
 from tests.support.algorithms import MAX_RESPONSE_TOKENS
 from tests.support.trainer.grpo_reference import sample_distributions, sample_logprobs, sampled_tokens

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from async_rl.config.sections import Config, TrainerSection
+from async_rl.config.sections import Config
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, NonFiniteGradient
 from async_rl.types import Group
 from tests.support import ROOT

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config.sections import RolloutSection, TrainerSection
+from async_rl.config.rollout_section import RolloutSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.cpu.exact import ROW_MULTIPLE
 from async_rl.instance.partial_rollout import PartialRollout, request_of
 from async_rl.protocol.inference import SamplingParams

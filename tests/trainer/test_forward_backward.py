@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.types import Group
 from trainer.batching.group_slice import GroupSlice, slices_of
 from trainer.batching.packing import pack

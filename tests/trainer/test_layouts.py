@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.preflight.layout import require_layout
 from async_rl.types import Group

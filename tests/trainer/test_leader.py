@@ -1,6 +1,6 @@
 import pytest
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.types import Prompt
 from trainer.leader import require_fit, require_room

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from async_rl.config.sections import TrainSection
+from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.loop import Window, train
 from async_rl.proof.gap_limits import NoiseLimits
+from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
 from async_rl.training_order import TrainingOrder
-from async_rl.types import Group, GroupProof, Publication, StepStats
+from async_rl.types import Group, Publication
 from tests.support.trainer.replayed_rollouts import ReplayedRollouts
 from trainer.trainer import MegatronTrainer
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from async_rl.errors import AsyncRLError, OnPolicyViolation, PublishError, RewardError, RunStopped
+from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.loop import train
 from async_rl.proof.gap_limits import NoiseLimits
 from async_rl.tracking.recorder import Recorder
-from async_rl.types import Batch, Group, GroupProof, Publication
+from async_rl.types import Batch, Group, Publication
 from tests.support.trainer.checkpoint_worker import make_trainer, run_config
 from tests.support.trainer.replayed_rollouts import Arriving, ReplayedRollouts
 from trainer.checkpoint.checkpoint import Checkpoints

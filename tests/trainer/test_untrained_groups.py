@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from async_rl.algorithms.grpo import GRPO
-from async_rl.config.sections import TrainerSection
-from async_rl.types import Group, GroupProof, StepStats
+from async_rl.config.trainer_section import TrainerSection
+from async_rl.group_proof import GroupProof
+from async_rl.step_stats import StepStats
+from async_rl.types import Group
 from tests.support.trainer import layout_worker
 from tests.support.trainer.layout_worker import Job
 from trainer.forward_backward import PackedPass, TwoStagePass

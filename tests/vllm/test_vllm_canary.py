@@ -9,15 +9,10 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.config.sections import (
-    ModelSection,
-    OptimizerSection,
-    PoolSection,
-    PublishSection,
-    RolloutSection,
-    TrainerSection,
-    TrainSection,
-)
+from async_rl.config.pool_section import PoolSection, PublishSection
+from async_rl.config.rollout_section import RolloutSection
+from async_rl.config.sections import ModelSection, OptimizerSection, TrainSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.proof.gap_limits import noise_scale

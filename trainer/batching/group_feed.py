@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import LeaderFailed
 from async_rl.loop import Window
 from async_rl.training_order import TrainingOrder

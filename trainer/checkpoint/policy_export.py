@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config.file import parse_config
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from trainer.checkpoint.checkpoint import fill, read_checked
 from trainer.checkpoint.tensors import POLICY, model_tensors
 from trainer.hf.checkpoint import save_hf_checkpoint

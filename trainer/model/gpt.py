@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.preflight.layout import require_layout
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
 from trainer.attention.prompt_cache import PromptCache

@@ -13,7 +13,8 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from async_rl import __version__
-from async_rl.config.sections import SINGLE_TURN, Config
+from async_rl.config.rollout_section import SINGLE_TURN
+from async_rl.config.sections import Config
 from trainer.model_card import history
 from trainer.model_card.markdown import code, fenced, plain, table
 from trainer.model_card.records import RunRecords

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import SharedPromptGPT, build_model

@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 from pydantic.fields import FieldInfo
 
+from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.file import load_config
 from async_rl.config.prompts_section import MixturePart
 from async_rl.config.section import Section
-from async_rl.config.sections import Config, EvaluationSet
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from tests.support import ROOT
 from tests.support.minimal_config import MINIMAL

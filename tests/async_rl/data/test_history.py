@@ -16,7 +16,8 @@ from async_rl.config.prompts_section import PromptsSection
 from async_rl.data.history import History
 from async_rl.data.order import PartOrder
 from async_rl.data.prompts import PromptSource
-from async_rl.types import Batch, GroupProof
+from async_rl.group_proof import GroupProof
+from async_rl.types import Batch
 from tests.support.word_tokenizer import word_tokenizer
 
 Rewards = Callable[[str], Sequence[float]]

@@ -7,7 +7,10 @@ from typing import Any, cast
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rl.config.sections import EvaluationSection, EvaluationSet, PoolSection, RewardSection, RolloutSection
+from async_rl.config.evaluation_section import EvaluationSection, EvaluationSet
+from async_rl.config.pool_section import PoolSection
+from async_rl.config.reward_section import RewardSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import RolloutFailed
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.figures import ScoredPrompt

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from async_rl.config.sections import EvaluationSet, PromptsSection, RewardSection, RolloutSection
+from async_rl.config.evaluation_section import EvaluationSet
+from async_rl.config.prompts_section import PromptsSection
+from async_rl.config.reward_section import RewardSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import RolloutFailed
 from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.sampler import Sampler

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from async_rl.config.evaluation_section import EvaluationSection
 from async_rl.config.prompts_section import PromptsSection
-from async_rl.config.sections import EvaluationSection
 from async_rl.data.prompts import load_prompts
 from async_rl.errors import ConfigError
 from async_rl.evaluation.sets import load_sets, source_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.fleet.server import FleetServer
 from async_rl.protocol.inference import SamplingParams
 from tests.support import ROOT

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ConfigError, FleetLost
 from async_rl.fleet.endpoint import FleetClient, find_endpoint
 from async_rl.fleet.server import FleetServer

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ConfigError
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.server import FleetServer

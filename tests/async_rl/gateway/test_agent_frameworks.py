@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.gateway.command_program import CommandProgram
 from async_rl.gateway.served_program import ServedProgram
 from async_rl.rollout.program import ProgramPrompt, RolloutResult

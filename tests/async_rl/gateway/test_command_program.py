@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.gateway.command_program import CommandProgram
 from async_rl.gateway.served_program import ServedProgram

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.errors import (
     BrokenAnswer,
     ConnectionLost,

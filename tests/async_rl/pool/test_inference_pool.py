@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ConfigError, Fenced, InstanceError, NoInstanceLeft, UnknownInstance
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.errors import InstanceError
 from async_rl.instance.client import HeldWeights
 from async_rl.pool.late_joiners import LateJoiners

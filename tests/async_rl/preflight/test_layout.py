@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.preflight.layout import require_layout
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import Config, RewardSection
+from async_rl.config.reward_section import RewardSection
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.reward import require_reward, require_time_for_tests
 from async_rl.preflight.reward_rows import require_parts_of_rows

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.preflight.rollout import require_program
 from async_rl.programs import extras

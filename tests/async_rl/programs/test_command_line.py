@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.file import load_config
 from async_rl.config.keys import find_key, keys_of
-from async_rl.config.sections import Config, EvaluationSet
+from async_rl.config.sections import Config
 from async_rl.programs.command_line import Commands, Parser
 from tests.support.minimal_config import MINIMAL
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import PublishSection
+from async_rl.config.pool_section import PublishSection
 from async_rl.errors import InstanceError, InstanceUnreachable
 from async_rl.instance.dialect import EMBEDDED, VLLM, Dialect
 from async_rl.pool.member import Member

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.config.sections import PublishSection
+from async_rl.config.pool_section import PublishSection
 from async_rl.errors import InstanceError, InstanceUnreachable, PublishError
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.member import Member

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import PublishSection, RolloutSection
+from async_rl.config.pool_section import PublishSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import InstanceError, PublishError
 from async_rl.event_loop import EventLoopThread
 from async_rl.proof.gap_limits import noise_scale

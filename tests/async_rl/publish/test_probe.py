@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import PublishSection, RolloutSection
+from async_rl.config.pool_section import PublishSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import InstanceUnreachable
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from async_rl.config.sections import PublishSection
+from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import InitInfo

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import make_reward
 from async_rl.rewards.code import extract_code

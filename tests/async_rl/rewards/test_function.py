@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.programs.user_file import is_async
 from async_rl.rewards.function import Traits, find_file, load_function

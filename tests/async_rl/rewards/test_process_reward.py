@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import Reward, make_reward

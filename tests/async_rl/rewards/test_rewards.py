@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import Reward, make_reward
@@ -224,7 +224,7 @@ def test_worker_ends_with_its_parent_even_amid_a_hung_reward(user_file: Path) ->
     mark = user_file.parent / "hangs"
     program = f"""
 import asyncio, os, pathlib
-from async_rl.config.sections import RewardSection
+from async_rl.config.reward_section import RewardSection
 from async_rl.rewards import make_reward
 from async_rl.types import Prompt
 

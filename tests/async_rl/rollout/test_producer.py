@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from async_rl.config.sections import PoolSection, RewardSection, RolloutSection
+from async_rl.config.pool_section import PoolSection
+from async_rl.config.reward_section import RewardSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import InstanceRefused, NoInstanceLeft, RewardError, RolloutLost, RunStopped
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError, NoInstanceLeft
 from async_rl.event_loop import EventLoopThread
 from async_rl.rollout import program_process

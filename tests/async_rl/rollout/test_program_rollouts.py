@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from async_rl.config.prompts_section import PromptsSection
-from async_rl.config.sections import RewardSection, RolloutSection
+from async_rl.config.reward_section import RewardSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError, NoInstanceLeft, RolloutFailed
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import make_reward

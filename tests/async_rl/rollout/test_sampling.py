@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.instance.bodies import completion_request, generate_request
 from async_rl.rollout.sampling import Truncation, single_turn_sampling, until_stop, with_text
 from async_rl.types import Prompt, Response, WeightSpan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import InstanceRefused, NoInstanceLeft
 from async_rl.pool.router import Cached
 from async_rl.rollout.messages import InvalidRequest

@@ -7,8 +7,9 @@ from random import Random
 import pytest
 
 from async_rl.config.sections import TrainSection
+from async_rl.group_proof import GroupProof
 from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, GroupProof, Prompt
+from async_rl.types import Batch, Group, Prompt
 from tests.async_rl.selection.test_rule import random_share, selected
 from tests.support.responses import response
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from async_rl.errors import OnPolicyViolation
+from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.proof.gap_limits import NoiseLimits, noise_scale
 from async_rl.proof.prompt_ids import digest_of_ids
 from async_rl.selection.rule import Selection
-from async_rl.types import Batch, GroupProof, Prompt, Publication
+from async_rl.types import Batch, Prompt, Publication
 from trainer.logprob_gaps import sums_of
 
 LIMITS = NoiseLimits(noise_scale("float32"))

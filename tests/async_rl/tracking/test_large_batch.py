@@ -10,10 +10,11 @@ import pytest
 from async_rl.ledger import Ledger
 from async_rl.proof.gap_limits import NoiseLimits, noise_scale
 from async_rl.proof.prompt_ids import digest_of_ids
+from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.samples import MAX_CHARACTERS, NUM_GROUPS, NUM_ROLLOUTS, SAMPLES
 from async_rl.tracking.timeline import TIMELINE
-from async_rl.types import StepStats, digest_of
+from async_rl.types import digest_of
 from tests.support.large_batch import INSTANCES, make_batch, make_groups, make_row, publication_of
 
 NUM_PROMPTS, NUM_RESPONSES_EACH = 8192, 64

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from async_rl.errors import ConfigError, Fenced
+from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import LogprobGaps
+from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten, token_texts
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, group_times
-from async_rl.types import Group, GroupProof, Prompt, Publication, Response, RolloutFacts, StepStats, WeightSpan
+from async_rl.types import Group, Prompt, Publication, Response, RolloutFacts, WeightSpan
 
 VERSION = "run-0"
 

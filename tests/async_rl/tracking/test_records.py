@@ -7,14 +7,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from async_rl.config.sections import RunSection, TrackingSection
 from async_rl.errors import ConfigError
+from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.proof.gap_limits import NoiseLimits
 from async_rl.proof.prompt_ids import from_runs
+from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import RECORDS, cut_records, cut_run_records, require_no_records
 from async_rl.tracking.timeline import group_times
 from async_rl.tracking.trackers.choice import open_trackers
-from async_rl.types import Batch, GroupProof, Prompt, Publication, StepStats
+from async_rl.types import Batch, Prompt, Publication
 from deploy.cluster.run_view import balance, describe
 
 

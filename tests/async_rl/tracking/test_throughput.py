@@ -1,8 +1,8 @@
 import pytest
 
+from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.tracking.throughput import ModelSize, TrainingPool, tpspd
-from async_rl.types import GroupProof
 
 ROW = GroupProof(
     index=0,

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_rl.config.sections import PoolSection
+from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ProcessFailed
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.server import FleetServer

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-from async_rl.config.sections import OptimizerSection, TrainerSection, TrainSection
+from async_rl.config.sections import OptimizerSection, TrainSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.types import Group, Prompt, Response
 from trainer.batching.group_slice import slices_of
 from trainer.batching.shared_prompt import make_micro_batch

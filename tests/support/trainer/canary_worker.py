@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.publish.publisher import Publisher
 from async_rl.types import Publication
 from async_rl.weights.stream import Fingerprint

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from async_rl.config.file import parse_config
-from async_rl.config.sections import Config, TrainerSection
+from async_rl.config.sections import Config
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.types import Group
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.files import newest_checkpoint

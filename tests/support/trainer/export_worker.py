@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from tests.support.trainer.own_stores import OwnStores
 from trainer.devices import choose_device
 from trainer.hf.checkpoint import save_hf_checkpoint

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.types import Group
 from tests.support.trainer import layout_worker
 from tests.support.trainer.bf16_bound import STEP, bound, roundings

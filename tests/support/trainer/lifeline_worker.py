@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from trainer.devices import choose_device
 from trainer.lifeline import Lifeline
 from trainer.parallel import init_parallel

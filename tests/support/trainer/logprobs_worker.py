@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from trainer.devices import choose_device
 from trainer.model import logprobs
 from trainer.parallel import init_parallel

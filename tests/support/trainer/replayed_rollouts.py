@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from async_rl.types import Batch, Group, GroupProof
+from async_rl.group_proof import GroupProof
+from async_rl.types import Batch, Group
 
 
 class Arriving:

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.publish.publisher import Publisher
 from async_rl.types import Publication
 from async_rl.weights.stream import TensorSpec

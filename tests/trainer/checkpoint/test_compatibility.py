@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from async_rl.config.file import parse_config
-from async_rl.config.sections import Config, RewardSection
+from async_rl.config.reward_section import RewardSection
+from async_rl.config.sections import Config
 from async_rl.data.prompt_table import PromptTable
 from async_rl.errors import ConfigError
 from async_rl.programs.user_file import file_identity

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.types import Group
 from tests.support.devices.fake_torch_npu import FakeTorchNPU
 from trainer.batching.group_slice import slices_of

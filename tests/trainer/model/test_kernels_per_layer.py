@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from async_rl.config.sections import TrainerSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.types import Group
 from tests.support.devices.fake_flash import FakeFlash
 from tests.support.devices.host_traffic import HostTraffic

@@ -17,7 +17,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.config.sections import PublishSection, RolloutSection, TrainerSection
+from async_rl.config.pool_section import PublishSection
+from async_rl.config.rollout_section import RolloutSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import InstanceError
 from async_rl.proof.gap_limits import noise_scale
 from async_rl.publish.canary import EVERYTHING, Canary

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config.sections import TrainerSection, TrainSection
+from async_rl.config.sections import TrainSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group
 from tests.support.trainer import layout_worker

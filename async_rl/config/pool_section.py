@@ -1,0 +1,69 @@
+"""The `[pool]` and `[publish]` sections: the instances of a run, and how weights reach them."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from async_rl.config.section import Section
+
+
+class PoolSection(Section):
+    instances: tuple[str, ...] = Field((), description="base URLs of inference instances that are there from the start")
+    dns: str | None = Field(
+        None, pattern=r"^.+:\d+$", description="HOST:PORT; every address of HOST is an instance, as they come and go"
+    )
+    fleet_host: str = Field("127.0.0.1", description="where the fleet endpoint listens")
+    fleet_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one (see run.dir/fleet.json)")
+    join: Literal["now", "publish"] = Field(
+        "publish", description="a new instance serves from the next publish on, or at once, from the weight snapshot"
+    )
+    timeout_s: float = Field(120.0, gt=0, description="how long the run waits for an instance before it fails")
+    request_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="longest time without progress of a generate request, which then goes on at another instance: "
+        "without a new token of it or, while it waits in the instance's queue, of any request there",
+    )
+    stream_interval: int = Field(
+        64,
+        ge=1,
+        description="tokens of a response that arrive at once: fewer cost more, more are lost with an instance",
+    )
+    heartbeat_timeout_s: float = Field(15.0, gt=0, description="an instance that is silent for so long counts as dead")
+    max_outstanding_tokens: int | None = Field(
+        None, ge=1, description="expected tokens under way at one instance at most; further groups wait for their turn"
+    )
+    split_tail: bool = Field(False, description="share a group among idle instances when no other group waits")
+
+
+class PublishSection(Section):
+    timeout_s: float = Field(60.0, gt=0, description="every step of a publish: rendezvous, control call, bucket")
+    bucket_bytes: int = Field(64 * 2**20, ge=1, description="how many bytes one broadcast carries at most")
+    master_address: str | None = Field(
+        None, description="this trainer's own address as the instances reach it; by default the one that routes to them"
+    )
+    transport: Literal["broadcast", "snapshot"] = Field(
+        "broadcast", description="a torch.distributed broadcast, or a file that the instances read"
+    )
+    snapshot_dir: Path | None = Field(
+        None, description="where weights are written as safetensors, in shared memory or on a shared file system"
+    )
+    probe_tokens: int = Field(
+        8, ge=0, description="sampled tokens of a vLLM instance that the trainer compares after a publish; 0 for none"
+    )
+    canary: Literal["first", "always", "off"] = Field(
+        "first",
+        description="show with changed weights that every class of tensors reaches what an engine computes with: "
+        "before an engine of its kind first serves in a run, before every batch, or never (see proof.md)",
+    )
+    max_probe_gap: float = Field(0.5, gt=0, description="largest difference of their log-probs, in nats")
+
+    @model_validator(mode="after")
+    def _snapshots_have_a_place(self) -> "PublishSection":
+        if self.transport == "snapshot" and self.snapshot_dir is None:
+            raise ValueError(
+                "publish.transport is 'snapshot', but publish.snapshot_dir is not set: name a directory that trainer "
+                "and instances share, such as one under /dev/shm"
+            )
+        return self

@@ -1,0 +1,71 @@
+"""The `[trainer]` section: devices and layout of the training pool."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from async_rl.config.section import Section
+from async_rl.errors import ConfigError
+
+
+class TrainerSection(Section):
+    device: Literal["cpu", "cuda", "npu"] = Field("cpu", description="where the trainer runs")
+    num_processes: int | None = Field(
+        None, ge=1, description="training ranks that `async-rl run` starts on this host; by default one replica's"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="ranks that share every layer's tensors")
+    pipeline_parallel: int = Field(1, ge=1, description="ranks that share the layers")
+    expert_parallel: int = Field(
+        1, ge=1, description="ranks of a pipeline stage that share the experts, across replicas if need be"
+    )
+    sequence_parallel: bool = Field(
+        False, description="tensor-parallel ranks also share rows; a model of experts needs it under tensor_parallel"
+    )
+    distributed_optimizer: bool | None = Field(
+        None, description="replicas share the optimizer's state; by default where there are several"
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in backward: none, feed-forward parts, or whole layers"
+    )
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="rows of one micro-batch at most; a longer group is split in micro-groups"
+    )
+    frozen_weights: Literal["device", "host"] = Field(
+        "device", description="where old and reference weights wait until they are used"
+    )
+    lost_after_s: float = Field(
+        30.0, ge=2.0, description="a training rank that is silent for so long counts as lost, and ends the other ranks"
+    )
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Training ranks of `async-rl run`."""
+        return self.num_processes or self.ranks_per_replica
+
+    def shares_optimizer(self, num_replicas: int) -> bool:
+        """Whether the replicas, of which there are `num_replicas`, share the optimizer's state."""
+        return num_replicas > 1 if self.distributed_optimizer is None else self.distributed_optimizer
+
+    def num_replicas(self, num_ranks: int) -> int:
+        """How many replicas this number of training ranks forms.
+
+        Raises:
+            ConfigError: they cannot be arranged as this section requires.
+        """
+        if num_ranks % self.ranks_per_replica:
+            raise ConfigError(
+                f"{num_ranks} training ranks (trainer.num_processes) cannot form replicas of trainer.tensor_parallel x "
+                f"trainer.pipeline_parallel = {self.tensor_parallel} x {self.pipeline_parallel} = "
+                f"{self.ranks_per_replica} ranks: start a multiple of it"
+            )
+        ranks_per_stage = num_ranks // self.pipeline_parallel
+        if ranks_per_stage % self.expert_parallel:
+            raise ConfigError(
+                f"trainer.expert_parallel = {self.expert_parallel} does not divide the {ranks_per_stage} ranks of a "
+                "pipeline stage, which share its experts: choose a divisor"
+            )
+        return num_ranks // self.ranks_per_replica
