@@ -22,6 +22,8 @@ def write_file(path: Path, content: str | bytes) -> None:
     Raises:
         WriteFailed: the old file, if there was one, is unchanged.
     """
+    if not path.name:
+        raise write_failed(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
     partial = path.with_name(f".{path.name}.partial")
     with named_write_errors(path):
         try:

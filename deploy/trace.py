@@ -37,7 +37,7 @@ def trace_of(run_dir: Path, num_periods: int) -> str:
     try:
         trace = make_trace(last, _groups(run_dir, first_iteration), evaluations)
         return json.dumps(trace, allow_nan=False)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"the records in {str(run_dir)!r} are not those of a run ({type(error).__name__}: {error}): repair or "
             "remove the lines that something else wrote"

@@ -17,16 +17,12 @@ from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.tracking.lease import read_term
 from async_rl.tracking.process_identity import has_died
 from deploy.cluster.live_view import make_run_view
-from deploy.cluster.run_view import JsonlTail, Record, RunView
+from deploy.cluster.run_view import JsonlTail, Record, RunView, shown_records
 
 POLL_S = 0.5
 
 OVER_AFTER_S = 90.0
 """A trainer that died may be started again: this long after its end, none was."""
-
-_TIMES = ("seconds", "wait_s", "train_s", "publish_s", "step_s", "rollout_s")
-_FIGURES = ("reward_mean", "response_tokens_mean", "tokens_per_s")
-_COUNTS = ("iteration", "iterations", "num_groups", "num_instances")
 
 
 def watch(run_dir: Path, console: Console, token: str | None) -> None:
@@ -38,30 +34,24 @@ def watch(run_dir: Path, console: Console, token: str | None) -> None:
     if not run_dir.is_dir():
         raise ConfigError(f"{str(run_dir)!r} is no directory: name the run.dir of a run")
     tail = JsonlTail(run_dir / "metrics.jsonl", from_start=True)
-    records = list(filter(is_record, tail.read_new()))
     with make_run_view(console, run_dir, token) as view:
-        last = _show(view, records)
+        last = _show(view, tail)
         has_trainer_s = time.monotonic() if _has_trainer(run_dir) else -math.inf
         while not _is_trained(last) and time.monotonic() - has_trainer_s < OVER_AFTER_S:
             time.sleep(POLL_S)
-            last = _show(view, list(filter(is_record, tail.read_new()))) or last
+            last = _show(view, tail) or last
             if _has_trainer(run_dir):
                 has_trainer_s = time.monotonic()
+        if last is None:
+            view.note(f"{str(run_dir)!r} has no complete iteration, and no trainer is at work there")
 
 
-def is_record(row: Record) -> bool:
-    """Whether a line has what the views show of every record; other programs may have written it."""
-    numbers = [row.get(name) for name in (*_TIMES, *_FIGURES)]
-    return all(isinstance(each, int | float) and math.isfinite(each) for each in numbers) and all(
-        isinstance(row.get(name), int) for name in _COUNTS
-    )
-
-
-def _show(view: RunView, records: Sequence[Record]) -> Record | None:
-    """Shows the records; returns the last one."""
-    for record in records:
-        view.show(record)
-    return records[-1] if records else None
+def _show(view: RunView, tail: JsonlTail) -> Record | None:
+    """Shows new records; returns the last one."""
+    last = None
+    for last in shown_records(tail.read_new()):
+        view.show(last)
+    return last
 
 
 def _is_trained(last: Record | None) -> bool:

@@ -1,6 +1,8 @@
 """What the docs name is there."""
 
 import re
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,13 @@ NO_KEYS = {
     *("algorithm.gamma", "algorithm.lam", "algorithm.rollout_correction"),
     *("critic.cliprange_value", "critic.model.path", "critic.optim.lr"),
     *("trainer.critic_warmup", "trainer.default_local_dir", "trainer.nnodes", "trainer.resume_mode"),
-    *("trainer.save_freq", "trainer.test_freq", "trainer.total_training_steps", "trainer.v1.trainer_mode"),
+    *(
+        "trainer.save_freq",
+        "trainer.test_freq",
+        "trainer.total_training_steps",
+        "trainer.v1.sampler.max_off_policy_threshold",
+        "trainer.v1.trainer_mode",
+    ),
     "rollout.top_p",  # refused, with the reason
     "trainer.optimizer_step",  # a method
 }
@@ -62,3 +70,50 @@ def test_every_key_of_the_config_that_a_document_names_is_one() -> None:
         named = re.findall(rf"`(?:--)?((?:{sections})(?:\.\w+)+)(?: [^`]*)?`", text)
         unknown = {key for key in named if find_key(Config, key) is None and not key.endswith(FILES)} - NO_KEYS
         assert not unknown, f"{doc.name} names {sorted(unknown)}, which are no keys of the config"
+
+
+COMMANDS = dict(
+    re.findall(
+        r"^###? async-rl ([\w ]+)\n(.*?)(?=^##|\Z)", (ROOT / "docs" / "commands.md").read_text(), flags=re.M | re.S
+    )
+)
+"""Each command, such as `fleet drain`, and its help, which tests/test_commands_page.py compares with the parsers."""
+
+
+def words_of_commands(text: str) -> Iterator[list[str]]:
+    """The words after `async-rl` in code of a document, without comments."""
+    text = text.replace("\\\n", " ")
+    fence = re.compile(r"^ *```\w*\n(.*?)^ *```$", flags=re.M | re.S)
+    lines = [line for block in fence.findall(text) for line in block.splitlines()]
+    for code in (*lines, *re.findall(r"`([^`]+)`", fence.sub("", text))):
+        for words in re.findall(r"async-rl ([a-z]+\b(?:(?!async-rl)[^#|;&])*)", code.partition("#")[0]):
+            yield words.split()
+
+
+def is_known(option: str, usage: str) -> bool:
+    name = option.partition("=")[0]
+    if "." in name:
+        return name == "--section.key" or find_key(Config, name.removeprefix("--")) is not None
+    return re.search(rf"(?<![\w-]){re.escape(name)}\b", usage) is not None
+
+
+@pytest.mark.parametrize(
+    "doc", [doc for doc in DOCS if doc.name != "commands.md"], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_commands_and_options_that_a_document_names_are_there(doc: Path) -> None:
+    for words in words_of_commands(doc.read_text()):
+        command = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
+        assert command in COMMANDS, f"async-rl {' '.join(words)}"
+        own = words[: words.index("--")] if "--" in words else words  # what follows is vLLM's
+        unknown = [word for word in own if re.match(r"--?[a-z]", word) and not is_known(word, COMMANDS[command])]
+        assert not unknown, f"async-rl {' '.join(words)}"
+
+
+def test_every_extra_is_in_getting_started() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = "".join(re.findall(r"^\| (`\w+`.*?) \|", (ROOT / "docs" / "getting_started.md").read_text(), flags=re.M))
+    assert table and not [extra for extra in extras if extra != "dev" and f"`{extra}`" not in table]
+
+
+def test_no_document_has_a_place_that_was_to_be_filled_in() -> None:
+    assert not [doc.name for doc in DOCS if re.search(r"@[A-Z_]+@|TODO|TBD|XXX", doc.read_text())]

@@ -19,7 +19,9 @@ from async_rl.errors import ConfigError
 from async_rl.net.listener import is_open_to_network, listen, url_for_others
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 
-DEFAULT_PORT = 8265
+DEFAULT_PORT = 8275
+"""Not 8265, at which Ray's own dashboard listens."""
+
 NUM_PORTS = 2**16
 
 

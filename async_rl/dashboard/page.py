@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from async_rl.dashboard.run_records import RunRecords, SampleFilter, as_json
+from async_rl.dashboard.run_records import RunRecords, SampleFilter, as_json, names_of
 
 PREFIX = "/dashboard/"
 
@@ -108,7 +108,8 @@ class Dashboard:
         return as_json([asdict(run.follow()) for run in self._runs])
 
     def _about(self, query: Mapping[str, str]) -> Any:
-        return {"runs": [{"name": run.name, "dir": str(run.run_dir)} for run in self._runs], "is_live": True}
+        names = zip(names_of(self._runs), self._runs, strict=True)
+        return {"runs": [{"name": name, "dir": str(run.run_dir)} for name, run in names], "is_live": True}
 
     def _records(self, query: Mapping[str, str]) -> Any:
         numbers = (_integer(query, name, 0) for name in ("generation", "num_records", "num_proofs"))

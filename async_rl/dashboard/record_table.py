@@ -7,6 +7,9 @@ from typing import Any
 MAX_COLUMNS = 500
 """Columns beyond are left out: a record has about 50, and a few for each part of a mixture or a reward."""
 
+MAX_SECONDS = 1e9
+"""Of an iteration; hours must ascend, and their sum must be finite, whatever a record says."""
+
 NO_CURVES = ("iteration", "iterations", "started_unix_s")
 """Numbers of a record that are no figures of its iteration."""
 
@@ -41,7 +44,7 @@ class RecordTable:
         if not is_next:
             self._cut(num_kept)
         self.iterations.append(iteration)
-        seconds = number_of(record.get("seconds")) or 0.0
+        seconds = min(MAX_SECONDS, max(0.0, number_of(record.get("seconds")) or 0.0))
         self.hours.append((self.hours[-1] if self.hours else 0.0) + seconds / 3600)
         for name, value in record.items():
             if name in NO_CURVES:

@@ -5,12 +5,12 @@ and says so. Exit codes: 0 success, 2 no such run, or the file cannot be written
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from async_rl.dashboard.bundle import one_page
-from async_rl.dashboard.run_records import RunRecords, as_json, open_run
+from async_rl.dashboard.run_records import RunRecords, as_json, names_of, open_run
 from async_rl.errors import AsyncRLError
 from async_rl.files import write_file
 from async_rl.programs.command_line import USAGE_ERROR, Parser
@@ -28,20 +28,27 @@ Item = TypeVar("Item")
 
 def report(runs: Sequence[RunRecords]) -> str:
     """The page on these runs."""
-    data = {"runs": [_run_data(run, len(runs)) for run in runs], "is_live": False}
-    return one_page(", ".join(run.name for run in runs), as_json(data))
+    names = names_of(runs)
+    data = {"runs": [_run_data(run, name, len(runs)) for run, name in zip(runs, names, strict=True)], "is_live": False}
+    return one_page(", ".join(names), as_json(data))
 
 
-def _run_data(run: RunRecords, num_runs: int) -> dict[str, Any]:
+def _run_data(run: RunRecords, name: str, num_runs: int) -> dict[str, Any]:
     periods = (run.period(iteration) for iteration in spread(run.periods(), MAX_PERIODS))
     rows = spread(list(run.all_samples()), MAX_SAMPLES)
     return {
-        "name": run.name,
+        "name": name,
         "dir": str(run.run_dir),
         "records": thinned_records(run.records(0, 0, 0), MAX_RECORDS_BYTES // num_runs),
         "periods": list(fitting(list(periods), MAX_PERIODS_BYTES // num_runs)),
-        "samples": list(fitting(rows, MAX_SAMPLES_BYTES // num_runs))[::-1],
+        "samples": sorted(fitting(rows, MAX_SAMPLES_BYTES // num_runs), key=_newest_first),
     }
+
+
+def _newest_first(row: Mapping[str, Any]) -> tuple[int, int]:
+    """The order in which the live page has samples."""
+    index = row.get("index")
+    return -row["iteration"], index if isinstance(index, int) else 0
 
 
 def thinned_records(records: dict[str, Any], max_bytes: int) -> dict[str, Any]:

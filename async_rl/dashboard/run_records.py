@@ -6,8 +6,9 @@ Of `metrics.jsonl`, `ledger.jsonl` and `evaluations.jsonl`, a few hundred bytes 
 
 import json
 import math
+import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,6 @@ class RunRecords:
         self._timeline = FollowedRotation(TIMELINE, run_dir, iteration_of)
         self._samples = FollowedRotation(SAMPLES, run_dir, _sample_key)
 
-    @property
-    def name(self) -> str:
-        return self.run_dir.resolve().name
-
     def follow(self) -> State:
         """Reads what is new."""
         with self._lock:
@@ -164,7 +161,7 @@ class RunRecords:
         found = [span for span in spans if any(map(wanted.has_text, span.rows()))] if wanted.text else spans
         return {
             "total": len(found),
-            "rows": [_finite(row) for span in found[skip : skip + limit] for row in span.rows()],
+            "rows": [_sample(row) for span in found[skip : skip + limit] for row in span.rows()],
         }
 
     def all_samples(self) -> Iterator[dict[str, Any]]:
@@ -173,7 +170,7 @@ class RunRecords:
             self._samples.follow()
             spans = list(self._samples.spans())
         for span in spans:
-            yield from map(_finite, span.rows())
+            yield from map(_sample, span.rows())
 
     def _state(self) -> State:
         return State(self._generation, len(self._table.iterations), len(self._proofs), len(self._evaluations))
@@ -210,6 +207,22 @@ def open_run(run_dir: Path) -> RunRecords:
     if not any((run_dir / name).exists() for name in names):
         raise ConfigError(f"{str(run_dir)!r} has no records of a run: name a run.dir, which has metrics.jsonl")
     return RunRecords(run_dir)
+
+
+def names_of(runs: Sequence[RunRecords]) -> list[str]:
+    """What runs are called beside each other: their directories' names, after as many parents as tell them apart."""
+    parts = [run.run_dir.resolve().parts for run in runs]
+    names = []
+    for number, own in enumerate(parts):
+        others = [other for other in parts if other != own]
+        depth = 1
+        while depth < len(own) and any(other[-depth:] == own[-depth:] for other in others):
+            depth += 1
+        # A name on a disk need not be text.
+        name = os.fsencode("/".join(own[-depth:])).decode(errors="replace")
+        num_before = parts[:number].count(own)
+        names.append(f"{name} ({num_before + 1})" if num_before else name)
+    return names
 
 
 def as_json(value: Any) -> str:
@@ -270,6 +283,20 @@ def _finite(value: Any, depth: int = MAX_DEPTH) -> Any:
     if isinstance(value, dict):
         return {name: _finite(each, depth - 1) for name, each in value.items()}
     return _plain(value)
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of samples with responses whose rewards are numbers or None."""
+    shown: dict[str, Any] = _finite(row)
+    return {**shown, "responses": list(map(_response, responses_of(shown)))}
+
+
+def _response(response: Mapping[str, Any]) -> dict[str, Any]:
+    parts = response.get("reward_parts")
+    shown = {**response, "reward": number_of(response.get("reward"))}
+    if isinstance(parts, dict):
+        return {**shown, "reward_parts": {name: number_of(value) for name, value in parts.items()}}
+    return {name: value for name, value in shown.items() if name != "reward_parts"}
 
 
 def _sample_key(line: bytes) -> SampleKey | None:

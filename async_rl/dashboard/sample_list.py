@@ -8,6 +8,7 @@ import heapq
 import json
 import re
 import sys
+import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,9 @@ from async_rl.dashboard.record_table import number_of
 from async_rl.dashboard.run_records import RunRecords, open_run, responses_of
 from async_rl.errors import ConfigError
 from async_rl.programs.command_line import USAGE_ERROR, Parser
+
+_KEPT = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
+"""Of characters that have no picture of their own; scripts and emoji need the joiners."""
 
 DEFAULT_NUM = 10
 """Samples without an option that says how many."""
@@ -79,15 +83,23 @@ def choose(samples: Iterable[Sample], num: int, order: str) -> list[Sample]:
 def show(sample: Sample, console: Console) -> None:
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
     facts = f"iteration {sample.iteration}, group {sample.index}, prompt {sample.prompt_id}"
-    console.rule(_text(f"{reward}  {facts}, {sample.num_tokens} tokens, {sample.finish_reason}"), align="left")
-    console.print(_text(sample.prompt, "dim"), soft_wrap=True)
-    console.print(_text(sample.text), soft_wrap=True)
+    num_tokens = "?" if sample.num_tokens is None else sample.num_tokens
+    title = f"{reward}  {facts}, {num_tokens} tokens, {sample.finish_reason}"
+    console.rule(Text(_shown(title, console.encoding)), align="left")
+    console.print(Text(_shown(sample.prompt, console.encoding), "dim"), soft_wrap=True)
+    console.print(Text(_shown(sample.text, console.encoding)), soft_wrap=True)
 
 
-def _text(text: str, style: str = "") -> Text:
-    """Without control characters but line ends: what a model writes must not control the terminal."""
-    shown = (char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
-    return Text("".join(shown), style)
+def _shown(text: str, encoding: str) -> str:
+    """Without control characters but line ends and tabs, as a model's text must not control the terminal, and with
+    characters that the terminal can show."""
+    plain = text.replace("\r\n", "\n")
+    shown = "".join(char if _is_harmless(char) else "\N{REPLACEMENT CHARACTER}" for char in plain)
+    return shown.encode(encoding, "replace").decode(encoding)
+
+
+def _is_harmless(char: str) -> bool:
+    return char.isprintable() or char in _KEPT or unicodedata.category(char) == "Zs"
 
 
 def make_parser() -> Parser:

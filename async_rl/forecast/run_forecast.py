@@ -12,7 +12,7 @@ from async_rl.config.sections import Config
 from async_rl.forecast.instance_memory import instance_memory
 from async_rl.forecast.memory import ProcessMemory
 from async_rl.forecast.model_sizes import ModelSizes
-from async_rl.forecast.training_memory import WEIGHT_BYTES, has_critic, rank_memory
+from async_rl.forecast.training_memory import WEIGHT_BYTES, group_rows, has_critic, rank_memory
 from async_rl.preflight.model import ModelFiles
 
 
@@ -46,8 +46,6 @@ def forecast_run(config: Config, model_config: Mapping[str, Any]) -> RunForecast
     critic = (_other(config.critic.path, "critic.path") or model) if has_critic(config) else None
     num_ranks = config.trainer.num_local_ranks * config.cluster.training_nodes
     prompts, responses = config.prompts.prompts_per_batch, config.rollout.responses_per_prompt
-    longest = config.rollout.max_response_tokens
-    group_rows = config.prompts.max_prompt_tokens + responses * (longest - 1)
     return RunForecast(
         model=model,
         num_ranks=num_ranks,
@@ -55,8 +53,8 @@ def forecast_run(config: Config, model_config: Mapping[str, Any]) -> RunForecast
         instance=instance_memory(config, model),
         publish_bytes=model.num_parameters * WEIGHT_BYTES[config.model.dtype],
         max_prompt_tokens=prompts * config.prompts.max_prompt_tokens,
-        max_response_tokens=prompts * responses * longest,
-        max_fed_rows=prompts * group_rows,
+        max_response_tokens=prompts * responses * config.rollout.max_response_tokens,
+        max_fed_rows=prompts * group_rows(config),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from async_rl.config.algorithm_section import WITH_CRITIC
+from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.forecast.memory import MIB, MemoryPart, ProcessMemory
@@ -148,13 +149,31 @@ def feed_forward_values_per_row(model: ModelSizes, shares: Shares, *, fused_swig
     return ceil(rows * (2 * model.hidden_size + 3 * model.experts.ffn_size))
 
 
+def group_rows(config: Config) -> int:
+    """Of a group whose prompt and responses are as long as they may be; the last token of a response is not fed."""
+    return config.prompts.max_prompt_tokens + config.rollout.responses_per_prompt * (
+        config.rollout.max_response_tokens - 1
+    )
+
+
+def micro_batch_rows(config: Config) -> int:
+    """Of the largest micro-batch: `trainer.micro_batch_tokens`, or all that one step trains, if that is less.
+
+    Of a program's rollouts nothing says how long their histories are.
+    """
+    if config.rollout.program != SINGLE_TURN:
+        return config.trainer.micro_batch_tokens
+    groups = ceil(config.prompts.prompts_per_batch / config.train.steps_per_batch)
+    return min(config.trainer.micro_batch_tokens, groups * group_rows(config))
+
+
 def activation_bytes(model: ModelSizes, shares: Shares, config: Config, *, fused_swiglu: bool) -> int:
-    """Of one micro-batch of `trainer.micro_batch_tokens` rows, with its backward pass; on the first pipeline stage.
+    """Of the largest micro-batch, with its backward pass; on the first pipeline stage.
 
     That stage keeps as many micro-batches as the pipeline has stages. What is computed again, and the gradients of one
     layer, exist once.
     """
-    recompute, rows = config.trainer.recompute, config.trainer.micro_batch_tokens
+    recompute, rows = config.trainer.recompute, micro_batch_rows(config)
     width = WEIGHT_BYTES[config.model.dtype]
     layers = ceil(model.num_layers / shares.pipeline)
     kept = layers * layer_values_per_row(model, shares, recompute, fused_swiglu=fused_swiglu)
@@ -172,7 +191,7 @@ def activation_bytes(model: ModelSizes, shares: Shares, config: Config, *, fused
 def logits_bytes(model: ModelSizes, shares: Shares, config: Config) -> int:
     """Logits, their probabilities and one more of that size, of one chunk; then the head's gradient (`logprobs.py`)."""
     row_bytes = ceil(model.vocab_size / shares.tensor) * WIDE_BYTES
-    rows = min(config.trainer.micro_batch_tokens, max(1, CHUNK_BYTES // row_bytes))
+    rows = min(micro_batch_rows(config), max(1, CHUNK_BYTES // row_bytes))
     return 3 * rows * row_bytes
 
 
@@ -208,12 +227,13 @@ def rank_memory(
     activations = activation_bytes(model, shares, config, fused_swiglu=fused)
     head_gradient = ceil(model.vocabulary_parameters / shares.tensor) * WIDE_BYTES
     logits = logits_bytes(model, shares, config)
-    rows = config.trainer.micro_batch_tokens
+    rows = micro_batch_rows(config)
+    limit = "trainer.micro_batch_tokens" if rows == config.trainer.micro_batch_tokens else "all of a step"
     phases = (
         MemoryPart(
             "activations and logits",
             activations + max(logits, logits // 3 + 2 * head_gradient),
-            f"{rows} rows (trainer.micro_batch_tokens), recompute = {config.trainer.recompute!r}: activations "
+            f"{rows} rows ({limit}), recompute = {config.trainer.recompute!r}: activations "
             f"{activations / MIB:,.0f} MiB, logits {logits / MIB:,.0f} MiB",
         ),
         _optimizer_phase(own, device),

@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,29 +62,30 @@ class ModelFiles:
 
     @classmethod
     def _of_hub(cls, name: str, setting: str) -> "ModelFiles":
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ConfigError(f"{setting} {name!r} does not exist: give a Hugging Face checkpoint directory")
-        # Imported here: the import takes a quarter of a second.
-        try:
-            hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
-        except ModuleNotFoundError as error:
+        # No model of these families is on the hub without an owner, and the hub is asked for half a minute.
+        if name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise ConfigError(
+                f"{setting} {name!r} does not exist: give a Hugging Face checkpoint directory, or a hub name OWNER/NAME"
+            )
+        if find_spec("huggingface_hub") is None:
             raise ConfigError(
                 f"{setting} {name!r} is no directory, and without the package huggingface-hub it cannot be found "
                 "on the hub: install async-rl[trainer], or give a directory"
-            ) from error
-        try:
-            config = Path(hub.hf_hub_download(name, "config.json"))
-        except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
-            reason = str(error).strip().partition("\n")[0]
+            )
+        config = _from_hub(name, "config.json")
+        if not isinstance(config, Path):
             raise ConfigError(
-                f"{setting} {name!r} is neither a directory nor a model that can be fetched from the hub: {reason}; "
+                f"{setting} {name!r} is neither a directory nor a model that can be fetched from the hub: {config}; "
                 "give a directory with config.json, or check the name and the network"
-            ) from error
-        try:
-            tokenizer = _read_json(f"{setting} {name!r}", Path(hub.hf_hub_download(name, "tokenizer_config.json")))
-        except (errors.HfHubHTTPError, OSError):
-            tokenizer = {}
-        return cls(name, None, _read_json(f"{setting} {name!r}", config), tokenizer, setting)
+            )
+        tokenizer = _from_hub(name, "tokenizer_config.json")
+        return cls(
+            name,
+            None,
+            _read_json(f"{setting} {name!r}", config),
+            _read_json(f"{setting} {name!r}", tokenizer) if isinstance(tokenizer, Path) else {},
+            setting,
+        )
 
     def without_tokenizer(self) -> ConfigError | None:
         """What to say if its directory has no tokenizer."""
@@ -231,6 +234,17 @@ def require_tokens(config: Config, files: ModelFiles) -> None:
                 f"{files.name!r} are 0 to {vocabulary - 1 if isinstance(vocabulary, int) else '...'}: "
                 "look the ids up in its tokenizer"
             )
+
+
+@cache
+def _from_hub(name: str, file: str) -> Path | str:
+    """A file of a checkpoint on the hub, or why it cannot be had; asked once: without a network that takes long."""
+    # Imported here: the import takes a quarter of a second.
+    hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+    try:
+        return Path(hub.hf_hub_download(name, file))
+    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+        return str(error).strip().partition("\n")[0]
 
 
 def _read_json(named: str, file: Path) -> dict[str, Any]:

@@ -93,7 +93,8 @@ class Tab:
 async def browser_tab() -> AsyncIterator[Tab]:
     """A tab of a browser of its own, which has no other pages, files or network names."""
     assert CHROMIUM is not None, "there is no Chromium on this machine"
-    with tempfile.TemporaryDirectory() as profile:
+    # Processes of the browser may write there for a moment after it has ended.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--mute-audio"]
         arguments += [
             "--no-first-run",

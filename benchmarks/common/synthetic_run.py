@@ -76,7 +76,7 @@ class SyntheticRun:
                 [96, 128, 4 * self.num_groups],
                 [128, 192, 3 * self.num_groups],
             ],
-            "spans": [["publish", 0.0, 0.5], ["step", 10.9, 11.15]],
+            "spans": [["publish", 0.0, 0.5], ["period", 0.5, 10.9], ["step", 10.9, 11.15]],
             "idle_training": 0.1,
             "idle_inference": 0.2,
             **figures,

@@ -26,6 +26,7 @@ FIGURES = (
 )
 """(name, key in a record, format), the most important first: a low terminal shows only the first ones."""
 
+_LONGEST_S = 1e9
 _ROOM_FOR_CURVE = 52
 _ROOM_FOR_MEAN = 40
 
@@ -59,7 +60,7 @@ def figures(records: Sequence[Record], width: int, height: int) -> Table:
     table.add_column("", style="dim", no_wrap=True)
     table.add_column("last", justify="right", no_wrap=True)
     if width >= _ROOM_FOR_MEAN:
-        table.add_column(f"mean of {NUM_RECENT}", justify="right", style="dim", no_wrap=True)
+        table.add_column(f"mean of {min(NUM_RECENT, len(records))}", justify="right", style="dim", no_wrap=True)
     if width >= _ROOM_FOR_CURVE:
         table.add_column("", style="cyan", no_wrap=True)
     for name, key, form in FIGURES:
@@ -104,11 +105,22 @@ def bars(records: Sequence[Record], width: int, height: int) -> Text:
             drawn += num_cells
         line.append(f" {record['seconds']:.2f} s", style="dim")
         lines.append(line)
-    legend = Text("       ")
-    for part in PARTS:
-        legend.append(f"{part.symbol} ", style=part.style).append(f"{part.name}  ", style="dim")
+    return Text("\n").join([*lines, _legend(width)])
+
+
+def _legend(width: int) -> Text:
+    """What the symbols of the bars mean, in as much room as there is."""
+    legend = Text()
+    for indent, shorter in ((7, ""), (0, ""), (0, "ing")):
+        legend = Text(" " * indent)
+        for part in PARTS:
+            legend.append(f"{part.symbol} ", style=part.style)
+            legend.append(f"{part.name.removesuffix(shorter)}  ", style="dim")
+        legend.rstrip()
+        if legend.cell_len <= width:
+            return legend
     legend.truncate(width)
-    return Text("\n").join([*lines, legend])
+    return legend
 
 
 def pool(rows: Sequence[PoolRow], width: int, height: int) -> Table:
@@ -122,7 +134,13 @@ def pool(rows: Sequence[PoolRow], width: int, height: int) -> Table:
         speed = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}"
         requests = "-" if row.num_requests is None else str(row.num_requests)
         state = Text(row.state or "-", style="green" if row.state == "ready" else "yellow")
-        cells: list[Text | str] = [printable(row.name), state, speed, f"{row.share:.0%}", requests]
+        cells: list[Text | str] = [
+            printable(row.name),
+            state,
+            speed,
+            f"{row.share:.{0 if row.share >= 0.095 else 1}%}",
+            requests,
+        ]
         table.add_row(*cells[: len(table.columns)])
     if len(fitting) < len(rows):
         table.add_row(Text(f"and {len(rows) - len(fitting)} more", style="dim"))
@@ -136,6 +154,6 @@ def printable(text: str) -> Text:
 
 def clock(seconds: float) -> str:
     """h:mm:ss, or m:ss below an hour."""
-    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    minutes, rest = divmod(int(min(max(0.0, seconds), _LONGEST_S)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

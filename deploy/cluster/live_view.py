@@ -22,12 +22,17 @@ _FRAME = 2
 """Lines, and with the spaces beside it twice as many columns."""
 
 _MAX_BARS = 12
+
+_ROOM_FOR_TIMES = 5
+"""The line of the queue, two bars, what they mean, and a gap."""
+
 _ROOM_FOR_PROGRESS = 60
 
 
 def make_run_view(console: Console, run_dir: Path, token: str | None) -> RunView:
     """`token`: of the run's fleet endpoint, where it needs one."""
-    return LiveView(console, PoolWatch(run_dir, token)) if console.is_terminal else PlainView(console)
+    can_draw = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+    return LiveView(console, PoolWatch(run_dir, token)) if can_draw else PlainView(console)
 
 
 class LiveView:
@@ -75,7 +80,8 @@ class LiveView:
         parts: list[RenderableType] = [self._head(records, width)]
         left = height - 1
         if left > 2:
-            table = figures(records, width, left)
+            # However low the terminal is, it shows where the time went, too.
+            table = figures(records, width, max(left - _ROOM_FOR_TIMES, left // 2))
             parts.append(table)
             left -= table.row_count + 1
         pool_part = self._pool_part(width, left // 2)

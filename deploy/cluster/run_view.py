@@ -1,8 +1,9 @@
 """Shows a run's progress: tails `metrics.jsonl` into plain lines; `live_view.py` is the view of a terminal."""
 
+import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -13,7 +14,15 @@ from async_rl.tracking.balance import IterationTimes, advise
 from async_rl.tracking.record_lines import record_of
 
 Record = Mapping[str, Any]
-"""One line of `metrics.jsonl`; see `async_rl.tracking.recorder` for its keys."""
+"""The numbers of a line of `metrics.jsonl`, as `shown_records` gives them; `docs/metrics.md` has their names."""
+
+_NEEDED = ("seconds", "wait_s", "train_s", "publish_s", "step_s", "rollout_s")
+_NEEDED_COUNTS = ("iteration", "iterations", "num_groups", "num_instances")
+
+_MOST = 1e300
+"""Sums of larger numbers may be infinite."""
+
+_MOST_SECONDS = 1e9
 
 NUM_RECENT = 10
 PLAIN_EVERY = 10
@@ -30,21 +39,37 @@ class JsonlTail:
     def read_new(self) -> list[dict[str, Any]]:
         """Records completed since the last call; an incomplete line is left for the next call.
 
-        A file that was replaced, as when a run resumes, is read from its beginning. One that cannot be read at the
-        moment is tried again with the next call.
+        A file that was replaced or cut, as when a run resumes, is read from its beginning. One that cannot be read at
+        the moment is tried again with the next call.
         """
         try:
             with self._path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if self._inode not in (None, inode):
+                stat = os.fstat(file.fileno())
+                if self._inode not in (None, stat.st_ino) or stat.st_size < self._offset:
                     self._offset = 0
-                self._inode = inode
+                self._inode = stat.st_ino
                 file.seek(self._offset)
                 *lines, _unfinished = file.read().split(b"\n")
         except OSError:
             return []
         self._offset += sum(len(line) + 1 for line in lines)
         return [record for line in lines if (record := record_of(line)) is not None]
+
+
+def shown_records(rows: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
+    """The numbers of each record that has what every view shows; a line may be anything, and views must not end a run.
+
+    A figure that is null, or no number, is left out.
+    """
+    for row in rows:
+        record = {name: value for name, value in row.items() if _is_number(value)}
+        has_times = all(abs(record.get(name, math.inf)) <= _MOST_SECONDS for name in _NEEDED)
+        if has_times and all(isinstance(record.get(name), int) for name in _NEEDED_COUNTS):
+            yield record
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
 
 
 class RunView(Protocol):
@@ -88,7 +113,9 @@ class PlainView:
             self.note(f"iteration {done}/{total}  {describe(record)}")
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        encoding = self._console.encoding
+        shown = text.encode(encoding, "replace").decode(encoding)
+        self._console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
 def describe(record: Record) -> str:
@@ -98,10 +125,13 @@ def describe(record: Record) -> str:
     untrained = f"no gradient {share:.0%}  " if (share := record.get("untrained_groups")) else ""
     accuracy = f"accuracy {record['accuracy']:.3f}  " if "accuracy" in record else ""
     turns = f"turns {record['turns_mean']:.1f}  " if "turns_mean" in record else ""
+    reward, length, speed = (
+        format(record[name], form) if name in record else "-"
+        for name, form in (("reward_mean", ".3f"), ("response_tokens_mean", ".1f"), ("tokens_per_s", ".0f"))
+    )
     return (
-        f"{skipped}reward {record['reward_mean']:.3f}  {accuracy}"
-        f"{untrained}response {record['response_tokens_mean']:.1f} tokens  {turns}"
-        f"{record['tokens_per_s']:.0f} tokens/s  {record['seconds']:.2f} s  ({shares})"
+        f"{skipped}reward {reward}  {accuracy}{untrained}response {length} tokens  {turns}{speed} tokens/s  "
+        f"{record['seconds']:.2f} s  ({shares})"
     )
 
 

@@ -15,7 +15,7 @@ from async_rl.tracking.process_identity import this_process
 from deploy.cluster.kept_process import ENDED, KeptProcess
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import Restarts, num_trained
-from deploy.cluster.run_view import JsonlTail, RunView
+from deploy.cluster.run_view import JsonlTail, RunView, shown_records
 from deploy.cluster.tasks import Task, remove_tasks, write_launch
 from deploy.local.plan import Plan
 from deploy.local.processes import POLL_S, Deployment
@@ -68,7 +68,7 @@ class Supervisor:
         if all(instance.state in ENDED for instance in self._instances):
             self._trainer.restart_no_more()
         event = self._trainer.check()
-        for record in self._metrics.read_new():
+        for record in shown_records(self._metrics.read_new()):
             self._view.show(record)
         if self._trainer.state in ENDED:
             return True

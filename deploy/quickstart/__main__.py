@@ -1,4 +1,4 @@
-"""`async-rl quickstart [TASK]`: a small model learns on this machine, both pools included; the default in five minutes.
+"""`async-rl quickstart [TASK]`: a small model learns on this machine, both pools included; by default in a few minutes.
 
 Phases, each in its own processes: warm start (creates the base model), evaluation, the run (instances and trainer, at
 the same time), evaluation. Then the summary and the report. All files are written to the run's folder.
@@ -197,9 +197,9 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         "async-rl quickstart",
         "A small model learns on this machine, both pools included: by default one of 0.4 million parameters to spell "
-        "words backward, in about five minutes; as TASK smollm2, SmolLM2-135M-Instruct to calculate, in about half an "
-        "hour. Its config sets the keys below otherwise than their defaults; each can be set here, too, except paths, "
-        "reward and seed.",
+        "words backward, in three to five minutes; as TASK smollm2, SmolLM2-135M-Instruct to calculate, in about half "
+        "an hour. Its config sets the keys below otherwise than their defaults; each can be set here, too, except "
+        "paths, reward and seed.",
         "[TASK] [OPTIONS] [--section.key VALUE ...]",
         Config,
     )

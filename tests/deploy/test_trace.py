@@ -82,7 +82,9 @@ def test_a_run_of_an_older_release_is_shown_without_what_it_did_not_record(tmp_p
     ]
 
 
-@pytest.mark.parametrize("changes", [{"seconds": "ten"}, {"spans": [["publish", 1]]}, {"seconds": float("nan")}])
+@pytest.mark.parametrize(
+    "changes", [{"seconds": "ten"}, {"spans": [["publish", 1]]}, {"seconds": float("nan")}, {"seconds": 10**400}]
+)
 def test_records_of_something_else_are_a_named_error(tmp_path: Path, changes: dict[str, Any]) -> None:
     write(tmp_path / "metrics.jsonl", [record(0, **changes)])
     with pytest.raises(ConfigError, match="are not those of a run"):

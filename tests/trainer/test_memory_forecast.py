@@ -13,7 +13,13 @@ from async_rl.config.sections import Config
 from async_rl.forecast import instance_memory, training_memory
 from async_rl.forecast.instance_memory import store_tokens
 from async_rl.forecast.model_sizes import ModelSizes
-from async_rl.forecast.training_memory import Shares, layer_values_per_row, rank_parameters, trained_model_bytes
+from async_rl.forecast.training_memory import (
+    Shares,
+    layer_values_per_row,
+    micro_batch_rows,
+    rank_parameters,
+    trained_model_bytes,
+)
 from async_rl.preflight.model import ModelFiles
 from async_rl.types import Group
 from inference_service.engine import cache_size, kv_store
@@ -138,6 +144,19 @@ def test_recomputation_keeps_less_and_sharing_divides() -> None:
     assert full == 64 < selective < whole
     halved = dataclasses.replace(ONE_RANK, tensor=2, sequence=True)
     assert layer_values_per_row(sizes, halved, "none", fused_swiglu=False) * 2 == whole
+
+
+def test_a_micro_batch_has_no_more_rows_than_a_step() -> None:
+    batch: dict[str, dict[str, Any]] = {
+        "prompts": {"prompts_per_batch": 5, "max_prompt_tokens": 64},
+        "rollout": {"responses_per_prompt": 8, "max_response_tokens": 8},
+    }
+    assert micro_batch_rows(config_with(**batch)) == 5 * (64 + 8 * 7)
+    assert micro_batch_rows(config_with(**batch, trainer={"micro_batch_tokens": 500})) == 500
+    of_two_steps = config_with(**batch, train={"steps_per_batch": 2}, algorithm={"old_policy": "model"})
+    assert micro_batch_rows(of_two_steps) == 3 * (64 + 8 * 7)
+    batch["rollout"]["program"] = "python:program.py:rollout"
+    assert micro_batch_rows(config_with(**batch)) == 4096, "how long its turns are is not known"
 
 
 @pytest.mark.parametrize(("prompt", "response", "batch"), [(64, 57, 4), (100, 300, 6), (1, 1, 1), (70, 64, 9)])

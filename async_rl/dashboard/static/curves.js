@@ -1,10 +1,16 @@
 // One small chart per column of the records, all runs in it; drawn when it comes into view.
 
-import { byId, element, formatNumber, formatSeconds, runColor, themeColor } from "./format.js";
+import { byId, element, formatNumber, formatSeconds, formatTicks, runColor, themeColor } from "./format.js";
 import { GROUPS, describeMetric } from "./metric_names.js";
 
 const HEIGHT = 168;
 const MARGIN = "300px";
+const AXIS_WIDTH = 48;
+const DIGIT_WIDTH = 6.3;
+// Between iterations there is nothing.
+const WHOLE_STEPS = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat();
+// Those are written with their unit.
+const UNITS_OF_VALUES = ["share", "bytes"];
 
 /** The section of curves. `runs` are the state of the page: see main.js. */
 export class Curves {
@@ -51,7 +57,7 @@ export class Curves {
   #addCard(metric) {
     const values = element("span", { class: "values" });
     const plot = element("div", { class: "plot" });
-    const unit = metric.unit && metric.unit !== "share" ? element("span", { class: "unit" }, ` ${metric.unit}`) : null;
+    const unit = metric.unit && !UNITS_OF_VALUES.includes(metric.unit) ? element("span", { class: "unit" }, ` ${metric.unit}`) : null;
     const head = element("div", { class: "curve-head", title: metric.name }, element("b", {}, metric.title, unit), values);
     const root = element("article", { class: "card", "data-metric": metric.name }, head, plot);
     const card = { metric, root, plot, values, chart: null, isVisible: false, isStale: true };
@@ -138,10 +144,10 @@ export class Curves {
       padding: [10, 10, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "curves", scales: ["x", null] }, points: { size: 6 }, y: false },
-      scales: { x: { time: false }, y: { range: rangeOf } },
+      scales: { x: { time: false, range: spanOf }, y: { range: rangeOf } },
       axes: [
-        { ...axis, size: 26, gap: 3, space: 56 },
-        { ...axis, size: 48, gap: 3, space: 26, values: (_, splits) => splits.map((value) => formatNumber(value, unit)) },
+        { ...axis, size: 26, gap: 3, space: 56, ...(this.settings.over === "iteration" ? { incrs: WHOLE_STEPS } : {}) },
+        { ...axis, size: (_, labels) => axisWidth(labels), gap: 3, space: 26, values: (_, splits) => formatTicks(splits, unit) },
       ],
       series: [{}, ...series],
       hooks: { setCursor: [(chart) => this.#showCursor(card, chart)] },
@@ -162,9 +168,22 @@ export class Curves {
   }
 }
 
-/** Room above and below; a constant is drawn in the middle. */
+function axisWidth(labels) {
+  return Math.max(AXIS_WIDTH, 10 + DIGIT_WIDTH * Math.max(0, ...(labels ?? []).map((label) => label.length)));
+}
+
+/** From the first to the last entry; one alone is in the middle. */
+function spanOf({ data: [places] }, first, last) {
+  if (places?.length !== 1) return [first ?? 0, last ?? 1];
+  const [place] = places;
+  const room = Number.isInteger(place) ? 0.5 : place / 2;
+  return [place - room, place + room];
+}
+
+/** Room above and below; a constant is drawn in the middle, but for 0. */
 function rangeOf(_, lowest, highest) {
-  if (lowest === null || highest === null) return [0, 1];
+  if (lowest === null || highest === null || (lowest === 0 && highest === 0)) return [0, 1];
+  if (!Number.isFinite(1.12 * (highest - lowest))) return [-Number.MAX_VALUE / 4, Number.MAX_VALUE / 4];
   if (lowest === highest) {
     const room = Math.abs(lowest) * 0.1 || 1;
     return [lowest - room, highest + room];

@@ -1,10 +1,11 @@
 // Numbers as text, elements without markup in strings, and colours of the present theme; for all other scripts.
 
+const MAX_TICK_DIGITS = 6;
 const SUFFIXES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k", 1e3]];
 
 /** A number in at most about seven characters, with its unit where one follows without a space. */
 export function formatNumber(value, unit = "") {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number" || Number.isNaN(value)) return "–";
   if (unit === "share") return `${(100 * value).toFixed(Math.abs(value) < 0.0995 ? 1 : 0)}%`;
   if (unit === "bytes") return formatBytes(value);
   const size = Math.abs(value);
@@ -14,7 +15,7 @@ export function formatNumber(value, unit = "") {
 }
 
 export function formatSeconds(seconds) {
-  if (seconds === null || seconds === undefined) return "–";
+  if (typeof seconds !== "number") return "–";
   if (seconds < 1) return `${trimmed(1000 * seconds, 3)} ms`;
   if (seconds < 120) return `${trimmed(seconds, 3)} s`;
   if (seconds < 7200) return `${trimmed(seconds / 60, 3)} min`;
@@ -22,9 +23,34 @@ export function formatSeconds(seconds) {
 }
 
 function formatBytes(value) {
+  const [by, suffix] = bytesScale(value);
+  return `${trimmed(value / by, 3)}${suffix}`;
+}
+
+function bytesScale(value) {
   const names = ["B", "KiB", "MiB", "GiB", "TiB"];
   const step = value > 0 ? Math.max(0, Math.min(names.length - 1, Math.floor(Math.log2(value) / 10))) : 0;
-  return `${trimmed(value / 2 ** (10 * step), 3)} ${names[step]}`;
+  return [2 ** (10 * step), ` ${names[step]}`];
+}
+
+/** The labels of an axis: all in the same unit, with as many digits as tell them apart. */
+export function formatTicks(values, unit = "") {
+  if (!values.length) return [];
+  const size = Math.max(...values.map(Math.abs));
+  const [by, suffix] = scaleOf(size, unit);
+  const step = (values.length > 1 ? Math.abs(values[1] - values[0]) : size) / by;
+  let digits = 0;
+  while (digits < MAX_TICK_DIGITS && Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-6 * step * 10 ** digits) digits += 1;
+  return values.map((value) => (value === 0 && suffix.startsWith("e") ? "0" : `${Number((value / by).toFixed(digits))}${suffix}`));
+}
+
+function scaleOf(size, unit) {
+  if (unit === "share") return [0.01, "%"];
+  if (unit === "bytes") return bytesScale(size);
+  const power = size > 0 ? Math.floor(Math.log10(size)) : 0;
+  if (power < -3 || power >= 15) return [10 ** power, `e${String(power).replace("-", "−")}`];
+  const found = SUFFIXES.find(([least]) => size >= least);
+  return found ? [found[2] ?? found[0], found[1]] : [1, ""];
 }
 
 function trimmed(value, digits) {
@@ -78,7 +104,7 @@ export function roundTicks(end, count) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
   const ticks = [];
-  for (let number = 0; number * step <= end * 1.0001; number += 1) ticks.push(Number((number * step).toPrecision(12)));
+  for (let number = 0; number <= count && number * step <= end * 1.0001; number += 1) ticks.push(Number((number * step).toPrecision(12)));
   return ticks;
 }
 

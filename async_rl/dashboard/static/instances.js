@@ -28,8 +28,8 @@ export class Instances {
     }
     canvas.hidden = false;
     const hidden = found.instances.length - MAX_ROWS;
-    summary.textContent = `${found.instances.length} instances sampled trained tokens; the deeper the colour, the larger the share of an iteration's tokens.${hidden > 0 ? ` The ${MAX_ROWS} that came last are drawn.` : ""}`;
-    draw(canvas, { ...found, instances: found.instances.slice(-MAX_ROWS) });
+    summary.textContent = `${found.instances.length} ${found.instances.length === 1 ? "instance" : "instances"} sampled trained tokens; the deeper the colour, the more tokens, compared with the instance that had most in the iteration.${hidden > 0 ? ` The ${MAX_ROWS} that came last are drawn.` : ""}`;
+    draw(canvas, { ...found, instances: found.instances.slice(-MAX_ROWS), largest: largestOf(found) });
     showTable(found);
   }
 }
@@ -53,7 +53,14 @@ export function presenceOf(proofs) {
   return { iterations, totals, instances: [...byUrl.values()] };
 }
 
-function draw(canvas, { iterations, totals, instances }) {
+/** Of each iteration: the most tokens of an instance. */
+function largestOf({ iterations, instances }) {
+  const largest = new Array(iterations.length).fill(0);
+  for (const { tokens } of instances) for (const [at, own] of tokens) largest[at] = Math.max(largest[at], own);
+  return largest;
+}
+
+function draw(canvas, { iterations, largest, instances }) {
   const [context, width] = preparedCanvas(canvas, instances.length * ROW_HEIGHT + AXIS_HEIGHT);
   const left = width < 520 ? NARROW_LABEL_WIDTH : LABEL_WIDTH;
   const cell = (width - left) / iterations.length;
@@ -65,7 +72,7 @@ function draw(canvas, { iterations, totals, instances }) {
     context.fillText(shortened(context, url.replace(/^https?:\/\//, ""), left - 8), 0, top + 13);
     context.fillStyle = themeColor("rollout");
     for (const [at, own] of tokens) {
-      context.globalAlpha = 0.25 + 0.75 * Math.min(1, totals[at] ? own / totals[at] : 0);
+      context.globalAlpha = 0.25 + 0.75 * (largest[at] ? own / largest[at] : 0);
       context.fillRect(left + at * cell, top + 2, Math.max(1, cell - (cell > 4 ? 0.6 : 0)), ROW_HEIGHT - 4);
     }
     context.globalAlpha = 1;

@@ -7,7 +7,7 @@ const MAX_BARS = 20;
 
 /** Draws how long the rollouts of a period are: by the record's histogram, or else by the means of its groups. */
 export function showLengths(box, period) {
-  const recorded = (period.response_tokens_histogram ?? []).filter((bucket) => bucket.length === 3);
+  const recorded = (period.response_tokens_histogram ?? []).filter((bucket) => bucket.length === 3 && bucket.every((cell) => typeof cell === "number"));
   const buckets = recorded.length ? recorded : bucketsOfGroups(period.groups);
   if (!buckets.length) {
     box.replaceChildren(element("p", { class: "note" }, "No lengths are recorded."));
@@ -41,13 +41,13 @@ function drawBars(plot, width, buckets) {
 }
 
 function bucketsOfGroups(groups) {
-  const counted = groups.filter((group) => group.is_trained !== false && group.num_responses > 0 && typeof group.num_response_tokens === "number");
+  const counted = groups.filter((group) => group.is_trained !== false && typeof group.num_responses === "number" && group.num_responses > 0 && typeof group.num_response_tokens === "number");
   if (!counted.length) return [];
   const means = counted.map((group) => [group.num_response_tokens / group.num_responses, group.num_responses]);
   const lowest = Math.floor(Math.min(...means.map(([mean]) => mean)));
   const highest = Math.max(...means.map(([mean]) => mean));
   const size = Math.max(1, Math.ceil((highest - lowest + 1) / MAX_BARS));
   const buckets = Array.from({ length: Math.floor((highest - lowest) / size) + 1 }, (_, i) => [lowest + i * size, lowest + (i + 1) * size, 0]);
-  for (const [mean, num] of means) buckets[Math.floor((mean - lowest) / size)][2] += num;
+  for (const [mean, num] of means) buckets[Math.min(buckets.length - 1, Math.floor((mean - lowest) / size))][2] += num;
   return buckets;
 }

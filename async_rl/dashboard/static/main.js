@@ -140,6 +140,7 @@ class Page {
     instances.update();
     proof.update();
     await Promise.all([period.follow(), samples.follow()]);
+    byId("message").hidden = true;
   }
 
   #showRuns() {
@@ -248,6 +249,8 @@ function tokenOf() {
 }
 
 function main() {
+  // Of a section's own request, such as the samples that a form asks for.
+  addEventListener("unhandledrejection", (event) => showError(event.reason));
   const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
   document.documentElement.dataset.theme = remembered(localStorage, THEME_KEY) ?? (isDark ? "dark" : "light");
   byId("token-form").addEventListener("submit", (event) => {

@@ -7,8 +7,12 @@ const LANES_HEIGHT = 420;
 const TRAINER_HEIGHT = 26;
 const LABEL_HEIGHT = 19;
 const AXIS_HEIGHT = 26;
+const TICK_WIDTH = 75;
+const MAX_BANDS = 32;
 const MAX_STRAGGLERS = 5;
 const STRAGGLER_FACTOR = 1.5;
+// A period consists of windows and waits: the windows are drawn.
+const DRAWN_SPANS = ["publish", "step"];
 
 export class Period {
   constructor(runs, source) {
@@ -38,10 +42,16 @@ export class Period {
   /** Shows the newest iteration, if the user wants it to follow the run. */
   async follow() {
     const last = this.#iterations().at(-1);
+    byId("period-body").hidden = last === undefined;
     if (last === undefined) {
+      this.asked += 1;
+      this.period = null;
       byId("period-summary").textContent = "No iteration is complete yet.";
-    } else if (this.isNewest || this.iteration === undefined || this.run !== this.#run) {
+    } else if (this.isNewest || !this.period || this.run !== this.#run) {
       await this.#load(last);
+    } else if (this.generation !== this.run.generation) {
+      // What is shown was trained again.
+      await this.#load(this.iteration);
     }
   }
 
@@ -68,7 +78,7 @@ export class Period {
     const run = this.#run;
     const period = await this.source.period(run.number, iteration);
     if (asked !== this.asked) return;
-    Object.assign(this, { run, iteration, period });
+    Object.assign(this, { run, iteration, period, generation: run.generation });
     byId("period-iteration").value = iteration;
     this.redraw();
   }
@@ -102,7 +112,9 @@ export class Period {
   }
 
   #draw(timed) {
-    const bands = bandsOf(timed);
+    const all = bandsOf(timed);
+    const bands = lastOf(all);
+    byId("period-bands").textContent = bands.length < all.length ? `The ${bands.length} of ${all.length} instances that finished last are drawn.` : "";
     const numLanes = bands.reduce((sum, band) => sum + band.lanes.length, 0);
     const laneHeight = Math.max(1, Math.min(12, LANES_HEIGHT / Math.max(1, numLanes)));
     const height = bands.reduce((sum, band) => sum + LABEL_HEIGHT + band.lanes.length * laneHeight + 5, 0) + LABEL_HEIGHT + TRAINER_HEIGHT + AXIS_HEIGHT;
@@ -124,7 +136,7 @@ export class Period {
     }
     label(context, "trainer", y);
     this.#drawTrainer(context, timed, x, y + LABEL_HEIGHT);
-    canvas.setAttribute("aria-label", `Timeline of iteration ${this.period.iteration}: ${timed.length} groups on ${bands.length} instances, ${formatSeconds(end)}`);
+    canvas.setAttribute("aria-label", `Timeline of iteration ${this.period.iteration}: ${timed.length} groups on ${all.length} instances, ${formatSeconds(end)}`);
   }
 
   #colorOf(group) {
@@ -228,6 +240,13 @@ function bandsOf(timed) {
   return [...bands.values()].sort((a, b) => (a.name < b.name ? -1 : 1));
 }
 
+/** As many as can be told apart: those that finish last, in the order in which they are. */
+function lastOf(bands) {
+  const end = (band) => Math.max(...band.ends);
+  const last = new Set([...bands].sort((a, b) => end(b) - end(a)).slice(0, MAX_BANDS));
+  return bands.filter((band) => last.has(band));
+}
+
 /** When the trainer trained: groups of one window have the same times. */
 function windowsOf(timed) {
   const windows = new Map();
@@ -243,7 +262,7 @@ function windowsOf(timed) {
 
 /** [name, start, end] of publish and steps; of a record without them, where these are as a rule. */
 function spansOf({ spans, publish_s, step_s, seconds }) {
-  if (spans?.length) return spans.filter(([, start, end]) => typeof start === "number" && typeof end === "number");
+  if (spans?.length) return spans.filter(([name, start, end]) => DRAWN_SPANS.includes(name) && typeof start === "number" && typeof end === "number");
   const known = publish_s ? [["publish", 0, publish_s]] : [];
   return step_s && seconds ? [...known, ["step", seconds - step_s, seconds]] : known;
 }
@@ -263,7 +282,7 @@ function describeGroup(group) {
 function drawGrid(context, x, end, height) {
   context.fillStyle = themeColor("muted");
   context.strokeStyle = themeColor("grid");
-  for (const seconds of roundTicks(end, 8)) {
+  for (const seconds of roundTicks(end, Math.max(2, Math.min(8, x(end) / TICK_WIDTH)))) {
     const at = Math.round(x(seconds)) + 0.5;
     context.beginPath();
     context.moveTo(at, 0);

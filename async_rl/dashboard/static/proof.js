@@ -65,7 +65,7 @@ function proofRow(proof) {
     number(proof.largest_rms),
     number(proof.max_logprob_gap),
     element("code", {}, proof.weight_version ?? "–"),
-    element("code", { title: proof.fingerprint }, (proof.fingerprint ?? "–").slice(0, 12)),
+    element("code", { title: proof.fingerprint }, String(proof.fingerprint ?? "–").slice(0, 12)),
     element("code", {}, proof.samples ?? "–"),
   ];
 }

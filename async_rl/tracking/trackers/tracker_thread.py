@@ -77,8 +77,8 @@ class TrackerThread:
     def _run(self) -> None:
         try:
             tracker = self._make()
-        # A foreign library: whatever it raises must not end the run.
-        except Exception as error:
+        # A foreign library: whatever it raises must not end the run. SystemExit, too, would end this thread unnoticed.
+        except BaseException as error:
             self._lose(f"it did not start: {type(error).__name__}: {error}")
             self._discard_all()
             return
@@ -86,7 +86,7 @@ class TrackerThread:
             self._handle(tracker, item)
         try:
             tracker.close()
-        except Exception as error:
+        except BaseException as error:
             self._lose(f"it did not close: {type(error).__name__}: {error}")
 
     def _next(self) -> Item | None:
@@ -105,7 +105,7 @@ class TrackerThread:
             call(tracker)
             if self._logged is not None:
                 self._logged.note(kind, step)
-        except Exception as error:
+        except BaseException as error:
             self._lose(f"{type(error).__name__}: {error}")
 
     def _discard_all(self) -> None:

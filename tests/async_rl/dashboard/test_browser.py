@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +25,20 @@ pytestmark = [
 ]
 
 PHONE_WIDTH = 375
+
+BROKEN = {
+    "fingerprint": 5,
+    "prompt": ["x"],
+    "responses": [None, {"reward": "x", "tokens": ["a", None], "rollout_logprobs": [], "trainer_logprobs": [1e308]}],
+    "response_tokens_histogram": [["a", "b", "c"], [1, 2, 3]],
+    "spans": [["publish", "a", "b"], [1, 2, 3]],
+    "started_s": -1e308,
+    "finished_s": 1e308,
+    "num_responses": "5",
+    "reward_mean": "x",
+    "seconds": 1.7e308,
+}
+"""What no run writes."""
 
 
 @asynccontextmanager
@@ -61,6 +76,20 @@ async def require_no_overflow(tab: Tab) -> None:
     assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
 
 
+async def num_pixels(tab: Tab, selector: str, color: str) -> int:
+    """How many pixels of a canvas have the colour that the theme calls so."""
+    count = await tab.value(
+        f"(() => {{ const canvas = document.querySelector({selector!r}), context = canvas.getContext('2d');"
+        "const data = new Uint32Array(context.getImageData(0, 0, canvas.width, canvas.height).data.buffer);"
+        f"context.fillStyle = getComputedStyle(document.documentElement).getPropertyValue('--{color}');"
+        "context.globalAlpha = 1; context.fillRect(0, 0, 1, 1);"
+        "const [wanted] = new Uint32Array(context.getImageData(0, 0, 1, 1).data.buffer);"
+        "return data.filter((pixel) => pixel === wanted).length; })()"
+    )
+    assert isinstance(count, int)
+    return count
+
+
 async def require_drawn(tab: Tab, selector: str) -> None:
     """A canvas has more than one colour."""
     await tab.wait_for(f"document.querySelector({selector!r}) !== null")
@@ -85,6 +114,8 @@ def test_the_page_shows_the_records_follows_the_run_and_survives_a_resume(tmp_pa
             await require_drawn(tab, "[data-metric=reward_mean] canvas")
             await require_drawn(tab, "#period-canvas")
             await require_drawn(tab, "#instances-canvas")
+            for part in ("rollout", "training", "publish", "step"):
+                assert await num_pixels(tab, "#period-canvas", part) > 100, part
             assert "2 groups left out" in await text_of(tab, "left-out")
             assert len(await tab.value("[...document.querySelectorAll('#instances-table tbody tr')].map(String)")) == 2
 
@@ -126,6 +157,37 @@ def test_texts_of_a_run_are_no_markup_and_samples_can_be_chosen(tmp_path: Path) 
     asyncio.run(look())
 
 
+def test_records_that_are_broken_do_not_break_the_page(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path / "run", num_iterations=6)
+    run.write()
+    for name in ("metrics", "ledger", "timeline", "samples"):
+        path = run.run_dir / f"{name}.jsonl"
+        *others, last = [json.loads(line) for line in path.read_text().splitlines()]
+        broken = [
+            json.dumps({**last, **{key: value for key in last if key not in ("iteration", "index")}})
+            for value in (None, "x", 2**63, 1e308, -1e308, float("nan"), [None], {"a": [None]}, 10**400)
+        ]
+        rows = [*map(json.dumps, others), *broken, json.dumps({**last, **BROKEN}), json.dumps(last)[:40]]
+        path.write_text("\n".join(rows))
+
+    async def look() -> None:
+        async with served([run]) as url, browser_tab() as tab:
+            for over in ("iteration", "hours"):
+                await tab.open(url)
+                await tab.value(
+                    f"const axis = document.getElementById('x-axis'); axis.value = '{over}';"
+                    "axis.dispatchEvent(new Event('change')); scrollTo(0, document.body.scrollHeight)"
+                )
+                await require_drawn(tab, "[data-metric=reward_mean] canvas")
+                assert "proofs fail" in await text_of(tab, "proof-summary")
+                assert "of 18 recorded groups" in await text_of(tab, "samples-summary")
+                assert await tab.value("document.getElementById('message').hidden")
+            await tab.value("document.getElementById('samples-text').value = 'nowhere'")
+            assert tab.errors == []
+
+    asyncio.run(look())
+
+
 def test_light_dark_and_a_phones_width_differ_in_colours_and_fit(tmp_path: Path) -> None:
     run = SyntheticRun(
         tmp_path / "a-run-with-a-name-that-is-longer-than-a-phone-is-wide-in-any-font", num_iterations=12
@@ -162,6 +224,11 @@ def test_a_run_without_records_and_a_wrong_token_are_said_in_words(tmp_path: Pat
                 run.write()
                 await tab.wait_for("document.querySelector('[data-tile=iterations]')?.dataset.value === '1'")
                 await require_records(tab, run)
+                shutil.rmtree(run.run_dir)
+                await tab.wait_for("document.getElementById('period-body').hidden")
+                assert "No iteration is complete yet" in await text_of(tab, "overview")
+                run.write()
+                await tab.wait_for("document.querySelector('[data-tile=iterations]')?.dataset.value === '1'")
                 assert tab.errors == []
             async with served([run], token="secret") as url:
                 await tab.call("Page.navigate", {"url": url})
@@ -169,6 +236,35 @@ def test_a_run_without_records_and_a_wrong_token_are_said_in_words(tmp_path: Pat
                 await tab.open(f"{url}#token=secret")
                 await require_records(tab, run)
                 assert "secret" not in await tab.value("location.href")
+
+    asyncio.run(look())
+
+
+def test_many_instances_and_one_iteration_are_drawn_in_a_bounded_height(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path / "run", num_iterations=1, num_groups=80)
+    run.write()
+    (proof,) = [json.loads(line) for line in (run.run_dir / "ledger.jsonl").read_text().splitlines()]
+    proof["logprob_gaps"]["instances"] = {f"http://10.0.0.{i}:80": {"tokens": i, "rms": 1e-6} for i in range(80)}
+    (run.run_dir / "ledger.jsonl").write_text(json.dumps(proof) + "\n")
+    rows = [{**row, "logprob_gaps": {f"http://10.0.0.{row['index']}:80": {}}} for row in run.groups(0)]
+    (run.run_dir / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    async def look() -> None:
+        async with served([run]) as url, browser_tab() as tab:
+            await tab.open(url, width=PHONE_WIDTH)
+            assert "The 32 of 80 instances that finished last" in await text_of(tab, "period-bands")
+            assert "The 64 that came last are drawn" in await text_of(tab, "instances-summary")
+            for name in ("period", "instances"):
+                assert await tab.value(f"document.getElementById('{name}-canvas').clientHeight < 1500")
+            # The one point is in the middle of its chart, between iterations.
+            chart = "document.querySelector('[data-metric=reward_mean] canvas')"
+            await tab.wait_for(f"{chart} !== null")
+            middle = (
+                f"(() => {{ const canvas = {chart}, half = canvas.width / 2; return new Set(new Uint32Array("
+                "canvas.getContext('2d').getImageData(half, 20, half / 2, canvas.height / 2).data.buffer)).size; })()"
+            )
+            assert await tab.value(middle) > 2
+            assert tab.errors == []
 
     asyncio.run(look())
 

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def test_a_report_is_one_page_with_all_records_and_without_any_address(tmp_path:
         numbers = range(run.num_iterations)
         assert own["records"]["metrics"]["columns"]["loss"] == [run.record(i)["loss"] for i in numbers]
         assert len(own["periods"]) == len(own["records"]["proofs"]["rows"]) == run.num_iterations
-        assert len(own["samples"]) == 3 * run.num_iterations
+        places = [(row["iteration"], row["index"]) for row in own["samples"]]
+        assert places == [(i, index) for i in reversed(numbers) for index in range(3)], "as the live page has them"
 
 
 def test_texts_of_a_run_cannot_end_the_script_that_holds_them(tmp_path: Path) -> None:
@@ -75,5 +77,13 @@ def test_a_report_of_no_run_and_one_that_cannot_be_written_name_the_reason(
     assert main([str(tmp_path / "missing")]) == 2
     assert "is not a directory" in capsys.readouterr().err
     SyntheticRun(tmp_path / "run", num_iterations=1).write()
-    assert main([str(tmp_path / "run"), "-o", str(tmp_path / "no" / "report.html")]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    for output in (tmp_path / "no" / "report.html", tmp_path, Path(), Path("/")):
+        assert main([str(tmp_path / "run"), "-o", str(output)]) == 2
+        assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_run_whose_directory_is_no_text_has_a_report(tmp_path: Path) -> None:
+    run_dir = tmp_path / os.fsdecode(b"run\xff")
+    SyntheticRun(run_dir, num_iterations=1).write()
+    assert main([str(run_dir), "-o", str(tmp_path / "report.html")]) == 0
+    assert "<title>run\ufffd</title>" in (tmp_path / "report.html").read_text()

@@ -1,9 +1,10 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from async_rl.dashboard.run_records import RunRecords, SampleFilter, as_json, open_run
+from async_rl.dashboard.run_records import RunRecords, SampleFilter, as_json, names_of, open_run
 from async_rl.errors import ConfigError
 from async_rl.tracking.records import cut_run_records
 from benchmarks.common.synthetic_run import SyntheticRun
@@ -114,6 +115,26 @@ def test_broken_records_are_left_out_and_what_is_no_number_is_null(tmp_path: Pat
     answers = [sent, run.periods(), *(run.period(i) for i in range(7)), run.samples(SampleFilter(text="a"), 0, 9)]
     for answer in [*answers, run.samples(SampleFilter(lowest=0.0), 0, 9), run.samples(SampleFilter(), 0, 9)]:
         json.loads(as_json(answer))
+
+
+def test_rewards_of_samples_are_numbers_or_null_and_responses_are_tables(tmp_path: Path) -> None:
+    responses = [None, 1, {"reward": "x", "reward_parts": [1]}, {"reward": 10**400, "reward_parts": {"a": "b", "c": 1}}]
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"iteration": 0, "responses": responses}) + "\n")
+    (row,) = open_run(tmp_path).samples(SampleFilter(), 0, 9)["rows"]
+    assert row["responses"] == [{"reward": None}, {"reward": None, "reward_parts": {"a": None, "c": 1}}]
+
+
+def test_hours_ascend_and_are_finite_whatever_iterations_took(tmp_path: Path) -> None:
+    rows = [{"iteration": i, "seconds": seconds} for i, seconds in enumerate((3600, -7200, None, 1e308, 1e308, 1))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    hours = open_run(tmp_path).records(0, 0, 0)["metrics"]["hours"]
+    assert hours[:3] == [1, 1, 1] and hours == sorted(hours) and all(map(math.isfinite, hours))
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
+    dirs = [tmp_path / name for name in ("a/x", "b/x", "a/y", "a/x")]
+    assert names_of(list(map(RunRecords, dirs))) == ["a/x", "b/x", "y", "a/x (2)"]
+    assert names_of([RunRecords(dirs[0])]) == ["x"]
 
 
 def test_a_directory_without_records_is_refused_and_one_of_a_starting_run_is_not(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import io
 import json
 from pathlib import Path
 
@@ -49,6 +50,27 @@ def test_a_response_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.C
     assert "[bold]not markup[/bold]" in out and "no reward" in out
     assert main([str(tmp_path), "--worst", "3", "--json"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_tabs_spaces_and_joiners_of_a_response_are_kept_and_bidirectional_controls_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = "def f():\n\treturn 1\n\u3000\u6f22\xa0\u0645\u06cc\u200c\u062e"
+    row = {"iteration": 0, "index": 0, "prompt": "a\r\nb", "responses": [{"text": kept + "\u202e\u2066\u200b"}]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "a\nb\n" in out and kept.replace("\t", " " * 8) + "\ufffd\ufffd\ufffd\n" in out
+
+
+def test_a_terminal_without_unicode_shows_question_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"iteration": 0, "index": 0, "prompt": "\u6f22", "responses": [{"text": "caf\xe9 \ud83d\ude00"}]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    ascii_file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", ascii_file)
+    assert main([str(tmp_path)]) == 0
+    ascii_file.flush()
+    assert b"?\ncaf? " in ascii_file.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_nothing_in_the_page_names_another_host() -> None:
 def test_the_data_is_that_of_the_records(run: SyntheticRun) -> None:
     async def ask(client: aiohttp.ClientSession) -> None:
         async with client.get("api/runs") as answer:
-            assert [each["name"] for each in (await answer.json())["runs"]] == ["first", "first"]
+            assert [each["name"] for each in (await answer.json())["runs"]] == ["first", "first (2)"]
         async with client.get("api/records?run=1") as answer:
             metrics = (await answer.json())["metrics"]
             assert metrics["columns"]["reward_mean"] == [run.record(i)["reward_mean"] for i in range(20)]

@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from async_rl.dashboard.page import MODULES, STATIC
+from async_rl.dashboard.record_table import DETAILS, NO_CURVES
 from tests.support import ROOT
 
 # SHA-256 of dist/uPlot.iife.min.js, dist/uPlot.min.css and LICENSE in the npm package uplot 1.6.32.
@@ -21,6 +22,13 @@ def test_uplot_is_the_unchanged_release_that_the_documentation_names() -> None:
     found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in folder.iterdir()}
     assert found == UPLOT_1_6_32
     assert "uPlot 1.6.32" in (ROOT / "docs" / "dashboard.md").read_text()
+
+
+def test_every_metric_that_all_records_have_has_a_title_on_the_page() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text().split("## In every record")[1].split("\n## ")[0]
+    names = set(re.findall(r"^\| `(\w+)` \|", page, re.M)) - {*NO_CURVES, *DETAILS, "weight_version", "on_policy"}
+    script = files("async_rl.dashboard").joinpath("static", "metric_names.js").read_text()
+    assert len(names) > 40 and names <= set(re.findall(r"^  (\w+): \[", script, re.M))
 
 
 def test_every_file_of_the_page_is_served_and_each_module_after_those_it_imports() -> None:

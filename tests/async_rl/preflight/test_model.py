@@ -45,10 +45,24 @@ def test_files_that_are_no_objects_are_named(tmp_path: Path, name: str, text: st
         ModelFiles.find(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["./none", "/no/such", "~/none", "a/b/c", "../none"])
-def test_what_looks_like_a_path_is_not_asked_of_the_hub(name: str) -> None:
+@pytest.mark.parametrize("name", ["./none", "/no/such", "~/none", "a/b/c", "../none", "model"])
+def test_what_is_no_name_of_the_hub_is_not_asked_of_it(name: str) -> None:
     with pytest.raises(ConfigError, match="does not exist: give a Hugging Face checkpoint directory"):
         ModelFiles.find(name)
+
+
+def test_the_hub_is_asked_once_for_a_file_that_it_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def unreachable(name: str, file: str) -> str:
+        asked.append((name, file))
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    for setting in ("model.path", "critic.path"):
+        with pytest.raises(ConfigError, match=rf"{setting} 'nobody/nothing' is neither .*: no route to the hub; give"):
+            ModelFiles.find("nobody/nothing", setting)
+    assert asked == [("nobody/nothing", "config.json")]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "", None, 3, "QWEN3"])

@@ -1,5 +1,6 @@
 """What a tracker may do to a run: nothing. Scripted trackers, in real threads."""
 
+import asyncio
 import logging
 import threading
 import time
@@ -35,7 +36,13 @@ SAMPLE = {
 class Scripted:
     """Remembers what it got; fails at some steps, and may wait for an event first."""
 
-    def __init__(self, fails_at: Sequence[int] = (), waits_for: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        fails_at: Sequence[int] = (),
+        waits_for: threading.Event | None = None,
+        error: type[BaseException] = ConnectionError,
+    ) -> None:
+        self._error = error
         self.figures: list[tuple[int, dict[str, float]]] = []
         self.rows: list[Row] = []
         self.is_closed = False
@@ -46,7 +53,7 @@ class Scripted:
         if self._waits_for is not None:
             self._waits_for.wait()
         if step in self._fails_at:
-            raise ConnectionError(f"no answer at step {step}")
+            raise self._error(f"no answer at step {step}")
         self.figures.append((step, dict(figures)))
 
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
@@ -92,17 +99,31 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_miss_nothing(caplo
     assert "tracker broken missed 2 entries" in caplog.text
 
 
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
+def test_a_tracker_that_exits_is_reported_like_one_that_fails(
+    caplog: pytest.LogCaptureFixture, error: type[BaseException]
+) -> None:
+    exiting = Scripted(fails_at=(1,), error=error)
+    trackers = Trackers([TrackerThread("exiting", lambda: exiting)])
+    for iteration in range(4):
+        trackers.log_record(record(iteration))
+    trackers.close()
+    assert [step for step, _ in exiting.figures] == [0, 2, 3] and exiting.is_closed
+    assert "tracker exiting missed 1 entries" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_a_tracker_that_does_not_start_is_reported_and_does_not_hold_up_the_end(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, error: type[BaseException]
 ) -> None:
     def make() -> Scripted:
-        raise RuntimeError("no such account")
+        raise error("no such account")
 
     trackers = Trackers([TrackerThread("absent", make)])
     for iteration in range(3):
         trackers.log_record(record(iteration))
     trackers.close()
-    assert "tracker absent: it did not start: RuntimeError: no such account" in caplog.text
+    assert f"tracker absent: it did not start: {error.__name__}: no such account" in caplog.text
 
 
 def test_a_tracker_that_hangs_neither_slows_the_run_nor_keeps_it_from_ending(

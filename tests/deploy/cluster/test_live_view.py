@@ -63,6 +63,21 @@ def test_a_terminal_of_80_by_24_shows_every_part(tmp_path: Path, record: MakeRec
         assert part in shown, part
 
 
+@pytest.mark.parametrize("size", [(50, 15), (40, 12), (80, 10)])
+def test_a_small_terminal_shows_figures_and_where_the_time_went(
+    tmp_path: Path, record: MakeRecord, size: tuple[int, int]
+) -> None:
+    records = [record(i, entropy=1.0, kl=0.1, truncated_share=0.1, overlap_efficiency=0.8) for i in range(8)]
+    shown = "\n".join(drawn(tmp_path, records, *size))
+    for part in ("reward", "accuracy", "█", "train", "wait", "other", " s "):
+        assert part in shown, part
+
+
+def test_the_mean_names_how_many_iterations_it_is_of(record: MakeRecord) -> None:
+    heads = [[str(column.header) for column in figures([record(i) for i in range(n)], 80, 9).columns] for n in (3, 30)]
+    assert heads[0][2] == "mean of 3" and heads[1][2] == "mean of 10"
+
+
 def test_a_bar_is_as_long_as_its_iteration_and_divided_as_its_time_was(record: MakeRecord) -> None:
     # Of 2 s: 0.4 waiting, 1.3 training and step, 0.1 publishing.
     text = bars([record(0), record(1, seconds=4.0, wait_s=2.4)], width=58, height=5).plain.splitlines()

@@ -11,7 +11,7 @@ from rich.console import Console
 from deploy.cluster.live_panels import sparkline
 from deploy.cluster.live_view import LiveView, make_run_view
 from deploy.cluster.pool_watch import PoolWatch
-from deploy.cluster.run_view import JsonlTail, PlainView, time_shares
+from deploy.cluster.run_view import JsonlTail, PlainView, shown_records, time_shares
 
 MakeRecord = Callable[..., dict[str, Any]]
 
@@ -45,11 +45,60 @@ def test_tail_reads_a_replaced_file_from_its_beginning(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"iteration": 1}\n')
     assert tail.read_new() == [{"iteration": 1}]
+    path.write_text('{"iteration": 5}\n')
+    assert tail.read_new() == [{"iteration": 5}], "cut in place"
+
+
+HOSTILE: tuple[Any, ...] = (None, "x", True, [], {}, 10**400, -1e308, float("nan"), float("inf"))
+OPTIONAL = (
+    "reward_mean",
+    "response_tokens_mean",
+    "tokens_per_s",
+    "accuracy",
+    "turns_mean",
+    "untrained_groups",
+    "skipped_steps",
+    "started_unix_s",
+    "queue_groups_max",
+    "queue_wait_s_mean",
+    "desired_instances",
+    "grad_norm",
+)
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_figures_that_are_null_or_no_number_do_not_end_a_view(
+    record: MakeRecord, value: Any, terminal: bool, tmp_path: Path
+) -> None:
+    console = Console(file=io.StringIO(), width=100, height=30, force_terminal=terminal)
+    rows = [record(i, **dict.fromkeys(OPTIONAL, value)) for i in range(3)]
+    with make_run_view(console, tmp_path, None) as view:
+        for shown in shown_records(rows):
+            view.show(shown)
+    assert "3/3" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize("name", ["seconds", "train_s", "iteration", "num_groups"])
+def test_a_record_without_what_every_view_shows_is_left_out(record: MakeRecord, name: str, value: Any) -> None:
+    assert list(shown_records([{**record(0), name: value}, record(1)])) == list(shown_records([record(1)]))
 
 
 def test_the_view_is_plain_where_no_one_watches(tmp_path: Path) -> None:
     assert isinstance(make_run_view(Console(file=io.StringIO()), tmp_path, None), PlainView)
     assert isinstance(make_run_view(Console(file=io.StringIO(), force_terminal=True), tmp_path, None), LiveView)
+
+
+def test_the_view_is_plain_where_nothing_can_be_drawn(tmp_path: Path) -> None:
+    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    ascii_file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    for console in (dumb, Console(file=ascii_file, force_terminal=True)):
+        view = make_run_view(console, tmp_path, None)
+        assert isinstance(view, PlainView)
+        view.note("caf\xe9")
+    ascii_file.flush()
+    assert ascii_file.buffer.getvalue() == b"caf?\n"  # type: ignore[attr-defined]
 
 
 def test_the_plain_view_prints_the_first_every_tenth_and_the_last_iteration(record: MakeRecord) -> None:

@@ -118,7 +118,10 @@ def test_other_hosts_are_planned_as_tasks(workplace: Path, capsys: pytest.Captur
         (["--reward.name", "python:none.py:score"], "there is no file 'none.py'"),
         (["--model.path", "nowhere/at/all"], "nowhere/at/all"),
         (["--trainer.tensor_parallel", "3", "--prompts.prompts_per_batch", "6"], "does not divide"),
-        (["--trainer.micro_batch_tokens", str(10**9)], "of this host's memory"),
+        (
+            ["--trainer.micro_batch_tokens", str(10**9), "--prompts.prompts_per_batch", str(10**7)],
+            "of this host's memory",
+        ),
         (["--algorithm.kl_coef", "nan"], "algorithm.kl_coef"),
         (["--prompts.prompts_per_batch", "0"], "prompts.prompts_per_batch"),
     ],
