@@ -44,7 +44,6 @@ def test_wheel_and_source_archive_hold_all_that_the_packages_have(built: Path) -
     static = (ROOT / "async_rl" / "dashboard" / "static").rglob("*")
     files |= {path.relative_to(ROOT).as_posix() for path in static if path.is_file()}
     files |= {f"deploy/quickstart/{name}" for name in ("config.toml", "smollm2/config.toml")}
-    files |= {"deploy/grafana/async_rl.json"}
     assert {f"{package}/py.typed" for package in PACKAGES} | files <= code
     assert code <= in_source
     assert archive.name == f"async_rl-{__version__}.tar.gz"

@@ -13,7 +13,7 @@ from async_rl.fleet.metrics import RUN_GAUGES, FleetMetrics
 from async_rl.pool.inference_pool import InferencePool
 from tests.support import ROOT
 
-DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "async_rl.json").read_text())
+DASHBOARD = json.loads((ROOT / "deploy" / "kubernetes" / "chart" / "files" / "dashboard.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel.get("targets", ())]
 

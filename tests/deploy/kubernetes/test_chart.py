@@ -250,7 +250,8 @@ def test_the_dashboard_shows_every_metric_of_the_endpoint_and_no_other(objects_o
     others = {"instance_state", "instance_tokens_total", "instance_failures_total", "weight_publishes_total"}
     assert shown == gauges | {f"async_rl_{name}" for name in others}
     listed = (ROOT / "docs" / "elastic_pool.md").read_text()
-    assert all(name.removeprefix("async_rl_instance") in listed for name in shown)
+    # In full, or what it has beyond the prefix of those beside it.
+    assert all(any(name.removeprefix(f"async_rl{of}") in listed for of in ("_instance", "")) for name in shown)
 
 
 def test_the_entrypoint_of_a_ray_job_is_a_command_of_the_launcher_with_the_port_that_is_monitored(
