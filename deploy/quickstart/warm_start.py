@@ -5,18 +5,18 @@ with less, too few responses earn a reward to learn from; with more, GRPO has li
 run's folder `base_model/` (checkpoint and tokenizer), `data/*.jsonl` and `warm_start.jsonl` (a record per check).
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from deploy.quickstart.supervised import Course, Example, teach
-from deploy.quickstart.task import Row, make_splits, make_tokenizer, write_rows
+from deploy.quickstart.base_model import make_base_model, make_parser, write_data
+from deploy.quickstart.splits import Row
+from deploy.quickstart.supervised import Course, Example
+from deploy.quickstart.task import make_splits, make_tokenizer
 
 # Towards the end the accuracy can rise by 0.05 within a few steps.
 COURSE = Course(
@@ -61,25 +61,16 @@ def examples(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> list[Ex
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="deploy.quickstart.warm_start")
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--max-steps", type=int, default=COURSE.max_steps)
-    arguments = parser.parse_args(argv)
+    arguments = make_parser("deploy.quickstart.warm_start", COURSE).parse_args(argv)
     run_dir: Path = arguments.run_dir
     splits = make_splits(arguments.seed)
-    write_rows(run_dir / "data" / "held_out.jsonl", splits.held_out)
-    write_rows(run_dir / "data" / "prompts.jsonl", splits.prompts)
+    write_data(run_dir, splits)
     tokenizer = make_tokenizer()
     torch.manual_seed(arguments.seed)
     model = make_model(tokenizer)
     train, validation = (examples(tokenizer, rows) for rows in (splits.warm_start, splits.validation))
     course = replace(COURSE, max_steps=arguments.max_steps)
-    with (run_dir / "warm_start.jsonl").open("w", buffering=1) as log:
-        for check in teach(model, train, validation, course, seed=arguments.seed):
-            log.write(json.dumps(asdict(check)) + "\n")
-    model.save_pretrained(run_dir / "base_model")
-    tokenizer.save_pretrained(run_dir / "base_model")
+    make_base_model(run_dir, model, tokenizer, train, validation, course, arguments.seed)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 Accuracy is measured on problems that neither the warm start nor GRPO uses, so no two splits share one.
 """
 
-import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import reasoning_gym
 
-from deploy.quickstart.task import Row
+from deploy.quickstart.splits import Row, Splits
 
 TASK = "chain_sum"
 SHAPE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -22,26 +20,9 @@ NUM_DRAWS = 10_000
 """Problems drawn from the task, enough for all sets after repeated ones are left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Splits:
-    """Rows of the task by purpose; no problem is in two of them."""
-
-    held_out: list[Row]
-    validation: list[Row]
-    warm_start: list[Row]
-    prompts: list[Row]
-
-
 def make_splits(seed: int) -> Splits:
     """Draws the task's rows and divides them; a function of `seed` alone."""
-    rows = list(_unique_rows(seed))
-    random.Random(seed).shuffle(rows)
-    sets: list[list[Row]] = []
-    for size in (NUM_HELD_OUT, NUM_VALIDATION, NUM_WARM_START, NUM_PROMPTS):
-        assert len(rows) >= size, f"{NUM_DRAWS} draws gave too few different problems for a set of {size}"
-        sets.append(rows[:size])
-        rows = rows[size:]
-    return Splits(*sets)
+    return Splits.of(_unique_rows(seed), (NUM_HELD_OUT, NUM_VALIDATION, NUM_WARM_START, NUM_PROMPTS), seed)
 
 
 def _unique_rows(seed: int) -> Iterator[Row]:

@@ -5,12 +5,10 @@ problems of a separate set make it answer with a number alone, which is right fo
 from. Writes into the run's folder `base_model/`, `data/*.jsonl` and `warm_start.jsonl` (a record per check).
 """
 
-import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,11 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from async_rl.config.file import load_config
 from async_rl.errors import AsyncRLError
 from async_rl.programs.failure_report import report_failure
+from deploy.quickstart.base_model import make_base_model, make_parser, write_data
 from deploy.quickstart.kind import KINDS
 from deploy.quickstart.smollm2.checkpoint import cached_checkpoint
 from deploy.quickstart.smollm2.task import make_splits
-from deploy.quickstart.supervised import Course, Example, teach
-from deploy.quickstart.task import Row, write_rows
+from deploy.quickstart.splits import Row
+from deploy.quickstart.supervised import Course, Example
 
 COURSE = Course(
     batch_size=16,
@@ -48,11 +47,7 @@ def examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], system_pro
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="deploy.quickstart.smollm2.warm_start")
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--max-steps", type=int, default=COURSE.max_steps)
-    arguments = parser.parse_args(argv)
+    arguments = make_parser("deploy.quickstart.smollm2.warm_start", COURSE).parse_args(argv)
     try:
         checkpoint = cached_checkpoint()
     except AsyncRLError as error:
@@ -61,19 +56,14 @@ def main(argv: Sequence[str]) -> int:
         return 2
     run_dir: Path = arguments.run_dir
     splits = make_splits(arguments.seed)
-    write_rows(run_dir / "data" / "held_out.jsonl", splits.held_out)
-    write_rows(run_dir / "data" / "prompts.jsonl", splits.prompts)
+    write_data(run_dir, splits)
     system_prompt = load_config(KINDS["smollm2"].config).prompts.system_prompt
     assert system_prompt is not None
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     train, validation = (examples(tokenizer, rows, system_prompt) for rows in (splits.warm_start, splits.validation))
     course = replace(COURSE, max_steps=arguments.max_steps)
-    with (run_dir / "warm_start.jsonl").open("w", buffering=1) as log:
-        for check in teach(model, train, validation, course, seed=arguments.seed):
-            log.write(json.dumps(asdict(check)) + "\n")
-    model.save_pretrained(run_dir / "base_model")
-    tokenizer.save_pretrained(run_dir / "base_model")
+    make_base_model(run_dir, model, tokenizer, train, validation, course, arguments.seed)
     return 0
 
 

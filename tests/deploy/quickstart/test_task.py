@@ -2,6 +2,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, Qwen3Config
 
+from deploy.quickstart.splits import read_rows, write_rows
 from deploy.quickstart.task import (
     ANSWER_MARK,
     INSTRUCTION,
@@ -9,8 +10,6 @@ from deploy.quickstart.task import (
     NUM_PROMPTS,
     make_splits,
     make_tokenizer,
-    read_rows,
-    write_rows,
 )
 
 

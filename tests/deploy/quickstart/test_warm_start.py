@@ -12,8 +12,9 @@ from rich.console import Console
 
 from deploy.quickstart.evaluate import measure
 from deploy.quickstart.kind import KINDS
+from deploy.quickstart.splits import read_rows
 from deploy.quickstart.supervised import answer_logprobs, expected_accuracy, teach
-from deploy.quickstart.task import make_splits, make_tokenizer, read_rows
+from deploy.quickstart.task import make_splits, make_tokenizer
 from deploy.quickstart.warm_start import COURSE, examples, make_model
 
 
