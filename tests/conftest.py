@@ -1,7 +1,9 @@
 """What every test has: small models, few threads, no hub."""
 
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
+from async_rl.cpu.reproducible import use_reproducible_products
+from async_rl.errors import ConfigError
 from tests.support.process_gate import ProcessGate
 from tests.support.tiny_model import make_tiny_model
 
@@ -20,6 +24,16 @@ if TYPE_CHECKING:
     from trainer.parallel import Parallel
 
 torch.set_num_threads(1)
+
+# For tests of exact mode: a process chooses its kernels before it computes anything.
+with suppress(ConfigError):
+    use_reproducible_products()
+
+# Under nohup, and in the background of a shell, all that tests start would ignore these, too: unlike that, a handler is
+# not inherited.
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 GATE = ProcessGate()
 
@@ -98,6 +112,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def reproducible_products() -> None:
+    """Leaves tests of exact mode out on processors that it refuses."""
+    try:
+        use_reproducible_products()
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture
-def exactly(parallel: Parallel) -> Parallel:
+def exactly(parallel: Parallel, reproducible_products: None) -> Parallel:
     return replace(parallel, device=cast(Device, cpu_exact))
 
 

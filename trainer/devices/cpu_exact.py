@@ -4,7 +4,9 @@ Forward is computed by them; backward is that of the ordinary kernels, on the sa
 """
 
 from async_rl.cpu import exact
-from trainer.devices.cpu import BACKEND, DEVICE, MODEL_OPTIONS, prepare
+from async_rl.cpu.reproducible import use_reproducible_products
+from trainer.devices import cpu
+from trainer.devices.cpu import BACKEND, DEVICE, MODEL_OPTIONS
 from trainer.devices.cpu_ops import exact_linear
 from trainer.devices.exact_attention import ExactAttention
 from trainer.devices.layer_ops import LayerOps
@@ -21,3 +23,13 @@ LAYER_OPS = LayerOps(
     exact=True,
 )
 ATTENTION = ExactAttention()
+
+
+def prepare() -> None:
+    """As `cpu.prepare`.
+
+    Raises:
+        ConfigError: this processor's products are not those that exact mode needs.
+    """
+    use_reproducible_products()
+    cpu.prepare()

@@ -18,7 +18,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def test_an_element_does_not_depend_on_other_columns_or_on_threads(threads: int) -> None:
+def test_an_element_does_not_depend_on_other_columns_or_on_threads(threads: int, reproducible_products: None) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(ROWS, INNER), torch.randn(COLUMNS, INNER), torch.randn(COLUMNS)
     torch.set_num_threads(1)

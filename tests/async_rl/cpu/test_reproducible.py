@@ -1,0 +1,59 @@
+"""The kernels of exact mode on processors of other makers, which an emulator stands for."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+EMULATOR = shutil.which("qemu-x86_64")
+TIMEOUT_S = 280.0
+
+CHECK = """
+import os
+import sys
+from pathlib import Path
+import torch
+from async_rl.cpu.reproducible import use_reproducible_products
+torch.set_num_threads(1)
+use_reproducible_products(Path(sys.argv[1]))
+print("MKL_CBWR" in os.environ)
+"""
+
+
+def check(cpu_info: Path, *emulator: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    return subprocess.run(
+        [*emulator, sys.executable, "-c", CHECK, str(cpu_info)],
+        cwd=ROOT,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(EMULATOR is None, reason="needs qemu-x86_64 (Debian's qemu-user)")
+def test_kernels_for_processors_of_intel_are_chosen_and_others_refused(tmp_path: Path) -> None:
+    assert EMULATOR is not None
+    # The maker that a process finds in /proc is that of this machine; MKL asks the processor, which is emulated.
+    intel, other = tmp_path / "intel", tmp_path / "other"
+    intel.write_text("vendor_id\t: GenuineIntel\n")
+    other.write_text("vendor_id\t: AuthenticAMD\n")
+    emulator = (EMULATOR, "-cpu", "Haswell")
+    done = check(intel, *emulator)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    refused = check(other, *emulator)
+    assert refused.returncode == 1
+    assert "products of matrices whose elements do not depend on the shape" in refused.stderr, refused.stderr
+
+
+@pytest.mark.distributed
+def test_a_choice_of_the_user_that_does_not_do_is_refused(tmp_path: Path) -> None:
+    refused = check(tmp_path / "none", MKL_CBWR="COMPATIBLE")
+    assert refused.returncode == 1 and "MKL_CBWR is 'COMPATIBLE'" in refused.stderr, refused.stderr
