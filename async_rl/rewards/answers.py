@@ -12,8 +12,11 @@ TAGGED = re.compile(rf"<answer>(.*?){ANSWER_END}", re.DOTALL)
 
 THOUGHTS, THOUGHTS_END = "<think>", "</think>"
 
-PART_OF_NUMBER = re.compile(r"(?<!\w)-(?=\.?\d)|(?<=\d)\.(?=\d)|(?<!\w)\.(?=\d)")
+PART_OF_NUMBER = re.compile(r"(?<!\w)-(?=\.?\d)|(?<=\de)-(?=\d)|(?<=\d)\.(?=\d)|(?<!\w)\.(?=\d)")
 """A sign or a decimal point: without it the number would be another one."""
+
+BETWEEN_NUMBERS = re.compile(r"(?<=\d)(?!,(?:\d{2,3},){0,8}\d{3}(?!\d)|'\d{3}(?!\d))[^\w\s.]+?(?=[-.]?\d)")
+"""Punctuation without which two numbers would become one: `3/4`, `10:30`, `(1,2)`; none that groups digits."""
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -49,12 +52,19 @@ def accepted_answers(row: Mapping[str, Any]) -> list[str]:
         given = given.get("text")
     if isinstance(given, str) or not isinstance(given, Sequence):
         given = [] if given is None else [given]
-    if not given or not all(isinstance(answer, str | int | float) and str(answer).strip() for answer in given):
+    if not given or not all(map(_is_answer, given)):
         raise ValueError(
             f"the row has no answer to compare with (it has {sorted(row)}): expected a text or a list of texts in "
             "'answer' or 'answers'"
         )
-    return [str(answer) for answer in given]
+    # Tables in which some rows have no number have all of them as floats: 42.0 is said as 42.
+    whole = [str(int(answer)) for answer in given if isinstance(answer, float) and answer.is_integer()]
+    return [*map(str, given), *whole]
+
+
+def _is_answer(value: Any) -> bool:
+    # NaN, which equals nothing, is how tables write that there is none.
+    return isinstance(value, str | int | float) and value == value and str(value).strip() != ""
 
 
 def single_answer(row: Mapping[str, Any]) -> Any:
@@ -73,10 +83,11 @@ def single_answer(row: Mapping[str, Any]) -> Any:
 def normalize(text: str) -> str:
     """SQuAD's normal form: lower case, without punctuation, articles and superfluous space.
 
-    Departures: it is Unicode's lower case and punctuation, and a number keeps its sign and decimal point. A text of
-    which nothing would be left (`+`, `The`) keeps all of it.
+    Departures: it is Unicode's lower case and punctuation, a number keeps its sign and decimal point, and two numbers
+    stay two. A text of which nothing would be left (`+`, `The`) keeps all of it.
     """
     plain = unicodedata.normalize("NFKC", text).casefold().replace("\N{MINUS SIGN}", "-")
+    plain = BETWEEN_NUMBERS.sub(" ", plain)
     kept = {found.start() for found in PART_OF_NUMBER.finditer(plain)}
     words = "".join(letter for i, letter in enumerate(plain) if i in kept or not _is_punctuation(letter))
     return " ".join(ARTICLES.sub(" ", words).split()) or " ".join(plain.split())

@@ -1,7 +1,7 @@
 """The producer's interface of a reward, and the result that every reward must return: one finite float per response."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
@@ -75,7 +75,8 @@ def as_rewards(returned: object, num_responses: int) -> list[float]:
         ValueError: it is not one finite float per response.
     """
     expected = f"expected {num_responses} finite floats of at most {LARGEST_REWARD:g}, one per response"
-    if isinstance(returned, (str, bytes)) or not hasattr(returned, "__iter__"):
+    # What a mapping iterates over are its keys, and a set has no order.
+    if isinstance(returned, (str, bytes, Mapping, Set)) or not hasattr(returned, "__iter__"):
         raise ValueError(f"it returned {returned!r:.200}, {expected}")
     # One more than expected is enough to detect too many: an iterator may never end.
     values = list(islice(iter(returned), num_responses + 1))

@@ -21,7 +21,8 @@ from async_rl.rewards.unit_tests import unit_tests
 from async_rl.sandbox import Limits, Sandbox, open_sandbox
 from async_rl.types import Prompt, Response
 
-FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+"""The space before a block, as of one in a list, and its lines."""
 
 
 def make_score(config: RewardSection) -> RewardFunction:
@@ -49,7 +50,14 @@ def make_score(config: RewardSection) -> RewardFunction:
 def extract_code(text: str) -> str | None:
     """The last fenced block of a response; None without one. A block that is not closed was cut short."""
     blocks = FENCED.findall(text)
-    return blocks[-1] if blocks else None
+    if not blocks:
+        return None
+    indent, code = blocks[-1]
+    # As Markdown has it: its lines are as far in as the block, or less; but a first one that is not shows that all are
+    # written from the margin.
+    first = next((line for line in code.splitlines() if line.strip()), "")
+    margin = min(len(indent), len(first) - len(first.lstrip(" \t")))
+    return re.sub(rf"^[ \t]{{0,{margin}}}", "", code, flags=re.MULTILINE) if margin else code
 
 
 async def _score(

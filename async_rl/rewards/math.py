@@ -10,10 +10,8 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.rewards.answers import single_answer
 from async_rl.rewards.base import USED_SHARE, correct_at
 from async_rl.rewards.function import RewardFunction
-from async_rl.rewards.time_limit import SharedTime, TookTooLong, time_limit
+from async_rl.rewards.time_limit import SharedTime, TookTooLong, scores_in_time, time_limit
 from async_rl.types import Prompt, Response
-
-log = logging.getLogger(__name__)
 
 # It warns that its own limits are off: ours are for all that a response needs, its own for each comparison.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -31,21 +29,14 @@ def make_score(config: RewardSection) -> RewardFunction:
                 gold = _parsed_answer(row)
         except TookTooLong:
             raise ValueError(f"the row's answer {row['answer']!r:.200} could not be read in {gold_s:.3g} s") from None
-        rewards = []
-        for number, response in enumerate(responses):
-            limit_s = time.next_s()
-            # A few letters may be a number of a billion digits.
-            try:
-                with time_limit(limit_s):
-                    is_equal = verify(gold, parse(response.text, parsing_timeout=None), timeout_seconds=None)
-                rewards.append(float(is_equal))
-            except TookTooLong:
-                rewards.append(0.0)
-                log.warning(
-                    "prompt %s, response %d: its answer could not be compared within %.3g s, which counts as wrong",
-                    *(prompt.prompt_id, number, limit_s),
-                )
-        return rewards
+        # A few letters may be a number of a billion digits.
+        return scores_in_time(
+            prompt,
+            responses,
+            time,
+            lambda response: float(verify(gold, parse(response.text, parsing_timeout=None), timeout_seconds=None)),
+            "its answer could not be compared in time, which counts as wrong",
+        )
 
     return score
 

@@ -22,11 +22,27 @@ MARKUP = re.compile(r"\\(?:text|mathrm|mathbf|textbf|text\w+)\s*\{([^{}]*)\}|[*_
 
 ALONE = re.compile(r"[(\[]?(\w)[)\]]?[.:]?")
 
-FIRST = re.compile(r"[(\[]?([A-Z0-9])(?![\w'])(?!\.\d)")
+NAMED = r"(?i:option|choice)\s+[(\[]?([A-Za-z0-9])(?![\w'])"
+"""`Option B`."""
+
+ENDED = r"(?=[)\]]?\s*(?:[.,:;\n]|because\b|$))"
+"""`Option B: Paris`, but not `Option B is wrong`."""
+
+SMALL = r"[(\[]?([a-z])[)\].:](?=\s|$)"
+"""`b) Paris`, but not `a friend` or `i.e.`"""
+
+FIRST = re.compile(rf"{NAMED}|{SMALL}|[(\[]?([A-Z0-9])(?![\w'])(?!\.\d)")
 """A letter before other words: `B) Paris`, `B, because`."""
 
-FIRST_SET_APART = re.compile(r"[(\[]?([A-Z0-9])[)\].:](?!\d)")
+CAPITAL_SET_APART = r"[(\[]?([A-Z0-9])[)\].:](?!\d)"
+
+FIRST_SET_APART = re.compile(rf"{NAMED}{ENDED}|{SMALL}|{CAPITAL_SET_APART}")
 """The same without a word for it before: `B) Paris`, but not `A friend`."""
+
+FIRST_OF_SEVERAL = re.compile(CAPITAL_SET_APART)
+"""Of a response that goes through the options, `Option A ... Option B ...`, or numbers its steps, `a) ... b) ...`."""
+
+GONE_THROUGH = re.compile(rf"\b{NAMED}|(?<![\w.]){SMALL}")
 
 IN_PARENTHESES = re.compile(r"\((\w)\)")
 
@@ -96,7 +112,10 @@ def chosen(text: str, choices: Choices) -> str | None:
     if label := _resolve(said, choices):
         return label
     named = {_label(letter, choices) for letter in IN_PARENTHESES.findall(said.rpartition("\n")[2])} - {None}
-    return named.pop() if len(named) == 1 else _resolve(said, choices, FIRST_SET_APART)
+    if len(named) == 1:
+        return named.pop()
+    several = {_label(one or other, choices) for one, other in GONE_THROUGH.findall(said)} - {None}
+    return _resolve(said, choices, FIRST_SET_APART if len(several) < 2 else FIRST_OF_SEVERAL)
 
 
 def _resolve(given: str, choices: Choices, first: re.Pattern[str] | None = None) -> str | None:
@@ -109,8 +128,8 @@ def _resolve(given: str, choices: Choices, first: re.Pattern[str] | None = None)
     if len(same) == 1:
         return same[0]
     found = first.match(plain) if first else None
-    return _label(found[1], choices) if found else None
+    return _label(next(filter(None, found.groups())), choices) if found else None
 
 
 def _label(letter: str, choices: Choices) -> str | None:
-    return next((label for label in (letter, letter.upper()) if label in choices), None)
+    return next((label for label in (letter, letter.upper(), letter.lower()) if label in choices), None)

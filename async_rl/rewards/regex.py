@@ -3,7 +3,6 @@
 A format is not an answer, so it declares no `correct_at`.
 """
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -12,10 +11,8 @@ from typing import Any
 from async_rl.config.reward_section import RewardSection
 from async_rl.rewards.base import USED_SHARE
 from async_rl.rewards.function import RewardFunction
-from async_rl.rewards.time_limit import SharedTime, TookTooLong, time_limit
+from async_rl.rewards.time_limit import SharedTime, scores_in_time
 from async_rl.types import Prompt, Response
-
-log = logging.getLogger(__name__)
 
 
 def make_score(config: RewardSection) -> RewardFunction:
@@ -26,21 +23,14 @@ def make_score(config: RewardSection) -> RewardFunction:
         matches = pattern.fullmatch if config.match == "full" else pattern.search
         # A pattern may backtrack for longer than a run lasts.
         time = SharedTime(USED_SHARE * config.timeout_s, len(responses))
-        rewards = []
-        for number, response in enumerate(responses):
-            limit_s = time.next_s()
-            try:
-                with time_limit(limit_s):
-                    matched = matches(response.text.strip()) is not None
-                rewards.append(float(matched))
-            except TookTooLong:
-                rewards.append(0.0)
-                log.warning(
-                    "prompt %s, response %d: the pattern %r did not come to an end within %.3g s, which counts as no "
-                    "match: have it backtrack less",
-                    *(prompt.prompt_id, number, pattern.pattern, limit_s),
-                )
-        return rewards
+        return scores_in_time(
+            prompt,
+            responses,
+            time,
+            lambda response: float(matches(response.text.strip()) is not None),
+            f"the pattern {pattern.pattern!r} did not come to an end in time, which counts as no match: have it "
+            "backtrack less",
+        )
 
     return score
 

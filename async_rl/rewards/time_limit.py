@@ -1,10 +1,15 @@
-"""Ends what takes too long in the worker of a synchronous reward; for `regex` and `math`."""
+"""Ends what takes too long in the worker of a synchronous reward; for `regex`, `math` and `reasoning_gym`."""
 
+import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+
+from async_rl.types import Prompt, Response
+
+log = logging.getLogger(__name__)
 
 REPEAT_S = 0.1
 """After the first time, the exception is raised again so often: whatever runs may have caught it."""
@@ -47,3 +52,20 @@ class SharedTime:
         share = max(self._end_s - time.monotonic(), 0.0) / max(self._num_left, 1)
         self._num_left -= 1
         return share
+
+
+def scores_in_time(
+    prompt: Prompt, responses: Sequence[Response], time: SharedTime, score: Callable[[Response], float], failing: str
+) -> list[float]:
+    """The score of each response; 0 for one that takes longer than its part of the time, with `failing` in the log."""
+    rewards = []
+    for number, response in enumerate(responses):
+        limit_s = time.next_s()
+        try:
+            with time_limit(limit_s):
+                reward = score(response)
+            rewards.append(reward)
+        except TookTooLong:
+            rewards.append(0.0)
+            log.warning("prompt %s, response %d: %s (%.3g s)", prompt.prompt_id, number, failing, limit_s)
+    return rewards

@@ -16,6 +16,7 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.programs.user_process import (
     END_GRACE_S,
     LENGTH,
+    MORE_ROOM,
     end_group_after,
     exit_code,
     kill_group,
@@ -73,7 +74,10 @@ class WorkerProcess:
             WorkerFailed, WorkerDied, WorkerTimeout: the reward could not be loaded.
         """
         self.kill()
-        process = self._process = await start_process("async_rl.rewards.worker", self._config.model_dump_json())
+        try:
+            process = self._process = await start_process("async_rl.rewards.worker", self._config.model_dump_json())
+        except OSError as error:
+            raise WorkerDied(f"it cannot be started: {error}; {MORE_ROOM}") from error
         loaded = self._calls[LOADED] = asyncio.get_running_loop().create_future()
         self._spawn(self._read(process))
         self._spawn(end_group_after(process))

@@ -43,6 +43,11 @@ def test_the_answer_is_what_is_tagged_or_follows_the_thoughts(text: str, answer:
         ("The  Cat!", "cat"),
         ("U.S.A.", "usa"),
         ("1,000", "1000"),
+        ("1,234,567.5", "1234567.5"),
+        ("1,00,000", "100000"),
+        ("1'000", "1000"),
+        ("1990-95", "1990\N{EN DASH}95"),
+        ("(3, 4)", "(3,4)"),
         ("3.14.", "3.14"),
         ("ＡＢＣ", "abc"),
         ("Straße", "STRASSE"),
@@ -55,7 +60,14 @@ def test_texts_that_differ_in_form_only_are_equal(text: str, same: str) -> None:
     assert normalize(text) == normalize(same)
 
 
-@pytest.mark.parametrize(("text", "other"), [("-5", "5"), ("1.5", "15"), (".5", "5"), ("+", "-"), ("the", "a")])
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        *(("-5", "5"), ("1.5", "15"), (".5", "5"), ("+", "-"), ("the", "a"), ("1e-5", "1e5")),
+        *((f"3{between}4", "34") for between in ("/", ":", "^", "*", "-", ",", ")(", "\N{EN DASH}")),
+        *(("3/-4", "3/4"), ("(1,50)", "150"), ("1,2345", "12345")),
+    ],
+)
 def test_texts_that_mean_something_else_are_not(text: str, other: str) -> None:
     assert normalize(text) != normalize(other)
 
@@ -69,6 +81,8 @@ def test_exact_pays_for_any_of_the_answers() -> None:
     row = {"answers": {"text": ["the Eiffel Tower", "Tour Eiffel"], "answer_start": [1, 2]}}
     assert score(exact, row, "Eiffel tower.", "tour eiffel", "Eiffel", "") == [1.0, 1.0, 0.0, 0.0]
     assert score(exact, {"answer": -5}, "-5", "5", "<answer>-5</answer>") == [1.0, 0.0, 1.0]
+    # As tables have a number where another row has none.
+    assert score(exact, {"answer": 42.0}, "42", "42.0", "4.2", "420") == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_f1_counts_common_words_for_the_best_answer() -> None:

@@ -42,7 +42,7 @@ def test_what_is_no_reward_is_named_with_what_was_expected(value: Any, place: in
         as_rewards(values, 3)
 
 
-@pytest.mark.parametrize("returned", [None, 1.0, "123", b"123", True, type])
+@pytest.mark.parametrize("returned", [None, 1.0, "123", b"123", True, type, {0: 0.5, 1: 0.5, 2: 1.0}, {0.0, 0.5, 1.0}])
 def test_what_is_no_sequence_is_named(returned: object) -> None:
     with pytest.raises(ValueError, match=r"it returned .*, expected 3 finite floats"):
         as_rewards(returned, 3)

@@ -226,7 +226,9 @@ def test_an_answer_that_takes_long_to_read_takes_no_more_than_the_calls_time() -
     [
         ("```python\nx = 1\n```", "x = 1\n"),
         ("```\nx\n```\nbetter:\n```py\ny\n```\n", "y\n"),
-        ("  ```python\n  x\n  ```", "  x\n"),
+        ("1. so:\n   ```python\n   if x:\n       y\n\n  z\n   ```", "if x:\n    y\n\nz\n"),
+        ("  ```python\ndef f():\n  return 1\n  ```", "def f():\n  return 1\n"),
+        ("```python\n  x\n```", "  x\n"),
         ("```python\n```", ""),
         ("no code", None),
         ("```python\nx = 1", None),

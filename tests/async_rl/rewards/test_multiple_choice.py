@@ -34,6 +34,15 @@ CITIES = {"A": "Paris", "B": "London", "C": "A great man", "D": "42"}
         ("So I pick (B)", "B"),
         ("(A) is wrong.\nIt is (B).", "B"),
         ("<think>Answer: A</think> Answer: B", "B"),
+        *((text, "B") for text in ("b) London", "Answer: b) London", "Option B", "The answer is option (B).")),
+        *((text, None) for text in ("a friend", "i.e. London", "Answer: i.e. that", "An option Bob has", "b.c")),
+        *(
+            (text, "B")
+            for text in ("The answer is option b", "option b", "Option B: London", "Option B because A is small")
+        ),
+        ("Option A is wrong. Option B is wrong too, so it must be C", None),
+        ("Option A is wrong, so C", None),
+        ("a) First, consider England.\nb) It is an island.\nAnswer D", None),
         ("Answer: A great man", "C"),
         ("Answer: 42", "D"),
         ("\\boxed{x = 3}", None),
@@ -89,6 +98,15 @@ def test_only_the_right_choice_is_paid() -> None:
     row = {"answer": 1, "choices": ["Paris", "London"]}
     responses = [response(text) for text in ("B", "Answer: A", "London", "C")]
     assert score(Prompt("row7", (1,), row), responses, row) == [1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "text", ["B", "b", "(B)", "Answer: B", "Answer: (b)", "\\boxed{B}", "<answer>b</answer>", "B. y"]
+)
+@pytest.mark.parametrize("labels", ["ABC", "abc"])
+def test_labels_of_a_row_may_be_small_or_capital_letters(text: str, labels: str) -> None:
+    row = {"answer": labels[1], "choices": dict(zip(labels, "xyz", strict=True))}
+    assert score(Prompt("row7", (1,), row), [response(text)], row) == [1.0]
 
 
 @given(st.text(alphabet=" \n().:ABCDanswer is\\boxed{}<>/*thkx1", max_size=60))

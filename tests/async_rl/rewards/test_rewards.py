@@ -14,6 +14,7 @@ from async_rl.errors import ConfigError, RewardError
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import Reward, make_reward
 from async_rl.types import Prompt, Response, WeightSpan
+from tests.support.open_files import room_for_files
 
 pytestmark = pytest.mark.distributed
 
@@ -186,6 +187,18 @@ def test_reward_that_ends_its_process_is_an_error(
 ) -> None:
     with pytest.raises(RewardError, match=r"prompt row7: its process ended .exit code 3"):
         loop.run(started(f"python:{user_file}:dies").score(prompt(), RESPONSES))
+
+
+def test_a_process_that_cannot_be_started_again_is_an_error_with_its_remedy(
+    started: Callable[..., Reward], loop: EventLoopThread, user_file: Path
+) -> None:
+    reward = started(f"python:{user_file}:lengths")
+    # As if another call had ended its process.
+    loop.run(reward.close())
+    message = r"(?s)prompt row7: its process ended .it cannot be started: .*Too many open files; raise .*ulimit -n"
+    with room_for_files(0), pytest.raises(RewardError, match=message):
+        loop.run(reward.score(prompt(), RESPONSES))
+    assert loop.run(reward.score(prompt(), RESPONSES)).rewards == (13.0, 15.0)
 
 
 @pytest.mark.parametrize(

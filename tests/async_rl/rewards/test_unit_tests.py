@@ -28,6 +28,9 @@ def test_inputs_and_outputs_of_programs(row: dict[str, Any]) -> None:
 def test_assertions_with_what_runs_before_them() -> None:
     row = {"test_list": ["assert f() == N"], "test_setup_code": "N = 3", "test_imports": ["import math"]}
     assert unit_tests(row) == AssertTests("import math\nN = 3", ("assert f() == N",))
+    assert unit_tests(
+        {name: json.dumps(value) if isinstance(value, list) else value for name, value in row.items()}
+    ) == (unit_tests(row)), "lists may be JSON in a text"
     assert unit_tests({"test_list": ["assert f()"], "test_setup_code": None}) == AssertTests("", ("assert f()",))
     assert unit_tests({"test": "def check(f): ...", "entry_point": "f"}) == AssertTests(
         "def check(f): ...", ("check(__entry__)",), "f"
@@ -41,6 +44,23 @@ def test_arguments_and_results_of_functions(inputs: list[Any]) -> None:
     assert tests.tests == ("check([1, 'x'], ['[2]', [2]])",)
 
 
+CASE = {"input": '1\n"x"', "output": "[2]", "testtype": "functional"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"tests": [CASE | {"metadata": {"func_name": "f"}}]},
+        {"tests": json.dumps([CASE | {"metadata": json.dumps({"func_name": "f"})}]), "metadata": "of something else"},
+        {"tests": [CASE], "metadata": '{"func_name": "f"}'},
+        {"tests": [{"input": CASE["input"], "output": CASE["output"]}], "fn_name": "f"},
+        {"tests": {"inputs": [CASE["input"]], "outputs": ["[2]"]}, "fn_name": "f"},
+    ],
+)
+def test_a_list_of_calls_of_a_function_is_no_list_of_programs(row: dict[str, Any]) -> None:
+    assert unit_tests(row) == unit_tests({"tests": {"inputs": [CASE["input"]], "outputs": ["[2]"], "fn_name": "f"}})
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -52,6 +72,10 @@ def test_arguments_and_results_of_functions(inputs: list[Any]) -> None:
         ({"tests": {"inputs": ["1"], "outputs": []}}, "1 inputs and 0 outputs"),
         ({"tests": []}, "the row has no test"),
         ({"test_list": []}, "the row has no test"),
+        ({"test_list": "3"}, "'test_list' is 3, expected a list"),
+        ({"tests": [CASE]}, "'tests' call a function: name it"),
+        ({"tests": [CASE | {"fn_name": "f"}, CASE | {"fn_name": "g"}]}, r"'tests' call \['f', 'g'\]: expected one"),
+        ({"tests": [CASE | {"fn_name": "f"}, CASE | {"testtype": "stdin"}]}, r"'tests' call \['None', 'f'\]"),
         ({"tests": {"inputs": [1], "outputs": [1], "fn_name": "f()"}}, r"fn_name is 'f\(\)'"),
     ],
 )
