@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from async_rl.config.pool_section import PublishSection
-from async_rl.errors import InstanceError, InstanceUnreachable, PublishError
+from async_rl.errors import InstanceError, InstanceUnreachable, PublishError, WeightGroupBroken
 from async_rl.event_loop import EventLoopThread
 from async_rl.net.local_address import address_towards
 from async_rl.pool.member import Member
@@ -25,7 +25,7 @@ Drop = Callable[[Mapping[Member, InstanceError]], None]
 
 POLL_S = 0.002
 EARLY = 0.8
-"""An instance that refuses to join within this part of the timeout has a reason of its own."""
+"""A rendezvous that fails within this part of the timeout does not fail for want of those who are not there yet."""
 
 
 class Broadcast:
@@ -104,19 +104,23 @@ class Broadcast:
         try:
             while not rendezvous.wait(POLL_S) and not calls.failures():
                 pass
-            # Late refusals only mean that another instance did not join.
-            refused = calls.failures() if time.monotonic() < deadline else {}
-            if refused:
-                rendezvous.call_off(len(refused))
+            refused, absent, is_late = calls.failures(), rendezvous.absent(), time.monotonic() > deadline
+            if refused or rendezvous.has_failed:
+                rendezvous.call_off(absent if is_late else refused)
             failures = calls.settle(timeout_s + ANSWER_MARGIN_S)
         finally:
             calls.cancel()
         self._formed = rendezvous.formed()
-        if refused:
-            self._drop(refused)
-        elif failures or self._formed is None:
-            self._drop_guilty(failures, failures, rendezvous.problem)
-        return self._formed is not None and not failures
+        if self._formed is not None and not failures:
+            return True
+        failures = failures or {m: WeightGroupBroken(f"instance {m.url}: {rendezvous.problem}") for m in members}
+        if own := {} if is_late else {member: error for member, error in refused.items() if member in absent}:
+            self._drop(own)
+        else:
+            # Those who came failed because of others: of those who did not, once these had had the time.
+            late = [member for member in failures if member in absent] if is_late else []
+            self._drop_guilty(failures, late or refused or failures, rendezvous.problem)
+        return False
 
     def _routes(self, members: Sequence[Member]) -> dict[Member, str]:
         """The source address of this host's route to each instance; drops those without a route."""
@@ -169,4 +173,4 @@ class Broadcast:
         if not failures:
             raise PublishError(f"the weight group broke, though no instance failed: {problem}")
         unreachable = {m: error for m, error in failures.items() if isinstance(error, InstanceUnreachable)}
-        self._drop(unreachable or {member: failures[member] for member in suspects})
+        self._drop(unreachable or {member: WeightGroupBroken(str(failures[member])) for member in suspects})

@@ -1,12 +1,13 @@
 """One HTTP call to each of several instances concurrently, started and awaited by the main thread."""
 
 import concurrent.futures
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from async_rl.errors import InstanceError, InstanceUnreachable
-from async_rl.event_loop import EventLoopThread
+from async_rl.event_loop import POLL_S, EventLoopThread
 from async_rl.pool.member import Member
 
 T = TypeVar("T")
@@ -18,6 +19,7 @@ class InstanceCalls(Generic[T]):
     def __init__(
         self, loop: EventLoopThread, members: Sequence[Member], call: Callable[[Member], Coroutine[Any, Any, T]]
     ) -> None:
+        self._loop = loop
         self._futures = {member: loop.submit(call(member)) for member in members}
         self._ended: list[Member] = []
         for member, future in self._futures.items():
@@ -29,7 +31,9 @@ class InstanceCalls(Generic[T]):
     def failures(self) -> dict[Member, InstanceError]:
         """The calls that have failed so far, the earliest first; does not wait."""
         failed: dict[Member, InstanceError] = {}
-        for member in list(self._ended):
+        # Whoever waits for a future may be woken before the future's callback has noted its end.
+        ended = dict.fromkeys(self._ended) | {m: None for m, future in self._futures.items() if future.done()}
+        for member in ended:
             future = self._futures[member]
             error = future.exception() if not future.cancelled() else _gave_up(member)
             if isinstance(error, InstanceError):
@@ -39,16 +43,27 @@ class InstanceCalls(Generic[T]):
         return failed
 
     def wait(self, members: Iterable[Member]) -> None:
-        """Waits until the calls of `members` have ended."""
-        concurrent.futures.wait([self._futures[member] for member in members])
+        """Waits until the calls of `members` have ended; raises as `settle`."""
+        self._wait([self._futures[member] for member in members], None)
 
     def settle(self, timeout_s: float | None) -> dict[Member, InstanceError]:
-        """Waits until every call has ended, cancels what has not within `timeout_s`, and returns the failures."""
+        """Waits until every call has ended, cancels what has not within `timeout_s`, and returns the failures.
+
+        Raises:
+            EventLoopLost: the loop's thread has ended, and so nothing would end a call.
+        """
         try:
-            concurrent.futures.wait(self._futures.values(), timeout_s)
+            self._wait(self._futures.values(), timeout_s)
         finally:
             self.cancel()
         return self.failures()
+
+    def _wait(self, futures: Collection[concurrent.futures.Future[T]], timeout_s: float | None) -> None:
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not concurrent.futures.wait(futures, min(left_s, POLL_S)).not_done:
+                return
+            self._loop.require_alive()
 
     def results(self) -> dict[Member, T]:
         """Results of the calls that have succeeded."""

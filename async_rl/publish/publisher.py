@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from async_rl.config.pool_section import PublishSection
-from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, PublishError
+from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, PublishError, WeightGroupBroken
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member
@@ -105,6 +105,7 @@ class Publisher:
         """
         started = time.monotonic()
         deadline = started + self._wait_s
+        pause_s = RETRY_S
         if self._admission is not None:
             self._admission.offer = None
         while True:
@@ -117,6 +118,8 @@ class Publisher:
             if members or not self._is_worth_another_try(deadline):
                 break
             logger.warning("the publish lost every instance on its way, and tries again:%s", self._reasons())
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOG_INTERVAL_S)
         if self._admission is not None and offer is not None and offer.info.snapshot is not None:
             self._admission.offer = offer
         urls = tuple(member.url for member in members)
@@ -132,9 +135,10 @@ class Publisher:
         self._broadcast.close()
 
     def _is_worth_another_try(self, deadline: float) -> bool:
-        """Whether instances were lost, which others may replace; an error of all of them would recur with others."""
-        is_lost = any(isinstance(error, InstanceUnreachable) for error in self._dropped.values())
-        return is_lost and time.monotonic() < deadline
+        """Whether instances were lost, which others may replace, or broke a group that may hold the next time; what
+        each of them refuses would recur."""
+        is_passing = any(isinstance(e, InstanceUnreachable | WeightGroupBroken) for e in self._dropped.values())
+        return is_passing and time.monotonic() < deadline
 
     def _reachable(self, deadline: float) -> list[Member]:
         """The instances that respond, of those that may receive weights; waits for one if there is none."""

@@ -9,12 +9,12 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
-from async_rl.net.local_address import is_loopback
+from async_rl.net.local_address import addresses_of, is_loopback
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import InitInfo
 from async_rl.weights.store import StoreServer
@@ -43,7 +43,7 @@ def sender_address(master_address: str | None, routes: Sequence[str]) -> str:
     if master_address is None:
         return Counter(remote or routes).most_common(1)[0][0]
     try:
-        chosen = str(socket.getaddrinfo(master_address, None, type=socket.SOCK_STREAM)[0][4][0])
+        chosen = str(addresses_of(master_address, None, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise PublishError(f"publish.master_address = {master_address!r}: {error}; {LEAVE_IT_OUT}") from error
     if remote and is_loopback(chosen):
@@ -116,15 +116,24 @@ class Rendezvous:
         """Whether the rendezvous has ended, with or without a group, within `timeout_s`."""
         return self._ended.wait(timeout_s)
 
-    def call_off(self, num_absent: int) -> None:
-        """Ends the wait of all members, because `num_absent` instances will not join.
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended without a group, for the reason `problem`."""
+        return self._ended.is_set() and self._group is None
+
+    def absent(self) -> set[Member]:
+        """The instances with a worker that has not come yet. One that has come counts as present also after its end."""
+        store = self._server.store(self._config.timeout_s)
+        return {member for rank, member in self._owners.items() if not WeightGroup.has_come(store, rank)}
+
+    def call_off(self, without: Collection[Member]) -> None:
+        """Ends the wait of all members, because it failed or those in `without` will not join.
 
         First lets the others connect, for a short while: an instance that finds no store retries until its own timeout,
         while one that waits in the store notices its end at once.
         """
         deadline = time.monotonic() + COMING_TIMEOUT_S
-        num_expected = self._world_size - 1 - num_absent
-        while self._server.num_members < num_expected and time.monotonic() < deadline and not self._ended.is_set():
+        while self.absent().difference(without) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         self._is_called_off = True
         self._server.close()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from async_rl.errors import PublishError
 from async_rl.net.local_address import choose_interface
 from async_rl.weights.store import RendezvousStore
 from async_rl.weights.store_wire import PROOF_BYTES, NotInvited
@@ -29,6 +30,8 @@ POLL_S = 0.0002
 
 ABORT_TIMEOUT_S = 10.0
 """An abort that itself hangs is abandoned."""
+
+ABANDON_POLL_S = 0.05
 
 NATIVE_TIMEOUTS = 3
 """The timeouts of nccl and hccl, whose watchdogs end the process, are this many times ours."""
@@ -153,15 +156,27 @@ class Collectives:
 def open_collectives(store: RendezvousStore, rank: int, world_size: int, backend: str, timeout_s: float) -> Collectives:
     """Returns when all members have connected and proven that they were invited.
 
+    gloo waits for one peer after the other, up to the timeout for each, also when the rendezvous was called off: it is
+    left to itself then.
+
     Raises:
         NotInvited: an uninvited process took the place of a member.
-        RuntimeError, PublishError: they did not all connect within the timeout.
+        RuntimeError, PublishError: they did not all connect within the timeout, or the host ended the rendezvous.
     """
     if backend == "gloo":
-        group = _gloo_group(store, rank, world_size, timedelta(seconds=timeout_s))
-        collectives = Collectives(group, torch.device("cpu"), timeout_s, raises_in_time=True)
-        collectives.prove(rank, world_size, store.secret)
-        return collectives
+        formed: list[Collectives] = []
+
+        def form() -> None:
+            group = _gloo_group(store, rank, world_size, timedelta(seconds=timeout_s))
+            collectives = Collectives(group, torch.device("cpu"), timeout_s, raises_in_time=True)
+            collectives.prove(rank, world_size, store.secret)
+            formed.append(collectives)
+
+        if not _ends_within(timeout_s, form, store.has_ended):
+            if store.has_ended():
+                raise PublishError("the rendezvous of the weight group was ended by its host")
+            raise TimedOut(f"not all members connected within {timeout_s:g} s")
+        return formed[0]
     choose_interface(backend, store.address)
     kind = DEVICES[backend]
     device = torch.device(kind, getattr(torch, kind).current_device())
@@ -202,8 +217,9 @@ def _abort(group: Any) -> None:
         group.abort()
 
 
-def _ends_within(timeout_s: float, call: Callable[[], object]) -> bool:
-    """Whether a call that may block forever has ended in time; otherwise it is abandoned in its thread.
+def _ends_within(timeout_s: float, call: Callable[[], object], is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Whether a call that may block forever has ended in time, and before `is_over`; otherwise it is abandoned in its
+    thread.
 
     Raises:
         Exception: the call's own exception.
@@ -218,7 +234,9 @@ def _ends_within(timeout_s: float, call: Callable[[], object]) -> bool:
 
     thread = threading.Thread(target=run, name="async-rl-collective", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while thread.is_alive() and (left_s := deadline - time.monotonic()) > 0 and not is_over():
+        thread.join(min(left_s, ABANDON_POLL_S))
     if errors:
         raise errors[0]
     return not thread.is_alive()

@@ -134,9 +134,10 @@ def read_snapshot(path: Path, specs: Sequence[TensorSpec]) -> Iterator[tuple[Ten
         snapshot: Any = safe_open(path, framework="pt")
         slices = {name: snapshot.get_slice(name) for name in snapshot.keys()}  # noqa: SIM118  # it is no dict
         found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        why = (error.strerror if isinstance(error, OSError) else None) or error
         raise PublishError(
-            f"cannot read the weight snapshot {str(path)!r}: {error.strerror or error}; publish.snapshot_dir must be a "
+            f"cannot read the weight snapshot {str(path)!r}: {why}; publish.snapshot_dir must be a "
             "directory that this instance sees under the same path"
         ) from error
     except SafetensorError as error:

@@ -6,6 +6,7 @@ listens on one given address, and on each connection both ends first prove that 
 threads.
 """
 
+import select
 import socket
 import threading
 import time
@@ -109,9 +110,12 @@ class RendezvousStore(Store):
         address: str,
         secret: str,
         timeout_s: float,
+        has_ended: Callable[[], bool],
         close: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
+        self.has_ended = has_ended
+        """Whether the host has ended the rendezvous; does not wait."""
         self.close = close
         """Disconnects from the rendezvous; does nothing for the host's own client."""
         self.address = address
@@ -178,14 +182,9 @@ class StoreServer:
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="async-rl-rendezvous", daemon=True).start()
 
-    @property
-    def num_members(self) -> int:
-        """Number of connected members, without the host."""
-        return len(self._members)
-
     def store(self, timeout_s: float) -> RendezvousStore:
         """The host's own client."""
-        return RendezvousStore(self._values.answer, self._address, self._secret, timeout_s)
+        return RendezvousStore(self._values.answer, self._address, self._secret, timeout_s, lambda: self._is_closed)
 
     def close(self) -> None:
         """Ends all waits and connections; a second call does nothing."""
@@ -252,7 +251,7 @@ def join_rendezvous(address: str, port: int, secret: str, timeout_s: float) -> R
         try:
             connection = enter(address, port, secret, deadline)
             break
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: what can be no host name
             if time.monotonic() + RETRY_S > deadline:
                 raise PublishError(
                     f"no weight store at {address}:{port} within {timeout_s:g} s: {error}; can this host reach that "
@@ -261,7 +260,7 @@ def join_rendezvous(address: str, port: int, secret: str, timeout_s: float) -> R
         time.sleep(RETRY_S)
     own_address = str(connection.getsockname()[0])
     line = _Line(connection, timeout_s)
-    return RendezvousStore(line.ask, own_address, secret, timeout_s, line.close)
+    return RendezvousStore(line.ask, own_address, secret, timeout_s, line.has_ended, line.close)
 
 
 class _Line:
@@ -288,6 +287,21 @@ class _Line:
         if "error" in answer:
             raise PublishError(answer["error"])
         return answer["answer"]
+
+    def has_ended(self) -> bool:
+        """Whether the host has closed the connection. While a request waits for its answer this is not known: the
+        request will notice."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            # Nothing comes unasked but the end. Unlike `select`, this takes file descriptors above 1023.
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):
+            return True
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         shut(self._connection)

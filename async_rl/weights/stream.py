@@ -114,6 +114,10 @@ class _Message:
     specs: list[TensorSpec]
 
 
+def _presence(rank: int) -> str:
+    return f"present/{rank}"
+
+
 class WeightGroup:
     """The process group of one trainer rank (0) and all receiving workers (1 .. world_size - 1).
 
@@ -133,6 +137,9 @@ class WeightGroup:
         self._timeout_s = timeout_s
         self._num_updates = 0
         try:
+            store.set(_presence(rank), "here")
+            # Before gloo, whose waits cannot be ended: it should find everybody there.
+            store.wait([_presence(other) for other in range(world_size)])
             self._collectives = open_collectives(store, rank, world_size, backend, timeout_s)
         except (RuntimeError, PublishError) as error:
             store.close()
@@ -141,6 +148,11 @@ class WeightGroup:
                 f"not all {world_size} members of the weight group met within {timeout_s:g} s, this one at "
                 f"{store.address}: {error}"
             ) from error
+
+    @staticmethod
+    def has_come(store: RendezvousStore, rank: int) -> bool:
+        """Whether a member has come to the rendezvous, also one that failed there later."""
+        return store.check([_presence(rank)])
 
     def announce(self, rank: int) -> None:
         """Receiver: announces that this rank accepted the next update and is about to receive."""

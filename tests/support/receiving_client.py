@@ -1,6 +1,7 @@
 """An instance's end of a broadcast in a thread of this process: what `InstanceClient` offers a publish, by name."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -12,12 +13,14 @@ from async_rl.pool.membership import Membership, Standing
 from async_rl.protocol.inference import InitInfo, UpdateInfo
 from async_rl.weights.store import join_rendezvous
 from async_rl.weights.stream import TensorSpec, WeightGroup
+from tests.support.lost_store import lose
 
 
 class ReceivingClient:
     """One worker that joins and receives for real.
 
-    `fault` is the step that it refuses, "hang" at the update, or "leave" when it is about to receive.
+    `fault` is the step that it refuses, "hang" at the update, or "leave" when it is about to receive. Of a rendezvous:
+    "late" comes after the timeout, "break" comes and loses its connection.
     """
 
     def __init__(self, url: str, fault: str | None = None) -> None:
@@ -70,7 +73,11 @@ class ReceivingClient:
 
     def _join(self, info: InitInfo) -> None:
         self.close()
+        if self.fault == "late":
+            time.sleep(info.timeout_s + 0.2)
         store = join_rendezvous(info.master_address, info.master_port, info.secret, info.timeout_s)
+        if self.fault == "break":
+            store = lose(store)
         self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
         self._rank, self._bucket_bytes = info.rank_offset, info.bucket_bytes
         self.num_joins += 1

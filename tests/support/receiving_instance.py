@@ -1,9 +1,9 @@
 """A scripted instance that also receives weights: it joins a real weight group, or reads a snapshot.
 
 Script keys, besides those of scripted_instance.py: refuse = route that returns 500; hang = route that never responds;
-die = route that ends the process, before the group (init), before the stream (update) or in it (receive); fingerprint:
-the one it claims to have received; shift: added to the log-probs of its responses, as if it computed with other
-weights.
+die = route that ends the process, before the group (init), before the stream (update) or in it (receive);
+broken_groups: the number of groups in whose rendezvous it is lost; fingerprint: the one it claims to have received;
+shift: added to the log-probs of its responses, as if it computed with other weights.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from async_rl.errors import PublishError
 from async_rl.weights.snapshot import read_snapshot
 from async_rl.weights.store import join_rendezvous
 from async_rl.weights.stream import Fingerprint, TensorSpec, WeightGroup
+from tests.support.lost_store import lose
 from tests.support.scripted_instance import Instance, refusal, serve
 
 
@@ -84,6 +85,9 @@ class ReceivingInstance(Instance):
     def join(self) -> WeightGroup:
         info = self.init
         store = join_rendezvous(info["master_address"], info["master_port"], info["secret"], info["timeout_s"])
+        if self.script.get("broken_groups", 0) > 0:
+            self.script["broken_groups"] -= 1
+            store = lose(store)
         return WeightGroup(store, info["rank_offset"], info["world_size"], info["backend"], info["timeout_s"])
 
     async def start(self, request: web.Request) -> web.Response:

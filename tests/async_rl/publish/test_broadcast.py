@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from async_rl.config.pool_section import PublishSection
-from async_rl.errors import InstanceError, InstanceUnreachable, PublishError
+from async_rl.errors import InstanceError, InstanceUnreachable, PublishError, WeightGroupBroken
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.member import Member
 from async_rl.pool.membership import Membership
@@ -121,6 +121,34 @@ def test_one_that_accepts_nothing_within_the_timeout_is_named_and_dropped(sender
     ((member, error),) = one.dropped.items()
     assert member is one.members[1] and isinstance(error, InstanceUnreachable)
     assert "did not accept the list of tensors within 1 s (publish.timeout_s)" in str(error)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_one_that_comes_too_late_to_the_rendezvous_is_dropped_alone(sender: Any, at: int) -> None:
+    """As one does that is still busy with an invitation which the network had held back."""
+    faults: list[str | None] = [None, None, None]
+    faults[at] = "late"
+    one = sender(*faults, timeout_s=1.0)
+    assert one.move() is None
+    ((member, error),) = one.dropped.items()
+    assert member is one.members[at] and isinstance(error, WeightGroupBroken)
+    assert one.move() is not None
+    assert [received(each) for each in one.members if each is not member] == [ALL_RECEIVED] * 2
+
+
+@pytest.mark.parametrize("faults", [["break", None, None], ["break", "break"], ["break"]])
+def test_one_that_is_lost_in_the_rendezvous_breaks_it_and_may_come_again(sender: Any, faults: list[Any]) -> None:
+    one = sender(*faults, timeout_s=60.0)
+    begun = time.monotonic()
+    assert one.move() is None
+    assert time.monotonic() - begun < 30.0, "nobody waits for the timeout"
+    assert one.dropped and all(isinstance(error, WeightGroupBroken) for error in one.dropped.values())
+    assert {client(member).fault for member in one.dropped} == {"break"}
+    for member in one.members:
+        client(member).fault = None
+    one.dropped.clear()
+    assert one.move() is not None
+    assert [received(member) for member in one.members] == [ALL_RECEIVED] * len(faults)
 
 
 def test_one_that_leaves_amid_the_stream_is_blamed_and_not_those_whose_connections_it_broke(sender: Any) -> None:

@@ -1,11 +1,16 @@
 """One call to each of several instances, watched from another thread."""
 
 import asyncio
+import concurrent.futures
+import threading
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
-from async_rl.errors import InstanceError, InstanceUnreachable
+from async_rl import event_loop
+from async_rl.errors import EventLoopLost, InstanceError, InstanceUnreachable
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.member import Member
 from async_rl.publish.instance_calls import InstanceCalls
@@ -57,6 +62,42 @@ def test_some_may_be_given_up_while_others_go_on(loop: EventLoopThread) -> None:
     assert calls.results() == {} or calls.results() == {members[2]: "m2"}
     assert list(calls.failures()) == [members[0]]
     assert calls.cancel()
+
+
+class LateFuture(concurrent.futures.Future[str]):
+    """Whoever waits for it is woken before its callbacks run, as it happens when threads take turns just then."""
+
+    def _invoke_callbacks(self) -> None:
+        pass
+
+
+class FailingLoop(EventLoopThread):
+    """Every call fails, a moment after it was started."""
+
+    def submit(self, coro: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        coro.close()
+        future = LateFuture()
+        threading.Timer(0.02, future.set_exception, [InstanceError("refuses")]).start()
+        return future
+
+
+def test_no_failure_is_missed_that_has_not_been_noted_yet() -> None:
+    loop = FailingLoop()
+    calls, members = calls_of(loop, "fails", "fails")
+    assert calls.settle(None).keys() == set(members)
+    loop.close()
+
+
+def test_nobody_waits_for_calls_on_a_thread_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def leave_them(_: asyncio.AbstractEventLoop) -> None:
+        """Ends no call: as if the thread had ended by a fault."""
+
+    monkeypatch.setattr(event_loop, "_cancel_all", leave_them)
+    loop = EventLoopThread()
+    calls, _ = calls_of(loop, "hangs")
+    loop.close()
+    with pytest.raises(EventLoopLost, match="has ended"):
+        calls.settle(None)
 
 
 def test_a_mistake_of_our_own_is_raised(loop: EventLoopThread) -> None:

@@ -18,7 +18,7 @@ from tests.support.publishing import SPECS, Publishing, publish, stream, sums
 
 pytestmark = pytest.mark.distributed
 
-WELL = {"refuse": None, "hang": None, "die": None, "fingerprint": None, "version": "default"}
+WELL = {"refuse": None, "hang": None, "die": None, "fingerprint": None, "version": "default", "broken_groups": 0}
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,31 @@ def test_no_instance_left_is_an_error_that_names_each_reason(well, make_publishe
         instance.rescript(**WELL)
     assert publish(publisher, "run-1", 9.0) == (well[0].url, well[1].url)
     assert all(member.state == "ready" for member in pool.members)
+
+
+def test_a_publish_whose_groups_break_for_all_goes_on_until_one_holds(well, make_publisher, caplog) -> None:
+    publisher, pool = make_publisher(*well, wait_s=60.0, timeout_s=10.0)
+    for instance in well:
+        instance.rescript(**WELL | {"broken_groups": 3})
+    begun = time.monotonic()
+    served = publish(publisher, "run-0")
+    assert time.monotonic() - begun < 20.0, "a rendezvous that is called off costs no timeout"
+    assert "lost every instance on its way, and tries again" in caplog.text
+    assert {member.url for member in pool.members if member.serves("run-0")} == set(served) != set()
+    for instance in well:
+        instance.rescript(**WELL)
+    assert publish(publisher, "run-1") == tuple(instance.url for instance in well)
+
+
+def test_a_group_that_never_holds_ends_the_publish_with_each_reason(well, make_publisher) -> None:
+    publisher, _ = make_publisher(*well, wait_s=3.0, timeout_s=1.0)
+    for instance in well:
+        instance.rescript(**WELL | {"broken_groups": 1000})
+    with pytest.raises(PublishError, match=r"reached no instance:(\n  .*the connection was reset.*){3}"):
+        publish(publisher, "run-0")
+    for instance in well:
+        instance.rescript(**WELL)
+    assert len(publish(publisher, "run-1")) == 3
 
 
 def test_instance_that_never_recovers_is_given_up(well, make_publisher) -> None:

@@ -36,6 +36,8 @@ def test_a_chosen_address_is_taken_unless_nobody_else_reaches_it() -> None:
         sender_address("127.0.1.1", ["127.0.0.1", "10.0.0.1"])
     with pytest.raises(PublishError, match="master_address = 'no such host'"):
         sender_address("no such host", ["127.0.0.1"])
+    with pytest.raises(PublishError, match=r"master_address = 'trainer\.\.lan'"):
+        sender_address("trainer..lan", ["127.0.0.1"])
 
 
 def meeting_of(*sizes: int, timeout_s: float = PATIENCE_S) -> tuple[Rendezvous, list[Member]]:
@@ -87,7 +89,7 @@ def test_ranks_follow_one_another_and_each_has_one_owner() -> None:
         assert [rendezvous._owners[rank] for rank in places] == [
             member for member, size in zip(members, sizes, strict=True) for _ in range(size)
         ]
-        rendezvous.call_off(num_absent=sum(sizes))
+        rendezvous.call_off(members)
 
 
 def test_every_meeting_has_a_secret_of_its_own_which_no_invitation_shows() -> None:
@@ -95,8 +97,8 @@ def test_every_meeting_has_a_secret_of_its_own_which_no_invitation_shows() -> No
     invitations = [rendezvous.invitation(members[0]) for rendezvous, members in meetings]
     assert len({info.secret for info in invitations}) == 3 and all(len(info.secret) >= 64 for info in invitations)
     assert not any(info.secret in repr(info) for info in invitations)
-    for rendezvous, _ in meetings:
-        rendezvous.call_off(num_absent=1)
+    for rendezvous, members in meetings:
+        rendezvous.call_off(members)
 
 
 def test_a_group_is_formed_and_says_whose_workers_have_not_accepted_an_update() -> None:
@@ -124,12 +126,16 @@ def test_a_group_is_formed_and_says_whose_workers_have_not_accepted_an_update() 
 
 
 def test_a_meeting_that_is_called_off_ends_the_wait_of_those_who_came_at_once() -> None:
-    rendezvous, (one, _) = meeting_of(1, 1, timeout_s=60.0)
-    guest = Guest(rendezvous.invitation(one))
-    assert not rendezvous.wait(0.2)
+    rendezvous, (one, two) = meeting_of(1, 2, timeout_s=60.0)
+    assert rendezvous.absent() == {one, two}
+    guest, first_of_two = Guest(rendezvous.invitation(one)), Guest(rendezvous.invitation(two))
+    assert not rendezvous.wait(0.2) and not rendezvous.has_failed
+    assert rendezvous.absent() == {two}, "one of its two workers has not come"
     begun = time.monotonic()
-    rendezvous.call_off(num_absent=1)
+    rendezvous.call_off([two])
     guest.end()
+    first_of_two.end()
+    assert rendezvous.absent() == {two} and rendezvous.has_failed, "who has gone had come"
     assert time.monotonic() - begun < 10.0 and guest.group is None
     assert "was ended by its host" in str(guest.error) or "is gone" in str(guest.error)
     assert rendezvous.wait(0) and rendezvous.formed() is None and rendezvous.problem
@@ -139,7 +145,7 @@ def test_a_group_that_was_formed_while_it_was_called_off_is_none() -> None:
     rendezvous, (one,) = meeting_of(1)
     guest = Guest(rendezvous.invitation(one))
     assert rendezvous.wait(PATIENCE_S)
-    rendezvous.call_off(num_absent=0)
+    rendezvous.call_off([])
     assert rendezvous.formed() is None
     guest.end()
     if guest.group is not None:
@@ -164,6 +170,6 @@ def test_nobody_comes_in_with_the_secret_of_another_meeting_and_those_invited_st
 
 
 def test_one_that_does_not_come_within_the_timeout_is_no_group_and_the_problem_says_so() -> None:
-    rendezvous, _ = meeting_of(1, timeout_s=0.3)
-    assert rendezvous.wait(PATIENCE_S) and rendezvous.formed() is None
+    rendezvous, (one,) = meeting_of(1, timeout_s=0.3)
+    assert rendezvous.wait(PATIENCE_S) and rendezvous.formed() is None and rendezvous.absent() == {one}
     assert "not all 2 members of the weight group met within 0.3 s" in rendezvous.problem

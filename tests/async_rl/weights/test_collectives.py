@@ -96,6 +96,7 @@ def weight_group(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeGroup], Weigh
     def make(group: FakeGroup) -> WeightGroup:
         monkeypatch.setattr(weight_stream, "open_collectives", lambda *_: on(group))
         store = StoreServer("127.0.0.1", "s" * 32).store(TIMEOUT_S)
+        store.set("present/1", "as if the other had come")
         return WeightGroup(store, 0, 2, "nccl", TIMEOUT_S)
 
     return make

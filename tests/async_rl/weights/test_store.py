@@ -16,6 +16,7 @@ from async_rl.weights import store as weight_store
 from async_rl.weights.store import MAX_STRANGERS, StoreServer, join_rendezvous
 from async_rl.weights.store_wire import NotInvited
 from async_rl.weights.stream import WeightGroup
+from tests.support.lost_store import lose
 
 HOST = "127.0.0.1"
 SECRET = "of this meeting" * 3
@@ -84,13 +85,51 @@ def test_a_wait_ends_in_time_and_with_the_host(server: StoreServer) -> None:
     assert time.monotonic() - started < TIMEOUT_S / 2
 
 
+def test_a_member_learns_of_the_end_without_a_request(server: StoreServer) -> None:
+    host, member = server.store(TIMEOUT_S), join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(member.get, "b")
+        time.sleep(0.1)
+        assert not host.has_ended() and not member.has_ended(), "it is in use"
+        host.set("b", "1")
+        assert waiting.result() == b"1" and not member.has_ended()
+    server.close()
+    wait_until(member.has_ended)
+    assert host.has_ended() and member.has_ended()
+    member.close()
+    assert member.has_ended()
+
+
+@pytest.mark.parametrize("is_called_off", [True, False])
+def test_gloo_is_not_waited_for_longer_than_the_timeout_or_the_rendezvous(
+    server: StoreServer, is_called_off: bool
+) -> None:
+    """gloo itself waits the timeout for each peer that is gone, one after the other, whatever happens to the store."""
+    size, timeout_s = 5, 10.0 if is_called_off else 1.0
+    stores = [lose(join_rendezvous(HOST, server.port, SECRET, timeout_s)) for _ in range(size - 2)]
+    stores.append(join_rendezvous(HOST, server.port, SECRET, timeout_s))
+    begun = time.monotonic()
+    with ThreadPoolExecutor(size) as threads:
+        joining = [threads.submit(WeightGroup, s, i, size, "gloo", timeout_s) for i, s in enumerate(stores, start=1)]
+        joining.append(threads.submit(WeightGroup, server.store(timeout_s), 0, size, "gloo", timeout_s))
+        if is_called_off:
+            time.sleep(1.0)
+            server.close()
+        for each in joining:
+            with pytest.raises(
+                PublishError, match="ended by its host|is gone|was reset" if is_called_off else "within 1 s"
+            ):
+                each.result()
+    assert time.monotonic() - begun < 3.0
+
+
 def test_a_wrong_secret_is_refused_at_once_and_on_both_sides(server: StoreServer) -> None:
     server.store(TIMEOUT_S).set("secret weights", "address of a rank")
     started = time.monotonic()
     with pytest.raises(NotInvited, match=r"this member's secret is of another meeting"):
         join_rendezvous(HOST, server.port, "of another meeting", TIMEOUT_S)
     assert time.monotonic() - started < TIMEOUT_S / 2
-    assert server.num_members == 0
+    assert len(server._members) == 0
     # A member does not trust a host that only pretends to know the secret.
     with socket.create_server((HOST, 0)) as pretender:
 
@@ -136,7 +175,7 @@ def test_strangers_learn_nothing_and_keep_no_member_out(server: StoreServer, mon
     with socket.create_connection((HOST, server.port)) as talker:
         talker.sendall(b"GET / HTTP/1.1\r\n\r\n" * 1000)
         member = join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S)
-        assert member.get("a") == b"1" and server.num_members == 1
+        assert member.get("a") == b"1" and len(server._members) == 1
     with pytest.raises((DistStoreError, DistNetworkError, RuntimeError)):
         TCPStore(HOST, server.port, is_master=False, timeout=timedelta(seconds=1)).list_keys()
     for each in silent:
