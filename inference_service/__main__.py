@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from async_rl.errors import ConfigError, FleetLost, ProcessFailed
+from async_rl.programs.error_text import error_text
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import report_failure
 from async_rl.programs.loading import loading
@@ -52,7 +53,7 @@ def main() -> int:
             server.serve(options, listener, os.environ.get(TOKEN_VARIABLE) or None)
     except (ConfigError, FleetLost, ProcessFailed) as error:
         report_failure(error, os.environ)
-        print(f"inference_service: {error}", file=sys.stderr)
+        print(f"inference_service: {error_text(error)}", file=sys.stderr)
         return EXIT_CODES[type(error)]
     except SystemExit as end:
         return int(end.code or 0)

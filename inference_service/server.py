@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Mapping
 from types import FrameType
 
 import torch
@@ -11,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
+from async_rl.cpu.reproducible import use_reproducible_products
 from async_rl.errors import ConfigError
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
 from inference_service.api.app import ServerInfo, make_app
@@ -71,14 +73,16 @@ def serve(options: Options, listener: socket.socket, token: str | None) -> None:
 
     Raises:
         ConfigError: the model cannot be loaded, or does not fit, or the instance cannot join the fleet with these
-            options.
+            options; or `--exact` on a processor without what it needs.
         FleetLost: no fleet has answered for `--patience-s`.
     """
     warn_if_exposed(options.host, token)
     boot_id = new_boot_id()
     registration = registration_of(options, listener, token, boot_id)
     # torch reads OMP_NUM_THREADS itself, but uses it for inter-operator threads too.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    torch.set_num_threads(_num_threads(os.environ))
+    if options.exact:
+        use_reproducible_products()
     # The log of an instance is not an interactive terminal: one line when it is ready is enough.
     transformers_logging.disable_progress_bar()
     device = torch.device(options.device)
@@ -92,6 +96,12 @@ def serve(options: Options, listener: socket.socket, token: str | None) -> None:
         _run(app, engine, listener, registration)
     finally:
         engine.close()
+
+
+def _num_threads(environment: Mapping[str, str]) -> int:
+    """OpenMP's variable may list a number for each level of nested regions; one that it would ignore is ignored."""
+    told = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(told) if told.isdecimal() and int(told) > 0 else os.cpu_count() or 1
 
 
 def _make_engine(options: Options, loaded: LoadedModel, device: torch.device, dtype: torch.dtype) -> TransformersEngine:

@@ -1,8 +1,8 @@
 """Bodies of an instance's routes as the trainer sends and reads them; for `async_rl.instance.client`."""
 
-from typing import NotRequired
+from typing import Annotated, NotRequired
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from async_rl.protocol import inference
@@ -20,7 +20,7 @@ class Version(TypedDict):
 
 
 class Models(TypedDict):
-    data: list[Model]
+    data: Annotated[list[Model], Field(fail_fast=True)]
 
 
 class WeightInfo(TypedDict):

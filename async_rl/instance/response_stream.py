@@ -6,7 +6,7 @@ Tokens of another version, repeated ones and tokens after a gap are not added to
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Annotated, NotRequired, Protocol
+from typing import Annotated, NotRequired, Protocol, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -38,6 +38,10 @@ OnProgress = Callable[[int, int], None]
 
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
+_Item = TypeVar("_Item")
+_List = Annotated[list[_Item], Field(fail_fast=True)]
+"""Checked up to its first error: a server may send a body of nothing else."""
+
 
 # The fields used of large responses, as plain dicts: a third of the time that pydantic models take.
 class _Token(TypedDict):
@@ -47,8 +51,8 @@ class _Token(TypedDict):
 class _Logprobs(TypedDict):
     """Of the generate route (content) or of completions (token_logprobs)."""
 
-    content: NotRequired[list[_Token] | None]
-    token_logprobs: NotRequired[list[float]]
+    content: NotRequired[_List[_Token] | None]
+    token_logprobs: NotRequired[_List[float]]
 
 
 class _Span(TypedDict):
@@ -60,13 +64,13 @@ class _Span(TypedDict):
 class _Choice(TypedDict):
     index: int
     finish_reason: NotRequired[str | None]
-    token_ids: NotRequired[list[_TokenId] | None]
+    token_ids: NotRequired[_List[_TokenId] | None]
     logprobs: NotRequired[_Logprobs | None]
-    weight_versions: NotRequired[list[_Span] | None]
+    weight_versions: NotRequired[_List[_Span] | None]
 
 
 class _Event(TypedDict):
-    choices: list[_Choice]
+    choices: _List[_Choice]
 
 
 _EVENT = TypeAdapter(_Event)

@@ -4,7 +4,7 @@ import socket
 
 from async_rl.errors import ConfigError
 from async_rl.net.http_client import http_url
-from async_rl.net.local_address import address_for_others, is_loopback, is_unspecified
+from async_rl.net.local_address import address_for_others, addresses_of, is_loopback, is_unspecified
 
 
 def listen(name: str, host: str, port: int, settings: str | None) -> socket.socket:
@@ -19,7 +19,7 @@ def listen(name: str, host: str, port: int, settings: str | None) -> socket.sock
         ConfigError: the address or the port cannot be used.
     """
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, proto, _, address = addresses_of(host, port, socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -8,7 +8,7 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,23 @@ NAME_BYTES = 15
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 """Linux has no ioctl for them."""
 
+AddressInfo = tuple[
+    socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
+]
+"""Family, kind, protocol, canonical name and address, as `socket.getaddrinfo` has them."""
+
+
+def addresses_of(host: str, port: int | None, kind: socket.SocketKind) -> Sequence[AddressInfo]:
+    """The addresses of a host, for sockets of a kind.
+
+    Raises:
+        OSError: the name is unknown, or can be none: Python reports the latter as a UnicodeError.
+    """
+    try:
+        return socket.getaddrinfo(host, port, type=kind)
+    except UnicodeError as error:
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} can be no host name: {error}") from error
+
 
 def address_towards(host: str, port: int = DISCARD_PORT) -> str:
     """The local address from which this host connects to `host`; nothing is sent.
@@ -32,7 +49,7 @@ def address_towards(host: str, port: int = DISCARD_PORT) -> str:
         OSError: the name is unknown, or there is no route.
     """
     problem: OSError | None = None
-    for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+    for family, kind, proto, _, address in addresses_of(host, port, socket.SOCK_DGRAM):
         try:
             with socket.socket(family, kind, proto) as probe:
                 probe.connect(address)
@@ -49,7 +66,7 @@ def leads_to_this_host(host: str) -> bool:
         OSError: the name is unknown, or there is no route.
     """
     own = address_towards(host)
-    known = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)
+    known = addresses_of(host, DISCARD_PORT, socket.SOCK_DGRAM)
     return is_loopback(own) or own in {str(address[0]) for *_, address in known}
 
 

@@ -1,9 +1,12 @@
 """Types that the bodies of both protocols share."""
 
-from typing import Annotated
+from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+MAX_UNKNOWN_FIELDS: Final = 16
+"""That are described one by one: millions of them would take gigabytes."""
 
 
 def _require_splittable(url: str) -> str:
@@ -19,10 +22,32 @@ BaseUrl = Annotated[
 """An instance's address for other hosts: http://host:port, and nothing after it."""
 
 
+def _require_utf8(text: str) -> str:
+    """Raises ValueError for a lone surrogate, which JSON's escapes can make, and which no response could repeat."""
+    text.encode()
+    return text
+
+
+Text = Annotated[str, AfterValidator(_require_utf8)]
+
+
 class Body(BaseModel):
     """A request or response body; unknown fields are ignored, as in vLLM."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class StrictBody(Body):
+    """A body whose unknown fields are errors: a misspelt name must not be taken for a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_unknown(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > len(cls.model_fields) + MAX_UNKNOWN_FIELDS:
+            raise ValueError(f"{len(data)} fields, expected {', '.join(cls.model_fields)} at most")
+        return data
 
 
 class ErrorInfo(Body):

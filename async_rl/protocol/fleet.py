@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from async_rl.protocol.body import BaseUrl, Body
+from async_rl.protocol.body import BaseUrl, Body, StrictBody
 
 ADDRESS_FILE = "fleet.json"
 """In `run.dir` while the endpoint listens: a `FleetAddress`."""
@@ -63,13 +63,7 @@ class FleetInfo(Body):
     """Drains begun in this run: a leader repeats the number in its next report, see `SyncRequest`."""
 
 
-class FleetBody(Body):
-    """Bodies that change the fleet: a misspelt key must not be taken for a default."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RegisterRequest(FleetBody):
+class RegisterRequest(StrictBody):
     """POST /fleet/register, periodically: the instance at `url` is running. `boot_id` is new with each start of it."""
 
     url: BaseUrl
@@ -85,20 +79,20 @@ class RegisterResponse(Body):
     interval_s: float
 
 
-class AddRequest(FleetBody):
+class AddRequest(StrictBody):
     """POST /fleet/add: an instance that does not register itself; its name is its host and port unless given."""
 
     url: BaseUrl
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
 
 
-class NameRequest(FleetBody):
+class NameRequest(StrictBody):
     """POST /fleet/drain and /fleet/remove: by name, or by URL."""
 
     name: str = Field(min_length=1, max_length=2048)
 
 
-class SyncRequest(FleetBody):
+class SyncRequest(StrictBody):
     """POST /fleet/sync: another leader's outstanding tokens at each instance of the same run, by URL.
 
     `num_drains` is that of the last response it has applied: of those drains it knows, so that its outstanding tokens

@@ -7,11 +7,12 @@ server can add some.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from async_rl.protocol.body import Body
+from async_rl.protocol.body import Body, StrictBody, Text
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+"""Lists are checked up to their first error: millions of them would take gigabytes to describe."""
 
 
 class SamplingParams(Body):
@@ -35,8 +36,8 @@ class SamplingParams(Body):
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(1.0, gt=0.0, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop_token_ids: list[int] = Field(default_factory=list)
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=256)
+    stop_token_ids: list[int] = Field(default_factory=list, fail_fast=True)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=256, fail_fast=True)
     ignore_eos: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     stream_interval: int | None = Field(None, ge=1)
@@ -50,7 +51,7 @@ class GenerateRequest(Body):
     token_ids: TokenIds
     sampling_params: SamplingParams
     model: str | None = None
-    request_id: str | None = None
+    request_id: Text | None = None
     stream: bool | None = False
 
 
@@ -112,13 +113,11 @@ class GenerateResponse(Body):
     choices: list[GenerateChoice]
 
 
-class InitInfo(Body):
+class InitInfo(StrictBody):
     """How a worker joins the trainer's weight group: worker rank = rank_offset + its rank in the instance.
 
     `secret` is of this group only; a client must know it to connect to the store at the master address.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     master_address: str
     master_port: int = Field(ge=1, le=65535)
@@ -134,18 +133,16 @@ class InitRequest(Body):
     init_info: InitInfo
 
 
-class UpdateInfo(Body):
+class UpdateInfo(StrictBody):
     """The tensors that follow on the weight group, in this order; three lists of equal length.
 
     `names` are Hugging Face checkpoint names, `dtype_names` torch attribute names such as "float32". With `snapshot`,
     the path of a safetensors file, they are read from there, in the same order, and no weight group is needed.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    names: list[str] = Field(min_length=1)
-    dtype_names: list[str]
-    shapes: list[list[int]]
+    names: list[str] = Field(min_length=1, fail_fast=True)
+    dtype_names: list[str] = Field(fail_fast=True)
+    shapes: list[Annotated[list[int], Field(fail_fast=True)]] = Field(fail_fast=True)
     snapshot: str | None = None
 
 
@@ -158,16 +155,16 @@ class StartUpdateRequest(Body):
 
 
 class FinishUpdateRequest(Body):
-    weight_version: str | None = None
+    weight_version: Text | None = None
 
 
 class AbortRequest(Body):
-    request_ids: list[str] | None = None
+    request_ids: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 class RpcRequest(Body):
     method: str
-    args: list[str] = Field(default_factory=list)
+    args: list[str] = Field(default_factory=list, fail_fast=True)
     timeout: float | None = None
 
 

@@ -14,7 +14,13 @@ from inference_service.api import responses, stream_chunks
 from inference_service.api.completion_choice import CompletionFormatter
 from inference_service.api.errors import UnknownModel
 from inference_service.api.event_stream import EventStream, unless_disconnected
-from inference_service.api.requests import AbortResponse, CompletionRequest, CompletionResponse, ServedGenerateRequest
+from inference_service.api.requests import (
+    MAX_RESPONSES,
+    AbortResponse,
+    CompletionRequest,
+    CompletionResponse,
+    ServedGenerateRequest,
+)
 from inference_service.api.responses import TextCodec
 from inference_service.engine_interface import Engine, RequestRefused
 
@@ -81,6 +87,12 @@ def _prompts(body: CompletionRequest, codec: TextCodec | None) -> list[list[int]
     """The request's prompts as token ids."""
     prompt: Any = body.prompt
     batch = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    if len(batch) * body.n > MAX_RESPONSES:
+        raise RequestRefused(
+            f"{len(batch)} prompts with n = {body.n} are {len(batch) * body.n} responses, expected {MAX_RESPONSES} at "
+            "most: send several requests",
+            "prompt",
+        )
     if not isinstance(batch[0], str):
         return list(batch)
     if codec is None:

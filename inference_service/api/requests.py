@@ -8,12 +8,16 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from async_rl.protocol.body import Body
+from async_rl.protocol.body import Body, Text
 from async_rl.protocol.inference import GenerateRequest, SamplingParams, TokenIds, Usage
 from async_rl.protocol.routes import OWNED_BY_EMBEDDED
 
 T = TypeVar("T")
-Batch = Annotated[list[T], Field(min_length=1)]
+
+MAX_RESPONSES: Final = 16_384
+"""To one request: each takes memory from the beginning on, while 32 MiB have room for millions of prompts."""
+
+Batch = Annotated[list[T], Field(min_length=1, max_length=MAX_RESPONSES, fail_fast=True)]
 
 WITHOUT_EFFECT: Final = frozenset(
     {
@@ -77,9 +81,9 @@ class ServedGenerateRequest(GenerateRequest):
 class CompletionRequest(ServedSamplingParams):
     """POST /v1/completions: sampling parameters and the prompt, which is text or token ids, or a list of either."""
 
-    prompt: TokenIds | Batch[TokenIds] | str | Batch[str]
+    prompt: TokenIds | Batch[TokenIds] | Text | Batch[Text]
     model: str | None = None
-    request_id: str | None = None
+    request_id: Text | None = None
     stream: bool | None = False
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -187,7 +187,7 @@ class Batching:
                     continue
                 sequence.samples.append(sample)
                 sampled.append(sequence)
-                if sequence.reached_stop() or not sequence.remaining_tokens:
+                if sequence.natural_end is not None:
                     ended.append(run)
             self._live.difference_update(run.sequence for run in ended)
         self.num_sampled += len(sampled)

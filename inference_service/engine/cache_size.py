@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from async_rl.errors import ConfigError
 from inference_service.engine.kernels import Width
+from inference_service.engine.kv_store import MIN_CAPACITY
 
 PREFILL_TOKENS: Final = 512
 """Prompt tokens that one step may process besides one token of every running response."""
@@ -59,7 +60,7 @@ def plan_cache(
     bytes_per_token = 2 * num_kv_heads * head_dim * config.num_hidden_layers * dtype.itemsize
     # Prompt and response, and the response's next place while it moves.
     max_width = width(max_model_len)
-    needed = CAPACITY_FACTOR * 2 * max_width
+    needed = max(CAPACITY_FACTOR * 2 * max_width, 2 * MIN_CAPACITY)
     affordable = int(MEMORY_SHARE * free_memory_bytes(device) / bytes_per_token)
     if affordable < needed:
         raise ConfigError(

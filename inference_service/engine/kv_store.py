@@ -97,8 +97,8 @@ class KVStore:
 
     @property
     def num_tokens(self) -> int:
-        """Capacity of the segments in the store."""
-        return sum(shelf.capacity * len(shelf.places) for shelf in self._shelves.values())
+        """Capacity of the segments in the store; any thread may ask."""
+        return sum(shelf.capacity * len(shelf.places) for shelf in list(self._shelves.values()))
 
     def new(self, num_tokens: int, is_shared: bool) -> Place:
         """A place for a segment of up to `num_tokens` tokens, not in use yet; prompts have shelves of their own.

@@ -183,13 +183,26 @@ class Schedule:
                 self._reserve(run)
             except NoRoom:
                 if not self._segments.evict():
-                    if len(self.running) == 1:
-                        raise
-                    last = self.running[-1]
-                    self.end(last)
-                    self._waiting.appendleft(last.sequence)
+                    self._put_back_last()
             else:
                 position += 1
+
+    def _put_back_last(self) -> None:
+        """The run that started last waits again. One that is alone starts again, without the prompts that it shares a
+        beginning with: they may be long, and the store is certain to have room for a single response only.
+
+        Raises:
+            NoRoom: it shares nothing.
+        """
+        last = self.running[-1]
+        if len(self.running) > 1:
+            self.end(last)
+            self._waiting.appendleft(last.sequence)
+            return
+        if last.segment.parent is None:
+            raise NoRoom
+        self.restart()
+        self._start_waiting()
 
     def _reserve(self, run: Run) -> None:
         num_tokens = run.num_fed + run.num_unfed

@@ -50,6 +50,13 @@ class Sequence:
         return self._stops_at(len(self.samples))
 
     @property
+    def natural_end(self) -> FinishReason | None:
+        """How its last sample ends it, which becomes its `finish_reason` a moment later; None if it goes on."""
+        if self.reached_stop():
+            return "stop"
+        return None if self.remaining_tokens else "length"
+
+    @property
     def has_delta(self) -> bool:
         return self.due_at is not None and self._num_sendable() >= self.due_at
 

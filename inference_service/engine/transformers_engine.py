@@ -161,11 +161,15 @@ class TransformersEngine:
         check_request(prompt, params, self._limits)
         if params.stop and self._codec is None:
             raise RequestRefused("the model has no tokenizer, so texts cannot end a response: leave stop out", "stop")
+        self._require_service()
+
+    def _require_service(self) -> None:
         fault = self.fault
         if fault is not None:
             raise OutOfService(fault)
 
     def _open(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
+        self._require_service()
         seed = random.getrandbits(64) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         num_continued = params.num_continued or 0
@@ -186,6 +190,8 @@ class TransformersEngine:
         self._requests.discard(request)
         for sequence in request.sequences:
             del self._owner[sequence]
+        # A client that is gone: a pause may wait for its request. It does nothing to one that has ended.
+        request.done.cancel()
 
     def _count(self, request: Request) -> None:
         for sequence in request.sequences:
@@ -199,7 +205,7 @@ class TransformersEngine:
             unfinished = request.unfinished()
             self._batching.cancel(unfinished)
             for sequence in unfinished:
-                sequence.end("abort")
+                sequence.end(sequence.natural_end or "abort")
             request.end_if_complete()
         return len(aborted)
 
@@ -226,7 +232,9 @@ class TransformersEngine:
             if error is not None:
                 request.fail(EngineFault(error))
                 continue
-            sequence.end("stop" if sequence.reached_stop() else "length")
+            reason = sequence.natural_end
+            assert reason is not None, "a sequence was posted before its end"
+            sequence.end(reason)
             request.end_if_complete()
             if sequence.has_delta:
                 self._waker.ring()
@@ -257,21 +265,25 @@ class TransformersEngine:
         async with self._holding:
             if self._update.phase is Phase.UPDATING:
                 raise RequestRefused("a weight update is going on: finish it before resuming")
+            self._fail_if_broken()
             self._paused = False
             await self._block(self._batching.release)
             for request in [r for r in self._requests if not r.submitted and not r.done.done()]:
                 self._submit(request)
 
     async def init_weight_transfer(self, info: InitInfo) -> None:
-        await self._block(self._update.join, info)
-        self._fail_if_broken()
+        try:
+            await self._block(self._update.join, info)
+        finally:
+            self._fail_if_broken()
 
     async def start_weight_update(self) -> None:
-        if not self._paused:
-            raise RequestRefused("generation is not paused: call /pause before /start_weight_update")
+        # No call may resume before the update has begun: weights would change amid a step.
         async with self._holding:
+            if not self._paused:
+                raise RequestRefused("generation is not paused: call /pause before /start_weight_update")
             await self._block(self._batching.hold)
-        await self._block(self._update.start)
+            await self._block(self._update.start)
 
     async def update_weights(self, update: UpdateInfo) -> None:
         try:

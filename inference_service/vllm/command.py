@@ -53,6 +53,10 @@ def server_command(
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
         "--worker-extension-cls": WORKER_EXTENSION,
     }
+    if options.device == "cpu":
+        # Only whole blocks are shared by the responses of a prompt. vLLM's default on CPUs is 128 tokens; it accepts
+        # multiples of 32 (`v1/attention/backends/cpu_attn.py`).
+        values["--block-size"] = "32"
     if options.max_model_len is not None:
         values["--max-model-len"] = str(options.max_model_len)
     if options.device == "npu" and "--additional-config" not in options.engine_options:

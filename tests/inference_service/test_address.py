@@ -50,10 +50,11 @@ def test_what_the_user_advertises_is_told_as_it_is() -> None:
     assert registered("--register", FLEET, "--advertise", "http://gate:80") == "http://gate:80"
 
 
-def test_a_fleet_whose_name_is_not_known_yet_does_not_keep_the_instance_from_starting() -> None:
-    url = registered("--register", "http://trainer.invalid:9", host="0.0.0.0")
+@pytest.mark.parametrize("name", ["trainer.invalid", "trainer..lan"])
+def test_a_fleet_whose_name_is_not_known_yet_does_not_keep_the_instance_from_starting(name: str) -> None:
+    url = registered("--register", f"http://{name}:9", host="0.0.0.0")
     assert url is not None and url.endswith(":PORT") and "0.0.0.0" not in url
-    assert registered("--register", "http://trainer.invalid:9") == "http://127.0.0.1:PORT"
+    assert registered("--register", f"http://{name}:9") == "http://127.0.0.1:PORT"
 
 
 def test_a_url_that_is_none_is_refused() -> None:

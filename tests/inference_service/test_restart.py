@@ -9,10 +9,10 @@ import pytest
 
 from async_rl.config.pool_section import PoolSection
 from async_rl.event_loop import EventLoopThread
+from async_rl.net.free_ports import free_ports
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
-from deploy.local.machine import free_ports
 from tests.support.running_instance import Instance
 
 DEADLINE_S = 120.0

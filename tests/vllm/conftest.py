@@ -4,7 +4,6 @@ The files are in the order in which the server `vllm` can pass them: it is fresh
 """
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from async_rl.net.free_ports import free_ports
 from benchmarks.common.running_instance import launch
 from inference_service.vllm.command import SERVER_MODULE
 from tests.support import ROOT
@@ -59,7 +59,7 @@ def other_vllm(vllm_python: str, vllm_model: Path, tmp_path_factory: pytest.Temp
     distribution.mkdir()
     (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: no-mending\nVersion: 1.0\n")
     (distribution / "entry_points.txt").write_text("[vllm.general_plugins]\nno_mending = no_mending:register\n")
-    port = free_port()
+    port = free_ports(1)[0]
     log = directory / "vllm.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -133,12 +133,6 @@ def running_vllm(python: str, model: Path) -> Iterator[Instance]:
             yield Instance(url, process, client)
     finally:
         end(process)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until_healthy(url: str, process: "subprocess.Popen[str]", log: Path) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.errors import ConfigError
 from async_rl.net import local_address
+from async_rl.net.listener import listen
 from async_rl.net.local_address import (
     LOOPBACK,
     address_for_others,
@@ -65,7 +67,16 @@ def test_interfaces_are_found_by_ipv6_addresses_too(monkeypatch: pytest.MonkeyPa
     assert interface_of("fd00:a::2") is None and interface_of(LOOPBACK) == "lo"
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "", "256.0.0.1", "a" * 300])
+@pytest.mark.parametrize("host", ["trainer..lan", "a" * 64, "a" * 300, ".", "trainer." + "a" * 64])
+def test_what_can_be_no_name_is_an_os_error(host: str) -> None:
+    for ask in (address_towards, leads_to_this_host):
+        with pytest.raises(OSError):
+            ask(host)
+    with pytest.raises(ConfigError, match="--host"):
+        listen("a server", host, 0, None)
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "", "256.0.0.1"])
 def test_a_name_without_an_address_is_an_os_error(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> object:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")

@@ -1,5 +1,6 @@
 """A body is taken if every field this engine lacks asks for nothing, and refused by the field's name otherwise."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from async_rl.protocol.inference import SamplingParams
+from async_rl.protocol.body import Body
+from async_rl.protocol.fleet import AddRequest, NameRequest, RegisterRequest, SyncRequest
+from async_rl.protocol.inference import (
+    AbortRequest,
+    FinishUpdateRequest,
+    InitInfo,
+    RpcRequest,
+    SamplingParams,
+    UpdateInfo,
+)
 from inference_service.api.requests import (
     NEUTRAL,
     WITHOUT_EFFECT,
@@ -84,3 +94,52 @@ def test_a_completion_takes_texts_and_token_ids_as_they_are(prompt: Any) -> None
 def test_a_completion_of_anything_else_is_refused(prompt: Any) -> None:
     with pytest.raises(ValidationError, match="prompt"):
         CompletionRequest.model_validate({"prompt": prompt})
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ServedGenerateRequest, {"token_ids": [1], "sampling_params": {}, "request_id": "a\ud800"}),
+        (CompletionRequest, {"prompt": [1], "request_id": "a\ud800"}),
+        (CompletionRequest, {"prompt": "a\ud800"}),
+        (CompletionRequest, {"prompt": ["a", "a\ud800"]}),
+        (ServedSamplingParams, {"stop": ["a\ud800"]}),
+        (FinishUpdateRequest, {"weight_version": "a\ud800"}),
+    ],
+    ids=str,
+)
+def test_a_text_that_no_response_could_repeat_is_refused(kind: type[Body], body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"surrogates not allowed|unable to parse"):
+        kind.model_validate(body)
+    assert kind.model_validate(json.loads(json.dumps(body).replace("\\ud800", "\u00e9")))
+
+
+LISTS: dict[str, tuple[type[Body], dict[str, Any]]] = {
+    "token_ids": (ServedGenerateRequest, {"sampling_params": {}}),
+    "stop_token_ids": (ServedSamplingParams, {}),
+    "stop": (ServedSamplingParams, {}),
+    "prompt": (CompletionRequest, {}),
+    "names": (UpdateInfo, {"dtype_names": [], "shapes": []}),
+    "dtype_names": (UpdateInfo, {"names": ["a"], "shapes": []}),
+    "shapes": (UpdateInfo, {"names": ["a"], "dtype_names": []}),
+    "request_ids": (AbortRequest, {}),
+    "args": (RpcRequest, {"method": "m"}),
+}
+
+
+@pytest.mark.parametrize("bad", [0.5, {}, [None] * 3], ids=str)
+@pytest.mark.parametrize("field", LISTS)
+def test_a_list_of_nothing_but_errors_is_described_by_a_few(field: str, bad: Any) -> None:
+    kind, others = LISTS[field]
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({**others, field: [bad] * 1000})
+    assert refused.value.error_count() <= 8
+
+
+@pytest.mark.parametrize("kind", [InitInfo, UpdateInfo, RegisterRequest, AddRequest, NameRequest, SyncRequest])
+def test_a_body_of_nothing_but_unknown_fields_is_described_by_a_few(kind: type[Body]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({f"field_{i}": 0 for i in range(1000)})
+    assert refused.value.error_count() == 1
+    with pytest.raises(ValidationError, match="flush"):
+        kind.model_validate({"flush": True})

@@ -22,10 +22,10 @@ WAIT_S = 20.0
 class Recorder:
     """A `Batching`, and what it told."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, max_concurrency: int = 4, max_model_len: int = 128) -> None:
         self.finished: queue.Queue[tuple[Sequence, str | None]] = queue.Queue()
         self.failed: list[Sequence] = []
-        size = plan_cache(model.config, torch.float32, torch.device("cpu"), 4, 128)
+        size = plan_cache(model.config, torch.float32, torch.device("cpu"), max_concurrency, max_model_len)
         self.batching = Batching(
             model,
             size,
@@ -125,6 +125,45 @@ def test_damaged_weights_end_what_meets_them_and_nothing_after_their_repair(
     sound = sequence(5)
     batching.submit([sound])
     assert recorder.next_finished() == (sound, None) and recorder.failed == doomed
+
+
+def beginning_with(shared: tuple[int, ...], length: int, token: int) -> Sequence:
+    prompt = (*shared, *[token] * (length - len(shared)))
+    return Sequence(prompt, SamplingParams(max_tokens=128 - length), 0, frozenset())
+
+
+def test_prompts_that_share_their_beginnings_leave_room_for_each_other(model: PreTrainedModel) -> None:
+    # Each shares more with the one before it than that one with its own, so the last one's chain is as long as chains
+    # get; the segments of four such prompts fill the store of an instance that generates one response at once.
+    recorder = Recorder(model, max_concurrency=1)
+    recorder.batching.start()
+    asked = [beginning_with((), 120, 5)]
+    for i in range(1, 6):
+        asked.append(beginning_with(asked[-1].prompt[: 40 + 5 * i], 120, 5 + i))
+    for each in asked:
+        recorder.batching.submit([each])
+        assert recorder.next_finished() == (each, None)
+    recorder.batching.stop(WAIT_S)
+    alone = Recorder(model)
+    alone.batching.start()
+    for each in asked:
+        twin = Sequence(each.prompt, each.params, each.seed, each.stop_ids)
+        alone.batching.submit([twin])
+        assert alone.next_finished() == (twin, None)
+        assert [s.token_id for s in twin.samples] == [s.token_id for s in each.samples]
+    alone.batching.stop(WAIT_S)
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 16, 31, 32, 33, 63, 64, 65, 66, 127, 129])
+def test_one_response_of_any_length_has_room(model: PreTrainedModel, max_model_len: int) -> None:
+    recorder = Recorder(model, max_concurrency=1, max_model_len=max_model_len)
+    recorder.batching.start()
+    for length in sorted({1, max_model_len // 2, max_model_len - 1}):
+        params = SamplingParams(max_tokens=max_model_len - length)
+        each = Sequence(tuple(2 + i % 90 for i in range(length)), params, 0, frozenset())
+        recorder.batching.submit([each])
+        assert recorder.next_finished() == (each, None)
+    recorder.batching.stop(WAIT_S)
 
 
 def test_when_the_thread_dies_everybody_is_told(

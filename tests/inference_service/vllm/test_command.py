@@ -45,6 +45,13 @@ def test_the_users_arguments_come_last_so_that_they_win() -> None:
     assert argv[-3:] == ("--max-num-seqs", "3", "--swap")
 
 
+def test_responses_share_short_prompts_on_cpus_too_where_vllm_has_large_blocks() -> None:
+    assert value(server_command(options(), NEW, 1, {}, "boot").argv, "--block-size") == "32"
+    assert "--block-size" not in server_command(options("--device", "cuda"), NEW, 1, {}, "boot").argv
+    own = server_command(options("--", "--block-size", "64"), NEW, 1, {}, "boot").argv
+    assert own[-2:] == ("--block-size", "64"), "the last one counts"
+
+
 def test_only_a_release_with_scale_out_is_told_to_serve_it() -> None:
     assert "--enable-scale-out" in server_command(options(), NEW, 1, {}, "boot").argv
     assert "--enable-scale-out" not in server_command(options(), OLD, 1, {}, "boot").argv
