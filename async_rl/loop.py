@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from async_rl.config.sections import TrainSection
+from async_rl.errors import WriteFailed
 from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.selection.finished_groups import FinishedGroups
@@ -84,7 +85,8 @@ def train(
     """Runs all iterations from `first_iteration` on; any error ends the run before the step that it would affect.
 
     Args:
-        after_iteration: called after each iteration that is complete and recorded; saves checkpoints.
+        after_iteration: called after each iteration that is complete and recorded, or could not be; saves
+            checkpoints.
 
     Raises:
         AsyncRLError: any error of the parts: publishing, rollouts, rewards or the on-policy proof.
@@ -109,6 +111,11 @@ def train(
                 ledger.require_on_policy(mini_batch, publication, rows, trainer.num_replicas)
                 with record.timed("step_s"):
                     record.add_step(rows, trainer.optimizer_step())
-        recorder.end(record, publication)
+        try:
+            recorder.end(record, publication)
+        except WriteFailed:
+            # The weights are those of a whole iteration all the same.
+            after_iteration(iteration)
+            raise
         prompts.note([*record.rows, *record.left_out])
         after_iteration(iteration)

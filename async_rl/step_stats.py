@@ -1,5 +1,6 @@
 """The figures of an optimizer step: from the trainer to the records."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -26,19 +27,31 @@ class StepStats:
     @classmethod
     def mean(cls, steps: "Sequence[StepStats]") -> "StepStats":
         """The figures of several steps as one: means over the steps taken, if any, and the highest memory peaks;
-        `num_untrained` is summed."""
+        `num_untrained` is summed. A metric that not every step has is the mean of those that have it."""
         taken = [step for step in steps if not step.skipped]
         counted = taken or steps
+        values: dict[str, list[float]] = {}
+        for step in counted:
+            for name, value in step.metrics.items():
+                values.setdefault(name, []).append(value)
         return cls(
-            fmean(step.loss for step in counted),
-            fmean(step.grad_norm for step in counted),
-            fmean(step.learning_rate for step in counted),
-            {name: fmean(step.metrics[name] for step in counted) for name in counted[0].metrics},
+            _mean([step.loss for step in counted]),
+            _mean([step.grad_norm for step in counted]),
+            _mean([step.learning_rate for step in counted]),
+            {name: _mean(each) for name, each in values.items()},
             sum(step.num_untrained for step in steps),
             not taken,
             highest(step.memory_peak_bytes for step in steps),
             highest(step.device_memory_peak_bytes for step in steps),
         )
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN where infinities of both signs meet, or where the sum is too large for a float."""
+    try:
+        return fmean(values)
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 def highest(values: Iterable[int | None]) -> int | None:

@@ -122,6 +122,8 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
                     session.saving.first_iteration,
                     session.saving.after_iteration,
                 )
+                # A rank that has failed after the last step is not at work on the model's files.
+                ending.meet(may_stop=False)
             session.megatron.save_hf(config.run.dir / "model")
 
 

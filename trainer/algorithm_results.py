@@ -28,10 +28,10 @@ def require_of_rollouts(algorithm: Algorithm, method: str, returned: torch.Tenso
     return returned
 
 
-def require_loss(algorithm: Algorithm, returned: LossSum) -> LossSum:
+def require_loss(algorithm: Algorithm, returned: LossSum, *, is_trained: bool) -> LossSum:
     """
     Raises:
-        ConfigError: it is no loss with metrics, of one number each.
+        ConfigError: it is no loss with metrics, of one number each; or it has no gradient, where it `is_trained`.
     """
     expected = "a LossSum, with a loss and metrics that are tensors without dimensions"
     if not isinstance(returned, LossSum):
@@ -41,6 +41,8 @@ def require_loss(algorithm: Algorithm, returned: LossSum) -> LossSum:
     for name, value in (("loss", returned.loss), *returned.metrics.items()):
         if not isinstance(value, torch.Tensor) or value.dim():
             _refuse(algorithm, f"{name!r} of loss_sum()", value, expected)
+    if is_trained and not returned.loss.requires_grad:
+        _refuse(algorithm, "'loss' of loss_sum()", returned.loss, "a loss with a gradient, of 0 where nothing counts")
     return returned
 
 

@@ -2,12 +2,14 @@
 
 A rank that fails, or receives SIGTERM, posts this in the process group's store. Leaders check the store before each
 window and while they wait for rollouts; they notify their followers. All ranks then meet and save (`meet` is a
-collective that each rank also calls once per publish and once per mini-batch, so ranks already waiting there take
-part). Gradients accumulated in the unfinished iteration are discarded.
+collective that each rank also calls before whatever it does together with the ranks of other replicas: a publish, the
+proof of a mini-batch, its step, the end; so ranks already waiting there take part). Gradients accumulated in the
+unfinished iteration are discarded.
 
 A run that another trainer has taken over saves nothing: its last checkpoint is the other one's.
 
-If any of this hangs, on a lost rank or a file system, a thread ends the process after `checkpoint.grace_s`.
+If any of this hangs, on a lost rank or a file system, a thread ends the process after `checkpoint.grace_s`, with the
+exit code of the error that ended the run if a restart would not mend that.
 """
 
 import itertools
@@ -23,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from async_rl.errors import AsyncRLError, Fenced, LeaderFailed, RunStopped
 from trainer.parallel import Parallel
+from trainer.process_end import end_now
 from trainer.stop_signal import StopSignal
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ class Ending:
         self._key = f"ending/{next(_numbers)}"
         self._together = False
         self._phase = "ending"
+        self._error: AsyncRLError | None = None
         self._watchdog = threading.Timer(grace_s, self._give_up)
         self._watchdog.daemon = True
 
@@ -79,6 +83,17 @@ class Ending:
         self._together = False
 
     @contextmanager
+    def together(self) -> Iterator[None]:
+        """Meets for a collective of all ranks in the body; after it a rank may fail alone again.
+
+        Raises:
+            RunStopped, LeaderFailed: on all ranks, before the body.
+        """
+        self.meet(may_stop=False)
+        yield
+        self.part()
+
+    @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
         """Wraps the loop: a run that ends early by a named error, or by SIGTERM, calls `save` on all ranks first."""
         self._stop.deferred = True
@@ -103,6 +118,7 @@ class Ending:
         self._watchdog.cancel()
 
     def _save(self, error: AsyncRLError, save: Callable[[], None]) -> None:
+        self._error = error
         log.error("the run ends: %s: %s", type(error).__name__, error)
         text = _encoded(error)
         try:
@@ -131,6 +147,8 @@ class Ending:
             self._grace_s,
             self._phase,
         )
+        if self._error is not None and not self._error.may_pass:
+            end_now(self._error)
         logging.shutdown()
         os._exit(EXIT_CODE)
 

@@ -14,7 +14,9 @@ from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, WriteFailed
 from async_rl.files import write_file
 from async_rl.programs.command_line import Parser
+from async_rl.programs.error_text import error_text
 from async_rl.programs.extras import require_extras
+from async_rl.tracking.record_lines import require_readable
 
 log = logging.getLogger("export")
 
@@ -24,19 +26,22 @@ def main(arguments: list[str]) -> int:
     parser = Parser(
         "async-rl export",
         "Writes a checkpoint's policy as a Hugging Face checkpoint, which transformers and vLLM load.",
-        "RUN --to DIR [--iteration N]",
+        "RUN --to DIR [--iteration N] [--model MODEL]",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory (run.dir)")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write; new or empty")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="where the run's model.path is now, if it was moved or is relative"
+    )
     parser.add_argument("--iteration", type=int, metavar="N", help="the checkpoint iteration-N, not the newest")
     options = parser.parse_args(arguments)
     try:
         require_extras("async-rl export", "trainer")
         checkpoint = choose_checkpoint(options.run, options.iteration)
         require_empty(options.to)
-        run(checkpoint, options.to)
+        run(checkpoint, options.to, options.model)
     except ConfigError as error:
-        log.error("ConfigError: %s", error)
+        log.error("ConfigError: %s", error_text(error))
         return 2
     except WriteFailed as error:
         log.error("WriteFailed: %s", error)
@@ -48,8 +53,9 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def run(checkpoint: Path, target: Path) -> None:
-    """Writes the policy, in a process group of this process alone, and its model card."""
+def run(checkpoint: Path, target: Path, model: str | None) -> None:
+    """Writes the policy, in a process group of this process alone, and its model card; `model` takes the place of the
+    run's `model.path`."""
     # Imported after the arguments were validated, so that a typo is reported without loading torch and Megatron.
     from trainer.checkpoint.files import read_manifest
     from trainer.checkpoint.policy_export import export_policy
@@ -59,7 +65,7 @@ def run(checkpoint: Path, target: Path) -> None:
 
     parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
     try:
-        export_policy(checkpoint, target, parallel)
+        export_policy(checkpoint, target, parallel, model)
     finally:
         parallel.close()
     content = read_manifest(checkpoint)
@@ -69,7 +75,7 @@ def run(checkpoint: Path, target: Path) -> None:
         config=config,
         iteration=content["iteration"],
         num_steps=content["num_steps"],
-        base_on_hub=not Path(config.model.path).exists(),
+        base_on_hub=not Path(model or config.model.path).exists(),
     )
     # Beside the checkpoint's directory: the run may have been moved since.
     write_file(target / FILE, model_card(exported, checkpoint.parent.parent))
@@ -79,8 +85,9 @@ def choose_checkpoint(run_dir: Path, iteration: int | None) -> Path:
     """The checkpoint of a run from which `iteration` is trained next, or the newest one.
 
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: there is no such checkpoint, or no such directory.
     """
+    require_readable(run_dir, [])
     # These modules need the extra that `main` has checked.
     from trainer.checkpoint.files import checkpoint_path, checkpoints_dir, newest_checkpoint, whole_checkpoints
 
@@ -103,9 +110,13 @@ def require_empty(target: Path) -> None:
     """Checks that nothing would be overwritten.
 
     Raises:
-        ConfigError: `target` exists and is not an empty directory.
+        ConfigError: `target` exists and is not an empty directory, or there can be no such directory.
     """
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    try:
+        is_empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    except OSError as error:
+        raise ConfigError(f"--to {str(target)!r} cannot be used: {error.strerror}; name another one") from error
+    if not is_empty:
         raise ConfigError(f"--to {str(target)!r} exists and is not an empty directory: name a new one")
 
 

@@ -91,12 +91,7 @@ class Leader:
         if not self._parallel.is_main:
             self._start(FleetFollower(self._pool, fleet_url, self._parallel.dp_rank, self._token))
         self._loop.run(self._pool.wait_until_ready())
-        rollout, max_model_len = self._config.rollout, self._pool.max_model_len
-        if rollout.program == SINGLE_TURN:
-            require_fit(rollout, longest, max_model_len)
-            self._pool.min_model_len = len(longest.token_ids) + rollout.max_response_tokens
-        else:
-            self._pool.min_model_len = require_room(rollout, longest, max_model_len)
+        self._pool.min_model_len = require_len(self._config.rollout, longest, self._pool.max_model_len)
 
     def programs(self, tokenizer: Tokenizer, reward: Reward) -> ProgramRollouts | None:
         """The rollouts of the run's program, for evaluator and producer, which starts and closes it.
@@ -150,7 +145,7 @@ class Leader:
         )
         evaluator = Evaluator(self._pool, sampler, sets, config.evaluation, recorder.write)
         if evaluator.longest is not None:
-            require_fit(config.rollout, evaluator.longest, self._pool.max_model_len)
+            require_len(config.rollout, evaluator.longest, self._pool.max_model_len)
         return evaluator
 
     def producer(
@@ -234,6 +229,18 @@ class Leader:
     def _start(self, part: FleetServer | DnsMembership | FleetFollower) -> None:
         self._loop.run(part.start())
         self._closing.callback(lambda: self._loop.end(part.stop()))
+
+
+def require_len(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> int:
+    """Checks that every prompt fits into the model of every instance; returns the tokens that an instance has to take.
+
+    Raises:
+        ConfigError: some do not: with their longest response, or of a program with a turn.
+    """
+    if rollout.program != SINGLE_TURN:
+        return require_room(rollout, longest, max_model_len)
+    require_fit(rollout, longest, max_model_len)
+    return len(longest.token_ids) + rollout.max_response_tokens
 
 
 def require_fit(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> None:

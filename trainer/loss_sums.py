@@ -84,7 +84,8 @@ class LossSums:
             advantages_N,
         )
         responses = self.responses_of(micro_batch, logprobs_N)
-        loss_sum = require_loss(self._algorithm, self._algorithm.loss_sum(tokens, responses))
+        returned = self._algorithm.loss_sum(tokens, responses)
+        loss_sum = require_loss(self._algorithm, returned, is_trained=logprobs_N.requires_grad)
         self._append({"loss": loss_sum.loss.detach(), "tokens": len(logprobs_N)})
         self._append({f"metric/{name}": value for name, value in loss_sum.metrics.items()})
         self._append({f"metric/{ENTROPY}": entropy_N.detach().sum()})

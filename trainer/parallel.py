@@ -99,19 +99,19 @@ class Parallel:
             return most.tolist()
         return list(counts)
 
-    def gather_json(self, obj: Any) -> list[Any]:
-        """Every rank's `obj`, in order of ranks, on all ranks.
+    def gather_json(self, obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Every rank's `obj`, in order of ranks, on all ranks; `group` is another one of all ranks.
 
         Waits until all ranks call it. Objects must be JSON-serializable; tuples become lists.
         """
         data = _encode(obj)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
-        dist.all_gather(sizes, torch.tensor([len(data)]))
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
         lengths = [int(size) for size in sizes]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = data
         parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=group)
         return [_decode(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast_json(self, obj: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:

@@ -85,7 +85,7 @@ class TrainingRank:
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
         self._ending.part()
         order.watch = self._ending.watch
-        for window in self._megatron.windows(order):
+        for window in self._megatron.windows(order, self._ending.together):
             self._ending.tell()
             yield window
 
@@ -93,12 +93,13 @@ class TrainingRank:
         return self._megatron.accumulate(window)
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
-        self._ending.meet(may_stop=False)
-        # The proof and the step that follow have the same result on all ranks.
-        return self._megatron.gather(rows)
+        with self._ending.together():
+            return self._megatron.gather(rows)
 
     def optimizer_step(self) -> StepStats:
-        return self._megatron.optimizer_step()
+        # The proof has the same result on all ranks, but the main rank may have failed to write it.
+        with self._ending.together():
+            return self._megatron.optimizer_step()
 
     def _publish(self, publisher: Publisher, version: WeightVersion) -> Publication:
         """The main rank's side: announces to the other ranks each operation that they take part in."""

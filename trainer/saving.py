@@ -74,9 +74,9 @@ class Saving:
             )
         else:
             # Skipped steps of the unfinished iteration will be repeated.
-            self._megatron.optimizer.resume(self._sound_counts)
+            self._megatron.optimizer.go_back(self._sound_counts)
             if self._megatron.critic is not None:
-                self._megatron.critic.optimizer.resume(self._sound_counts)
+                self._megatron.critic.optimizer.go_back(self._sound_counts)
             self._save()
             self._checkpoints.wait()
             log.info("saved a checkpoint: go on from iteration %d with run.resume = true", self._saved)

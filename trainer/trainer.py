@@ -8,7 +8,8 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -114,11 +115,16 @@ class MegatronTrainer:
         sections = (config.trainer, config.model, config.rollout, config.algorithm, config.optimizer, config.train)
         return cls(parallel, *sections, config.critic)
 
-    def windows(self, order: TrainingOrder) -> Iterator[Window]:
-        """See `GroupFeed.windows`. The first comes when all groups have, if the algorithm needs the batch's totals."""
+    def windows(
+        self, order: TrainingOrder, together: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> Iterator[Window]:
+        """See `GroupFeed.windows`. The first comes when all groups have, if the algorithm needs the batch's totals.
+
+        `together` is around the collective that adds these up: until then a replica whose rollouts fail is alone.
+        """
         windows = self._feed.windows(order)
         if self._algorithm.needs.totals:
-            windows = iter(self._with_totals(list(windows)))
+            windows = iter(self._with_totals(list(windows), together))
         return windows
 
     def accumulate(self, window: Window) -> list[GroupProof]:
@@ -193,7 +199,7 @@ class MegatronTrainer:
         for part, _ in of_ranks:
             sums.update(part)
         totals = {name.removeprefix("total/"): value for name, value in sums.items() if name.startswith("total/")}
-        assert totals, "optimizer_step() without an accumulated group"
+        assert sums["tokens"], "optimizer_step() without an accumulated group"
         # Where nothing counts the gradient is 0.
         denominator = require_denominator(self._algorithm, self._algorithm.denominator(totals)) or 1.0
         policy = self.models.policy
@@ -290,15 +296,17 @@ class MegatronTrainer:
         of_others = [given[number] if given else None for given in others]
         return self._sums.add(a_pass.micro_batches[number], logprobs_N, entropy_N, *of_others)
 
-    def _with_totals(self, windows: list[Window]) -> list[Window]:
+    def _with_totals(self, windows: list[Window], together: Callable[[], AbstractContextManager[None]]) -> list[Window]:
         """A mini-batch's windows, of which the totals over all replicas are known from now on."""
         sums: Counter[str] = Counter()
         for group in (group for window in windows for groups in window for group in groups):
-            # On all ranks, so that all of them fail.
+            # On all ranks of the replica, so that all of them fail.
             require_finite_rewards(group)
             sums.update(self._algorithm.sums(Rollouts.of(group)))
         totals: Counter[str] = Counter()
-        for part in self._parallel.gather_json(dict(sums) if self._reports else {}):
+        with together():
+            of_ranks = self._parallel.gather_json(dict(sums) if self._reports else {})
+        for part in of_ranks:
             totals.update(part)
         self._totals = totals
         return windows

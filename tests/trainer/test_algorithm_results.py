@@ -41,6 +41,10 @@ WRONG = [
         r"'x' of loss_sum\(\) is 1.0: expected",
     ),
     ("def loss_sum(self, t, r): return LossSum(-t.logprobs_N.sum(), {'entropy': t.entropy_N.sum()})", "another name"),
+    (
+        "def loss_sum(self, t, r): return LossSum(torch.zeros(()))",
+        r"'loss' of loss_sum\(\) is 0\.0: expected a loss with a",
+    ),
     ("def denominator(self, totals): return None", r"denominator\(\) is None: expected a finite number of 0 or more"),
     ("def denominator(self, totals): return -1.0", r"denominator\(\) is -1.0: expected"),
     ("def denominator(self, totals): return math.nan", r"denominator\(\) is nan: expected"),
@@ -82,3 +86,17 @@ def test_an_algorithm_that_changes_its_tokens_does_not_change_the_proof(
         for name in ("grpo", named(tmp_path, text))
     ]
     assert rows[0] == rows[1]
+
+
+def test_an_algorithm_without_totals_trains(
+    tiny_model: Callable[..., Path],
+    make_trainer: Callable[..., MegatronTrainer],
+    ragged_groups: list[Group],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"{HEAD}    def sums(self, r): return {{}}\n    def denominator(self, totals): return 7.0\n"
+    )
+    trainer = make_trainer(tiny_model("qwen3"), name=f"python:{tmp_path / 'mine.py'}:Mine")
+    train_batch(trainer, ragged_groups)
+    assert trainer.optimizer_step().grad_norm > 0

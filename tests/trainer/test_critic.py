@@ -294,6 +294,7 @@ def test_exact_mode_changes_rounding_only(
     reward_model: Callable[..., Path],
     make_trainer: MakeTrainer,
     rollout_groups: list[Group],
+    reproducible_products: None,
 ) -> None:
     steps = []
     for device in (None, choose_device("cpu", exact=True)):

@@ -99,7 +99,13 @@ def test_what_cannot_be_exported_is_named(
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file' exists and is not an empty directory"):
         require_empty(tmp_path / "file")
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        choose_checkpoint(Path("n" * 300), None)
+    with pytest.raises(ConfigError, match="cannot be used: File name too long"):
+        require_empty(Path("n" * 300))
     make_run()
+    with pytest.raises(ConfigError, match=r"relative to where the run was started, say where it is now: --model"):
+        export_policy(choose_checkpoint(tmp_path / "run", 2), tmp_path / "out", parallel, "../moved")
     damaged = choose_checkpoint(tmp_path / "run", 2)
     (damaged / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"__0_0\.distcp has 0 bytes.*the one before it is iteration-000001"):

@@ -13,18 +13,17 @@ import pytest
 import torch
 
 from async_rl.errors import AsyncRLError, OnPolicyViolation, PublishError, RewardError, RunStopped
-from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.loop import train
 from async_rl.proof.gap_limits import NoiseLimits
 from async_rl.tracking.recorder import Recorder
 from async_rl.types import Batch, Group, Publication
 from tests.support.trainer.checkpoint_worker import make_trainer, run_config
+from tests.support.trainer.failing_rank_worker import RaggedRank
 from tests.support.trainer.replayed_rollouts import Arriving, ReplayedRollouts
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.ending import Ending
 from trainer.parallel import Parallel
-from trainer.rank import TrainingRank
 from trainer.saving import Saving
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
@@ -75,13 +74,6 @@ class Publisher:
         if self._fails and version.endswith(f"-{FAILS_AT}"):
             raise PublishError("no instance took the weights")
         return Publication("v0", "", (), 0, 0.0)
-
-
-class RaggedRank(TrainingRank):
-    """Groups of any size count as whole."""
-
-    def accumulate(self, window: Any) -> list[GroupProof]:
-        return [replace(row, num_responses=1, rewards=row.rewards[:1]) for row in super().accumulate(window)]
 
 
 class Runs:

@@ -9,7 +9,7 @@ tensors are copied to host memory, and a thread writes them while training conti
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from async_rl.config.sections import Config
 from async_rl.data.history import History
-from async_rl.errors import ConfigError
-from async_rl.files import write_failed
+from async_rl.errors import AsyncRLError, ConfigError, LeaderFailed, WriteFailed
+from async_rl.files import named_write_errors, write_failed
 from trainer.checkpoint.compatibility import Contents, require_same_run
 from trainer.checkpoint.files import (
     checkpoint_path,
@@ -174,23 +174,32 @@ class Checkpoints:
         # Filled separately: the weights and their masters have the same names.
         self._fill(path, model_tensors(policy.module, POLICY))
         self._fill(path, optimizer_tensors(policy.module, optimizer.parameter_states()))
-        if old is not None:
+        stored = _prefixes(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        if old is not None and OLD not in stored:
+            # The saved run had none: as at a run's start it is the policy.
+            old.copy_from(policy.module)
+        elif old is not None:
             with old.resident() as model:
                 self._fill(path, model_tensors(model, OLD))
                 old.copy_from(model)
+        if critic is not None and CRITIC not in stored:
+            raise ConfigError(
+                f"checkpoint {str(path)!r} has no critic, which algorithm.name = {self._config.algorithm.name!r} goes "
+                "on with: set the algorithm back, or give this run a directory of its own (run.dir)"
+            )
         if critic is not None:
             self._fill(path, model_tensors(critic.value_model, CRITIC))
             self._fill(path, optimizer_tensors(critic.value_model, critic.optimizer.parameter_states(), CRITIC))
         # Checkpoints of earlier releases do not have the latter two: their runs never continued after a skip.
         skipped = content.get("num_skipped", 0), content.get("num_skipped_in_a_row", 0)
-        counts = StepCounts(content["num_steps"], *skipped)
-        optimizer.resume(counts)
+        counts, iteration = StepCounts(content["num_steps"], *skipped), int(content["iteration"])
+        optimizer.resume(counts, iteration)
         if critic is not None:
             # It takes a step with the policy or none.
-            critic.optimizer.resume(counts)
+            critic.optimizer.resume(counts, iteration)
         if content["layout"] == _layout(self._parallel):
             set_random_state(self._parallel, _read_rank_file(path, self._parallel.rank)["random_state"])
-        return int(content["iteration"])
+        return iteration
 
     def _fill(self, path: Path, tensors: Sequence[ShardedTensor]) -> None:
         fill(path, tensors, self._parallel, self._group)
@@ -199,12 +208,8 @@ class Checkpoints:
         self, iteration: int, tensors: Sequence[ShardedTensor], content: dict[str, Any], random: dict[str, str]
     ) -> None:
         """Runs in the thread, on all ranks together."""
-        partial, rank = partial_path(self._directory, iteration, self._term), self._parallel.rank
-        if self._parallel.is_main:
-            self._require_lease()
-            remove_partial(self._directory)
-            partial.mkdir(parents=True)
-        dist.barrier(self._group)
+        partial = partial_path(self._directory, iteration, self._term)
+        self._on_all(partial, lambda: self._begin(partial))
         try:
             dcp.save(
                 storable(tensors),
@@ -216,18 +221,50 @@ class Checkpoints:
             # Raised on all ranks; a BaseException whose message has the tracebacks of all failed ranks.
             first, _ = next(iter(error.failures.values()))
             raise write_failed(partial, first) from error
+        self._on_all(partial, lambda: self._note_own_files(partial, random))
+        self._on_all(partial, lambda: self._finish(partial, iteration, content))
+
+    def _begin(self, partial: Path) -> None:
+        if self._parallel.is_main:
+            self._require_lease()
+            remove_partial(self._directory)
+            partial.mkdir(parents=True)
+
+    def _note_own_files(self, partial: Path, random: dict[str, str]) -> None:
+        rank = self._parallel.rank
         names = [file.name for file in partial.glob(f"__{rank}_*")]
         write_json(partial / _rank_file(rank), {"files": file_sums(partial, names), "random_state": random})
-        dist.barrier(self._group)
+
+    def _finish(self, partial: Path, iteration: int, content: dict[str, Any]) -> None:
         if self._parallel.is_main:
             ranks = range(self._parallel.num_ranks)
             files = file_sums(partial, [_METADATA, *map(_rank_file, ranks)])
-            for other in ranks:
-                files |= _read_rank_file(partial, other)["files"]
+            for rank in ranks:
+                files |= _read_rank_file(partial, rank)["files"]
             self._require_lease()
             seal(partial, checkpoint_path(self._directory, iteration), {**content, "files": files})
             keep_newest(self._directory, self._keep)
-        dist.barrier(self._group)
+
+    def _on_all(self, partial: Path, work: Callable[[], None]) -> None:
+        """Does this rank's `work` on a checkpoint and waits for that of all ranks, which fail together: the others
+        would wait for one that has failed alone.
+
+        Raises:
+            WriteFailed: a rank cannot write.
+            Fenced: another trainer has taken over the run; the other ranks raise `LeaderFailed`.
+        """
+        failure: AsyncRLError | None = None
+        try:
+            with named_write_errors(partial):
+                work()
+        except AsyncRLError as error:
+            failure = error
+        said = self._parallel.gather_json(failure and [type(failure).__name__, str(failure)], self._group)
+        if failure is not None:
+            raise failure
+        if told := next(filter(None, said), None):
+            kind, text = told
+            raise WriteFailed(text) if kind == WriteFailed.__name__ else LeaderFailed(f"another training rank: {text}")
 
 
 def read_checked(path: Path, parallel: Parallel) -> dict[str, Any]:
@@ -266,7 +303,7 @@ def _require_same_tensors(path: Path, tensors: Sequence[ShardedTensor], parallel
     wanted = {tensor.key: list(tensor.global_shape) for tensor in tensors}
     for part in parallel.gather_json(wanted):
         wanted |= part
-    prefixes = {key.split(".")[0] for key in wanted}
+    prefixes = _prefixes(wanted)
     found = {
         key: list(entry.size)
         for key, entry in stored.items()
@@ -278,6 +315,11 @@ def _require_same_tensors(path: Path, tensors: Sequence[ShardedTensor], parallel
                 f"checkpoint {str(path)!r} is of another model: {key} has shape {found.get(key, 'none')}, but the "
                 f"model's is {wanted.get(key, 'none')}: set model.path to the model that the run began with"
             )
+
+
+def _prefixes(keys: Iterable[str]) -> set[str]:
+    """Whose tensors these are: the policy's, its moments, and so on."""
+    return {key.split(".")[0] for key in keys}
 
 
 def _raise_together(error: ConfigError | None, parallel: Parallel) -> None:

@@ -82,6 +82,8 @@ class PolicyOptimizer:
         self._on_nonfinite = train.on_nonfinite
         self._optimizer = _make_adam(section, policy, distributed)
         self._counts = StepCounts()
+        self._resumed_at = 0
+        self._resumed_counts = StepCounts()
 
     @property
     def counts(self) -> StepCounts:
@@ -91,15 +93,24 @@ class PolicyOptimizer:
         """This rank's master weights and moments, as views: values written to them take effect with the next step."""
         return parameter_states(self._optimizer)
 
-    def resume(self, counts: StepCounts) -> None:
-        """Continues after these steps; master weights and moments must have been filled through `parameter_states`."""
+    def resume(self, counts: StepCounts, iteration: int) -> None:
+        """Continues after these steps, with the first one of `iteration`, whatever number of steps those before it had.
+
+        Master weights and moments must have been filled through `parameter_states`.
+        """
+        self._resumed_at, self._resumed_counts = iteration, counts
+        self.go_back(counts)
+
+    def go_back(self, counts: StepCounts) -> None:
+        """Forgets the steps after these, all of which were skipped."""
         set_num_steps(self._optimizer, counts.taken)
         self._counts = counts
 
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
-        return self._schedule.at(self._counts.all // self._steps_per_iteration)
+        num_steps = self._counts.all - self._resumed_counts.all
+        return self._schedule.at(self._resumed_at + num_steps // self._steps_per_iteration)
 
     def gradient_norm(self) -> float:
         """The global norm of the gradients in the buffers, for `step`, or for `skip` if it is not finite."""

@@ -38,6 +38,7 @@ def record(directory: Path, config: Config, token: str | None, stop: StopSignal,
             )
             with ending.saving(session.saving.save_last):
                 train(config.train, rank, session.prompts, rollouts, session.ledger, session.recorder)
+                ending.meet(may_stop=False)
             session.megatron.save_hf(config.run.dir / "model")
 
 

@@ -1,7 +1,7 @@
 """Replayed rollouts: the same groups in every run."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,6 +17,9 @@ class Arriving:
 
     def ready(self, wait: bool) -> list[Group]:
         return [self._groups.pop(0)] if self._groups and wait else []
+
+    def cancel(self, indices: Collection[int]) -> None:
+        self._groups = [group for group in self._groups if group.index not in indices]
 
 
 class ReplayedRollouts:

@@ -24,6 +24,8 @@ from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.files import checkpoint_path, newest_checkpoint, remove_partial, whole_checkpoints
 from trainer.checkpoint.tensors import boxes
 from trainer.parallel import Parallel
+from trainer.policy.optimizer import LearningRate
+from trainer.trainer import MegatronTrainer
 
 WORKER = ("-m", "tests.support.trainer.checkpoint_worker")
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -73,11 +75,12 @@ def saved(tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path) -
     return model, directory
 
 
-def load(path: Path, model_path: Path, parallel: Parallel, **sections: dict[str, Any]) -> None:
+def load(path: Path, model_path: Path, parallel: Parallel, **sections: dict[str, Any]) -> MegatronTrainer:
     config = run_config(str(model_path), **sections)
     trainer = make_trainer(config, parallel)
     checkpoints = Checkpoints(path.parent, 2, parallel, config)
-    checkpoints.load(path, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    checkpoints.load(path, trainer.models.policy, trainer.optimizer, trainer.lagged_old, trainer.critic)
+    return trainer
 
 
 @pytest.mark.distributed
@@ -254,7 +257,7 @@ def test_a_failed_save_is_raised_by_the_next_call(
     (tmp_path / "file").write_text("in the way")
     checkpoints = Checkpoints(tmp_path / "file", 2, parallel, config)
     checkpoints.save(1, trainer.models.policy, trainer.optimizer, trainer.models.old)
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(WriteFailed, match=r"cannot write '.*file.*iteration-000001.*': Not a directory"):
         checkpoints.wait()
     checkpoints.require_no_failure()
     checkpoints.close()
@@ -306,6 +309,41 @@ def test_what_decides_no_figure_may_change(saved: tuple[Path, Path], parallel: P
         checkpoint={"every": 7},
         trainer={"recompute": "full"},
     )
+
+
+ACCEPTED: dict[str, Any] = {"run": {"accept_changes": True}}
+
+
+def test_a_run_goes_on_with_an_old_policy_that_it_did_not_have(saved: tuple[Path, Path], parallel: Parallel) -> None:
+    model, directory = saved
+    trainer = load(checkpoint_path(directory, 3), model, parallel, **ACCEPTED, algorithm={"old_policy": "lagged"})
+    assert trainer.models.old is not None
+    old = dict(trainer.models.old._model.named_parameters())
+    assert all(torch.equal(old[name], p) for name, p in trainer.models.policy_model.named_parameters())
+
+
+def test_a_critic_that_the_checkpoint_does_not_have_is_named(saved: tuple[Path, Path], parallel: Parallel) -> None:
+    model, directory = saved
+    with pytest.raises(
+        ConfigError, match=r"iteration-000003' has no critic, which algorithm\.name = 'ppo' goes on wit"
+    ):
+        load(checkpoint_path(directory, 3), model, parallel, **ACCEPTED, algorithm={"name": "ppo"})
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 2])
+def test_the_learning_rate_goes_on_at_its_iteration_with_another_number_of_steps(
+    saved: tuple[Path, Path], parallel: Parallel, steps_per_batch: int
+) -> None:
+    model, directory = saved
+    changes: dict[str, Any] = {"train": {"steps_per_batch": steps_per_batch}, "algorithm": {"old_policy": "model"}}
+    optimizer = load(checkpoint_path(directory, 3), model, parallel, **ACCEPTED, **changes).optimizer
+    rates = []
+    for _ in range(2 * steps_per_batch):
+        rates.append(optimizer.learning_rate)
+        optimizer.step(optimizer.gradient_norm())
+    schedule = LearningRate(run_config(str(model)).optimizer, 6)
+    assert rates == [schedule.at(iteration) for iteration in (3, 4) for _ in range(steps_per_batch)]
+    assert schedule.at(3) != schedule.at(4)
 
 
 @pytest.mark.parametrize("size", [{"intermediate_size": 128}, {"num_hidden_layers": 4}, {"num_hidden_layers": 1}])

@@ -161,7 +161,7 @@ HOSTILE = [
     "x: {y: [1, '\"",
     "```\nend",
     "名前 \u202e ü",
-    "\x7f\x00\x1b[31m",
+    "\x7f\x01\x1b[31m",
 ]
 
 
@@ -192,4 +192,4 @@ def test_names_with_signs_of_markdown_and_yaml_are_shown_as_they_are(tmp_path: P
     assert codes.count(visible) >= 3, "base model, data, and the set"
     cells = [each.type for each in inner]
     assert (cells.count("tr_open"), cells.count("th_open")) == (10 + 2, 2 + 8), "training, evaluation"
-    assert not any(sign in text for sign in "\x00\x1b\x7f\u202e")
+    assert not any(sign in text for sign in "\x01\x1b\x7f\u202e")

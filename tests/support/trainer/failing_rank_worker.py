@@ -1,0 +1,214 @@
+"""Two training ranks, a replica each, of which one fails; for `test_failing_rank.py`, which starts this as a program.
+
+Arguments: the checkpoint of a model, pickled groups, a directory. Each scenario has a pair of forked ranks, and a
+directory of its own in which each rank reports its error; a rank that hangs is killed, and reports nothing.
+"""
+
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_rl.config.sections import Config
+from async_rl.errors import AsyncRLError, RewardError, WriteFailed
+from async_rl.group_proof import GroupProof
+from async_rl.ledger import Ledger
+from async_rl.loop import train
+from async_rl.proof.gap_limits import NoiseLimits
+from async_rl.tracking.recorder import IterationRecord, Recorder
+from async_rl.types import Batch, Group, Publication
+from tests.support.trainer.checkpoint_worker import make_trainer, run_config
+from tests.support.trainer.replayed_rollouts import Arriving, ReplayedRollouts
+from trainer.checkpoint.checkpoint import Checkpoints
+from trainer.devices import choose_device
+from trainer.ending import Ending
+from trainer.parallel import init_parallel
+from trainer.rank import TrainingRank
+from trainer.saving import Saving
+from trainer.stop_signal import StopSignal
+
+NUM_ITERATIONS = 3
+FAILS_AT = 1
+HANG_S = 150
+"""A scenario takes about 2 s."""
+GRACE_S = 1000.0
+"""A time limit that no scenario may need."""
+WAIT_S = 2.0
+"""For a rank that trains three groups: a tenth of a second."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What fails, and with which settings. Faults of records and checkpoints are the main rank's."""
+
+    fault: str
+    fails_at: int = FAILS_AT
+    every: int = 1000
+    sections: dict[str, Any] = field(default_factory=dict)
+
+
+TOTALS = {"algorithm": {"name": "reinforce_pp_baseline"}, "train": {"mode": "synchronous"}}
+SCENARIOS = {
+    "rollouts": Scenario("rollouts"),
+    "rollouts, while the other waits for totals": Scenario("rollouts", sections=TOTALS),
+    "proof": Scenario("proof"),
+    "record": Scenario("record"),
+    "last record": Scenario("record", fails_at=NUM_ITERATIONS - 1),
+    "directory of a checkpoint": Scenario("directory", every=1),
+    "name of a checkpoint": Scenario("lease", every=1),
+}
+
+
+class Failing(Arriving):
+    """Its last group never comes, which is known when the other rank has all of its own."""
+
+    def ready(self, wait: bool) -> list[Group]:
+        if len(self._groups) == 1:
+            time.sleep(WAIT_S)
+            raise RewardError("no such column")
+        return super().ready(wait)
+
+
+class Rollouts(ReplayedRollouts):
+    """The loop's prompts and rollouts: the same groups in every iteration, in order."""
+
+    def __init__(self, groups: list[Group], fails_at: int | None) -> None:
+        super().__init__(groups, random.Random())
+        self._fails_at = fails_at
+
+    @contextmanager
+    def start(self, batch: Batch, version: str) -> Iterator[Arriving]:
+        groups = [replace(group, iteration=batch.iteration) for group in self._groups if group.index in batch.prompts]
+        yield (Failing if batch.iteration == self._fails_at else Arriving)(groups)
+
+
+class Publisher:
+    """Publishes to nobody."""
+
+    def publish(self, version: str, *_: Any, **__: Any) -> Publication:
+        return Publication("v0", "", (), 0, 0.0)
+
+
+class RaggedRank(TrainingRank):
+    """Groups of any size count as whole."""
+
+    def accumulate(self, window: Any) -> list[GroupProof]:
+        return [replace(row, num_responses=1, rewards=row.rewards[:1]) for row in super().accumulate(window)]
+
+
+class FailingRecorder(Recorder):
+    """Writes nothing, and fails at one iteration."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__(None, NUM_ITERATIONS)
+        self._fails_at = fails_at
+
+    def end(self, record: IterationRecord, publication: Publication) -> None:
+        if record.iteration == self._fails_at:
+            raise WriteFailed("cannot write metrics.jsonl")
+
+
+def failing_call(number: int) -> Callable[[], None]:
+    """A function whose call of this number, counted from 0, fails."""
+    calls = iter(range(10**6))
+
+    def call() -> None:
+        if next(calls) == number:
+            raise WriteFailed("cannot write a file")
+
+    return call
+
+
+def run_rank(scenario: Scenario, config: Config, groups: list[Group]) -> str:
+    """Trains; returns what ended it."""
+    parallel = init_parallel(choose_device("cpu"), 3, config.trainer)
+    ending = Ending(parallel, StopSignal(), GRACE_S)
+    megatron = make_trainer(config, parallel)
+    fault = scenario.fault if parallel.is_main else ""
+    directory = config.run.dir / "checkpoints"
+    if fault == "directory":
+        directory.write_text("in the way")
+    require_lease = failing_call(2 * scenario.fails_at + 1 if fault == "lease" else -1)
+    checkpoints = Checkpoints(directory, 2, parallel, config, require_lease=require_lease)
+    saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
+    publisher: Any = Publisher() if parallel.is_main else None
+    rank = RaggedRank(megatron, parallel, "run", None, publisher, ending)
+    fails_alone = scenario.fault == "rollouts" and not parallel.is_main
+    rollouts = Rollouts(groups, scenario.fails_at if fails_alone else None)
+    path = config.run.dir / "ledger.jsonl" if parallel.is_main else None
+    fails_to_prove = failing_call(scenario.fails_at if fault == "proof" else -1)
+    ledger = Ledger(path, 1, NoiseLimits(float("inf")), fails_to_prove)
+    recorder = FailingRecorder(scenario.fails_at if fault == "record" else -1)
+    said = ""
+    try:
+        with ending.saving(saving.save_last):
+            train(config.train, rank, rollouts, rollouts, ledger, recorder, 0, saving.after_iteration)
+            ending.meet(may_stop=False)
+    except AsyncRLError as error:
+        said = f"{type(error).__name__}: {error}"
+    ending.close()
+    return said
+
+
+def run_scenario(name: str, model: str, groups: list[Group], directory: Path) -> None:
+    scenario = SCENARIOS[name]
+    directory.mkdir()
+    train_section = {"iterations": NUM_ITERATIONS, **scenario.sections.get("train", {})}
+    config = run_config(
+        model,
+        run={"dir": str(directory)},
+        checkpoint={"every": scenario.every},
+        train=train_section,
+        algorithm=scenario.sections.get("algorithm", {}),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    ranks = {}
+    for rank in range(2):
+        child = os.fork()
+        if child:
+            ranks[child] = rank
+            continue
+        signal.alarm(HANG_S)
+        # The environment that torchrun sets for its ranks.
+        os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)}
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"
+        torch.set_num_threads(1)
+        (directory / f"rank-{rank}.json").write_text(json.dumps(run_rank(scenario, config, groups)))
+        # Without closing anything: the other rank must not wait for it any more.
+        os._exit(0)
+    for child in ranks:
+        os.waitpid(child, 0)
+
+
+def hang(directory: Path) -> None:
+    """A rank whose save hangs after an error that no restart mends; writes its exit code."""
+    child = os.fork()
+    if child == 0:
+        parallel = init_parallel(choose_device("cpu"), 3, run_config("unused").trainer)
+        ending = Ending(parallel, StopSignal(), 0.5)
+        with ending.saving(lambda: time.sleep(HANG_S)):
+            raise WriteFailed("cannot write a file")
+    (directory / "hang.json").write_text(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+
+
+def main(model: str, groups_file: Path, directory: Path) -> None:
+    groups = pickle.loads(groups_file.read_bytes())
+    for name in SCENARIOS:
+        run_scenario(name, model, groups, directory / name)
+    hang(directory)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
