@@ -10,11 +10,12 @@ import torch
 
 from async_rl.algorithms.base import Rollouts, Totals
 from async_rl.algorithms.policy_gradient import PolicyGradient
+from async_rl.config.algorithm_options import UNUSED
 
 
 class Distillation(PolicyGradient):
     SCALES_BY_STD = False
-    UNUSED = ("scale_by_std", "overlong_tokens", "overlong_penalty", "kl_in")
+    UNUSED = UNUSED["distillation"]
 
     def advantages(self, rollouts: Rollouts, totals: Totals | None) -> torch.Tensor:
         return torch.zeros(len(rollouts.rewards), dtype=torch.float64)

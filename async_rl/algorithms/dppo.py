@@ -9,20 +9,15 @@ log-probs that the instances reported: `old_policy = "rollout"`.
 from collections.abc import Mapping
 
 import torch
-from pydantic import Field
 
 from async_rl.algorithms.base import Responses, Tokens
 from async_rl.algorithms.log_ratio import exp
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.section import Section
-
-
-class DPPOOptions(Section):
-    delta: float = Field(0.2, gt=0, le=1)
+from async_rl.config.algorithm_options import UNUSED, DPPOOptions
 
 
 class DPPO(PolicyGradient):
-    UNUSED = ("clip_low", "clip_high")
+    UNUSED = UNUSED["dppo"]
     Options = DPPOOptions
     options: DPPOOptions
 

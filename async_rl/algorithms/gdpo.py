@@ -3,24 +3,19 @@
     A_g = sum_k (R_k,g - mean(R_k)) / (std(R_k) + 1e-6) x weight_k,    then divided by the batch's deviation of these
 
 A part's scale has no effect, so `weights` say what it counts, 1 by default; what an over-long rollout or a KL in the
-reward costs is a part, too, "shaping". The sums have the mean 0 in every group,
-and so in the batch: only the deviation is the batch's, one factor of the denominator, and the paper's batch
-normalisation is exact in a stream.
+reward costs is a part, too, "shaping". A group has the parts that scored it, which need not be all that `weights` name
+(the config checks these names). The sums have the mean 0 in every group, and so in the batch: only the deviation is the
+batch's, one factor of the denominator, and the paper's batch normalisation is exact in a stream.
 """
 
 from collections.abc import Sequence
 
 import torch
-from pydantic import Field
 
 from async_rl.algorithms.base import Rollouts, Totals
 from async_rl.algorithms.policy_gradient import STD_EPS, PolicyGradient, deviation
-from async_rl.config.section import Section
-from async_rl.errors import RewardError
-
-
-class GDPOOptions(Section):
-    weights: dict[str, float] = Field(default_factory=dict)
+from async_rl.config.algorithm_options import GDPOOptions
+from async_rl.config.algorithm_section import SHAPING, WHOLE_REWARD
 
 
 class GDPO(PolicyGradient):
@@ -47,10 +42,4 @@ class GDPO(PolicyGradient):
 
     def _parts(self, rollouts: Rollouts) -> dict[str, tuple[float, ...]]:
         """The parts of the reward, and what shaping adds to it; the reward itself where it has no parts."""
-        parts = rollouts.parts or {"reward": rollouts.rewards}
-        if unknown := self.options.weights.keys() - parts.keys() - {"shaping"}:
-            raise RewardError(
-                f"algorithm.options.weights names {', '.join(sorted(unknown))}, but the parts of the reward are "
-                f"{', '.join(parts)}, and shaping: correct the names"
-            )
-        return {**parts, "shaping": self.shaping(rollouts)}
+        return {**(rollouts.parts or {WHOLE_REWARD: rollouts.rewards}), SHAPING: self.shaping(rollouts)}

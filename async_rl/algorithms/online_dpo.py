@@ -8,25 +8,16 @@ on both of its rollouts, so a group must fit into one micro-batch.
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 
 from async_rl.algorithms.base import LossSum, Needs, Responses, Rollouts, Tokens, Totals
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.section import Section
-
-
-class OnlineDPOOptions(Section):
-    beta: float = Field(0.1, gt=0)
+from async_rl.config.algorithm_options import UNUSED, OnlineDPOOptions
 
 
 class OnlineDPO(PolicyGradient):
     """Only the shaping of rewards and the masking of rollouts are `PolicyGradient`'s."""
 
-    UNUSED = (
-        *("kl_coef", "kl_estimator", "kl_in", "kl_clamp", "entropy_coef", "teacher", "teacher_coef"),
-        *("importance", "importance_low", "importance_high"),
-        *("normalize", "scale_by_std", "clip_low", "clip_high"),
-    )
+    UNUSED = UNUSED["online_dpo"]
     Options = OnlineDPOOptions
     options: OnlineDPOOptions
 

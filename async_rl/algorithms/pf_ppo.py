@@ -7,19 +7,14 @@ the sum and in the denominator, which is the expectation of it, without the nois
 """
 
 import torch
-from pydantic import Field
 
 from async_rl.algorithms.base import Rollouts
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.section import Section
+from async_rl.config.algorithm_options import PFPPOOptions
 from async_rl.errors import RewardError
 
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-15, 1e15
 """Of a rollout; weights times gradients are summed in float32. Smaller ones count as 0."""
-
-
-class PFPPOOptions(Section):
-    power: float = Field(2.0, gt=0)
 
 
 class PFPPO(PolicyGradient):

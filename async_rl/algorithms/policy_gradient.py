@@ -25,20 +25,15 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import ValidationError
 
 from async_rl.algorithms.base import LossSum, Needs, Responses, Rollouts, Tokens, Totals
 from async_rl.algorithms.importance import ImportanceWeights
 from async_rl.algorithms.log_ratio import exp, kl_terms
+from async_rl.config.algorithm_options import NoOptions, read_options, refuse_unused
 from async_rl.config.algorithm_section import AlgorithmSection, Normalize
 from async_rl.config.section import Section
-from async_rl.errors import ConfigError
 
 STD_EPS = 1e-6
-
-
-class NoOptions(Section):
-    """Of an algorithm without `[algorithm.options]`."""
 
 
 class PolicyGradient:
@@ -58,10 +53,10 @@ class PolicyGradient:
         Raises:
             ConfigError: `algorithm.options` are not those of the algorithm, or a setting has no effect on it.
         """
-        self._refuse_unused(config)
+        refuse_unused(config, self.UNUSED)
         self.config = config
         self.max_response_tokens = max_response_tokens
-        self.options = self._read_options(config)
+        self.options = read_options(config, self.Options)
         low, high = self.CLIP
         self.clip_low = low if config.clip_low is None else config.clip_low
         self.clip_high = high if config.clip_high is None else config.clip_high
@@ -200,24 +195,6 @@ class PolicyGradient:
         clipped_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
         return loss_N, {"clip_fraction": (clipped_N != ratio_N).float().sum().detach()}
-
-    def _refuse_unused(self, config: AlgorithmSection) -> None:
-        defaults = {key: field.default for key, field in AlgorithmSection.model_fields.items()}
-        if changed := [f"algorithm.{key}" for key in self.UNUSED if getattr(config, key) != defaults[key]]:
-            raise ConfigError(f"algorithm.name = {config.name!r} does not use {', '.join(changed)}: remove them")
-
-    def _read_options(self, config: AlgorithmSection) -> Section:
-        try:
-            return self.Options.model_validate(config.options)
-        except ValidationError as error:
-            named = ", ".join(self.Options.model_fields) or "none"
-            lines = [
-                f"algorithm.options.{'.'.join(map(str, item['loc']))}: {item['msg']} (got {item['input']!r})"
-                for item in error.errors()
-            ]
-            raise ConfigError(
-                f"algorithm.name = {config.name!r} has the options {named}: correct " + "; ".join(lines)
-            ) from error
 
 
 def deviation(totals: Totals) -> float:

@@ -15,11 +15,12 @@ import torch
 
 from async_rl.algorithms.base import Needs, Rollouts, Totals
 from async_rl.algorithms.policy_gradient import PolicyGradient
+from async_rl.config.algorithm_options import UNUSED
 
 
 class PPO(PolicyGradient):
     SCALES_BY_STD = False
-    UNUSED = ("scale_by_std",)
+    UNUSED = UNUSED["ppo"]
 
     @property
     def needs(self) -> Needs:

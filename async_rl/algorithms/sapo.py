@@ -9,22 +9,16 @@ At r = 1 its gradient is that of r A. As in the paper and in verl's and TRL's `s
 from collections.abc import Mapping
 
 import torch
-from pydantic import Field
 
 from async_rl.algorithms.base import Responses, Tokens
 from async_rl.algorithms.log_ratio import exp
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.section import Section
-
-
-class SAPOOptions(Section):
-    tau_positive: float = Field(1.0, gt=0)
-    tau_negative: float = Field(1.05, gt=0)
+from async_rl.config.algorithm_options import UNUSED, SAPOOptions
 
 
 class SAPO(PolicyGradient):
     NORMALIZE = "sequence"
-    UNUSED = ("clip_low", "clip_high")
+    UNUSED = UNUSED["sapo"]
     Options = SAPOOptions
     options: SAPOOptions
 

@@ -35,6 +35,10 @@ OF_SINGLE_ROLLOUTS = ("distillation", "ppo")
 """Those that do not compare the rollouts of a prompt."""
 WITH_CRITIC = ("ppo",)
 """Those whose advantages a critic's values give."""
+WITH_WEIGHTS_OF_PARTS = ("gdpo",)
+"""Those whose `algorithm.options.weights` name parts of the reward."""
+WHOLE_REWARD, SHAPING = "reward", "shaping"
+"""As these weights call a reward without parts, and what options of the algorithm add to it."""
 
 
 class AlgorithmSection(Section):

@@ -1,5 +1,9 @@
-"""Checks a user's own algorithm, and checkpoints of teacher and critic; nothing of them is executed or loaded."""
+"""Checks the algorithm's settings, a user's own one, and checkpoints of teacher and critic.
 
+Nothing of them is executed or loaded.
+"""
+
+from async_rl.config.algorithm_options import require_used
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
@@ -11,13 +15,16 @@ CRITIC = "critic.path"
 
 
 def require_algorithm(config: AlgorithmSection) -> None:
-    """Checks that a user's own algorithm is a class of its file.
+    """Checks that a user's own algorithm is a class of its file, and what is set for a built-in one.
 
     Raises:
-        ConfigError: it is not; names the file and, if possible, the line.
+        ConfigError: it is no class of its file, named with the line where possible; a built-in one does not have these
+            options, or does not use a setting.
     """
     if config.is_own:
         require_class("algorithm.name", config.name)
+    else:
+        require_used(config)
 
 
 def require_other_models(config: Config, policy: ModelFiles, *, serves: bool, is_whole: bool = True) -> None:

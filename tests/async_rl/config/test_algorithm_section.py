@@ -1,10 +1,12 @@
 """Settings of `[algorithm]` that contradict each other or the rest of a config, with their remedies."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from async_rl.algorithms import ALGORITHMS, make_algorithm
+from async_rl.config.algorithm_options import require_used
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
@@ -47,6 +49,10 @@ def test_what_cannot_stream_needs_a_synchronous_run(algorithm: dict[str, Any], w
     ("sections", "says"),
     [
         ({"algorithm": {"name": "gpro"}}, r"algorithm\.name is 'gpro': expected one of grpo, .*, or python:path"),
+        (
+            {"algorithm": {"name": "gdpo", "options": {"weights": {"shaping": 0.5, "fromat": 2.0}}}},
+            r"algorithm\.options\.weights has 'fromat': expected parts of the reward, reward, or shaping",
+        ),
         ({"algorithm": {"name": "distillation"}}, r"algorithm\.teacher is not set: name the teacher's checkpoint"),
         (
             {"algorithm": {"importance": "token_mask", "old_policy": "rollout"}},
@@ -96,6 +102,19 @@ def test_a_contradiction_is_named_with_its_remedy(sections: dict[str, Any], says
         config_of(**sections)
 
 
+def test_weights_name_parts_of_the_reward_or_what_a_program_gives() -> None:
+    def config(reward: dict[str, Any], program: str, *names: str) -> Config:
+        weights = dict.fromkeys(names, 2.0)
+        tree = minimal_tree() | {"reward": reward, "rollout": {"program": program}}
+        return parse_config(tree | {"algorithm": {"name": "gdpo", "options": {"weights": weights}}}, "here")
+
+    parts = {"parts": [{"name": "math"}, {"name": "exact", "label": "format"}]}
+    config(parts, "single_turn", "math", "format", "shaping")
+    config(parts, "python:mine.py:play", "math", "reward")
+    with pytest.raises(ConfigError, match=r"weights has 'reward': expected parts of the reward, math, format, or sh"):
+        config(parts, "single_turn", "math", "reward")
+
+
 def test_one_rollout_per_prompt_is_enough_for_algorithms_that_do_not_compare() -> None:
     rollout = {"responses_per_prompt": 1}
     for algorithm in (
@@ -132,6 +151,25 @@ def test_a_setting_without_effect_is_refused(name: str, key: str) -> None:
     )
     with pytest.raises(ConfigError, match=rf"algorithm\.name = '{name}' does not use algorithm\.{key}: remove them"):
         make_algorithm(section, 100)
+    with pytest.raises(ConfigError, match=rf"does not use algorithm\.{key}: remove them"):
+        require_used(section)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("options", [{}, {"no_such": 1}, {"delta": 2.0}, {"beta": "x"}, {"weights": {"a": "b"}}])
+def test_options_are_refused_before_a_start_as_by_the_algorithm(name: str, options: dict[str, Any]) -> None:
+    teacher = {"teacher": "t"} if name == "distillation" else {}
+    section = AlgorithmSection.model_validate({"name": name, "options": options, **teacher})
+
+    def said_by(check: Callable[[], object]) -> str | None:
+        try:
+            check()
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    said = said_by(lambda: make_algorithm(section, 100))
+    assert said_by(lambda: require_used(section)) == said and (said is None) == (not options)
 
 
 def test_a_critic_has_settings_with_ppo_or_an_algorithm_of_ones_own() -> None:
