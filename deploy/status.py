@@ -17,6 +17,7 @@ from rich.text import Text
 
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.programs.error_text import error_text
 from async_rl.protocol.fleet import FleetInfo
 from async_rl.tracking.lease import Term, read_term
 from async_rl.tracking.process_identity import has_died
@@ -108,7 +109,8 @@ def find_run() -> Path:
 def show(status: Status, console: Console) -> None:
     total = "" if status.num_iterations is None else f" of {status.num_iterations}"
     when = "" if status.trained_s is None else f", the last one {time.time() - status.trained_s:.0f} s ago"
-    console.print(f"{status.run_dir} ({status.engine}): {status.num_trained}{total} iterations{when}", highlight=False)
+    progress = f"{status.run_dir} ({status.engine}): {status.num_trained}{total} iterations{when}"
+    console.print(_text(progress), soft_wrap=True)
     if (lease := status.lease) is not None:
         held = "released" if lease.released else "held until its death" if has_died(lease.process) else "held"
         console.print(_text(f"lease: term {lease.term}, {held} by {lease.host}, process {lease.process.pid}"))
@@ -123,7 +125,7 @@ def show(status: Status, console: Console) -> None:
         if task.cause:
             console.print(_text(f"{task.name} was lost: {task.cause.splitlines()[0]}"), soft_wrap=True)
     if status.fleet is None:
-        console.print("no trainer answers: it starts, is started again, or has ended", highlight=False)
+        console.print(_why_no_trainer_answers(status), highlight=False)
         return
     instances = Table(box=None, pad_edge=False)
     for name in ("instance", "url", "state", "version", "reason"):
@@ -132,6 +134,14 @@ def show(status: Status, console: Console) -> None:
         row = (info.name, info.url, info.state, info.version or "-", info.reason or "")
         instances.add_row(*map(_text, row))
     console.print(instances)
+
+
+def _why_no_trainer_answers(status: Status) -> str:
+    if status.num_trained == status.num_iterations:
+        return "the run is complete"
+    if status.lease is not None and status.lease.released:
+        return "the trainer has ended before the last iteration: started again with the same run.dir, the run goes on"
+    return "no trainer answers: it starts, is started again, or was lost"
 
 
 def _text(text: str) -> Text:
@@ -153,10 +163,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         status = read_status(options.run or find_run(), os.environ.get("ASYNC_RL_TOKEN"))
     except AsyncRLError as error:
-        print(f"async-rl status: {error}", file=sys.stderr)
+        print(f"async-rl status: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
     if options.json:
-        print(status.as_json())
+        Console().out(status.as_json(), highlight=False)
         return 0
     console = Console()
     show(status, console if console.is_terminal else Console(width=PIPE_WIDTH))

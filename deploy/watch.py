@@ -7,19 +7,23 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.programs.error_text import error_text
 from async_rl.tracking.lease import read_term
-from async_rl.tracking.process_identity import has_died
+from async_rl.tracking.process_identity import Process, has_died, is_running
+from async_rl.tracking.record_lines import require_readable
 from deploy.cluster.live_view import make_run_view
 from deploy.cluster.run_view import JsonlTail, Record, RunView, shown_records
 
 POLL_S = 0.5
+
+METRICS = "metrics.jsonl"
 
 OVER_AFTER_S = 90.0
 """A trainer that died may be started again: this long after its end, none was."""
@@ -29,21 +33,28 @@ def watch(run_dir: Path, console: Console, token: str | None) -> None:
     """Shows the run until it is over.
 
     Raises:
-        ConfigError: there is no such directory.
+        ConfigError: there is no such directory, or no run in it.
     """
-    if not run_dir.is_dir():
-        raise ConfigError(f"{str(run_dir)!r} is no directory: name the run.dir of a run")
-    tail = JsonlTail(run_dir / "metrics.jsonl", from_start=True)
+    require_readable(run_dir, [METRICS])
+    tail = JsonlTail(run_dir / METRICS, from_start=True)
     with make_run_view(console, run_dir, token) as view:
-        last = _show(view, tail)
+        last = first = _show(view, tail)
         has_trainer_s = time.monotonic() if _has_trainer(run_dir) else -math.inf
-        while not _is_trained(last) and time.monotonic() - has_trainer_s < OVER_AFTER_S:
+
+        def is_over() -> bool:
+            # A run that was over may be on its way to more iterations, which its records do not say yet.
+            is_resumed = last is first and _has_trainer(run_dir, is_running)
+            return (_is_trained(last) and not is_resumed) or time.monotonic() - has_trainer_s >= OVER_AFTER_S
+
+        while not is_over():
             time.sleep(POLL_S)
             last = _show(view, tail) or last
             if _has_trainer(run_dir):
                 has_trainer_s = time.monotonic()
-        if last is None:
-            view.note(f"{str(run_dir)!r} has no complete iteration, and no trainer is at work there")
+    if last is None:
+        raise ConfigError(
+            f"{str(run_dir)!r} has no complete iteration, and no trainer is at work there: name the run.dir of a run"
+        )
 
 
 def _show(view: RunView, tail: JsonlTail) -> Record | None:
@@ -58,10 +69,14 @@ def _is_trained(last: Record | None) -> bool:
     return last is not None and bool(last["iteration"] + 1 >= last["iterations"])
 
 
-def _has_trainer(run_dir: Path) -> bool:
-    """Whether a trainer holds the run, as far as this host can tell."""
+def _may_run(process: Process) -> bool:
+    return not has_died(process)
+
+
+def _has_trainer(run_dir: Path, is_alive: Callable[[Process], bool] = _may_run) -> bool:
+    """Whether a trainer holds the run; by default one of another host, which this one cannot ask, counts as alive."""
     term = read_term(run_dir)
-    return term is not None and not term.released and not has_died(term.process)
+    return term is not None and not term.released and is_alive(term.process)
 
 
 def make_parser() -> Parser:
@@ -75,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         watch(options.run, Console(), os.environ.get("ASYNC_RL_TOKEN"))
     except AsyncRLError as error:
-        print(f"async-rl watch: {error}", file=sys.stderr)
+        print(f"async-rl watch: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
         pass

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from async_rl.dashboard.page import Dashboard
 from async_rl.dashboard.run_records import open_run
@@ -18,6 +19,7 @@ from async_rl.dashboard.serve import DashboardServer
 from async_rl.errors import ConfigError
 from async_rl.net.listener import is_open_to_network, listen, url_for_others
 from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.programs.error_text import error_text
 
 DEFAULT_PORT = 8275
 """Not 8265, at which Ray's own dashboard listens."""
@@ -45,7 +47,8 @@ async def serve(runs: Sequence[Path], host: str, port: int, token: str | None) -
     listener = listen("the dashboard", host, port, None)
     needed = (token or secrets.token_urlsafe(16)) if is_open_to_network(listener) else None
     async with DashboardServer(dashboard, listener, needed, {host}):
-        print(f"dashboard: {url_for_others(listener)}/dashboard/{f'#token={needed}' if needed else ''}", flush=True)
+        fragment = f"#token={quote(needed, safe='')}" if needed else ""
+        print(f"dashboard: {url_for_others(listener)}/dashboard/{fragment}", flush=True)
         if needed:
             print("it is open to the network, unencrypted; who has the token reads prompts and responses", flush=True)
         await asyncio.Event().wait()
@@ -57,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         with suppress(KeyboardInterrupt):
             asyncio.run(serve(options.runs, options.host, options.port, os.environ.get("ASYNC_RL_TOKEN")))
     except ConfigError as error:
-        print(f"async-rl dashboard: {error}", file=sys.stderr)
+        print(f"async-rl dashboard: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
     return 0
 

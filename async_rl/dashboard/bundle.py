@@ -23,8 +23,6 @@ def one_page(title: str, data: str) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     head, body = _LOADED.sub("", static_file("index.html")).split("</head>\n")
-    # An HTML parser ends a script at the first "</", in whatever text, so no "<" remains in the data.
-    embedded = data.replace("<", "\\u003c")
     return (
         head.replace("<title>async-rl</title>", f"<title>{_escaped(title)}</title>").replace(
             '<meta charset="utf-8">\n',
@@ -33,10 +31,15 @@ def one_page(title: str, data: str) -> str:
         + f"<style>{style}</style>\n</head>\n"
         + body.replace(
             "</body>",
-            f'<script id="embedded" type="application/json">{embedded}</script>\n'
+            f'<script id="embedded" type="application/json">{embedded(data)}</script>\n'
             f"<script>{library}</script>\n<script>{own}</script>\n</body>",
         )
     )
+
+
+def embedded(data: str) -> str:
+    """JSON as the page holds it, without "<": an HTML parser ends a script at the first "</", in whatever text."""
+    return data.replace("<", "\\u003c")
 
 
 def _joined_modules() -> str:

@@ -1,8 +1,9 @@
 """One record per iteration as columns of numbers, for `run_records`: what curves are drawn from."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
+
+from async_rl.tracking.record_lines import number_of
 
 MAX_COLUMNS = 500
 """Columns beyond are left out: a record has about 50, and a few for each part of a mixture or a reward."""
@@ -83,13 +84,3 @@ def _lists(value: Any) -> list[list[Any]]:
         return []
     rows = [row for row in value[:MAX_DETAILS] if isinstance(row, list) and len(row) <= MAX_DETAILS]
     return [row for row in rows if all(isinstance(cell, str) or number_of(cell) is not None for cell in row)]
-
-
-def number_of(value: Any) -> float | None:
-    """A finite number; None for anything else, `true` and numbers beyond the range of floats included."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:
-        return None

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from async_rl.dashboard.bundle import one_page
+from async_rl.dashboard.bundle import embedded, one_page
 from async_rl.dashboard.run_records import RunRecords, as_json, names_of, open_run
 from async_rl.errors import AsyncRLError
 from async_rl.files import write_file
 from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.programs.error_text import error_text
 
 MAX_RECORDS_BYTES = 3_000_000
 MAX_PERIODS_BYTES = 4_000_000
@@ -52,15 +53,26 @@ def _newest_first(row: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def thinned_records(records: dict[str, Any], max_bytes: int) -> dict[str, Any]:
-    """The records, or fewer of them; of the proofs all that failed."""
-    share = min(1.0, max_bytes / len(as_json(records)))
-    if share == 1.0:
+    """The records, or fewer of them; of the proofs all that failed.
+
+    The page draws an evaluation at its iteration: each that is kept has its iteration kept.
+    """
+    if _size(records) <= max_bytes:
         return records
     metrics, rows = records["metrics"], records["proofs"]["rows"]
-    kept = spread(range(len(metrics["iterations"])), int(share * len(metrics["iterations"])))
+    places = range(len(metrics["iterations"]))
+    iteration_bytes = _size(metrics) // max(1, len(places))
+    evaluations = _thinned_evaluations(records["evaluations"], max_bytes // 4, iteration_bytes)
+    evaluated = {record["iteration"] for record in evaluations}
+    at_evaluations = {place for place in places if metrics["iterations"][place] in evaluated}
+    rest_bytes = max_bytes - _size(evaluations) - iteration_bytes * len(at_evaluations)
+    share = min(1.0, max(0, rest_bytes) / _size({**records, "evaluations": []}))
+    others = spread(places, int(share * len(places)))
+    kept = sorted({*others, *at_evaluations})
     kept_proofs = {id(row) for row in spread(rows, int(share * len(rows)))}
     return {
         **records,
+        "evaluations": evaluations,
         "metrics": {
             "first": 0,
             "iterations": [metrics["iterations"][number] for number in kept],
@@ -75,6 +87,17 @@ def thinned_records(records: dict[str, Any], max_bytes: int) -> dict[str, Any]:
     }
 
 
+def _thinned_evaluations(
+    evaluations: Sequence[Mapping[str, Any]], max_bytes: int, iteration_bytes: int
+) -> list[Mapping[str, Any]]:
+    """As many of them, at equal distances, as fit with their iterations; of an iteration all sets, or none."""
+    of_iterations: dict[int, list[Mapping[str, Any]]] = {}
+    for record in evaluations:
+        of_iterations.setdefault(record["iteration"], []).append(record)
+    kept = fitting(list(of_iterations.values()), max_bytes, iteration_bytes)
+    return [record for records in kept for record in records]
+
+
 def spread(items: Sequence[Item], most: int) -> list[Item]:
     """At most `most` of them, at equal distances, the last one included."""
     if len(items) <= most:
@@ -83,13 +106,18 @@ def spread(items: Sequence[Item], most: int) -> list[Item]:
     return [items[last - number * last // max(1, most - 1)] for number in reversed(range(most))] if most > 0 else []
 
 
-def fitting(items: Sequence[Item], max_bytes: int) -> Iterator[Item]:
-    """As many of them, at equal distances, as have at most so many bytes as JSON."""
-    sizes = [len(as_json(item)) for item in items]
+def fitting(items: Sequence[Item], max_bytes: int, bytes_beside: int = 0) -> Iterator[Item]:
+    """As many of them, at equal distances, as have at most so many bytes in the page, with `bytes_beside` each."""
+    sizes = [_size(item) + bytes_beside for item in items]
     most = len(items)
     while most and sum(spread(sizes, most)) > max_bytes:
         most = min(most - 1, int(most * max_bytes / sum(spread(sizes, most))))
     yield from spread(items, most)
+
+
+def _size(value: Any) -> int:
+    """Bytes of a value in the page."""
+    return len(embedded(as_json(value)))
 
 
 def make_parser() -> Parser:
@@ -107,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
         page = report([open_run(run) for run in options.runs])
         write_file(options.output, page)
     except AsyncRLError as error:
-        print(f"async-rl report: {error}", file=sys.stderr)
+        print(f"async-rl report: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
     print(f"{options.output}: {len(page.encode()) / 1e6:.1f} MB")
     return 0

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.dashboard.followed_file import FollowedFile, FollowedRotation, has_iteration, iteration_of
-from async_rl.dashboard.record_table import DETAILS, RecordTable, number_of
+from async_rl.dashboard.record_table import DETAILS, RecordTable
 from async_rl.errors import ConfigError
-from async_rl.tracking.record_lines import record_of
+from async_rl.tracking.natural_order import natural_order
+from async_rl.tracking.record_lines import number_of, record_of, require_readable
 from async_rl.tracking.records import ROTATED
 from async_rl.tracking.samples import SAMPLES
 from async_rl.tracking.timeline import TIMELINE
@@ -199,11 +200,10 @@ def open_run(run_dir: Path) -> RunRecords:
     """The records of a directory that a user names.
 
     Raises:
-        ConfigError: it is not the directory of a run.
+        ConfigError: it is not the directory of a run, or its records may not be read.
     """
-    if not run_dir.is_dir():
-        raise ConfigError(f"{str(run_dir)!r} is not a directory: name the run.dir of a run, such as runs/NAME")
     names = (*FOLLOWED, *(kind.name for kind in ROTATED), "launch.json")
+    require_readable(run_dir, names)
     if not any((run_dir / name).exists() for name in names):
         raise ConfigError(f"{str(run_dir)!r} has no records of a run: name a run.dir, which has metrics.jsonl")
     return RunRecords(run_dir)
@@ -266,7 +266,7 @@ def _group(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows of a group; `instances` are those that sampled it."""
     gaps = row.get("logprob_gaps")
     shown = {name: _plain(row[name]) for name in GROUP_FIELDS if name in row}
-    return {**shown, "instances": sorted(map(str, gaps)) if isinstance(gaps, dict) else []}
+    return {**shown, "instances": sorted(map(str, gaps), key=natural_order) if isinstance(gaps, dict) else []}
 
 
 def _plain(value: Any) -> str | float | bool | None:

@@ -8,7 +8,6 @@ import heapq
 import json
 import re
 import sys
-import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,13 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from async_rl.dashboard.record_table import number_of
 from async_rl.dashboard.run_records import RunRecords, open_run, responses_of
 from async_rl.errors import ConfigError
 from async_rl.programs.command_line import USAGE_ERROR, Parser
-
-_KEPT = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
-"""Of characters that have no picture of their own; scripts and emoji need the joiners."""
+from async_rl.programs.error_text import error_text, harmless
+from async_rl.tracking.record_lines import number_of
 
 DEFAULT_NUM = 10
 """Samples without an option that says how many."""
@@ -91,15 +88,8 @@ def show(sample: Sample, console: Console) -> None:
 
 
 def _shown(text: str, encoding: str) -> str:
-    """Without control characters but line ends and tabs, as a model's text must not control the terminal, and with
-    characters that the terminal can show."""
-    plain = text.replace("\r\n", "\n")
-    shown = "".join(char if _is_harmless(char) else "\N{REPLACEMENT CHARACTER}" for char in plain)
-    return shown.encode(encoding, "replace").decode(encoding)
-
-
-def _is_harmless(char: str) -> bool:
-    return char.isprintable() or char in _KEPT or unicodedata.category(char) == "Zs"
+    """A model's text without what would control the terminal, and with characters that the terminal can show."""
+    return harmless(text).encode(encoding, "replace").decode(encoding)
 
 
 def make_parser() -> Parser:
@@ -123,8 +113,8 @@ def wanted_samples(options: argparse.Namespace) -> list[Sample]:
     if len(orders) > 1:
         raise ConfigError(f"--{orders[0][0]} and --{orders[1][0]} exclude each other: give one")
     order, num = orders[0] if orders else ("newest", DEFAULT_NUM)
-    if num < 1:
-        raise ConfigError(f"--{order} {num}: expected a number of samples, 1 or more")
+    if not 1 <= num <= sys.maxsize:
+        raise ConfigError(f"--{order} {num}: expected a number of samples, 1 to {sys.maxsize}")
     try:
         pattern = re.compile(options.grep or "", re.IGNORECASE)
     except re.error as error:
@@ -142,13 +132,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         samples = wanted_samples(options)
     except ConfigError as error:
-        print(f"async-rl samples: {error}", file=sys.stderr)
+        print(f"async-rl samples: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
+    console = Console(highlight=False)
     if options.json:
         for sample in samples:
-            print(json.dumps(asdict(sample)))
+            console.out(json.dumps(asdict(sample)))
         return 0
-    console = Console(highlight=False)
     for sample in samples:
         show(sample, console)
     if not samples:

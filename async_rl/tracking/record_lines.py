@@ -6,8 +6,31 @@ resumes (`async_rl.tracking.records`).
 """
 
 import json
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from async_rl.errors import ConfigError
+
+
+def require_readable(run_dir: Path, names: Iterable[str]) -> None:
+    """Checks what a user names before its records are read, where those that cannot be are left out.
+
+    Raises:
+        ConfigError: it is no directory, or a file of one of these names may not be read.
+    """
+    try:
+        if not run_dir.is_dir():
+            raise ConfigError(f"{str(run_dir)!r} is not a directory: name the run.dir of a run, such as runs/NAME")
+        for name in names:
+            if (run_dir / name).exists():
+                (run_dir / name).open("rb").close()
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or str(run_dir)!r} cannot be read: {error.strerror}; name the run.dir of a run, and use "
+            "an account that may read its records"
+        ) from error
 
 
 def whole_lines(file: Path) -> list[bytes]:
@@ -25,3 +48,13 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number; None for anything else, `true` and numbers beyond the range of floats included."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:
+        return None

@@ -34,9 +34,13 @@ def require_no_run(directory: Path) -> None:
     """Refuses the directory of a run for the files of something else.
 
     Raises:
-        ConfigError: it has records of a run.
+        ConfigError: it has records of a run, or may not be read.
     """
-    if _has_records(directory):
+    try:
+        is_of_run = _has_records(directory)
+    except OSError as error:
+        raise ConfigError(f"{str(directory)!r} cannot be read: {error.strerror}; name another one") from error
+    if is_of_run:
         raise ConfigError(f"{str(directory)!r} is the directory of a run: name another one for the results")
 
 
@@ -97,7 +101,7 @@ def _iteration(path: Path, lines: list[bytes], number: int) -> float:
         return float("inf")
     try:
         return int(json.loads(line)["iteration"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"{str(path)!r}, line {number + 1} is not a record with an iteration: {line[:80]!r}; repair or remove it"
         ) from error

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
+from async_rl.tracking.record_lines import number_of
+
 Record = Mapping[str, Any]
 Event = dict[str, Any]
 
@@ -82,7 +84,7 @@ def _of_trainer(record: Record, at_s: float, groups: Sequence[Record]) -> Iterat
     def bar(name: str, start_s: float, end_s: float, **args: Any) -> Event:
         return _bar(name, TRAINER_PID, 0, at_s + start_s, at_s + end_s, args)
 
-    figures = {key: value for key, value in record.items() if isinstance(value, int | float)}
+    figures = {key: value for key, value in record.items() if number_of(value) is not None}
     yield bar(f"iteration {record['iteration']}", 0.0, record["seconds"], **figures)
     windows = windows_of(groups)
     for name, start_s, end_s in record.get("spans", ()):
@@ -116,10 +118,15 @@ def _of_instances(timed: Sequence[tuple[float, Record]]) -> Iterator[Event]:
             rows[instance] = _Rows(FIRST_INSTANCE_PID + len(rows))
             yield _named("process_name", rows[instance].pid, instance)
         names = ("iteration", "prompt_id", "reward_mean", "num_response_tokens", "num_truncated", "attempts")
-        args = {name: group.get(name) for name in names}
+        args = {name: value for name in names if _is_shown(value := group.get(name))}
         yield rows[instance].bar(
             f"group {group['index']}", at_s + group["started_s"], at_s + group["finished_s"], **args
         )
+
+
+def _is_shown(value: Any) -> bool:
+    """JSON has no infinite numbers."""
+    return not isinstance(value, float) or number_of(value) is not None
 
 
 def _instance_of(group: Record) -> str:

@@ -1,17 +1,19 @@
 """`async-rl status` on directories as launchers and trainers leave them; live ones are in the tests of launchers."""
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from async_rl.config.cluster_section import ClusterSection
 from async_rl.tracking.lease import take_lease
 from deploy.cluster.fleet import drain
 from deploy.cluster.tasks import Task, write_launch
-from deploy.status import read_status
+from deploy.status import Status, read_status, show
 
 pytestmark = pytest.mark.distributed
 
@@ -39,11 +41,15 @@ def test_tasks_progress_and_lease_are_shown(run_dir: Path) -> None:
     lease = take_lease(run_dir, ClusterSection().lease_s)
     shown = status("--run", str(run_dir)).stdout
     lease.release()
+    after = status("--run", str(run_dir)).stdout
     assert f"{run_dir} (local): 3 of 10 iterations, the last one" in shown
     assert "lease: term 1, held by" in shown
     assert all(word in shown for word in ("node-1", "4711", "running", "logs/trainer.log", "failed"))
     assert "instance-0 was lost: RewardError:  [2Jno such column" in shown and "\x1b" not in shown
     assert "no trainer answers" in shown
+    assert "the trainer has ended before the last iteration" in after
+    (run_dir / "metrics.jsonl").write_text('{"iteration": 2, "iterations": 3}\n')
+    assert "the run is complete" in status("--run", str(run_dir)).stdout
 
 
 def test_json_has_the_same(run_dir: Path) -> None:
@@ -67,3 +73,9 @@ def test_a_directory_without_a_launch_is_an_error_with_a_remedy(tmp_path: Path) 
     for words in ((), ("--run", str(tmp_path))):
         done = status(*words, cwd=tmp_path)
         assert done.returncode == 2 and "--run" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_name_of_a_run_is_shown_as_it_is() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    show(Status("runs/[lr=1e-6][/b]", "local", 0, None, None, (), None, None), console)
+    assert "runs/[lr=1e-6][/b] (local)" in console.file.getvalue()  # type: ignore[attr-defined]

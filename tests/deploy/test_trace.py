@@ -83,10 +83,47 @@ def test_a_run_of_an_older_release_is_shown_without_what_it_did_not_record(tmp_p
 
 
 @pytest.mark.parametrize(
-    "changes", [{"seconds": "ten"}, {"spans": [["publish", 1]]}, {"seconds": float("nan")}, {"seconds": 10**400}]
+    "changes",
+    [
+        {"seconds": "ten"},
+        {"seconds": None},
+        {"seconds": float("nan")},
+        {"seconds": 10**400},
+        {"started_unix_s": "now"},
+        {"spans": 5},
+        {"spans": [["publish", 1]]},
+        {"spans": [["publish", 1, None]]},
+    ],
 )
-def test_records_of_something_else_are_a_named_error(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_broken_record_is_left_out(tmp_path: Path, changes: dict[str, Any]) -> None:
     write(tmp_path / "metrics.jsonl", [record(0, **changes)])
+    with pytest.raises(ConfigError, match="has no complete iteration"):
+        trace_of(tmp_path, 10)
+    write(tmp_path / "metrics.jsonl", [record(0), record(1, **changes), record(2)])
+    assert [name for name, *_ in bars(tmp_path, TRAINER_PID) if " " in name] == ["iteration 0", "iteration 2"]
+
+
+def test_figures_that_are_no_finite_numbers_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.jsonl", [record(0, reward_mean=float("nan"), loss=float("inf"), clip=0.5)])
+    write(tmp_path / "timeline.jsonl", [group(0, 0, 1.0) | {"reward_mean": float("nan")}])
+    events = json.loads(trace_of(tmp_path, 10))["traceEvents"]
+    (figures,) = [event["args"] for event in events if event["name"] == "iteration 0"]
+    assert figures["clip"] == 0.5 and not {"reward_mean", "loss"} & figures.keys()
+    assert "reward_mean" not in next(event["args"] for event in events if event["name"] == "group 0")
+
+
+@pytest.mark.parametrize("name", ["started_s", "finished_s", "train_started_s", "train_finished_s"])
+@pytest.mark.parametrize("time", [None, "1", float("inf"), 10**400])
+def test_a_group_with_a_broken_time_is_left_out(tmp_path: Path, name: str, time: object) -> None:
+    write(tmp_path / "metrics.jsonl", [record(0)])
+    write(tmp_path / "timeline.jsonl", [group(0, 0, 1.0), group(0, 1, 1.0) | {name: time}])
+    assert [bar for bar, *_ in bars(tmp_path, QUEUE_PID)] == ["group 0"]
+
+
+@pytest.mark.parametrize("gaps", [[1], {"a": {}}, {"a": 5}, 5, "http://a"])
+def test_records_of_something_else_are_a_named_error(tmp_path: Path, gaps: object) -> None:
+    write(tmp_path / "metrics.jsonl", [record(0)])
+    write(tmp_path / "timeline.jsonl", [group(0, 0, 1.0) | {"logprob_gaps": gaps}])
     with pytest.raises(ConfigError, match="are not those of a run"):
         trace_of(tmp_path, 10)
 

@@ -37,8 +37,8 @@ def test_a_run_that_is_over_is_shown_at_once(tmp_path: Path, record: MakeRecord)
 
 
 def test_a_run_that_ended_early_and_one_that_never_began_end_the_view(tmp_path: Path, record: MakeRecord) -> None:
-    (said,) = watched(tmp_path)
-    assert "has no complete iteration" in said
+    with pytest.raises(ConfigError, match="has no complete iteration, and no trainer is at work"):
+        watched(tmp_path)
     write(tmp_path, [record(0)])
     lease = take_lease(tmp_path, 20.0)
     lease.release()
@@ -56,6 +56,21 @@ def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path, record: MakeR
     viewer.join(60)
     lease.release()
     assert [line.split()[1] for line in lines[:-1]] == ["1/3", "3/3"]
+
+
+def test_a_run_that_was_over_and_goes_on_with_more_iterations_is_followed(tmp_path: Path, record: MakeRecord) -> None:
+    write(tmp_path, [record(i) for i in range(3)])
+    lease = take_lease(tmp_path, 20.0)
+    lines: list[str] = []
+    viewer = threading.Thread(target=lambda: lines.extend(watched(tmp_path)))
+    viewer.start()
+    time.sleep(0.3)
+    write(tmp_path, [{**record(3), "iterations": 5}])
+    time.sleep(0.3)
+    write(tmp_path, [{**record(4), "iterations": 5}])
+    viewer.join(60)
+    lease.release()
+    assert [line.split()[1] for line in lines[:-1]] == ["1/3", "3/3", "5/5"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +93,7 @@ def test_lines_of_something_else_are_left_out(tmp_path: Path, record: MakeRecord
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"no such' is no directory"):
+    with pytest.raises(ConfigError, match=r"no such' is not a directory"):
         watch(tmp_path / "no such", Console(file=io.StringIO()), None)
     assert main([str(tmp_path / "no such")]) == 2
     assert "async-rl watch: " in capsys.readouterr().err
@@ -90,3 +105,8 @@ def test_interrupting_it_is_its_ordinary_end(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(watch_command, "watch", interrupted)
     assert main([str(tmp_path)]) == 0
+
+
+def test_a_path_that_cannot_be_looked_at_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read: File name too long; name the run\.dir"):
+        watched(Path("n" * 300))

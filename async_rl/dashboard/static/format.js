@@ -1,7 +1,7 @@
 // Numbers as text, elements without markup in strings, and colours of the present theme; for all other scripts.
 
 const MAX_TICK_DIGITS = 6;
-const SUFFIXES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k", 1e3]];
+const SUFFIXES = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k", 1e3]];
 
 /** A number in at most about seven characters, with its unit where one follows without a space. */
 export function formatNumber(value, unit = "") {
@@ -9,8 +9,10 @@ export function formatNumber(value, unit = "") {
   if (unit === "share") return `${(100 * value).toFixed(Math.abs(value) < 0.0995 ? 1 : 0)}%`;
   if (unit === "bytes") return formatBytes(value);
   const size = Math.abs(value);
-  if (size !== 0 && size < 1e-3) return value.toExponential(1).replace("e-", "e−");
-  for (const [least, suffix, by] of SUFFIXES) if (size >= least) return `${trimmed(value / (by ?? least), 3)}${suffix}`;
+  if (size !== 0 && (size < 1e-3 || size >= 1e21)) return value.toExponential(1).replace("e-", "e−").replace("e+", "e");
+  // As it is shown: 999,999 is 1M, not 1000k.
+  const shown = size >= 1e4 ? Number(size.toPrecision(3)) : size;
+  for (const [least, suffix, by] of SUFFIXES) if (shown >= least) return `${trimmed(value / (by ?? least), 3)}${suffix}`;
   return Number.isInteger(value) ? String(value) : trimmed(value, size >= 100 ? 4 : 3);
 }
 

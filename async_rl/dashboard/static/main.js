@@ -82,7 +82,7 @@ class Run {
   }
 }
 
-const EVALUATION_FIGURE = /^(accuracy|pass@|avg@|reward|response_tokens_mean)/;
+const EVALUATION_FIGURE = /^(accuracy|pass@|avg@|reward|response_tokens_mean|truncated_share)/;
 
 class Page {
   constructor(source) {

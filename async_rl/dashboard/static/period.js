@@ -181,10 +181,17 @@ export class Period {
 /** The last groups to finish, of those that finish far later than most do. */
 export function stragglersOf(timed) {
   if (timed.length < 4) return [];
-  const start = Math.min(...timed.map((group) => group.started_s));
+  const [start, median] = startAndMedian(timed);
   const sorted = [...timed].sort((a, b) => b.finished_s - a.finished_s);
-  const median = sorted[Math.floor(sorted.length / 2)].finished_s - start;
   return sorted.slice(0, MAX_STRAGGLERS).filter((group) => group.finished_s - start > STRAGGLER_FACTOR * median);
+}
+
+/** When the first group began, and how long after that half of the groups had finished. */
+function startAndMedian(timed) {
+  const start = Math.min(...timed.map((group) => group.started_s));
+  const finished = timed.map((group) => group.finished_s - start).sort((a, b) => a - b);
+  const middle = (finished.length - 1) / 2;
+  return [start, (finished[Math.floor(middle)] + finished[Math.ceil(middle)]) / 2];
 }
 
 function showStragglers(timed, stragglers) {
@@ -196,9 +203,7 @@ function showStragglers(timed, stragglers) {
     box.replaceChildren(element("p", { class: "note" }, text));
     return;
   }
-  const start = Math.min(...timed.map((group) => group.started_s));
-  const finished = timed.map((group) => group.finished_s).sort((a, b) => a - b);
-  const median = finished[Math.floor(finished.length / 2)] - start;
+  const [start, median] = startAndMedian(timed);
   const table = element("table");
   const heads = ["group", "instance", ["finished", "number"], ["tokens", "number"], ["sent", "number"]];
   fillTable(table, heads, stragglers.map((group) => [
@@ -237,7 +242,7 @@ function bandsOf(timed) {
     band.ends[lane] = group.finished_s;
     band.num += 1;
   }
-  return [...bands.values()].sort((a, b) => (a.name < b.name ? -1 : 1));
+  return [...bands.values()].sort((a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }));
 }
 
 /** As many as can be told apart: those that finish last, in the order in which they are. */

@@ -19,6 +19,8 @@ export class Proof {
     const failed = proofs.filter((proof) => proof.on_policy !== true);
     showSummary(proofs, numProofs, failed);
     const wanted = byId("proof-violations").checked ? failed : proofs;
+    // A run that resumes has fewer proofs than before.
+    this.skip = Math.max(0, Math.min(this.skip, PER_PAGE * (Math.ceil(wanted.length / PER_PAGE) - 1)));
     const rows = wanted.slice(Math.max(0, wanted.length - this.skip - PER_PAGE), wanted.length - this.skip).reverse();
     byId("proof-newer").disabled = this.skip === 0;
     byId("proof-older").disabled = this.skip + PER_PAGE >= wanted.length;

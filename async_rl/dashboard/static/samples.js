@@ -20,17 +20,23 @@ export class Samples {
     byId("samples-older").addEventListener("click", () => this.#turnTo(this.skip + PER_PAGE));
   }
 
-  /** Shows what is new, unless the user reads older samples. */
+  /** Shows what is new, unless the user reads older samples; those may be gone where the run has resumed. */
   async follow() {
+    if (this.generation !== this.#run.generation) this.skip = 0;
     if (this.skip === 0) await this.load();
+  }
+
+  get #run() {
+    return this.runs[Number(byId("samples-run").value || 0)];
   }
 
   async load() {
     this.asked += 1;
     const asked = this.asked;
+    this.generation = this.#run.generation;
     const value = (name) => byId(`samples-${name}`).value;
     const wanted = { iteration: value("iteration"), lowest: value("lowest"), highest: value("highest"), text: value("text") };
-    const { total, rows } = await this.source.samples(Number(value("run") || 0), wanted, this.skip, PER_PAGE);
+    const { total, rows } = await this.source.samples(this.#run.number, wanted, this.skip, PER_PAGE);
     if (asked !== this.asked) return;
     const last = Math.min(total, this.skip + PER_PAGE);
     byId("samples-summary").textContent = total ? `${this.skip + 1} to ${last} of ${total} recorded groups, newest first.` : "No recorded group is like this.";

@@ -5,10 +5,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from async_rl.config.secrets import masked
 from async_rl.config.sections import TrackingSection
 from async_rl.tracking.trackers.fan_out import Trackers
 from async_rl.tracking.trackers.logged_steps import LoggedSteps
-from async_rl.tracking.trackers.masking import masked
 from async_rl.tracking.trackers.tracker import TrackedRun, Tracker
 from async_rl.tracking.trackers.tracker_thread import TrackerThread
 
@@ -18,7 +18,7 @@ TENSORBOARD = "tensorboard"
 
 def open_trackers(section: TrackingSection, run_dir: Path, first_iteration: int, config: Mapping[str, Any]) -> Trackers:
     """Starts a thread for each tracker; `config` is the run's, with secrets, which are masked here."""
-    shown = masked(config)
+    shown = masked("", config)
 
     def start(name: str) -> TrackerThread:
         logged = LoggedSteps(run_dir, name)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import statistics
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -106,6 +107,8 @@ def test_the_page_shows_the_records_follows_the_run_and_survives_a_resume(tmp_pa
     second = SyntheticRun(tmp_path / "second", num_iterations=20, seed=1)
     first.write(last=29)
     second.write()
+    evaluation = {"iteration": 20, "set": "words", "complete": True, "truncated_share": 0.25}
+    (first.run_dir / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
 
     async def look() -> None:
         async with served([first, second]) as url, browser_tab() as tab:
@@ -117,6 +120,16 @@ def test_the_page_shows_the_records_follows_the_run_and_survives_a_resume(tmp_pa
             for part in ("rollout", "training", "publish", "step"):
                 assert await num_pixels(tab, "#period-canvas", part) > 100, part
             assert "2 groups left out" in await text_of(tab, "left-out")
+            timed = [row for row in first.groups(28) if "started_s" in row]
+            started = min(row["started_s"] for row in timed)
+            median = statistics.median(row["finished_s"] - started for row in timed)
+            assert f"1.5 times the median of {median:.3g} s" in await text_of(tab, "stragglers")
+            drawn = (
+                'document.querySelector(\'[data-metric="eval/words/truncated_share"] [data-run="0"]\').dataset.value'
+            )
+            assert await tab.value(drawn) == "0.25"
+            numbers = "import('./format.js').then((own) => [5e17, 999999, 1e30].map((each) => own.formatNumber(each)))"
+            assert await tab.value(numbers) == ["500P", "1M", "1.0e30"]
             assert len(await tab.value("[...document.querySelectorAll('#instances-table tbody tr')].map(String)")) == 2
 
             first.write(first=29)
@@ -124,9 +137,14 @@ def test_the_page_shows_the_records_follows_the_run_and_survives_a_resume(tmp_pa
             await tab.wait_for("document.getElementById('period-iteration').value === '29'")
             await require_records(tab, first)
 
-            cut_run_records(first.run_dir, first_iteration=25)
-            await tab.wait_for("document.querySelector('[data-tile=iterations]').dataset.value === '25'")
-            assert "All 25 proofs hold" in await text_of(tab, "proof-summary")
+            for name in ("samples", "proof"):
+                await tab.value(f"document.getElementById('{name}-older').click()")
+            await tab.wait_for("document.getElementById('samples-summary').textContent.startsWith('11 to 20 of 90 ')")
+            cut_run_records(first.run_dir, first_iteration=15)
+            await tab.wait_for("document.querySelector('[data-tile=iterations]').dataset.value === '15'")
+            assert "All 15 proofs hold" in await text_of(tab, "proof-summary")
+            assert await tab.value("document.querySelectorAll('#proof-table tbody tr').length") == 15
+            await tab.wait_for("document.getElementById('samples-summary').textContent.startsWith('1 to 10 of ')")
             assert tab.errors == []
 
     asyncio.run(look())

@@ -4,6 +4,7 @@ import asyncio
 import re
 import socket
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import aiohttp
 import pytest
@@ -34,7 +35,8 @@ def statuses(
             await asyncio.sleep(0.01)
             printed += capsys.readouterr().out
         port = re.findall(r":(\d+)/dashboard/", printed)[0]
-        shown = re.findall(r"#token=(\S+)", printed)
+        # As the page reads it.
+        shown = parse_qs("".join(re.findall(r"#(token=\S+)", printed))).get("token", [])
         found = []
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
             for each in (None, given or "".join(shown)):
@@ -68,6 +70,7 @@ def test_open_to_the_network_it_makes_a_token_and_prints_it_in_the_address(
     assert re.findall("token=(.{20,})", first) != re.findall("token=(.{20,})", second)
     assert statuses(run_dir, "0.0.0.0", "mine", capsys, "mine")[1] == [401, 200]
     assert statuses(run_dir, "0.0.0.0", "mine", capsys, "yours")[1] == [401, 401]
+    assert statuses(run_dir, "0.0.0.0", "a+b/c%d&e#f==", capsys, None)[1] == [401, 200], "as base64 has them"
 
 
 def test_what_cannot_be_served_is_refused_by_name(

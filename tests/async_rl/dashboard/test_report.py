@@ -62,6 +62,27 @@ def test_records_of_a_long_run_are_thinned_but_for_the_last_iteration_and_violat
     assert thinned["proofs"]["total"] == 101 and thinned["proofs"]["rows"][-1]["on_policy"] is False
 
 
+@pytest.mark.parametrize(("every", "num_sets"), [(1, 8), (10, 1), (50, 3)])
+def test_each_evaluation_that_a_thinned_report_has_is_drawn_and_all_of_them_are_bounded(
+    tmp_path: Path, every: int, num_sets: int
+) -> None:
+    run = SyntheticRun(tmp_path / "run", num_iterations=200, num_groups=2)
+    run.write()
+    rows = [
+        {"iteration": iteration, "set": f"set {number}", "complete": True, "avg@8": 0.25, "temperature": 1.0}
+        for iteration in range(0, 200, every)
+        for number in range(num_sets)
+    ]
+    (run.run_dir / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = open_run(run.run_dir).records(0, 0, 0)
+    max_bytes = len(as_json(whole)) // 8
+    thinned = thinned_records(whole, max_bytes)
+    kept = [record["iteration"] for record in thinned["evaluations"]]
+    assert set(kept) <= set(thinned["metrics"]["iterations"]) and all(kept.count(each) == num_sets for each in kept)
+    assert kept[-1] == 200 - every and (len(kept) < len(rows) or every > 1)
+    assert len(as_json(thinned)) < 1.1 * max_bytes
+
+
 def test_thinning_keeps_equal_distances_and_the_last_one() -> None:
     assert spread(range(100), 4) == [0, 33, 66, 99]
     assert spread(range(3), 5) == [0, 1, 2]
@@ -69,6 +90,7 @@ def test_thinning_keeps_equal_distances_and_the_last_one() -> None:
     assert spread(range(9), 0) == spread([], 3) == []
     assert list(fitting(["x" * 8] * 10, 35)) == ["x" * 8] * 3
     assert list(fitting(["x" * 8], 3)) == []
+    assert list(fitting(["<" * 8] * 4, 150)) == ["<" * 8] * 3, "each is six bytes in the page"
 
 
 def test_a_report_of_no_run_and_one_that_cannot_be_written_name_the_reason(

@@ -142,5 +142,11 @@ def test_a_directory_without_records_is_refused_and_one_of_a_starting_run_is_not
         open_run(tmp_path)
     with pytest.raises(ConfigError, match="is not a directory"):
         open_run(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        open_run(tmp_path / ("n" * 300))
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl' cannot be read: Is a directory"):
+        open_run(tmp_path)
+    (tmp_path / "metrics.jsonl").rmdir()
     (tmp_path / "launch.json").write_text("{}")
     assert open_run(tmp_path).follow().num_records == 0

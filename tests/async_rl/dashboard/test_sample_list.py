@@ -76,7 +76,8 @@ def test_a_terminal_without_unicode_shows_question_marks(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--worst", "0"], "1 or more"),
+        (["--worst", "0"], "a number of samples, 1 to"),
+        (["--newest", str(10**20)], "a number of samples, 1 to"),
         (["--worst", "1", "--best", "1"], "exclude each other"),
         (["--grep", "("], "is not a regular expression"),
     ],

@@ -10,13 +10,13 @@ from typing import Any, get_args
 
 import pytest
 
+from async_rl.config.secrets import MASK, masked
 from async_rl.config.sections import TrackingSection
 from async_rl.programs.extras import MODULES
 from async_rl.tracking.trackers import tracker_thread
 from async_rl.tracking.trackers.choice import open_trackers
 from async_rl.tracking.trackers.fan_out import Trackers, figures_of
 from async_rl.tracking.trackers.logged_steps import LoggedSteps
-from async_rl.tracking.trackers.masking import MASK, masked
 from async_rl.tracking.trackers.tracker import Figures, Row
 from async_rl.tracking.trackers.tracker_thread import TrackerThread
 
@@ -171,14 +171,16 @@ def test_secrets_are_masked_and_numbers_and_places_of_secrets_are_not() -> None:
     config = {
         "rollout": {"max_response_tokens": 512, "stop": ["token"], "stop_token_ids": [1, 2]},
         "reward": {"url": "https://me:hunter2@host/v1?api_key=abc&n=1", "token_file": "/etc/judge", "api_key": "abc"},
-        "cluster": {"env": {"WANDB_API_KEY": "abc", "HF_TOKEN": "abc", "OMP_NUM_THREADS": "1"}},
+        "cluster": {"env": {"WANDB_API_KEY": "abc", "HFTOKEN": "abc", "DB_PWD": "abc", "OMP_NUM_THREADS": "1"}},
+        "inference": {"engine_options": ["--api-key", "abc", "--max-num-seqs", "9"]},
         "parts": [{"password": "abc"}],
         "none": None,
     }
-    assert masked(config) == {
+    assert masked("", config) == {
         "rollout": {"max_response_tokens": 512, "stop": ["token"], "stop_token_ids": [1, 2]},
         "reward": {"url": f"https://{MASK}@host/v1?api_key={MASK}&n=1", "token_file": "/etc/judge", "api_key": MASK},
-        "cluster": {"env": {"WANDB_API_KEY": MASK, "HF_TOKEN": MASK, "OMP_NUM_THREADS": "1"}},
+        "cluster": {"env": {"WANDB_API_KEY": MASK, "HFTOKEN": MASK, "DB_PWD": MASK, "OMP_NUM_THREADS": "1"}},
+        "inference": {"engine_options": ["--api-key", MASK, "--max-num-seqs", "9"]},
         "parts": [{"password": MASK}],
         "none": None,
     }
