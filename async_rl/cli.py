@@ -4,8 +4,6 @@ import os
 import sys
 
 from async_rl import __version__
-from async_rl.config.keys import nearest
-from async_rl.programs.command_line import USAGE_ERROR
 
 PROGRAMS = {
     "quickstart": ("deploy.quickstart", "a small model learns on this machine, both pools included"),
@@ -44,8 +42,12 @@ def main() -> None:
         # For this program and all that it starts: files and folders of the working directory, such as random.py or
         # trainer/, must not replace modules of the same name.
         os.environ["PYTHONSAFEPATH"] = "1"
-        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+        os.execv(sys.executable, [sys.executable, "-m", "async_rl.programs.start", module, *arguments])
     else:
+        # What these import takes longer than all else here, and is needed by mistakes only.
+        from async_rl.config.keys import nearest
+        from async_rl.programs.command_line import USAGE_ERROR
+
         near = nearest(command, PROGRAMS)
         meant = f"did you mean {near!r}? " if near else ""
         print(

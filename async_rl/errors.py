@@ -14,6 +14,7 @@ AsyncRLError
 │   ├── InstanceTooSlow             it did not finish a request in time, but it generates tokens
 │   ├── InstanceRefused             it responded with an error status
 │   │   └── NeedsWeights            it runs, but its last weight update is incomplete: a complete one restores service
+│   ├── WeightGroupBroken           the group that its weights are sent through was not formed, or broke
 │   ├── BrokenAnswer                its response is no valid sample of the request
 │   ├── StaleWeights                it responded with tokens of another weight version
 │   │   └── InstanceRestarted       the process at its address is not the one that was put in service
@@ -103,6 +104,10 @@ class InstanceRefused(InstanceError):
 
 class NeedsWeights(InstanceRefused):
     """The instance runs, but its last weight update is incomplete; a complete one puts it back into service."""
+
+
+class WeightGroupBroken(InstanceError):
+    """The instance's weight group could not be formed or broke, for which any of its members may be to blame."""
 
 
 class BrokenAnswer(InstanceError):

@@ -43,11 +43,23 @@ def write_file(path: Path, content: str | bytes) -> None:
 def append_lines(path: Path, lines: Iterable[str]) -> None:
     """Appends lines, given without line ends, to a file, which is created if it does not exist.
 
+    Only a process that is killed meanwhile leaves an incomplete line: a caller may go on after a failure, and its next
+    line must not continue a broken one.
+
     Raises:
-        WriteFailed: the last line may be incomplete.
+        WriteFailed: none of the lines was added, as far as the file system lets go of them again.
     """
-    with named_write_errors(path), path.open("a") as file:
-        file.writelines(f"{line}\n" for line in lines)
+    left = memoryview("".join(f"{line}\n" for line in lines).encode())
+    # Without a buffer, which would be written once more when the file is closed.
+    with named_write_errors(path), path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def replace_directory(partial: Path, final: Path) -> None:

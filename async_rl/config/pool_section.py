@@ -38,7 +38,9 @@ class PoolSection(Section):
 
 
 class PublishSection(Section):
-    timeout_s: float = Field(60.0, gt=0, description="every step of a publish: rendezvous, control call, bucket")
+    timeout_s: float = Field(
+        60.0, gt=0, le=86_400, description="every step of a publish: rendezvous, control call, bucket"
+    )
     bucket_bytes: int = Field(64 * 2**20, ge=1, description="how many bytes one broadcast carries at most")
     master_address: str | None = Field(
         None, description="this trainer's own address as the instances reach it; by default the one that routes to them"

@@ -20,7 +20,8 @@ class RolloutSection(Section):
         ge=1,
         description="a response ends here, with finish reason `length`; of a program's rollout all turns together",
     )
-    temperature: float = Field(1.0, gt=0.0, description="of sampling; the trainer divides its logits by it too")
+    # Logits that are divided by much less are no finite numbers any more.
+    temperature: float = Field(1.0, ge=1e-6, description="of sampling; the trainer divides its logits by it too")
     stop_token_ids: tuple[int, ...] = Field((), description="end a response, besides the model's own end of sequence")
     stop: tuple[StopText, ...] = Field(
         (),

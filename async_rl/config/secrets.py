@@ -1,4 +1,5 @@
-"""Masks what looks like a secret in what is shown: values and errors of a config, commands, the settings of a card.
+"""Masks what looks like a secret in what is shown: values and errors of a config, commands, the settings of a card, the
+config that trackers get.
 
 A config should have no secrets (`reward.token_from` names where one is), but users put them into environments, URLs and
 arguments all the same.
@@ -11,21 +12,43 @@ from typing import Any
 MASK = "***"
 
 _NAME = (
-    r"(?:token|secrets?|passwords?|passwd|pwd|pat|credentials?|authorization|(?:api|access|private|secret)[-_]?keys?)"
+    r"(?:[a-z]*(?:token|secrets?|passwords?|passwd|passphrase)|pwd|pass|pat|credentials?|authorization|"
+    r"(?:(?:api|access|private|secret|account|encryption|signing)[-_]?)?keys?)"
+    r"(?:[-_]?v?\d{1,4}|[-_](?:base|base64|json|string|text|value))?"
 )
+"""After what is no letter: names may also run words together, as PGPASSWORD and clientSecret do, or be counted."""
 
-SECRET_NAME = re.compile(rf"(?:^|[^a-z]){_NAME}$", re.IGNORECASE)
+_VARIABLE = (
+    r"(?-i:(?:[A-Z0-9]+_)*(?:TOKEN|SECRET|PASSWORD|PASSWD|PASS|KEY)"
+    r"(?!_(?:PATH|FILE|DIR|FROM|ENV)\b)(?:_[A-Z0-9]+)+)"
+)
+"""Of the environment, where the word may stand anywhere: MY_TOKEN_X, AWS_ACCESS_KEY_ID."""
+
+SECRET_NAME = re.compile(rf"(?:^|[^a-z]){_NAME}$|^{_VARIABLE}$", re.IGNORECASE)
 """A name whose value is a secret. It ends so: max_response_tokens and token_from do not."""
+
+_IN_QUERY = r"(?:[\w.-]*(?:secret|passw|pwd|token|key|sig|auth|credential)[\w.-]*|code)"
+
+_USER = r"[^\s:/@\"'=(,]+:[^\s/@\"']+"
+"""NAME:PASSWORD, before an @ and a host, without a scheme."""
+
+_KINDS = r"(?:file|env|python|command|hf|mailto)"
+"""Words that say before a colon of what kind something is."""
 
 _SECRETS = (
     # API_KEY=value, also after a comma or within a URL's query; "token": "value"; a list's '--token', 'value'.
     (re.compile(rf"((?<![a-z]){_NAME}=[\"']?)[^\s\"',&#]+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(rf"(\b{_VARIABLE}=[\"']?)[^\s\"',&#]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(rf"((?<![a-z]){_NAME}\\?[\"'] ?: ?\\?[\"'])[^\"'\\]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(rf"(--?(?:[\w-]*[-_])?{_NAME}[\"'], ?[\"'])[^\"']+", re.IGNORECASE), rf"\1{MASK}"),
-    (re.compile(r"([?&](?:sig|signature|key|auth|code)=)[^\s\"',&#]+", re.IGNORECASE), rf"\1{MASK}"),
+    # In a URL's query, where nothing says how names are made: sas_key, X-Amz-Signature, sig, access_token_v2.
+    (re.compile(rf"([?&]{_IN_QUERY}=)[^\s\"',&#]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(r"(\bBearer )[^\s\"']+"), rf"\1{MASK}"),
-    # Users in URLs.
-    (re.compile(r"(?<=://)[^/@\s]+(?=@)"), MASK),
+    # Headers; in Authorization a word may say of which kind the secret is.
+    (re.compile(r"(\b(?:authorization: ?(?:\w+ )?|x-api-key: ?))[^\s\"']+", re.IGNORECASE), rf"\1{MASK}"),
+    # Users in URLs; a password may have an @, too.
+    (re.compile(r"(?<=://)[^/?#\s]+(?=@)"), MASK),
+    (re.compile(rf"(?<![^\s\"'=(,])(?!{_KINDS}:){_USER}(?=@[\w.-]+(?::\d+|/|[\s\"',)]|$))"), MASK),
     # The forms of well-known services' keys.
     (re.compile(r"\b(?:sk-|hf_|ghp_|gho_|glpat-|xox[a-z]-|AKIA)[A-Za-z0-9][A-Za-z0-9_-]{11,}"), MASK),
 )

@@ -4,7 +4,7 @@ Every entry point loads it first and passes each part only its own section. Unkn
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,10 @@ from async_rl.config.algorithm_section import (
     OF_SINGLE_ROLLOUTS,
     OF_WHOLE_BATCHES,
     OF_WHOLE_GROUPS,
+    SHAPING,
+    WHOLE_REWARD,
     WITH_CRITIC,
+    WITH_WEIGHTS_OF_PARTS,
     AlgorithmSection,
 )
 from async_rl.config.cluster_section import ClusterSection
@@ -129,7 +132,9 @@ class InferenceSection(Section):
     num_instances: int = Field(1, ge=1, description="processes to start")
     tensor_parallel: int = Field(1, ge=1, description="workers of one instance; vllm only")
     max_concurrency: int = Field(64, ge=1, description="responses generated at once")
-    engine_options: tuple[str, ...] = Field((), description="further arguments of vLLM's own server")
+    engine_options: tuple[Annotated[str, Field(pattern=r"^[^\x00]*$")], ...] = Field(
+        (), description="further arguments of vLLM's own server"
+    )
 
     @model_validator(mode="after")
     def _engine_has_what_is_asked(self) -> "InferenceSection":
@@ -226,6 +231,22 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _weights_are_of_parts_that_exist(self) -> "Config":
+        weights = self.algorithm.options.get("weights")
+        if self.algorithm.name not in WITH_WEIGHTS_OF_PARTS or not isinstance(weights, dict):
+            return self
+        labels = list(self.reward.weights)
+        if not labels or self.rollout.program != SINGLE_TURN:
+            # A program may give a reward of its own, which has no parts.
+            labels.append(WHOLE_REWARD)
+        if unknown := [name for name in weights if name not in (*labels, SHAPING)]:
+            raise ValueError(
+                f"algorithm.options.weights has {unknown[0]!r}: expected parts of the reward, {', '.join(labels)}, or "
+                f"{SHAPING}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _several_steps_have_an_old_model(self) -> "Config":
         if self.train.steps_per_batch > 1 and self.algorithm.old_policy != "model":
             raise ValueError(
@@ -316,6 +337,23 @@ class Config(Section):
     @model_validator(mode="after")
     def _batch_feeds_every_replica(self) -> "Config":
         self.require_prompts_for(self.trainer.num_local_ranks * self.cluster.training_nodes)
+        return self
+
+    @model_validator(mode="after")
+    def _gateways_have_ports_of_their_own(self) -> "Config":
+        port = self.rollout.gateway_port
+        if not port or self.rollout.program == SINGLE_TURN:
+            return self
+        num_here = self.trainer.num_local_ranks // self.trainer.ranks_per_replica
+        if num_here > 1:
+            raise ValueError(
+                f"rollout.gateway_port is {port}, but there are {num_here} replicas on a host, each with a gateway: "
+                "set it to 0, which gives each a free port"
+            )
+        if port == self.pool.fleet_port:
+            raise ValueError(
+                f"rollout.gateway_port and pool.fleet_port are both {port}: set one of them to another port"
+            )
         return self
 
     @model_validator(mode="after")

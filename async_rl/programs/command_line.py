@@ -7,6 +7,8 @@ which can be passed on to other programs.
 """
 
 import argparse
+import io
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -49,6 +51,10 @@ class Parser(argparse.ArgumentParser):
     # The argument's type is argparse's.
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parses the words after the program's name; on an invalid one, prints an error and exits with code 2."""
+        _print_any_character()
+        # The imports of a program are over: see `async_rl.programs.start`.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         words = sys.argv[1:] if args is None else list(args)
         options, positional, overrides, rest = self._sort(words)
         self.overrides = tuple(overrides)
@@ -184,6 +190,12 @@ def _key_lines(keys: Iterable[Key]) -> list[str]:
         default = "required" if key.default is None else f"default {key.default}"
         lines += [f"  --{key.name} {key.takes}  ({default})", f"      {key.description}"]
     return lines
+
+
+def _print_any_character() -> None:
+    """A terminal without a character, as in a locale of Latin-1, gets its escape, and not an error in its place."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _is_number(word: str) -> bool:

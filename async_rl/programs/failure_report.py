@@ -9,14 +9,17 @@ killed reports nothing.
 """
 
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_rl.errors import AsyncRLError, LeaderFailed, RunStopped
+from async_rl.errors import AsyncRLError, LeaderFailed, RunStopped, WriteFailed
 from async_rl.files import write_file
+
+log = logging.getLogger(__name__)
 
 VARIABLE = "ASYNC_RL_FAILURE_FILE"
 TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -70,5 +73,10 @@ def _report(kind: str, message: str, may_pass: bool, now: float, environment: Ma
 
 
 def _write(path: Path, content: object) -> None:
-    if not path.exists():
+    """Where that fails, as on a full disk, the program ends by the error itself all the same, which its log has."""
+    if path.exists():
+        return
+    try:
         write_file(path, json.dumps(content))
+    except WriteFailed as error:
+        log.warning("the launcher will not know by which error this process ended: %s", error)

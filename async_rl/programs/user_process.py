@@ -25,6 +25,9 @@ END_GRACE_S = 1.0
 
 EXIT_POLL_S = 0.1
 
+MORE_ROOM = "raise the limits of open files and processes (ulimit -n, -u)"
+"""The remedy for a process that cannot be started."""
+
 REAP_TIMEOUT_S = 5.0
 """How long a killed process may take to disappear; after that it is not awaited."""
 

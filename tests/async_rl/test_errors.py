@@ -28,6 +28,9 @@ LASTING = {
 
 NEED_OTHER_PACKAGES = {f"async_rl.tracking.trackers.{name}_tracker" for name in ("mlflow", "trackio", "wandb")}
 
+STARTS_PROCESSES = {"async_rl.rewards.reasoning_gym"}
+"""Through matplotlib, which lists the machine's fonts when it is first imported there."""
+
 
 def classes(kind: type[AsyncRLError]) -> set[type[AsyncRLError]]:
     return {kind}.union(*map(classes, kind.__subclasses__()))
@@ -36,7 +39,7 @@ def classes(kind: type[AsyncRLError]) -> set[type[AsyncRLError]]:
 @pytest.fixture(scope="module")
 def everything() -> set[type[AsyncRLError]]:
     for module in pkgutil.walk_packages(async_rl.__path__, "async_rl."):
-        if module.name in NEED_OTHER_PACKAGES:
+        if module.name in NEED_OTHER_PACKAGES | STARTS_PROCESSES:
             continue
         importlib.import_module(module.name)
     return {kind for kind in classes(AsyncRLError) if kind.__module__.startswith("async_rl.")}

@@ -42,6 +42,15 @@ def test_lines_are_added_and_a_full_disk_is_named(tmp_path: Path) -> None:
             append_lines(Path("/dev/full"), ["four"])
 
 
+def test_lines_after_a_full_disk_continue_no_broken_one(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    append_lines(path, ["one"])
+    with largest_file(100), pytest.raises(WriteFailed, match="make room"):
+        append_lines(path, ["two" * 10, "three" * 100])
+    append_lines(path, ["four"])
+    assert path.read_text() == "one\nfour\n"
+
+
 def test_a_directory_takes_the_name_of_an_older_one(tmp_path: Path) -> None:
     for name in ("new", "final"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,5 @@
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -6,10 +7,12 @@ from pydantic.fields import FieldInfo
 
 from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.file import load_config
+from async_rl.config.keys import kinds_of
 from async_rl.config.prompts_section import MixturePart
 from async_rl.config.section import Section
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.protocol.inference import InitInfo
 from tests.support import ROOT
 from tests.support.minimal_config import MINIMAL
 
@@ -114,3 +117,67 @@ def test_the_configuration_guide_names_every_key_of_a_table_in_a_list(table: str
     part = GUIDE.read_text().split(f"## [[{table}]]")[1].split("\n## ")[0]
     for key, setting in model.model_fields.items():
         assert row(key, setting) in part
+
+
+NUMBERS = {
+    f"{section}.{name}": kinds_of(field.annotation)
+    for section, of in Config.model_fields.items()
+    for name, field in of.annotation.model_fields.items()  # type: ignore[union-attr]
+    if kinds_of(field.annotation) & {int, float}
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name.endswith("_s")])
+def test_no_duration_is_longer_than_a_clock_can_wait(config_file: Path, name: str) -> None:
+    """Python's own limit is nine times as much: with more, threads that wait raise an error in the middle of a run."""
+    assert 1e9 < threading.TIMEOUT_MAX < 1e10
+    with pytest.raises(ConfigError, match=rf"{name}: Input should be (at most 1e\+09|less than)"):
+        load_config(config_file, [f"--{name}=1e10"])
+
+
+@pytest.mark.parametrize("name", [name for name, kinds in NUMBERS.items() if int in kinds])
+def test_no_whole_number_is_larger_than_libraries_take(config_file: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: Input should be"):
+        load_config(config_file, [f"--{name}={2**63}"])
+
+
+def test_a_publish_takes_no_longer_than_its_protocol_allows(config_file: Path) -> None:
+    limit = next(each.le for each in InitInfo.model_fields["timeout_s"].metadata if hasattr(each, "le"))
+    assert load_config(config_file, [f"--publish.timeout_s={limit}"]).publish.timeout_s == limit
+    with pytest.raises(ConfigError, match=rf"publish\.timeout_s: Input should be less than or equal to {limit}"):
+        load_config(config_file, [f"--publish.timeout_s={limit + 1}"])
+
+
+@pytest.mark.parametrize("temperature", ["0", "-1", "1e-300"])
+def test_logits_are_divided_by_what_leaves_them_numbers(config_file: Path, temperature: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.temperature: Input should be greater than or equal to 0.000001"):
+        load_config(config_file, [f"--rollout.temperature={temperature}"])
+
+
+def test_a_seed_has_63_bits(config_file: Path) -> None:
+    assert load_config(config_file, [f"--run.seed={2**63 - 1}"]).run.seed == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "name", ["run.dir", "prompts.cache_dir", "publish.snapshot_dir", "prompts.source", "model.path"]
+)
+def test_texts_have_no_zero_character(config_file: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: Input should have no zero character"):
+        load_config(config_file, [f"--{name}=a\0b"])
+
+
+def test_an_argument_of_an_engine_has_no_zero_character(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"inference\.engine_options\.0: String should match"):
+        load_config(config_file, ["--inference.engine=vllm", '--inference.engine_options=["\\u0000"]'])
+
+
+def test_gateways_of_one_host_have_ports_of_their_own(config_file: Path) -> None:
+    program = ["--rollout.program=python:x.py:rollout", "--rollout.gateway_port=9000"]
+    assert load_config(config_file, program).rollout.gateway_port == 9000
+    with pytest.raises(ConfigError, match=r"gateway_port is 9000, but there are 2 replicas on a host"):
+        load_config(config_file, [*program, "--trainer.num_processes=2"])
+    with pytest.raises(ConfigError, match=r"gateway_port and pool\.fleet_port are both 9000"):
+        load_config(config_file, [*program, "--pool.fleet_port=9000"])
+    two_hosts = [*program, "--cluster.training_nodes=2", "--trainer.num_processes=1"]
+    assert load_config(config_file, two_hosts).rollout.gateway_port == 9000
+    assert load_config(config_file, ["--rollout.gateway_port=9000", "--trainer.num_processes=2"])

@@ -62,9 +62,10 @@ def test_every_key_has_a_source(tmp_path: Path) -> None:
         ("rollout.program", "command:agent --token=k run", f"command:agent --token={MASK} run"),
         (
             "cluster.env",
-            {"PRIVATE_KEY": "k", "DB_PWD": "p", "GITHUB_PAT": "t", "AUTH": "Bearer k", "API_KEY": ["k"], "PATH": "/x"},
+            {"PRIVATE_KEY": "k", "DB_PWD": "p", "GITHUB_PAT": "t", "AUTH": "Bearer k", "API_KEY": ["k"], "PATH": "/x"}
+            | {"PGPASSWORD": "p", "HFTOKEN": "t"},
             {"PRIVATE_KEY": MASK, "DB_PWD": MASK, "GITHUB_PAT": MASK, "AUTH": f"Bearer {MASK}", "API_KEY": MASK}
-            | {"PATH": "/x"},
+            | {"PATH": "/x", "PGPASSWORD": MASK, "HFTOKEN": MASK},
         ),
         ("cluster.slurm_options", ("--export=ALL,API_KEY=k,X=1",), [f"--export=ALL,API_KEY={MASK},X=1"]),
         (
@@ -84,6 +85,30 @@ def test_every_key_has_a_source(tmp_path: Path) -> None:
         ("rollout.stop_token_ids", (1, 2), [1, 2]),
         ("critic.path", None, None),
         ("prompts.system_prompt", "", ""),
+        ("cluster.env", {"PGPASSWORD": "hidden"}, {"PGPASSWORD": MASK}),
+        ("cluster.env", {"clientSecret": "hidden"}, {"clientSecret": MASK}),
+        ("inference.engine_options", ("--dbPassword=hidden",), [f"--dbPassword={MASK}"]),
+        ("model.path", "postgres://me:hid@den@host/db", f"postgres://{MASK}@host/db"),
+        ("model.path", "http://host/a?to=me@host", None),
+        ("rollout.program", "command:x 'Authorization: Basic hidden'", f"command:x 'Authorization: Basic {MASK}'"),
+        ("rollout.program", "command:x -H X-Api-Key:hidden", f"command:x -H X-Api-Key:{MASK}"),
+        ("prompts.system_prompt", "The secret of authorization is a password.", None),
+        (
+            "reward.url",
+            "https://h/x?sas_key=k&X-Amz-Signature=s&n=2",
+            f"https://h/x?sas_key={MASK}&X-Amz-Signature={MASK}&n=2",
+        ),
+        ("reward.url", "https://h/x?access_token_v2=k", f"https://h/x?access_token_v2={MASK}"),
+        ("rollout.program", "command:x HF_TOKEN_PATH=/x MY_TOKEN_X=k", f"command:x HF_TOKEN_PATH=/x MY_TOKEN_X={MASK}"),
+        ("reward.url", "me:hidden@host/v1", f"{MASK}@host/v1"),
+        ("pool.instances", ("me:hidden@host:1", "http://host:2"), [f"{MASK}@host:1", "http://host:2"]),
+        *((name, "hidden", MASK) for name in ("AUTH_TOKEN_2", "password1", "secret_key_base", "client_secret_json")),
+        *((name, "hidden", MASK) for name in ("OPENAI_KEY", "DB_PASS", "MY_TOKEN_X", "AWS_ACCESS_KEY_ID")),
+        *(
+            (name, "shown", None)
+            for name in ("TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "monkey", "bypass", "token_ids")
+        ),
+        *(("model.path", text, None) for text in ("a/file:x@2.txt", "file:x@2.txt", "python:r.py:score", "C:/x@y")),
     ],
 )
 def test_what_looks_like_a_secret_is_masked(name: str, value: object, shown: object) -> None:

@@ -86,3 +86,12 @@ def test_a_request_to_end_is_the_reason_only_if_no_rank_died_before(
         assert found is not None and found.kind == "RunStopped" and not found.may_pass
     else:
         assert found is None, "a fault, which the log shows"
+
+
+def test_a_report_that_cannot_be_written_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gone = tmp_path / "gone"
+    report_failure(
+        RewardError("it hangs"), {VARIABLE: str(gone / "failure"), TORCHRUN_VARIABLE: str(gone / "torchrun")}
+    )
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert read_failure(gone / "failure") is None
