@@ -22,7 +22,10 @@ USAGE = (
 
 
 def main(argv: Sequence[str]) -> int:
-    engine, *arguments = argv or ["--help"]
+    if not argv:
+        print(USAGE, file=sys.stderr)
+        return USAGE_ERROR
+    engine, *arguments = argv
     if engine in ("-h", "--help"):
         print(USAGE)
         return 0

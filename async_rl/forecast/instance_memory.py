@@ -80,7 +80,7 @@ def store_tokens(config: Config) -> int:
     while capacity <= _capacity(response):
         tokens += capacity * _slots(running)
         capacity *= 2
-    return min(tokens, max(2 * config.inference.max_concurrency, 4) * longest)
+    return min(tokens, max(2 * config.inference.max_concurrency * longest, 4 * longest, 2 * MIN_CAPACITY))
 
 
 def _capacity(num_tokens: int) -> int:

@@ -61,4 +61,4 @@ def forecast_run(config: Config, model_config: Mapping[str, Any]) -> RunForecast
 def _other(path: str | None, setting: str) -> ModelSizes | None:
     if path is None:
         return None
-    return ModelSizes.of_config(ModelFiles.find(path, setting).config, f"{setting} {path!r}")
+    return ModelSizes.of_config(ModelFiles.find(path, setting, is_whole=False).config, f"{setting} {path!r}")

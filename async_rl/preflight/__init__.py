@@ -81,11 +81,19 @@ def find_missing_files(config: Config) -> list[ConfigError]:
     names = ((config.model.path, "model.path"), (config.algorithm.teacher, TEACHER), (config.critic.path, CRITIC))
     missing: list[ConfigError] = []
     for name, setting in names:
-        if name is None or not (Path(name) / "config.json").is_file():
+        if name is None or not _has_config(name):
             continue
         files = ModelFiles.find(name, setting, is_whole=False)
         missing += [error for error in (files.without_weights(), files.without_tokenizer()) if error is not None]
     return missing
+
+
+def _has_config(name: str) -> bool:
+    try:
+        return (Path(name) / "config.json").is_file()
+    except OSError:
+        # `find_faults` names it.
+        return False
 
 
 def _require_model(config: Config, trains: bool, serves: bool, is_whole: bool) -> None:

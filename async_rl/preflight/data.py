@@ -3,6 +3,7 @@
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.sections import Config
 from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
+from async_rl.data.order import shares_of
 from async_rl.data.part import Part, parts_of
 from async_rl.data.prompts import REASONING_GYM, first_rows
 from async_rl.errors import ConfigError
@@ -12,17 +13,33 @@ NUM_ROWS = 1000
 
 
 def require_prompts(config: PromptsSection) -> None:
-    """Checks the first rows of the sources, and that there are enough for one batch.
+    """Checks the first rows of the sources, and that there are enough for one batch, also without those held out.
 
     Raises:
         ConfigError: one cannot be read, a row does not match the config, or there are too few rows.
     """
     parts = parts_of(config)
-    num_rows = sum(_look_at(part, max(NUM_ROWS, config.num_drawn)) for part in parts)
+    most = max(NUM_ROWS, config.num_drawn)
+    counts = [_look_at(part, most) for part in parts]
+    num_rows = sum(counts)
     if num_rows < config.num_drawn:
         what = "prompts.mixture" if config.mixture else f"prompts.source {config.source!r}"
         raise ConfigError(
             f"{what} has {num_rows} rows, fewer than {config.drawn_keys}: give more rows or a smaller batch"
+        )
+    shares = shares_of([part.weight for part in parts], config.num_drawn)
+    for part, count, share in zip(parts, counts, shares, strict=True):
+        if count < share:
+            raise ConfigError(
+                f"prompts.mixture {part.name!r} has {count} rows, but its weight {part.weight:g} gives it {share} of "
+                f"{config.drawn_keys}: give more rows or a smaller weight"
+            )
+    # A share of the rows is known only when all are read; a source with `most` rows may have more.
+    num_held_out = int(config.held_out)
+    if max(counts) < most and num_rows - num_held_out < config.num_drawn:
+        raise ConfigError(
+            f"prompts.held_out is {num_held_out}, which leaves {max(num_rows - num_held_out, 0)} of {num_rows} rows "
+            f"for {config.drawn_keys}: hold out fewer, give more rows or a smaller batch"
         )
 
 

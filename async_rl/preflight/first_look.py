@@ -13,7 +13,7 @@ from typing import Any
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.data.formats import recognise
 from async_rl.data.part import parts_of
-from async_rl.data.row import Row
+from async_rl.data.row import Row, is_unicode
 from async_rl.data.task_rows import REASONING_GYM
 from async_rl.errors import ConfigError
 
@@ -106,6 +106,12 @@ def _look(
 ) -> FirstLook:
     """`prompt` is the column that has the prompts, `column` what the config has to say of it."""
     texts = [_text_of(row.get(prompt)) for row in rows]
+    for number, text in enumerate(texts):
+        if not is_unicode(text):
+            raise ConfigError(
+                f"row {number} of the data has half of a letter in its prompt (a lone surrogate, such as "
+                '"\\ud800"), which is no text: correct it'
+            )
     return FirstLook(
         num_rows=len(rows),
         longest_prompt=max(texts, key=len),

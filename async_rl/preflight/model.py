@@ -41,24 +41,33 @@ class ModelFiles:
             is_whole: without it config.json is enough.
 
         Raises:
-            ConfigError: there is no such checkpoint, or it has no config or no tokenizer.
+            ConfigError: there is no such checkpoint, it may not be read, or it has no config or no tokenizer.
         """
+        try:
+            if not Path(name).exists():
+                return cls._of_hub(name, setting)
+            files = cls._of_directory(name, setting)
+            missing = files.without_tokenizer() if is_whole else None
+        except OSError as error:
+            # A path that is too long, or below a directory that may not be read.
+            raise ConfigError(f"{setting} {name!r} cannot be read: {error.strerror}; name another path") from error
+        if missing:
+            raise missing
+        return files
+
+    @classmethod
+    def _of_directory(cls, name: str, setting: str) -> "ModelFiles":
         directory = Path(name)
-        if not directory.exists():
-            return cls._of_hub(name, setting)
         if not (directory / "config.json").is_file():
             raise ConfigError(f"{setting} {name!r} has no config.json: give a Hugging Face checkpoint directory")
         tokenizer_config = directory / "tokenizer_config.json"
-        files = cls(
+        return cls(
             name,
             directory,
             _read_json(f"{setting} {name!r}", directory / "config.json"),
             _read_json(f"{setting} {name!r}", tokenizer_config) if tokenizer_config.is_file() else {},
             setting,
         )
-        if is_whole and (missing := files.without_tokenizer()):
-            raise missing
-        return files
 
     @classmethod
     def _of_hub(cls, name: str, setting: str) -> "ModelFiles":
@@ -160,7 +169,7 @@ def require_fit(config: Config, files: ModelFiles) -> None:
             f"(max_position_embeddings of model.path {files.name!r}): lower it"
         )
     prompt, response = config.prompts.max_prompt_tokens, config.rollout.max_response_tokens
-    if config.rollout.program != SINGLE_TURN and not config.evaluation.sets:
+    if config.rollout.program != SINGLE_TURN:
         most = min((length for length in (context, positions) if isinstance(length, int)), default=None)
         if most is not None and prompt >= most:
             raise ConfigError(

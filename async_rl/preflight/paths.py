@@ -10,7 +10,7 @@ from async_rl.tracking.run_lock import require_unlocked
 
 
 def require_paths(config: Config) -> None:
-    """Checks `run.dir` and `publish.snapshot_dir`; creates neither.
+    """Checks `run.dir`, `publish.snapshot_dir` and `prompts.cache_dir`; creates none of them.
 
     Raises:
         ConfigError: one cannot be created or written, or `run.dir` has records of another run, or is in use by one.
@@ -18,8 +18,10 @@ def require_paths(config: Config) -> None:
     _require_directory("run.dir", config.run.dir)
     require_unlocked(config.run.dir)
     require_no_records(config.run)
-    if config.publish.snapshot_dir is not None:
-        _require_directory("publish.snapshot_dir", config.publish.snapshot_dir)
+    others = {"publish.snapshot_dir": config.publish.snapshot_dir, "prompts.cache_dir": config.prompts.cache_dir}
+    for key, path in others.items():
+        if path is not None:
+            _require_directory(key, path)
 
 
 def _require_directory(key: str, path: Path) -> None:

@@ -7,6 +7,7 @@ from async_rl.config.sections import Config
 from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.data.part import Part, parts_of
 from async_rl.data.prompts import first_rows
+from async_rl.data.table_files import checked_rows
 from async_rl.errors import ConfigError
 from async_rl.preflight.data import NUM_ROWS
 from async_rl.rewards.answers import accepted_answers, single_answer
@@ -26,27 +27,32 @@ NUM_ANSWERS = 100
 def require_answers(config: Config, *, trains: bool) -> None:
     """Checks that the first rows of prompts and evaluation sets have the answers that the reward compares with.
 
-    Rows that cannot be read are left to the checks of the data; rows that choose their reward have any.
+    Rows that cannot be read are left to the checks of the data; rows that choose their reward have any. Those of a
+    mixture's part that names its rewards need what these read.
 
     Raises:
         ConfigError: a row has none.
     """
-    names = [each.name or "" for each in config.reward.single_rewards.values()]
-    readers = [ANSWERS[name] for name in names if name in ANSWERS]
-    if not readers or config.reward.column is not None:
-        return
+    names = {label: each.name or "" for label, each in config.reward.single_rewards.items()}
     for part, num_rows in _parts(config, trains):
+        if config.reward.column is not None and not part.reward:
+            continue
+        readers = [ANSWERS[names[label]] for label in part.reward or names if names[label] in ANSWERS]
+        if not readers:
+            continue
         try:
-            rows = first_rows(part, min(num_rows, NUM_ANSWERS))
+            rows = list(checked_rows(part, part.rows(seed=0), min(num_rows, NUM_ANSWERS)))
         except ConfigError:
             continue
-        for number, row in enumerate(rows):
+        # Single rows without an answer in the column that should have it are left out of a run.
+        answered = [row for row in rows if not row.columns.lacks_answer(row.row)]
+        for each in answered or rows:
             try:
                 for read in readers:
-                    read(row)
+                    read(each.row)
             except ValueError as error:
                 raise ConfigError(
-                    f"source {part.source!r}, row {number} (from 0): {error}; name the column of answers in "
+                    f"source {part.source!r}, row {each.number} (from 0): {error}; name the column of answers in "
                     'prompts.columns = { answer = "COLUMN" }'
                 ) from error
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from deploy.cluster.process import GRACE_S
+from deploy.cluster.process import GRACE_S, torchrun_dir
 
 FLEET_PORT = 8600
 """Of the trainer's fleet endpoint, where `pool.fleet_port` leaves it open: instances must know it before it listens."""
@@ -71,6 +71,7 @@ class ClusterPlan:
             *("--nnodes", str(self.num_nodes), "--node-rank", node_rank, "--nproc-per-node", str(self.ranks_per_node)),
             *("--master-addr", master_address, "--master-port", str(self.master_port)),
             *("--shutdown-timeout", str(math.ceil(self.config.checkpoint.grace_s + GRACE_S))),
+            *("--log-dir", str(torchrun_dir(self.config.run.dir))),
             *("-m", "trainer", str(self.config_path), *self.overrides),
             *(f"--pool.fleet_host={ANY_HOST}", f"--pool.fleet_port={self.fleet_port}", "--run.resume=true"),
         ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.protocol.fleet import FleetInfo
+from async_rl.tracking.natural_order import natural_order
 from deploy.cluster.fleet import read_fleet
 from deploy.cluster.run_view import JsonlTail
 
@@ -70,7 +71,7 @@ def rows_of_fleet(fleet: FleetInfo) -> tuple[PoolRow, ...]:
         for info in fleet.instances
     ]
     # What needs attention first.
-    return tuple(sorted(rows, key=lambda row: (row.state == "ready", row.name)))
+    return tuple(sorted(rows, key=lambda row: (row.state == "ready", natural_order(row.name))))
 
 
 def rows_of_proof(proof: Mapping[str, Any]) -> tuple[PoolRow, ...]:
@@ -85,4 +86,6 @@ def rows_of_proof(proof: Mapping[str, Any]) -> tuple[PoolRow, ...]:
         if isinstance(each, dict) and isinstance(each.get("tokens"), int)
     }
     total = sum(tokens.values())
-    return tuple(PoolRow(name, "", tokens[name] / total if total else 0.0) for name in sorted(tokens))
+    return tuple(
+        PoolRow(name, "", tokens[name] / total if total else 0.0) for name in sorted(tokens, key=natural_order)
+    )

@@ -87,15 +87,24 @@ class Running:
         )
 
     def last_lines(self) -> list[str]:
-        with self.process.log_file.open("rb") as file:
-            file.seek(self._log_start)
-            text = file.read().decode(errors="replace")
+        try:
+            with self.process.log_file.open("rb") as file:
+                file.seek(self._log_start)
+                text = file.read().decode(errors="replace")
+        except OSError as error:
+            # Such as one whose directory was removed meanwhile.
+            return [f"(the log cannot be read: {error.strerror})"]
         return _without_torchrun_report(text).rstrip().splitlines()[-NUM_LOG_LINES:]
 
 
 def log_path(run_dir: Path, name: str) -> Path:
     """The log file of a process of a run."""
     return run_dir / "logs" / f"{name}.log"
+
+
+def torchrun_dir(run_dir: Path) -> Path:
+    """Where torchrun makes a folder for each of its starts, for its ranks' errors; else it does so in /tmp for ever."""
+    return run_dir / "logs" / "torchrun"
 
 
 def start_process(process: Process, report: Path) -> Running:

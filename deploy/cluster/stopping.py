@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.programs.command_line import USAGE_ERROR
+from async_rl.programs.error_text import error_text
 
 
 class Stopped(BaseException):
@@ -22,14 +23,19 @@ class Stopped(BaseException):
 
 
 def stop_on_signals() -> None:
-    """Ctrl-C, SIGTERM and a closed terminal raise `Stopped` in the main thread: contexts then end their processes."""
+    """Ctrl-C, SIGTERM and a closed terminal raise `Stopped` in the main thread: contexts then end their processes.
+
+    With nohup, which has a program ignore that its terminal closes, that stays ignored. SIGINT does not: a shell has
+    ignore it what a script starts in the background, and `kill -INT` must end that, too.
+    """
     counter = itertools.count()
 
     def stop(signum: int, _frame: FrameType | None) -> None:
         raise Stopped(signum, is_first=next(counter) == 0)
 
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, stop)
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, stop)
 
 
 def explain_end(end: Stopped | AsyncRLError) -> int:
@@ -45,5 +51,5 @@ def explain_end(end: Stopped | AsyncRLError) -> int:
         return end.exit_code
     cause = end.cause if isinstance(end, ProcessFailed) else None
     kind = cause or type(end).__name__
-    console.print(f"[bold red]{escape(kind)}[/]: {escape(str(end))}", highlight=False, soft_wrap=True)
+    console.print(f"[bold red]{escape(kind)}[/]: {escape(error_text(end))}", highlight=False, soft_wrap=True)
     return USAGE_ERROR if kind == ConfigError.__name__ else 1

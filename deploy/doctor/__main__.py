@@ -20,7 +20,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.forecast.run_forecast import RunForecast, forecast_run
 from async_rl.preflight.model import ModelFiles
 from async_rl.programs.command_line import Parser
-from deploy.cluster.stopping import explain_end
+from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.doctor.clocks import find_clock_facts, servers_of
 from deploy.doctor.devices import find_device_facts
 from deploy.doctor.finding import Finding
@@ -64,7 +64,7 @@ def show(findings: Sequence[Finding]) -> None:
         found = Text(_printable(finding.found))
         if finding.remedy:
             found.append(f"\n-> {finding.remedy}", style="bold")
-        table.add_row(Text(finding.state, style=STYLES[finding.state]), finding.name, found)
+        table.add_row(Text(finding.state, style=STYLES[finding.state]), Text(_printable(finding.name)), found)
     console.print(table)
     num_faults = sum(finding.state == "fault" for finding in findings)
     num_warnings = sum(finding.state == "warning" for finding in findings)
@@ -99,13 +99,14 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if parser.overrides and arguments.config is None:
         parser.error(f"{parser.overrides[0]} changes a config, and none is given: name the config first")
+    stop_on_signals()
     try:
         config = load_config(arguments.config, parser.overrides) if arguments.config else None
         findings = list(examine(config, arguments.clock, arguments.shared_memory))
-    except AsyncRLError as end:
+    except (Stopped, AsyncRLError) as end:
         return explain_end(end)
     if arguments.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+        Console().out(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1), highlight=False)
     else:
         show(findings)
     return 1 if any(finding.state == "fault" for finding in findings) else 0

@@ -58,7 +58,7 @@ def _memory(config: Config | None, forecast: RunForecast | None, memory: HostMem
 def _disk(config: Config | None, forecast: RunForecast | None) -> Finding:
     """The file system of run.dir: room for the checkpoints that are kept, and one more while it is written."""
     directory = (config.run.dir if config is not None else Path.cwd()).absolute()
-    existing = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
+    existing = next(parent for parent in (directory, *directory.parents) if _is_directory(parent))
     free = shutil.disk_usage(existing).free
     needed = LEAST_DISK_BYTES
     if config is not None and forecast is not None:
@@ -69,6 +69,14 @@ def _disk(config: Config | None, forecast: RunForecast | None) -> Finding:
     if free < needed:
         return Finding("disk", "warning", found, "set run.dir to a larger disk, or lower checkpoint.keep")
     return Finding("disk", "ok", found)
+
+
+def _is_directory(path: Path) -> bool:
+    """False also where that may not be known."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def _shared_memory(path: Path) -> Iterator[Finding]:

@@ -100,3 +100,5 @@ def _needed_extras(config: Config | None) -> Iterator[str]:
     # With an interpreter of its own the engine's packages are there.
     if config is None or (config.inference.engine == "transformers" and config.inference.python is None):
         yield "serve"
+    if config is not None:
+        yield from config.tracking.extras

@@ -5,6 +5,7 @@ was not, since something is missing that it cannot see.
 """
 
 import os
+import shlex
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ from async_rl.files import write_file
 from async_rl.preflight import find_faults
 from async_rl.preflight.first_look import FirstLook, look_at_source
 from async_rl.preflight.model import ModelFiles
-from async_rl.programs.command_line import Parser
-from deploy.cluster.stopping import explain_end
+from async_rl.programs.command_line import USAGE_ERROR, Parser
+from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.init.choose import Seen, choose
 from deploy.init.write import config_text
 from deploy.local.machine import find_devices, own_cores
@@ -106,9 +107,14 @@ def write_config(seen: Seen, output: Path, run_dir: str, *, force: bool) -> Conf
     """Writes the config, and returns it; refuses to replace a file without `force`.
 
     Raises:
-        ConfigError: there is such a file, or it cannot be written, or the run fits in no way.
+        ConfigError: there is such a file, or its name cannot be used, or the run fits in no way.
+        WriteFailed: it cannot be written.
     """
-    if output.exists() and not force:
+    try:
+        is_there = output.exists()
+    except OSError as error:
+        raise ConfigError(f"{str(output)!r} cannot be written: {error.strerror}; name another file with -o") from error
+    if is_there and not force:
         raise ConfigError(f"{str(output)!r} is there already: name another file with -o, or replace it with --force")
     text = config_text(choose(seen, run_dir), output.name)
     # What is written is read as a run would read it: a path may have what TOML cannot say.
@@ -123,16 +129,21 @@ def write_config(seen: Seen, output: Path, run_dir: str, *, force: bool) -> Conf
 def main(argv: Sequence[str]) -> int:
     arguments = make_parser().parse_args(argv)
     output: Path = arguments.output
+    stop_on_signals()
     try:
         seen = look_around(arguments.model, arguments.data, arguments.reward, arguments.prompt_column)
         config = write_config(seen, output, arguments.run_dir or f"runs/{output.stem}", force=arguments.force)
-    except AsyncRLError as end:
+    except Stopped as end:
         return explain_end(end)
+    except AsyncRLError as error:
+        explain_end(error)
+        return USAGE_ERROR
     print(f"{output}: {seen.look.seen}; reward {seen.reward}; {seen.device}, {seen.num_cores} cores")
     if faults := [str(fault.error) for fault in find_faults(config, trains=True, serves=True, is_whole=False)]:
         print("correct before it runs:", *faults, sep="\n", file=sys.stderr)
         return 1
-    print(f"next: async-rl check {output}, then async-rl run {output}")
+    name = shlex.quote(str(output))
+    print(f"next: async-rl check {name}, then async-rl run {name}")
     return 0
 
 

@@ -19,6 +19,7 @@ from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.files import write_file
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from deploy.cluster.plan import plan_cluster
+from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.kubernetes.values import ENGINES, chart_values, for_pods, release_name
 
 CHART: Final = Path(__file__).with_name("chart")
@@ -114,6 +115,7 @@ def _run(command: Sequence[str], stdin: str | None = None) -> None:
 def main(argv: Sequence[str]) -> int:
     parser = make_parser()
     options = parser.parse_args(argv)
+    stop_on_signals()
     try:
         config = load_config(options.config, parser.overrides)
         plan = plan_cluster(options.config, for_pods(config), parser.overrides)
@@ -129,6 +131,8 @@ def main(argv: Sequence[str]) -> int:
             show(values, release, options.namespace, options.values)
         else:
             install(values, release, options.namespace, options.values, options.out or config.run.dir / "kubernetes")
+    except Stopped as end:
+        return explain_end(end)
     except AsyncRLError as error:
         print(f"async-rl launch kubernetes: {type(error).__name__}: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, ConfigError) else 1

@@ -3,6 +3,7 @@
 Every command of the chart is the plan's own.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -33,19 +34,29 @@ VARIABLES: Final = frozenset({INDEX, POD, LEADER, WORKER})
 MAX_NAME: Final = 40
 """Characters of a release; Kubernetes allows 63 in the names of the pods and Jobs made from it."""
 
+NAME_DIGITS: Final = 6
+"""Of a digest in such a name."""
+
 ENGINES: Final = ("jobset", "ray")
 
 
 def release_name(run_name: str) -> str:
     """The name of a run as a name in Kubernetes: lower case letters, digits and dashes, the first a letter.
 
+    Where something is cut off, such as a date at its front, a digest of the whole name tells it from other runs: a
+    release of the same name would be upgraded.
+
     Raises:
         ConfigError: nothing is left of it.
     """
-    name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).lstrip("-0123456789")[:MAX_NAME].strip("-")
+    whole = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
+    name = whole.lstrip("-0123456789")
     if not name:
         raise ConfigError(f"run.dir ends in {run_name!r}, which has no letter: name the release with --name")
-    return name
+    if name == whole and len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:NAME_DIGITS]
+    return f"{name[: MAX_NAME - NAME_DIGITS - 1].strip('-')}-{digest}"
 
 
 def for_pods(config: Config) -> Config:

@@ -22,13 +22,13 @@ from async_rl.preflight import find_faults, find_missing_files
 from async_rl.preflight.model import ModelFiles
 from async_rl.programs.command_line import Parser
 from deploy.cluster.plan import ClusterPlan, plan_cluster
-from deploy.cluster.stopping import explain_end
+from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.check_view import show_check
 from deploy.local.machine import VISIBLE
 from deploy.local.machine_memory import device_memory, host_memory
 from deploy.local.memory_fit import Capacity, find_misfits
 from deploy.local.plan import Plan
-from deploy.local.startable import make_plan, require_engine, require_packages
+from deploy.local.startable import make_plan, require_addresses, require_engine, require_packages
 
 VARIABLES = (TOKEN_VARIABLE, *VISIBLE.values(), "OMP_NUM_THREADS")
 
@@ -98,6 +98,7 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
     forecast = _forecast(config, errors)
     capacity = None
     if not elsewhere:
+        _tried(errors, lambda: require_addresses(config))
         capacity = Capacity(host_memory(), device_memory(config.trainer.device))
         if plan is not None and not missing:
             _tried(errors, lambda: require_engine(config, plan.instances[0]))
@@ -162,10 +163,11 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    stop_on_signals()
     try:
         config = load_config(arguments.config, parser.overrides)
         return check_config(arguments.config, config, parser.overrides, elsewhere=arguments.elsewhere)
-    except AsyncRLError as end:
+    except (Stopped, AsyncRLError) as end:
         return explain_end(end)
 
 

@@ -52,7 +52,7 @@ def _show_values(console: Console, values: Sequence[SourcedValue]) -> None:
         table.add_column(column, overflow="fold")
     for each in values:
         style = "dim" if each.source == DEFAULT else ""
-        table.add_row("  " + each.name, Text(_as_toml(each.value)), each.source, style=style)
+        table.add_row(Text("  " + each.name), Text(_as_toml(each.value)), Text(each.source), style=style)
     console.print(table)
 
 

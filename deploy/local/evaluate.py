@@ -20,6 +20,7 @@ from rich.console import Console
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
+from async_rl.net.free_ports import free_ports
 from async_rl.preflight import require_sound
 from async_rl.programs.extras import require_extras
 from async_rl.tracking.records import require_no_run
@@ -28,7 +29,7 @@ from deploy.cluster.run_view import JsonlTail
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local import evaluate_options
 from deploy.local.evaluate_report import Line, require_writable, results_json, show_results, write_results
-from deploy.local.machine import free_ports, this_machine
+from deploy.local.machine import this_machine
 from deploy.local.plan import num_ports, plan_instances
 from deploy.local.processes import Deployment
 from deploy.local.run import START_TIMEOUT_S, is_healthy

@@ -1,13 +1,11 @@
-"""The resources of this machine: CPU cores, accelerators and free ports. Nothing here imports torch."""
+"""The resources of this machine: CPU cores and accelerators. Nothing here imports torch."""
 
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,15 +44,6 @@ def this_machine(kind: str) -> Machine:
 def own_cores() -> tuple[int, ...]:
     """CPU cores this process may use; empty if the system does not report them (macOS), which means no pinning."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-
-
-def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports of the loopback interface that are not in use."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 def output_of(command: list[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from deploy.cluster.process import GRACE_S, Process, log_path
+from deploy.cluster.process import GRACE_S, Process, log_path, torchrun_dir
 from deploy.local.machine import HOST, VISIBLE, Machine
 from deploy.local.share import Share, share_out
 
@@ -54,13 +54,14 @@ def plan(
         program: the module that the training ranks run, and its first arguments.
 
     Raises:
-        ConfigError: `pool.instances` is set (instances run elsewhere), the trainer needs several hosts, or the machine
-            lacks the requested resources.
+        ConfigError: `pool.instances` or `pool.dns` is set (instances run elsewhere), the trainer needs several hosts,
+            or the machine lacks the requested resources.
     """
-    if config.pool.instances:
+    if config.pool.instances or config.pool.dns:
         raise ConfigError(
-            f"pool.instances is {list(config.pool.instances)}, but this launcher starts its own "
-            f"{config.inference.num_instances}: remove the key, or start the trainer alone with torchrun -m trainer"
+            f"pool.instances is {list(config.pool.instances)} and pool.dns is {config.pool.dns!r}, but this launcher "
+            f"starts its own {config.inference.num_instances}: remove the keys, or start the trainer alone with "
+            "torchrun -m trainer"
         )
     if config.cluster.training_nodes > 1:
         raise ConfigError(
@@ -157,6 +158,7 @@ def _trainer(
         # torchrun chooses the port of its rendezvous itself, so no other process can take it in between.
         *("--standalone", "--local-addr", HOST, "--nproc-per-node", str(config.trainer.num_local_ranks)),
         *("--shutdown-timeout", str(math.ceil(config.checkpoint.grace_s + GRACE_S))),
+        *("--log-dir", str(torchrun_dir(config.run.dir))),
         *("-m", *program, str(config_path), *overrides),
         *("--pool.instances", json.dumps(list(urls))),
     ]

@@ -5,12 +5,15 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.net.free_ports import free_ports
+from async_rl.net.listener import listen
 from async_rl.preflight import require_sound
 from async_rl.programs.extras import require_extras
 from deploy.cluster.process import Process
-from deploy.local.machine import free_ports, this_machine
+from deploy.local.machine import this_machine
 from deploy.local.plan import Plan, num_ports, plan
 
 HOW_TO_GET_VLLM = (
@@ -37,6 +40,7 @@ def require_startable(program: str, config: Config, this_plan: Plan) -> None:
     """
     require_packages(program, config)
     require_sound(config, trains=True, serves=True)
+    require_addresses(config)
     require_engine(config, this_plan.instances[0])
 
 
@@ -49,6 +53,18 @@ def require_packages(program: str, config: Config) -> None:
     # inference.python may be another interpreter, with other packages.
     serves_itself = config.inference.engine == "transformers" and config.inference.python is None
     require_extras(program, "trainer", *(("serve",) if serves_itself else ()), *config.tracking.extras)
+
+
+def require_addresses(config: Config) -> None:
+    """Checks that the trainer's servers could listen on this host now, before instances start, which may take minutes.
+
+    Raises:
+        ConfigError: an address is not of this host, or a port is taken.
+    """
+    pool, rollout = config.pool, config.rollout
+    listen("the fleet endpoint", pool.fleet_host, pool.fleet_port, "pool.fleet").close()
+    if rollout.program != SINGLE_TURN:
+        listen("the gateway", rollout.gateway_host, rollout.gateway_port, "rollout.gateway").close()
 
 
 def require_engine(config: Config, instance: Process) -> None:

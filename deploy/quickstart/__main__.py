@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
-from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.errors import AsyncRLError, ConfigError, RunDirInUse
+from async_rl.files import write_file
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
+from async_rl.tracking.lease import read_term
+from async_rl.tracking.process_identity import has_died
 from async_rl.tracking.run_lock import require_unlocked
 from async_rl.tracking.timeline import group_times
 from deploy.cluster.process import Process, log_path
@@ -30,6 +34,7 @@ from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.plan import Plan
 from deploy.local.processes import Deployment
 from deploy.local.run import run_config
+from deploy.local.startable import make_plan
 from deploy.quickstart.evaluate import Record, measure
 from deploy.quickstart.kind import KINDS, SPELLING, Kind
 from deploy.quickstart.report import render
@@ -42,6 +47,12 @@ MARK = "quickstart.json"
 
 OWN_KEYS = ("--run.dir", "--model.path", "--prompts.source", "--reward.name", "--run.seed")
 """Keys of the config that follow from the quickstart's own options."""
+
+
+def words_of_run(kind: Kind, run_dir: Path, seed: int, overrides: Sequence[str]) -> list[str]:
+    """All overrides of the quickstart's config, its own first."""
+    values = [run_dir, run_dir / "base_model", run_dir / "data" / "prompts.jsonl", kind.reward, seed]
+    return [*(f"{key}={value}" for key, value in zip(OWN_KEYS, values, strict=True)), *overrides]
 
 
 class Quickstart:
@@ -77,7 +88,7 @@ class Quickstart:
             record = measure(
                 self._kind, self._run_dir / model, self._run_dir / "data" / "held_out.jsonl", out, self._console
             )
-        out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+        write_file(out.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
         self._say(
             f"accuracy {when}: {record['accuracy']:.3f} of {record['num_prompts']} held-out {self._kind.questions}"
         )
@@ -85,15 +96,7 @@ class Quickstart:
 
     def train(self, overrides: Sequence[str]) -> Plan:
         """Runs GRPO with the quickstart's config."""
-        config = self._kind.config
-        values = [
-            self._run_dir,
-            self._run_dir / "base_model",
-            self._run_dir / "data" / "prompts.jsonl",
-            self._kind.reward,
-            self._seed,
-        ]
-        words = [*(f"{key}={value}" for key, value in zip(OWN_KEYS, values, strict=True)), *overrides]
+        config, words = self._kind.config, words_of_run(self._kind, self._run_dir, self._seed, overrides)
         with self._phase("training"):
             return run_config(config, load_config(config, words), words, self._console)
 
@@ -110,9 +113,9 @@ class Quickstart:
             phases_s=self._phases_s,
             cores={process.name: process.cores for process in (*this_plan.instances, this_plan.trainer)},
         )
-        (self._run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        write_file(self._run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         page = render(self._kind, summary, metrics, partial(group_times, self._run_dir), before, after)
-        (self._run_dir / "report.html").write_text(page)
+        write_file(self._run_dir / "report.html", page)
         return summary
 
     def _run_warm_start(self, while_running: Callable[[], None]) -> None:
@@ -142,17 +145,44 @@ def make_run_dir(run_dir: Path, seed: int) -> None:
     """An empty folder for the run, emptied if an earlier quickstart left it.
 
     Raises:
-        ConfigError: it holds other files, or a run that has not ended.
+        ConfigError: it holds other files, or a run that has not ended, or cannot be made or emptied.
     """
+    try:
+        _empty(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_file(run_dir / MARK, json.dumps({"seed": seed}) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"--run-dir {str(run_dir)!r} cannot be made or emptied: {error.strerror}; give another folder"
+        ) from error
+
+
+def _empty(run_dir: Path) -> None:
+    """What is in the folder, not the folder itself: it may be a link to another disk."""
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"--run-dir {str(run_dir)!r} is a file: give a folder")
-    if run_dir.is_dir() and any(run_dir.iterdir()):
-        if not (run_dir / MARK).exists():
-            raise ConfigError(f"--run-dir {str(run_dir)!r} holds files that no quickstart made: give another folder")
-        require_unlocked(run_dir)
-        shutil.rmtree(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / MARK).write_text(json.dumps({"seed": seed}) + "\n")
+    if not run_dir.is_dir() or not any(run_dir.iterdir()):
+        return
+    if not (run_dir / MARK).exists():
+        raise ConfigError(f"--run-dir {str(run_dir)!r} holds files that no quickstart made: give another folder")
+    _require_over(run_dir)
+    # The mark goes last: what is left if this is interrupted can be emptied again.
+    for path in sorted(run_dir.iterdir(), key=lambda path: path.name == MARK):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _require_over(run_dir: Path) -> None:
+    """A trainer on another host, or one that is stopped, may still write there; only its lease tells."""
+    require_unlocked(run_dir)
+    term = read_term(run_dir)
+    if term is not None and not term.released and not has_died(term.process):
+        raise RunDirInUse(
+            f"--run-dir {str(run_dir)!r} is in use by a run on {term.host} (process {term.process.pid}), as far as can "
+            "be known here: wait for its end, remove the folder yourself, or give another one"
+        )
 
 
 def show_summary(console: Console, summary: dict[str, Any], run_dir: Path) -> None:
@@ -165,17 +195,20 @@ def show_summary(console: Console, summary: dict[str, Any], run_dir: Path) -> No
     table.add_row("throughput", f"{summary['tokens_per_s']:.0f} tokens/s")
     table.add_row("trainer's time", ", ".join(f"{k} {v:.0%}" for k, v in split.items() if k != "cores"))
     table.add_row("every update on-policy", "yes" if summary["on_policy"] else "NO")
-    table.add_row("report", str(run_dir / "report.html"))
-    table.add_row("model", str(run_dir / "model"))
+    table.add_row("report", escape(str(run_dir / "report.html")))
+    table.add_row("model", escape(str(run_dir / "model")))
     console.print(table)
 
 
 def quickstart(task: str, run_dir: Path, seed: int, overrides: Sequence[str], console: Console) -> dict[str, Any]:
     """All phases in order; returns the summary."""
-    # A bad override or a missing extra is refused before the warm start, which takes a minute.
+    # A bad option, a missing extra or device is refused before the warm start, which takes a minute.
     _require_not_own(overrides)
-    load_config(KINDS[task].config, overrides)
-    require_extras(f"async-rl quickstart {task}", *KINDS[task].extras)
+    kind = KINDS[task]
+    words = words_of_run(kind, run_dir, seed, overrides)
+    config = load_config(kind.config, words)
+    require_extras(f"async-rl quickstart {task}", *kind.extras, *config.tracking.extras)
+    make_plan(kind.config, config, words)
     make_run_dir(run_dir, seed)
     run = Quickstart(task, run_dir, seed, console)
     run.warm_start()

@@ -75,7 +75,7 @@ def _headline(kind: Kind, summary: Mapping[str, Any]) -> str:
         f"{kind.summary} Of {summary['num_held_out']} {kind.questions} it never trained on, it solved "
         f"<b>{summary['accuracy_before']:.0%}</b> "
         f"after its supervised warm start, and <b>{summary['accuracy_after']:.0%}</b> after {summary['iterations']} "
-        "iterations of strictly on-policy GRPO, with inference and training running at the same time."
+        "iterations of strictly on-policy training, with inference and training running at the same time."
     )
 
 
@@ -137,7 +137,7 @@ def _proof(summary: Mapping[str, Any]) -> str:
         f"<p>The proof {verdict} for {summary['iterations']} iterations: every response of a batch was sampled from "
         "the weight version that its iteration trained, and every prompt contributed exactly its responses, once. The "
         "largest difference between a token's log-probability at the trainer and at the instance that sampled it was "
-        f"{summary['max_logprob_gap']:.1e} nats. <code>ledger.jsonl</code> has a row per iteration.</p>"
+        f"{summary['max_logprob_gap']:.1e} nats. <code>ledger.jsonl</code> has a row per optimizer step.</p>"
     )
 
 

@@ -1,5 +1,6 @@
 """The quickstart's `summary.json`: the results of a run, in a few figures that can be checked against its files."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -25,7 +26,7 @@ def summarize(
 
     Args:
         metrics: the records of `metrics.jsonl`, one per iteration.
-        ledger: the rows of `ledger.jsonl`, one proof per iteration.
+        ledger: the rows of `ledger.jsonl`, one proof per optimizer step.
         before: the record of `evaluate` for the base model.
         after: the same for the trained model.
         task: the quickstart's name.
@@ -38,6 +39,7 @@ def summarize(
         `tokens_per_s` counts prompt and response tokens over the iterations' wall time; `device_split` has the shares
         of that time in which the trainer waited for rollouts, trained and published.
     """
+    num_ends = max(1, min(NUM_ENDS, len(metrics) // 2))
     tokens = sum(record["prompt_tokens"] + record["response_tokens"] for record in metrics)
     return {
         "task": task,
@@ -48,8 +50,8 @@ def summarize(
         "accuracy_before": before["accuracy"],
         "accuracy_after": after["accuracy"],
         "num_held_out": after["num_prompts"],
-        "reward_first": round(fmean(record["reward_mean"] for record in metrics[:NUM_ENDS]), 4),
-        "reward_last": round(fmean(record["reward_mean"] for record in metrics[-NUM_ENDS:]), 4),
+        "reward_first": round(fmean(record["reward_mean"] for record in metrics[:num_ends]), 4),
+        "reward_last": round(fmean(record["reward_mean"] for record in metrics[-num_ends:]), 4),
         "on_policy": is_on_policy(metrics, ledger),
         "max_logprob_gap": max(row["max_logprob_gap"] for row in ledger),
         "num_responses": sum(row["num_responses"] for row in ledger),
@@ -62,7 +64,9 @@ def summarize(
 
 
 def is_on_policy(metrics: Sequence[Record], ledger: Sequence[Record]) -> bool:
-    """Whether every iteration has a proof, each holds, and no weight version was trained on twice."""
-    proven = {row["iteration"] for row in ledger if row["on_policy"]}
-    versions = {row["weight_version"] for row in ledger}
-    return proven == {record["iteration"] for record in metrics} and len(versions) == len(ledger) == len(metrics)
+    """Whether every iteration has a proof of each of its steps, each holds, and no weight version was trained on in two
+    iterations."""
+    num_proofs = Counter((row["iteration"], row["weight_version"]) for row in ledger if row["on_policy"])
+    iterations, versions = ({key[place] for key in num_proofs} for place in (0, 1))
+    is_complete = iterations == {record["iteration"] for record in metrics} and len(set(num_proofs.values())) == 1
+    return is_complete and num_proofs.total() == len(ledger) and len(versions) == len(num_proofs) == len(metrics)

@@ -9,13 +9,13 @@ import os
 import socket
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import ray.util
 
 from async_rl.errors import ConfigError
+from async_rl.net.free_ports import free_ports
 from async_rl.net.http_client import HttpClient, answers_200, http_url
 from deploy.cluster.plan import ANY_HOST
 from deploy.cluster.process import Process, Running, start_process
@@ -44,7 +44,6 @@ class TaskActor:
     def __init__(self, token: str | None, directory: str) -> None:
         self._env = {} if token is None else {TOKEN_VARIABLE: token}
         self._directory = directory
-        self._reports = tempfile.TemporaryDirectory(prefix="async-rl-reports-")
         self._running: Running | None = None
         self._node: Node | None = None
 
@@ -62,7 +61,8 @@ class TaskActor:
             raise ConfigError(_not_shared(error.filename, error.strerror)) from error
         if found != launch_id:
             raise ConfigError(_not_shared(run_dir, "it has another directory there"))
-        self._node = Node(socket.gethostname(), address, _free_ports(NUM_PORTS))
+        # At every address of the host, since instances and torchrun listen at all of them.
+        self._node = Node(socket.gethostname(), address, tuple(free_ports(NUM_PORTS, ANY_HOST)))
         return self._node
 
     def run(self, process: Process) -> TaskEnd:
@@ -72,13 +72,15 @@ class TaskActor:
             ConfigError: its log cannot be written.
         """
         process = replace(process, env={**process.env, **self._env})
-        self._running = running = start_process(process, Path(self._reports.name) / process.name)
-        while (code := running.exit_code()) is None:
-            time.sleep(POLL_S)
-        if code == DONE:
-            return TaskEnd(process.name, code, None, "")
-        failure = running.failure()
-        return TaskEnd(process.name, code, failure.cause, str(failure))
+        # Removed here: Ray kills the actor, which then removes nothing.
+        with tempfile.TemporaryDirectory(prefix="async-rl-reports-") as reports:
+            self._running = running = start_process(process, Path(reports) / process.name)
+            while (code := running.exit_code()) is None:
+                time.sleep(POLL_S)
+            if code == DONE:
+                return TaskEnd(process.name, code, None, "")
+            failure = running.failure()
+            return TaskEnd(process.name, code, failure.cause, str(failure))
 
     def healthy(self) -> bool:
         """Waits until an instance answers as healthy; False if it ends before."""
@@ -94,13 +96,6 @@ class TaskActor:
         """SIGTERM to the process, and SIGKILL after its grace time."""
         if self._running is not None:
             self._running.request_end()
-
-
-def _free_ports(number: int) -> tuple[int, ...]:
-    """Free at every address of the host, since instances and torchrun listen at all of them."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server((ANY_HOST, 0))) for _ in range(number)]
-        return tuple(int(server.getsockname()[1]) for server in servers)
 
 
 def _not_shared(path: str, reason: str | None) -> str:

@@ -13,13 +13,13 @@ from pathlib import Path
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, RunDirInUse
-from async_rl.files import write_file
+from async_rl.files import named_write_errors, write_file
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from deploy.cluster.fleet import require_no_trainer
 from deploy.cluster.plan import ClusterPlan, plan_cluster
 from deploy.cluster.process import log_path
-from deploy.cluster.stopping import explain_end
+from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.cluster.tasks import LAUNCH_FILE, Task, read_launch, remove_tasks, write_launch
 from deploy.slurm.commands import cancel, own_jobs, require_slurm, submit
 from deploy.slurm.files import INSTANCES, NODE, TRAINING, folder_of, read_token, write_token
@@ -62,10 +62,11 @@ def launch(plan: ClusterPlan, token: str | None) -> tuple[str, str]:
     _require_no_jobs(run_dir)
     require_no_trainer(run_dir, token or read_token(run_dir))
     folder = folder_of(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    # Whatever the umask: the token is in there, and the scripts that the jobs run.
-    folder.mkdir(mode=0o700, exist_ok=True)
-    log_path(run_dir, "trainer").parent.mkdir(exist_ok=True)
+    with named_write_errors(folder):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # Whatever the umask: the token is in there, and the scripts that the jobs run.
+        folder.mkdir(mode=0o700, exist_ok=True)
+        log_path(run_dir, "trainer").parent.mkdir(exist_ok=True)
     for name, text in scripts(plan).items():
         write_file(folder / name, text)
     write_token(run_dir, token)
@@ -116,6 +117,7 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    stop_on_signals()
     try:
         config = load_config(arguments.config, parser.overrides)
         plan = plan_cluster(arguments.config, config, parser.overrides)
@@ -126,8 +128,8 @@ def main(argv: Sequence[str]) -> int:
         require_slurm()
         require_sound(config, trains=True, serves=True)
         training, array = launch(plan, os.environ.get("ASYNC_RL_TOKEN"))
-    except AsyncRLError as error:
-        return explain_end(error)
+    except (Stopped, AsyncRLError) as end:
+        return explain_end(end)
     run_dir = config.run.dir
     print(
         f"submitted: training job {training}, instances {array} (an array of {plan.max_instances})\n"

@@ -16,10 +16,11 @@ from rich.console import Console
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.net.free_ports import free_ports
 from async_rl.programs.command_line import Parser
 from async_rl.tracking.run_lock import LOCK_FILE, lock_run
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
-from deploy.local.machine import free_ports, this_machine
+from deploy.local.machine import this_machine
 from deploy.local.plan import num_ports, plan
 from deploy.local.processes import Deployment
 from deploy.local.startable import require_startable
@@ -60,6 +61,9 @@ def common_overrides(config: Config, words: Sequence[str], out: Path, iterations
         "evaluation.sets": "[]",
         "prompts.cache_dir": str(out / "prompts"),
         "inference.num_instances": str(num_instances),
+        "cluster.max_instances": str(max(config.cluster.max_instances or 0, num_instances)),
+        # Its stages are no runs that anybody wants to see beside the others of a project.
+        "tracking.trackers": "[]",
         # It is less than the number of iterations.
         "critic.iterations_alone": str(min(config.critic.iterations_alone, iterations - 1)),
     }

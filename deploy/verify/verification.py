@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import OnPolicyViolation, ProcessFailed
 from deploy.cluster.process import Running
@@ -46,7 +47,9 @@ class Scope:
 
     @property
     def mode(self) -> str:
-        return "synchronous" if self.config.algorithm.waits_for_batch else "periodic"
+        """Of a user's own algorithm only the trainer knows whether it waits for batches; the config allows for it."""
+        algorithm, mode = self.config.algorithm, self.config.train.mode
+        return mode if algorithm.is_own else "synchronous" if algorithm.waits_for_batch else "periodic"
 
 
 def _said(failure: ProcessFailed) -> str:
@@ -211,7 +214,10 @@ class Verification:
         if ended.failure is not None:
             return fails(check, _said(ended.failure))
         run = Trained.read(ended.run_dir)
-        return self._nearly.same_run(check, said, run, recorded, is_repeatable=self._scope.is_repeatable)
+        has_program = self._scope.config.rollout.program != SINGLE_TURN
+        return self._nearly.same_run(
+            check, said, run, recorded, is_repeatable=self._scope.is_repeatable, has_program=has_program
+        )
 
     def _why_no_fault(self, why: str) -> str:
         """Why a fault is not planted; empty if it is."""

@@ -16,6 +16,11 @@ def test_help_lists_every_engine() -> None:
     assert all(engine in answer.stdout for engine in ("ray", "slurm", "kubernetes"))
 
 
+def test_without_an_engine_it_does_nothing() -> None:
+    answer = launch()
+    assert answer.returncode == 2 and "usage: async-rl launch ENGINE" in answer.stderr
+
+
 def test_an_unknown_engine_is_named_with_the_near_one() -> None:
     answer = launch("slrum", "run.toml")
     assert answer.returncode == 2

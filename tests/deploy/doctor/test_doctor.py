@@ -19,7 +19,8 @@ from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.forecast.run_forecast import RunForecast, forecast_run
 from async_rl.preflight.model import ModelFiles
-from deploy.doctor.__main__ import main
+from async_rl.programs.extras import MODULES
+from deploy.doctor.__main__ import main, show
 from deploy.doctor.clocks import find_clock_facts, servers_of
 from deploy.doctor.devices import find_device_facts
 from deploy.doctor.finding import Finding
@@ -199,3 +200,19 @@ def test_overrides_without_a_config_are_a_usage_error(capsys: pytest.CaptureFixt
         main(["--train.iterations", "3"])
     assert end.value.code == 2 and "name the config first" in capsys.readouterr().err
     assert main([os.devnull + "/none.toml"]) == 2
+
+
+def test_names_of_servers_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    show([Finding("clock of h/[/x][bold]", "warning", "does not answer")])
+    assert "clock of h/[/x][bold]" in capsys.readouterr().out
+
+
+def test_a_run_dir_that_cannot_be_looked_at_is_no_reason_to_fail() -> None:
+    findings = by_name(find_host_facts(config_with(run={"dir": "n" * 300}), None, PLENTY))
+    assert findings["disk"].state in ("ok", "warning")
+
+
+def test_the_packages_of_trackers_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODULES, "trackio", ("no_such_module",))
+    findings = by_name(find_versions(config_with(tracking={"trackers": ["trackio"]})))
+    assert findings["extra trackio"].state == "fault" and "no_such_module" in findings["extra trackio"].found

@@ -108,6 +108,7 @@ def test_the_reward_follows_from_the_answers(
         ('{"prompt": ""}\n', "give --prompt-column"),
         ('{"prompt": null}\n', "give --prompt-column"),
         ('{"prompt": "x"}\n', "give --reward"),
+        ('{"prompt": "x", "answer": "1"}\n{"prompt": "\\ud800", "answer": "1"}\n', "row 1 of the data has half of a"),
     ],
 )
 def test_what_it_cannot_see_is_named(
@@ -209,3 +210,17 @@ def test_a_model_that_cannot_fit_is_an_error_with_the_memory_there_is() -> None:
 def test_choices_are_nested_by_section() -> None:
     tree = tree_of(choose(SEEN, "runs/x"))
     assert tree["run"] == {"dir": "runs/x"} and tree["trainer"]["num_processes"] == 4
+
+
+def test_a_config_that_was_not_written_ends_with_code_2(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows({"prompt": "1 + 1", "answer": "2"})
+    for place, said in (("nowhere/run.toml", "check that its directory is there"), ("n" * 300, "File name too long")):
+        assert main(["model", "rows.jsonl", "-o", place]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_commands_that_follow_can_be_copied(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows({"prompt": "1 + 1", "answer": "2"})
+    assert main(["model", "rows.jsonl", "-o", "my $run.toml"]) == 0
+    *_, said = capsys.readouterr().out.splitlines()
+    assert said == "next: async-rl check 'my $run.toml', then async-rl run 'my $run.toml'"

@@ -1,5 +1,6 @@
 """The values of a run: its plan's own commands, and what a cluster must give."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,11 @@ def option(command: list[str], name: str) -> str:
 
 def test_a_release_is_called_as_the_run_in_the_letters_that_kubernetes_allows() -> None:
     assert release_name("Qwen3_0.6B run") == "qwen3-0-6b-run"
-    assert release_name("2026-11-grpo") == "grpo"
+    assert re.fullmatch("grpo-[0-9a-f]{6}", release_name("2026-11-grpo"))
     assert len(release_name("x" * 100)) == 40 and not release_name("x" * 39 + "-y").endswith("-")
+    # Helm would upgrade the release of the other run.
+    for one, other in (("2026-11-01-grpo", "2026-11-02-grpo"), ("x" * 50 + "-1", "x" * 50 + "-2")):
+        assert release_name(one) != release_name(other) and len(release_name(one)) <= 40
     with pytest.raises(ConfigError, match=r"'2026', which has no letter: name the release with --name"):
         release_name("2026")
 

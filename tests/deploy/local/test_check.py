@@ -1,7 +1,9 @@
 """`async-rl check`: sources, forecast, and what is wrong; for a forecast a config.json alone is enough."""
 
+import io
 import json
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +124,8 @@ def test_other_hosts_are_planned_as_tasks(workplace: Path, capsys: pytest.Captur
             ["--trainer.micro_batch_tokens", str(10**9), "--prompts.prompts_per_batch", str(10**7)],
             "of this host's memory",
         ),
+        (["--algorithm.name", "sapo", "--algorithm.options.tau", "1"], "algorithm.options.tau: Extra inputs"),
+        (["--algorithm.name", "ppo", "--algorithm.scale_by_std", "true"], "does not use algorithm.scale_by_std"),
         (["--algorithm.kl_coef", "nan"], "algorithm.kl_coef"),
         (["--prompts.prompts_per_batch", "0"], "prompts.prompts_per_batch"),
     ],
@@ -170,3 +174,49 @@ def test_the_smallest_device_counts_and_a_silent_tool_is_unknown() -> None:
     assert device_memory("cuda", lambda _: "") is None
     assert device_memory("npu", lambda _: "  HBM Capacity(MB)    : 65536\n") == 65_536 * 2**20
     assert device_memory("cpu", lambda _: "1") is None
+
+
+def test_a_port_that_is_taken_and_an_address_of_another_host_are_found_before_a_start(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        assert main(["run.toml", "--pool.fleet_port", port]) == 2
+        assert f"the fleet endpoint cannot listen at pool.fleet_host = '127.0.0.1', pool.fleet_port = {port}" in (
+            capsys.readouterr().err
+        )
+        assert main(["run.toml", "--pool.fleet_port", port, "--elsewhere"]) == 0
+    assert main(["run.toml", "--pool.fleet_port", port]) == 0
+    assert main(["run.toml", "--pool.fleet_host", "203.0.113.1"]) == 2
+
+
+def test_a_config_whose_name_looks_like_markup_is_named_as_it_is(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "run.toml").rename(workplace / "[red].toml")
+    assert main(["[red].toml"]) == 0
+    assert "[red].toml:15" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["--algorithm.teacher", "other"], ["--algorithm.name=ppo", "--critic.path", "other"]]
+)
+def test_config_json_alone_is_enough_for_the_other_models_too(
+    words: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "other").mkdir()
+    shutil.copy(workplace / "model" / "config.json", workplace / "other")
+    assert main(["run.toml", "--elsewhere", *words]) == 0
+    assert "'other' has no tokenizer" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_looked_at_is_an_error(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run.toml", "--model.path", "n" * 300]) == 2
+    assert "cannot be read: File name too long" in capsys.readouterr().err
+
+
+def test_a_terminal_that_lacks_a_character_gets_its_escape(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="latin-1", write_through=True))
+    assert main(["run.toml", "--prompts.system_prompt", "a → b, ä"]) == 0
+    assert "a \\u2192 b, ä" in shown.getvalue().decode("latin-1")

@@ -75,7 +75,7 @@ def test_a_model_is_evaluated_from_start_to_figures(tiny_model: Callable[..., Pa
     low, high = words["intervals"]["avg@4"]
     assert 0 <= low < words["avg@4"] < high <= 1 or high == words["avg@4"] == 1
     assert words["sources"].keys() == {"even", "odd"} and words["sources"]["even"]["avg@4"] == 1.0
-    assert 1 <= words["response_tokens_mean"] <= 16 and 0 <= words["cut_share"] <= 1
+    assert 1 <= words["response_tokens_mean"] <= 16 and 0 <= words["truncated_share"] <= 1
     assert "pass@4" in done.stdout.rsplit("\n", 2)[0], "the table comes before the JSON object"
     ours = [pid for pid in set(psutil.pids()) - before if _works_on(pid, str(data))]
     assert ours == []
@@ -164,7 +164,13 @@ def test_a_file_for_results_that_cannot_be_written_is_refused_at_once(tmp_path: 
 
 def test_the_table_has_intervals_and_a_column_for_each_source() -> None:
     source = {"num_prompts": 2, "avg@4": 0.5, "intervals": {"avg@4": [0.25, 0.75]}}
-    line = {"set": "[b]x", "num_prompts": 4, "avg@4": 0.25, "cut_share": 0.0, "intervals": {"avg@4": [0.1, 1 / 3]}}
+    line = {
+        "set": "[b]x",
+        "num_prompts": 4,
+        "avg@4": 0.25,
+        "truncated_share": 0.0,
+        "intervals": {"avg@4": [0.1, 1 / 3]},
+    }
     console = Console(width=120, record=True, file=StringIO())
     show_results(console, [{**line, "sources": {"": source, "gsm8k": source}}, {"set": "y", "reward_mean": -0.5}])
     text = console.export_text()

@@ -125,3 +125,17 @@ def test_a_plan_is_described_with_all_that_would_be_started() -> None:
     assert re.findall(r"devices  (.*)", text) == ["5", "0, 2"]
     assert "port     8001" in text and "log      runs/one/logs/trainer.log" in text
     assert re.search(r"command  OMP_NUM_THREADS=\d+ .*ASCEND_RT_VISIBLE_DEVICES=0,2 .* -m trainer c.toml", text)
+
+
+def test_torchrun_leaves_its_folders_in_the_run_and_not_in_tmp() -> None:
+    local = plan(Path("c.toml"), make_config(), [], machine=Machine(), ports=[8001, 8002]).trainer.argv
+    cluster = tuple(plan_cluster(Path("c.toml"), make_config(), []).training_argv(node_rank="0", master_address="h"))
+    for argv in (local, cluster):
+        assert option(argv, "--log-dir") == "runs/one/logs/torchrun"
+        assert argv.index("--log-dir") < argv.index("trainer"), "it is torchrun's option"
+
+
+@pytest.mark.parametrize("pool", [{"instances": ["http://h:1"]}, {"dns": "instances:8000"}])
+def test_instances_elsewhere_are_not_mixed_with_those_of_this_launcher(pool: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"pool\.instances is .* and pool\.dns is .* remove the keys"):
+        plan(Path("c.toml"), make_config(pool=pool), [], machine=Machine(), ports=[8001, 8002])

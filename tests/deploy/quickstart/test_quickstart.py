@@ -1,18 +1,21 @@
 """The quickstart as a program: what it refuses, and that Ctrl-C leaves nothing behind."""
 
+import io
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError, RunDirInUse
+from async_rl.tracking.lease import take_lease
 from async_rl.tracking.run_lock import lock_run
-from deploy.quickstart.__main__ import make_run_dir, quickstart
+from deploy.quickstart.__main__ import make_run_dir, quickstart, show_summary
 from deploy.quickstart.kind import KINDS
 
 
@@ -71,6 +74,17 @@ def test_a_folder_in_which_a_run_has_not_ended_is_refused_and_kept(tmp_path: Pat
     assert (tmp_path / "quickstart.json").exists()
 
 
+def test_a_folder_whose_lease_is_held_is_refused_also_where_nothing_is_locked(tmp_path: Path) -> None:
+    """As by a trainer on another host whose file system has no locks."""
+    make_run_dir(tmp_path, seed=0)
+    lease = take_lease(tmp_path, 20.0)
+    with pytest.raises(RunDirInUse, match="is in use by a run on"):
+        make_run_dir(tmp_path, seed=0)
+    assert (tmp_path / "quickstart.json").exists()
+    lease.release()
+    make_run_dir(tmp_path, seed=0)
+
+
 @pytest.mark.parametrize("word", ["--run.dir=elsewhere", "--run.seed=3", "--reward.name=math"])
 def test_keys_that_the_quickstart_sets_itself_are_refused_before_it_starts(tmp_path: Path, word: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{word}': the quickstart sets {word.partition('=')[0]} itself"):
@@ -100,3 +114,46 @@ def test_ctrl_c_in_the_warm_start_leaves_no_process(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGINT
     assert "stopped by SIGINT" in output
     assert commands_with(str(tmp_path)) == []
+
+
+def test_a_folder_that_is_a_link_is_emptied_and_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "quickstart"
+    link.symlink_to(tmp_path / "disk")
+    make_run_dir(link, seed=0)
+    (link / "data").mkdir()
+    (link / "data" / "rows.jsonl").touch()
+    (link / "elsewhere").symlink_to(tmp_path)
+    make_run_dir(link, seed=1)
+    assert link.is_symlink() and [path.name for path in link.iterdir()] == ["quickstart.json"]
+    assert link.exists() and (tmp_path / "disk").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "below", tmp_path / ("n" * 300)):
+        with pytest.raises(ConfigError, match=r"cannot be made or emptied: .*; give another folder"):
+            make_run_dir(place, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("seed", "word", "message"),
+    [
+        (-1, "--train.iterations=1", "run.seed"),
+        (0, "--pool.dns=instances:8000", r"pool\.dns is 'instances:8000'"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_before_the_warm_start(
+    tmp_path: Path, seed: int, word: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quickstart("spelling", tmp_path / "run", seed, [word], Console())
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_summary_shows_the_folder_as_it_is_called() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    figures = dict.fromkeys(("accuracy_before", "accuracy_after", "reward_first", "reward_last", "seconds"), 0.5)
+    summary: dict[str, Any] = {**figures, "task": "t", "iterations": 1, "tokens_per_s": 1.0, "on_policy": True}
+    show_summary(console, {**summary, "phases_s": {"training": 1.0}, "device_split": {}}, Path("runs/[/b][lr=1]"))
+    assert "runs/[/b][lr=1]/report.html" in console.file.getvalue()  # type: ignore[attr-defined]

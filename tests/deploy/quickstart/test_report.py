@@ -116,6 +116,16 @@ def test_a_report_of_one_iteration_is_possible(summary: dict[str, Any], metrics:
     )
 
 
+@pytest.mark.parametrize(("num", "first", "last"), [(1, 0.0, 0.0), (2, 0.0, 1.0), (4, 0.5, 2.5), (7, 1.0, 5.0)])
+def test_the_ends_of_a_short_run_do_not_overlap(
+    num: int, first: float, last: float, metrics: list[dict[str, Any]], ledger: list[dict[str, Any]]
+) -> None:
+    rising = [record | {"reward_mean": float(i)} for i, record in enumerate(metrics[:num])]
+    accuracy = evaluation(0.5, None)
+    summary = summarize(rising, ledger, accuracy, accuracy, task="t", seed=0, phases_s={}, cores={})
+    assert (summary["reward_first"], summary["reward_last"]) == (first, last)
+
+
 def test_the_summary_has_what_it_promises(summary: dict[str, Any]) -> None:
     assert summary["iterations"] == ITERATIONS
     assert summary["seconds"] == 44.0
@@ -143,6 +153,15 @@ def test_a_run_is_on_policy_only_if_every_iteration_is_proven(
     else:
         ledger.append(dict(ledger[3]))
     assert not is_on_policy(metrics, ledger)
+
+
+def test_every_step_of_a_batch_has_a_proof_of_its_own(
+    metrics: list[dict[str, Any]], ledger: list[dict[str, Any]]
+) -> None:
+    steps = [row for row in ledger for _ in range(2)]
+    assert is_on_policy(metrics, steps)
+    assert not is_on_policy(metrics, steps[:-1])
+    assert not is_on_policy(metrics, [*steps[:-1], {**steps[-1], "on_policy": False}])
 
 
 def test_an_unproven_run_is_shown_as_such(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from async_rl.tracking.run_lock import LOCK_FILE
 from deploy.verify.__main__ import MARK, common_overrides, main, take_directory
 from deploy.verify.findings import fails, holds, not_tested
 from deploy.verify.report import show, write_report
+from deploy.verify.verification import Scope
 from tests.support.local_run import Run
 
 FINDINGS = [
@@ -109,3 +110,25 @@ def test_the_report_has_every_finding_and_the_verdict(tmp_path: Path) -> None:
     report = json.loads((tmp_path / MARK).read_text())
     assert report["iterations"] == 3 and report["holds"] is False
     assert report["findings"][1]["cause"] == "wrong temperature"
+
+
+def test_a_range_of_instances_leaves_room_for_the_spare_one_and_no_tracker_hears_of_the_stages(
+    run: Run, tmp_path: Path
+) -> None:
+    words = ("--cluster.max_instances=1", '--tracking.trackers=["wandb"]')
+    config = load_config(run.config, words)
+    as_run = load_config(run.config, common_overrides(config, words, tmp_path, 3, 2))
+    assert (as_run.cluster.max_instances, as_run.tracking.trackers) == (2, ())
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        (["--algorithm.name=python:own.py:Own", "--train.mode=synchronous"], "synchronous"),
+        (["--algorithm.name=python:own.py:Own"], "periodic"),
+        (["--algorithm.name=reinforce_pp_baseline", "--train.mode=synchronous"], "synchronous"),
+        (["--train.mode=synchronous"], "periodic"),
+    ],
+)
+def test_an_algorithm_that_may_wait_for_batches_is_not_made_periodic(run: Run, words: list[str], mode: str) -> None:
+    assert Scope(load_config(run.config, words), 3, False, 2).mode == mode

@@ -154,3 +154,21 @@ def test_only_what_was_tested_counts_and_nothing_tested_is_no_success() -> None:
     assert not all_hold([not_tested("a", "why")])
     assert all_hold([holds("a", ""), not_tested("b", "why")])
     assert not all_hold([holds("a", ""), fails("b", "why")])
+
+
+def test_other_rollouts_of_a_program_are_no_fault_of_the_run() -> None:
+    run, expected = trained(samples=(("x", "y"), ("c", "d"))), trained()
+    found = NEARLY.same_run("lost", "hit", run, expected, is_repeatable=True, has_program=True)
+    assert found.outcome == "not tested" and "a program" in found.shown
+    assert NEARLY.same_run("lost", "hit", run, expected, is_repeatable=True).outcome == "fails"
+    unproven = trained(samples=(("x", "y"), ("c", "d")), on_policy=False)
+    assert NEARLY.same_run("lost", "hit", unproven, expected, is_repeatable=True, has_program=True).outcome == "fails"
+
+
+def test_groups_are_compared_by_their_index_where_one_of_the_runs_left_another_one_out() -> None:
+    samples = (tuple("abcdefghij"), ("k",))
+    other = (("a", *"xcdefghij"), ("k",))
+    run, expected = trained(samples=other), trained(samples=samples)
+    fewer = Trained(run.metrics, run.ledger, run.groups[1:], run.model)
+    found = NEARLY.same_run("lost", "hit", fewer, expected, is_repeatable=True)
+    assert found.outcome == "not tested" and "1 of 9 groups of iteration 0 have other samples" in found.shown
