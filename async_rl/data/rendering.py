@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.data.columns import SOURCE
 from async_rl.data.part import Part, parts_of
-from async_rl.data.row import Row
+from async_rl.data.row import Row, is_unicode
 from async_rl.errors import ConfigError
 
 
@@ -75,6 +75,7 @@ def require_renderable(row: Row, number: int, part: Part) -> None:
     column = part.columns.get("prompt", part.prompt_name)
     value = row[part.prompt_name]
     if isinstance(value, str):
+        require_unicode(value, number, part)
         return
     if not part.chat_template:
         raise ConfigError(
@@ -90,6 +91,19 @@ def require_renderable(row: Row, number: int, part: Part) -> None:
             f"row {number}: column {column!r} is {value!r:.80}, expected text or a list of chat messages with a "
             f"role: correct {column}{where} ({fault['msg']}), or set prompts.column"
         ) from error
+
+
+def require_unicode(prompt: str, number: int, part: Part) -> None:
+    """Checks that a row's prompt can be encoded.
+
+    Raises:
+        ConfigError: it cannot; names the row.
+    """
+    if not is_unicode(prompt):
+        raise ConfigError(
+            f"prompts.source {part.source!r}, row {number}: its prompt has half of a letter (a lone surrogate, "
+            'such as "\\ud800"), which is no text: correct it'
+        )
 
 
 def _conversation(value: Any, part: Part) -> list[dict[str, Any]]:

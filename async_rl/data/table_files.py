@@ -22,8 +22,14 @@ from typing import Any, TypeVar
 from async_rl.data.columns import RowColumns, RowSampling
 from async_rl.data.part import Part
 from async_rl.data.prompt_table import Arrays, Numbers, PromptTable
-from async_rl.data.rendering import Tokenizer, render, require_place_for_system_prompt, require_renderable
-from async_rl.data.row import Row, Rows, is_unicode
+from async_rl.data.rendering import (
+    Tokenizer,
+    render,
+    require_place_for_system_prompt,
+    require_renderable,
+    require_unicode,
+)
+from async_rl.data.row import Row, Rows
 from async_rl.errors import ConfigError
 from async_rl.files import named_write_errors
 
@@ -246,11 +252,7 @@ def _rendered(part: Part, chunk: Sequence[NumberedRow], tokenizer: Tokenizer) ->
             f"prompt: {type(error).__name__}: {error}; correct the row, or the template"
         ) from error
     for row, text in zip(chunk, texts, strict=True):
-        if not is_unicode(text):
-            raise ConfigError(
-                f"prompts.source {part.source!r}, row {row.number}: its prompt has half of a letter (a lone surrogate, "
-                'such as "\\ud800"), which is no text: correct it'
-            )
+        require_unicode(text, row.number, part)
     return texts
 
 

@@ -63,8 +63,9 @@ class TabularRows:
         arrow = import_module("pyarrow")
         with named_write_errors(directory / COPY):
             schema, blocks = self._blocks(SCAN_ROWS)
-            with arrow.ipc.new_file(str(directory / COPY), schema) as copy:
-                for table in _of_equal_size(blocks):
+            plain = arrow.schema([_without_dictionary(arrow, field) for field in schema])
+            with arrow.ipc.new_file(str(directory / COPY), plain) as copy:
+                for table in _of_equal_size(blocks if plain == schema else (block.cast(plain) for block in blocks)):
                     copy.write_batch(table)
         # Rows were read in `scan`, and now again.
         if self._now() != self._states:
@@ -119,9 +120,21 @@ def parquet_rows(path: Path) -> TabularRows:
             raise _no_parquet(error) from error
 
     def _no_parquet(error: Exception) -> ConfigError:
+        # pyarrow reads categories within lists and structs from one row group only.
+        if "Nested data conversions" in str(error):
+            return ConfigError(
+                f"{path} has a column with categories (dictionary-encoded values) inside lists or structs, which "
+                "cannot be read from several row groups: write them as plain values"
+            )
         return ConfigError(f"{path} is not a Parquet file: {error}")
 
     return TabularRows(blocks, [path])
+
+
+def _without_dictionary(arrow: Any, field: Any) -> Any:
+    """The field with its values written out: the copy could have only one dictionary of a column, and each row group of
+    a Parquet file has its own (of categories, as pandas and polars have them)."""
+    return field.with_type(field.type.value_type) if arrow.types.is_dictionary(field.type) else field
 
 
 def _of_equal_size(batches: Iterator[Any]) -> Iterator[Any]:

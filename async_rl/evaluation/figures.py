@@ -12,11 +12,11 @@ from async_rl.types import CorrectAt, Response, RewardParts, Scores, num_correct
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """The data kept of a prompt's rollouts: rewards, lengths, and how many were cut by a limit."""
+    """The data kept of a prompt's rollouts: rewards, lengths, and how many a limit truncated."""
 
     rewards: tuple[float, ...]
     num_tokens: int
-    num_cut: int
+    num_truncated: int
     reward_parts: RewardParts = ()
 
     @classmethod
@@ -25,7 +25,7 @@ class ScoredPrompt:
             rewards=scores.rewards,
             reward_parts=scores.parts,
             num_tokens=sum(len(response.token_ids) for response in responses),
-            num_cut=sum(response.finish_reason == "length" for response in responses),
+            num_truncated=sum(response.finish_reason == "length" for response in responses),
         )
 
     @classmethod
@@ -34,7 +34,7 @@ class ScoredPrompt:
             rewards=scores.rewards,
             reward_parts=scores.parts,
             num_tokens=sum(trajectory.num_tokens for trajectory in trajectories),
-            num_cut=sum(trajectory.status == "truncated" for trajectory in trajectories),
+            num_truncated=sum(trajectory.status == "truncated" for trajectory in trajectories),
         )
 
 
@@ -49,7 +49,7 @@ def figures_of(scored: Sequence[ScoredPrompt], correct_at: CorrectAt) -> dict[st
         "reward_mean": fmean(reward for prompt in scored for reward in prompt.rewards),
         **reward_part_means(prompt.reward_parts for prompt in scored),
         "response_tokens_mean": sum(prompt.num_tokens for prompt in scored) / num_responses,
-        "cut_share": sum(prompt.num_cut for prompt in scored) / num_responses,
+        "truncated_share": sum(prompt.num_truncated for prompt in scored) / num_responses,
     }
 
 

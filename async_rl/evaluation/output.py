@@ -8,7 +8,7 @@ from typing import Any
 
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sets import LoadedSet
-from async_rl.files import write_file
+from async_rl.files import named_write_errors, write_file
 from async_rl.tracking.records import require_no_run
 from async_rl.types import Prompt, Response, Scores
 
@@ -23,16 +23,19 @@ class Output:
 
     Raises:
         ConfigError: the directory is that of a run.
+        WriteFailed: it, or a file in it, cannot be written; also of `on_scored` and `finish`.
     """
 
     def __init__(self, directory: Path, sets: Sequence[LoadedSet]) -> None:
         require_no_run(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        with named_write_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._total = sum(len(loaded.prompts) for loaded in sets)
         first = [(loaded.name, prompt.prompt_id) for loaded in sets for prompt in loaded.prompts[:NUM_SHOWN]]
         self._shown: dict[tuple[str, str], Mapping[str, Any] | None] = dict.fromkeys(first)
-        self._progress = (directory / PROGRESS).open("w", buffering=1)
+        with named_write_errors(directory / PROGRESS):
+            self._progress = (directory / PROGRESS).open("w", buffering=1)
 
     def __enter__(self) -> "Output":
         return self
@@ -44,7 +47,8 @@ class Output:
 
     def on_scored(self, loaded: LoadedSet, prompt: Prompt, responses: Sequence[Response], scores: Scores) -> None:
         """Notes a finished prompt."""
-        self._progress.write(json.dumps({"set": loaded.name, "total_prompts": self._total}) + "\n")
+        with named_write_errors(self._directory / PROGRESS):
+            self._progress.write(json.dumps({"set": loaded.name, "total_prompts": self._total}) + "\n")
         key = (loaded.name, prompt.prompt_id)
         if key in self._shown:
             labels, values = [label for label, _ in scores.parts], [rewards for _, rewards in scores.parts]

@@ -62,9 +62,8 @@ class Sampler:
             scores = await self._reward.score(prompt, responses)
             scored = ScoredPrompt.of(responses, scores)
         else:
-            config = loaded.config
             trajectories, scores = await self._programs.evaluate(
-                loaded.name, prompt, version, config.num_samples, config.temperature, _truncation(config)
+                loaded.config, prompt, version, _truncation(loaded.config)
             )
             responses = [trajectory.last for trajectory in trajectories]
             scored = ScoredPrompt.of_trajectories(trajectories, scores)

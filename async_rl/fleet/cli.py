@@ -19,6 +19,7 @@ from rich.text import Text
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.fleet.endpoint import EndpointFailed, FleetClient, find_endpoint
 from async_rl.programs.command_line import Commands, Parser
+from async_rl.programs.error_text import error_text
 from async_rl.protocol.fleet import AddRequest, FleetInfo, NameRequest
 from async_rl.protocol.routes import FLEET_ADD, FLEET_DRAIN, FLEET_REMOVE
 
@@ -64,7 +65,7 @@ def _printable(text: str) -> str:
 def _list(client: FleetClient, arguments: argparse.Namespace) -> None:
     fleet = client.info()
     if arguments.json:
-        print(fleet.model_dump_json(indent=2))
+        Console().out(fleet.model_dump_json(indent=2), highlight=False)
         return
     console = Console()
     if not console.is_terminal:
@@ -133,10 +134,10 @@ def main(argv: Sequence[str]) -> int:
         client = FleetClient(address.url, os.environ.get("ASYNC_RL_TOKEN"), address.run)
         COMMANDS[command](client, arguments)
     except (ConfigError, UnknownInstance) as error:
-        print(f"async-rl fleet: {error}", file=sys.stderr)
+        print(f"async-rl fleet: {error_text(error)}", file=sys.stderr)
         return 2
     except EndpointFailed as error:
-        print(f"async-rl fleet: {error}", file=sys.stderr)
+        print(f"async-rl fleet: {error_text(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

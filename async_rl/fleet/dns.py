@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection
 from async_rl.errors import ConfigError
 from async_rl.fleet.periodic import Periodic
 from async_rl.net.http_client import http_url
+from async_rl.net.local_address import addresses_of
 from async_rl.pool.inference_pool import InferencePool
 
 logger = logging.getLogger(__name__)
@@ -19,8 +20,12 @@ Resolve = Callable[[str, int], Awaitable[Collection[str]]]
 
 
 async def resolve_addresses(host: str, port: int) -> set[str]:
-    """The A and AAAA records of a host, as the system resolves it."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    """The A and AAAA records of a host, as the system resolves it.
+
+    Raises:
+        OSError: it does not, or the name can be none.
+    """
+    found = await asyncio.to_thread(addresses_of, host, port, socket.SOCK_STREAM)
     return {str(address[0]) for *_, address in found}
 
 

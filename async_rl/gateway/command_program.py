@@ -12,7 +12,7 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,15 +98,22 @@ class CommandProgram:
 
 @asynccontextmanager
 async def _prompt_file(prompt: ProgramPrompt) -> AsyncIterator[Path]:
+    """
+    Raises:
+        ProgramFailed: there is no room for it.
+    """
     shown = {"prompt_id": prompt.prompt_id, "row": prompt.row, "messages": prompt.messages, "seed": prompt.seed}
-    descriptor, name = tempfile.mkstemp(prefix="async-rl-prompt-", suffix=".json")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            # Rows of Parquet files may hold dates and the like.
-            json.dump(shown, file, default=str)
+    # Rows of Parquet files may hold dates and the like.
+    text = json.dumps(shown, default=str)
+    with ExitStack() as stack:
+        try:
+            descriptor, name = tempfile.mkstemp(prefix="async-rl-prompt-", suffix=".json")
+            stack.callback(Path(name).unlink, missing_ok=True)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+        except OSError as error:
+            raise _not_started(error) from error
         yield Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 @asynccontextmanager
@@ -129,10 +136,7 @@ async def _guarded(
             start_new_session=True,
         )
     except OSError as error:
-        raise ProgramFailed(
-            f": its process cannot be started: {error}; lower rollout.max_concurrent, or raise the limits of open "
-            "files and processes (ulimit -n, -u)"
-        ) from error
+        raise _not_started(error) from error
     ended = asyncio.create_task(_end_of(process))
     try:
         yield ended
@@ -143,6 +147,13 @@ async def _guarded(
         if not ended.done():
             process.kill()
             ended.cancel()
+
+
+def _not_started(error: OSError) -> ProgramFailed:
+    return ProgramFailed(
+        f": its process cannot be started: {error}; lower rollout.max_concurrent, or raise the limits of open files "
+        "and processes (ulimit -n, -u)"
+    )
 
 
 def _environment(prompt: ProgramPrompt, file: Path) -> dict[str, str]:

@@ -28,6 +28,11 @@ class Circuit:
     def is_closed(self) -> bool:
         return self.reason is None
 
+    @property
+    def is_tried(self) -> bool:
+        """Whether a trial is under way."""
+        return self._trials > 0
+
     def retry_in_s(self, now_s: float) -> float:
         """Seconds until the next trial; 0 if one may be sent now."""
         return 0.0 if self.is_closed else max(0.0, self._opened_s + self._pause_s - now_s)
@@ -55,8 +60,14 @@ class Circuit:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
         self.reason, self._opened_s, self._trials = reason, now_s, 0
 
+    def ended(self, sent_s: float) -> None:
+        """A request sent at `sent_s` is over. If it was the trial and has shown nothing about the instance, as it was
+        slow, moved, cancelled or invalid itself, another one may be sent."""
+        if sent_s >= self._opened_s:
+            self._trials = 0
+
     def reset_trial(self) -> None:
-        """The trial was cancelled before it showed anything about the instance: another one may be sent."""
+        """The trial was cancelled before it was sent: another one may be."""
         self._trials = 0
 
     def reset(self) -> None:

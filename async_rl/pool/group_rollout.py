@@ -89,6 +89,7 @@ class GroupRollout:
                 raise
             self._note_failure(member, request, error)
         finally:
+            member.circuit.ended(request.sent_s)
             self._roster.router.release(member, request.cost)
         for partial in request.partials:
             # All tokens were received, only the finish reason was not: there is nothing left to generate.
@@ -125,7 +126,6 @@ class GroupRollout:
         except asyncio.CancelledError as error:
             this_task = asyncio.current_task()
             if this_task is not None and this_task.cancelling():
-                member.circuit.reset_trial()
                 raise
             if request.is_moved:
                 return

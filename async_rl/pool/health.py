@@ -173,7 +173,8 @@ class HealthWatch:
             self._without_since_s = now
         waited_s = now - self._without_since_s
         is_hopeless = self._is_hopeless()
-        if waited_s > self._config.timeout_s or is_hopeless:
+        # A trial ends by itself: without tokens after `pool.request_timeout_s`.
+        if (waited_s > self._config.timeout_s and not self._is_tried(version)) or is_hopeless:
             what = f"no instance has served weight version {version!r} for {waited_s:.0f} s"
             if is_hopeless:
                 what = f"no instance can serve weight version {version!r} before the next publish"
@@ -181,11 +182,14 @@ class HealthWatch:
             self._without_since_s = None
         elif now >= self._next_log_s:
             self._next_log_s = now + LOG_INTERVAL_S
-            left_s = self._config.timeout_s - waited_s
+            left_s = max(0.0, self._config.timeout_s - waited_s)
             logger.warning(self._roster.describe(f"no instance is in service; waiting {left_s:.0f} s more for one"))
 
     def _serve(self, version: WeightVersion) -> bool:
         return any(member.serves(version) and member.circuit.is_closed for member in self._roster.members)
+
+    def _is_tried(self, version: WeightVersion) -> bool:
+        return any(member.serves(version) and member.circuit.is_tried for member in self._roster.members)
 
     def _is_hopeless(self) -> bool:
         """Whether no instance can return before the next publish, and no new one can be admitted."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.data.prompts import Tokenizer
-from async_rl.errors import InstanceRefused, PromptFailed, RolloutLost, WaitTimedOut
+from async_rl.errors import AsyncRLError, InstanceRefused, PromptFailed, RolloutLost, WaitTimedOut
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import Reward
@@ -225,7 +225,13 @@ class RolloutRun:
         async with asyncio.TaskGroup() as siblings:
             for index, prompt in self._batch.prompts.items():
                 self._rollouts[index] = siblings.create_task(self._produce(index, prompt))
-        self._producer.note_finished(self._batch.iteration)
+        try:
+            self._producer.note_finished(self._batch.iteration)
+        except AsyncRLError as error:
+            # No other code awaits this task, and the groups are complete: the figures alone are lost.
+            logger.error(
+                "the figures of the rollouts of iteration %d are not recorded: %s", self._batch.iteration, error
+            )
         if self._producer.idle_work is not None:
             try:
                 await self._producer.idle_work.run(self._batch.iteration, self._version)

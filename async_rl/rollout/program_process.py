@@ -22,6 +22,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.programs.user_process import (
     LENGTH,
     MAX_FRAME_BYTES,
+    MORE_ROOM,
     end_group_after,
     exit_code,
     kill_group,
@@ -94,13 +95,11 @@ class ProgramProcess:
             NotLoaded, LoadingEnded: it could not.
         """
         self.kill()
-        self._mark, fd = Mark.make()
         try:
-            process = self._process = await start_process(
-                "async_rl.rollout.program_worker", self._program, str(fd), pass_fds=(fd,)
-            )
-        finally:
-            os.close(fd)
+            process = self._process = await self._start_process()
+        except OSError as error:
+            raise LoadingEnded(f"its process cannot be started: {error}; {MORE_ROOM}") from error
+        assert self._mark is not None, "it is made with the process"
         self._loaded = asyncio.get_running_loop().create_future()
         self._reading = self._spawn(self._read(process, self._mark))
         self._spawn(self._watch(process, self._mark))
@@ -158,6 +157,13 @@ class ProgramProcess:
             await asyncio.wait({self._reading}, timeout=END_GRACE_S)
         for task in self._background:
             task.cancel()
+
+    async def _start_process(self) -> Process:
+        self._mark, fd = Mark.make()
+        try:
+            return await start_process("async_rl.rollout.program_worker", self._program, str(fd), pass_fds=(fd,))
+        finally:
+            os.close(fd)
 
     async def _wait(self, run: _Run, timeout_s: float) -> None:
         """Until it has ended, the pool has failed, or it has had `timeout_s` in which its process could run it."""

@@ -11,8 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
+from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.data.prompts import Tokenizer, conversation_of
 from async_rl.errors import InstanceRefused, PromptFailed, RolloutFailed
 from async_rl.pool.inference_pool import InferencePool
@@ -44,11 +46,15 @@ ENVIRONMENT = "environment"
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Which rollout it is: `name` in messages, `request` in requests to instances, where it is unique in the run."""
+    """Which rollout it is: `name` in messages, `request` in requests to instances, where it is unique in the run.
+
+    `prompts` are the settings by which the prompt's row was rendered.
+    """
 
     name: str
     request: str
     prompt: Prompt
+    prompts: PromptsSection
     version: WeightVersion
     seed: int
 
@@ -138,6 +144,7 @@ class ProgramRollouts:
                 f"rollout {number} of prompt {prompt.prompt_id!r}, index {index} of iteration {iteration}",
                 f"{version}-{index}-{number}",
                 prompt,
+                self._prompts,
                 version,
                 rollout_seed(self._seed, iteration, index, number),
             )
@@ -167,29 +174,29 @@ class ProgramRollouts:
 
     async def evaluate(
         self,
-        set_name: str,
+        of_set: EvaluationSet,
         prompt: Prompt,
         version: WeightVersion,
-        num_samples: int,
-        temperature: float,
         truncation: Truncation = ALL_TOKENS,
     ) -> tuple[list[Trajectory], Scores]:
-        """So many rollouts of a prompt of an evaluation set, with their rewards; in no figures of the training.
+        """The rollouts of a prompt of an evaluation set, with their rewards; in no figures of the training.
 
         Raises:
             As `group`.
         """
+        prompts = self._prompts if of_set.source == HELD_OUT else prompts_of_set(of_set, self._prompts)
         places = [
             _Place(
-                f"rollout {number} of prompt {prompt.prompt_id!r} of evaluation set {set_name!r}",
-                f"{version}-evaluation-{set_name}-{prompt.prompt_id}-{number}",
+                f"rollout {number} of prompt {prompt.prompt_id!r} of evaluation set {of_set.name!r}",
+                f"{version}-evaluation-{of_set.name}-{prompt.prompt_id}-{number}",
                 prompt,
+                prompts,
                 version,
-                evaluation_rollout_seed(self._seed, set_name, prompt.prompt_id, number),
+                evaluation_rollout_seed(self._seed, of_set.name, prompt.prompt_id, number),
             )
-            for number in range(num_samples)
+            for number in range(of_set.num_samples)
         ]
-        rollout = self._rollout.model_copy(update={"temperature": temperature})
+        rollout = self._rollout.model_copy(update={"temperature": of_set.temperature})
         sessions = replace(self._sessions, rollout=rollout, truncation=truncation)
         finished, scores = await self._roll_out_all(places, sessions, float(self._rollout.max_response_tokens))
         return [each.trajectory for each in finished], scores
@@ -232,7 +239,7 @@ class ProgramRollouts:
             prompt_id=prompt.prompt_id,
             token_ids=prompt.token_ids,
             row=prompt.row,
-            messages=conversation_of(prompt.row, self._prompts),
+            messages=conversation_of(prompt.row, place.prompts),
             seed=place.seed,
         )
         try:

@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from async_rl.fleet.endpoint import FleetClient
+from async_rl.net.free_ports import free_ports
 from benchmarks.chaos.controller import Controller
 from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.instances import Crew
@@ -38,7 +39,6 @@ from benchmarks.chaos.rollouts import KINDS, Rollouts
 from benchmarks.chaos.trainer_faults import TrainerFaults
 from benchmarks.chaos.trainer_run import REQUEST_TIMEOUT_S, Outcome, TrainerRun, make_inputs
 from deploy.cluster.stopping import Stopped, stop_on_signals
-from deploy.local.machine import free_ports
 
 SHARED_MEMORY = Path("/dev/shm")
 INSTANCES_WITHOUT_FAULTS = 2
@@ -72,7 +72,9 @@ async def run_hurt(
     controller = Controller(
         crew, FleetClient(f"http://127.0.0.1:{port}", None), draw, log, lambda: run.progress, outages=(0.25, 0.7)
     )
-    faults = TrainerFaults(run, random.Random(seed), log, rollouts.worker, trainer_kills)
+    faults = TrainerFaults(
+        run, random.Random(seed), log, rollouts.worker, trainer_kills, num_streams=lambda: crew.num_streams
+    )
     try:
         operating = asyncio.create_task(controller.operate())
         injuring = asyncio.create_task(_injure(controller, faults, minutes * 60))

@@ -14,9 +14,9 @@ import threading
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from async_rl.net.free_ports import free_ports
 from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.proxy import Disturbance, Proxy, Published
-from deploy.local.machine import free_ports
 from inference_service.__main__ import main as run_instance
 
 PR_SET_PDEATHSIG = 1
@@ -89,6 +89,11 @@ class Crew:
         self._published = Published()
         self._num_names = 0
         logs.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def num_streams(self) -> int:
+        """Responses on their way from any instance."""
+        return sum(instance.proxy.num_streams for instance in self.instances)
 
     async def add(self) -> Instance:
         """Starts an instance that joins the fleet."""

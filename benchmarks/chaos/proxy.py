@@ -63,6 +63,8 @@ class Proxy:
         """Factor on the pace of streams."""
         self.lies_about_version = False
         """Whether it reports that the instance holds the newest version, until the instance receives it."""
+        self.num_streams = 0
+        """Responses that are on their way."""
         self.on_weights: Callable[[], None] | None = None
         """Called, once, when the trainer next requests the instance to receive weights."""
         self._disturbance = disturbance
@@ -140,7 +142,11 @@ class Proxy:
             return self._turn_away(spoil)
         async with self._session.request(request.method, url, data=body or None, headers=headers) as answer:
             if answer.content_type == "text/event-stream":
-                return await self._relay(request, answer, spoil)
+                self.num_streams += 1
+                try:
+                    return await self._relay(request, answer, spoil)
+                finally:
+                    self.num_streams -= 1
             content = await answer.read()
             await self._is_heard.wait()
             self._require_connection()

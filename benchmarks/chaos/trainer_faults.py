@@ -3,6 +3,7 @@
 import asyncio
 import random
 import signal
+from collections.abc import Callable
 
 import psutil
 
@@ -12,6 +13,8 @@ from benchmarks.chaos.trainer_run import TrainerRun
 GAP_S = (0.5, 3.0)
 """Seconds from one fault of a worker to the next."""
 STALL_S = (0.2, 3.0)
+BUSY_STREAMS = 3
+"""So many responses on their way: rollouts are open, in whichever worker."""
 POLL_S = 0.1
 
 
@@ -21,13 +24,23 @@ class TrainerFaults:
     Args:
         worker: a word of the command lines of the program's processes; None if there are none.
         num_kills: how often the trainer is killed, in even parts of the run.
+        num_streams: how many responses are on their way to the trainer.
     """
 
-    def __init__(self, run: TrainerRun, draw: random.Random, log: FaultLog, worker: str | None, num_kills: int) -> None:
+    def __init__(
+        self,
+        run: TrainerRun,
+        draw: random.Random,
+        log: FaultLog,
+        worker: str | None,
+        num_kills: int,
+        num_streams: Callable[[], int],
+    ) -> None:
         self._run = run
         self._draw = draw
         self._log = log
         self._worker = worker
+        self._num_streams = num_streams
         self._deaths = [number / (num_kills + 1) for number in range(1, num_kills + 1)]
 
     async def kill_trainer(self) -> None:
@@ -40,12 +53,19 @@ class TrainerFaults:
             self._log.note("trainer kill")
 
     async def injure_workers(self) -> None:
-        """One after the other, until it is cancelled."""
-        while self._worker is not None:
+        """First ends all workers in the midst of rollouts, as a machine without memory would; then one fault after the
+        other comes to one worker, whatever it does, until it is cancelled."""
+        while self._num_streams() < BUSY_STREAMS:
+            await asyncio.sleep(POLL_S)
+        for worker in self._workers():
+            self._send(worker, signal.SIGKILL, "worker kill")
+        while True:
             await asyncio.sleep(self._draw.uniform(*GAP_S))
-            workers = self._run.processes(self._worker)
-            if workers:
+            if workers := self._workers():
                 await self._injure(self._draw.choice(workers))
+
+    def _workers(self) -> list[psutil.Process]:
+        return self._run.processes(self._worker) if self._worker else []
 
     async def _injure(self, worker: psutil.Process) -> None:
         if self._draw.random() < 0.7:

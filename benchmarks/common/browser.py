@@ -22,6 +22,10 @@ READY_S = 60.0
 POLL_S = 0.05
 
 
+class Navigated(Exception):
+    """The page was replaced, as by its own reload, while a script was evaluated in it."""
+
+
 class Tab:
     """One tab; `errors` has the errors of its scripts, and what its console and its policy reported as errors."""
 
@@ -47,9 +51,15 @@ class Tab:
     async def wait_for(self, condition: str) -> None:
         """Waits until the condition, an expression, is true."""
         deadline = asyncio.get_running_loop().time() + READY_S
-        while not await self.value(condition):
+        while not await self._holds(condition):
             assert asyncio.get_running_loop().time() < deadline, f"{condition} is not true: {self.errors}"
             await asyncio.sleep(POLL_S)
+
+    async def _holds(self, condition: str) -> bool:
+        try:
+            return bool(await self.value(condition))
+        except Navigated:
+            return False
 
     async def value(self, expression: str) -> Any:
         """The value of an expression, or of its promise, as JSON."""
@@ -68,6 +78,8 @@ class Tab:
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": arguments or {}})
         answer = await asyncio.wait_for(future, READY_S)
+        if "navigated" in answer.get("error", {}).get("message", ""):
+            raise Navigated(f"{method}: {answer['error']}")
         assert "error" not in answer, f"{method}: {answer['error']}"
         result: dict[str, Any] = answer["result"]
         return result

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deploy.local.machine import free_ports
+from async_rl.net.free_ports import free_ports
 from tests.support.local_run import Run
 
 pytestmark = pytest.mark.distributed

@@ -51,7 +51,7 @@ def test_a_run_learns_on_policy_and_leaves_a_loadable_model(run: Run) -> None:
     assert model(tokens).logits.isfinite().all()
 
 
-def test_in_exact_mode_every_log_prob_is_that_of_the_rollout(run: Run) -> None:
+def test_in_exact_mode_every_log_prob_is_that_of_the_rollout(run: Run, reproducible_products: None) -> None:
     run.start("--train.exact=true")
     assert run.finish() == 0, run.everything_said()
     assert_proven(run, 3)

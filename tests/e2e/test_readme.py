@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from async_rl.net.free_ports import free_ports
 from tests.support import ROOT
 from tests.support.make_target import make
 
@@ -28,12 +28,6 @@ def blocks(language: str, text: str = FIRST_STEPS) -> list[str]:
 
 def shell_blocks(first_word: str) -> list[str]:
     return [block for block in blocks("sh") if block.split()[0] == first_word]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -50,13 +44,13 @@ def workplace(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
 @pytest.mark.parametrize("block", shell_blocks("async-rl"))
 def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> None:
     for port in ("8001", "8002", "8700"):
-        block = block.replace(port, str(free_port()))
+        block = block.replace(port, str(free_ports(1)[0]))
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(free_ports(1)[0]),
     }
     script = subprocess.Popen(
         ["bash", "-euc", block],

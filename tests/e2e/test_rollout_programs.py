@@ -85,5 +85,5 @@ def test_programs_are_proven_and_evaluated_and_the_same_with_two_leaders(make_ru
     assert [each["num_rollouts"] for each in divided.lines("rollouts.jsonl")] == [12, 12], "of the main rank's replica"
     # An evaluation that the training outran has no figures; those of all others are of the same samples.
     evaluations = [row for each in (run, divided) for row in each.lines("evaluations.jsonl") if row["complete"]]
-    figures = ("num_prompts", "num_samples", "reward_mean", "response_tokens_mean", "cut_share")
+    figures = ("num_prompts", "num_samples", "reward_mean", "response_tokens_mean", "truncated_share")
     assert len({tuple(row[key] for key in figures) for row in evaluations}) == 1, evaluations

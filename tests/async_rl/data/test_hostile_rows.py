@@ -41,7 +41,7 @@ def test_ends_of_lines_do_not_matter(tmp_path: Path, content: bytes) -> None:
     [
         (b"[" * 100_000, "line 1 is not JSON"),
         (b'{"prompt": "1", "a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "line 1 is not JSON"),
-        (b"\xef\xbb\xbf" + GOOD, "line 1 is not JSON: Unexpected UTF-8 BOM"),
+        (b"\xef\xbb\xbf" + GOOD, "line 1 begins with a byte order mark: save the file as UTF-8 without one"),
         (GOOD.decode().encode("utf-16"), "line 1 is not UTF-8 text"),
         (b'{"prompt": ' + HALF.encode() + b"}", "row 0: its prompt has half of a letter"),
     ],
@@ -122,6 +122,18 @@ def test_empty_row_groups_are_no_rows(tmp_path: Path) -> None:
         for number in (0, 3, 0, 0, 70, 0):
             writer.write_table(pyarrow.table({"prompt": pyarrow.array(["1"] * number, pyarrow.string())}))
     assert len(load(path, prompts_per_batch=73)) == 73
+
+
+def test_categories_that_differ_between_row_groups_are_read(tmp_path: Path) -> None:
+    """Each row group of categories, as pandas and polars write them, has a dictionary of its own."""
+    path = tmp_path / "rows.parquet"
+    rows = [{"prompt": str(group), "level": f"of {group}", "n": group} for group in range(3)]
+    kinds = [pyarrow.dictionary(pyarrow.int32(), pyarrow.string())] * 2 + [pyarrow.int64()]
+    with pyarrow.parquet.ParquetWriter(path, pyarrow.schema(list(zip(rows[0], kinds, strict=True)))) as writer:
+        for row in rows:
+            writer.write_table(pyarrow.Table.from_pylist([row] * 40).cast(writer.schema))
+    loaded = load(path, prompts_per_batch=120)
+    assert [loaded.count(row) for row in rows] == [40, 40, 40]
 
 
 @pytest.mark.parametrize("place", [5, 1000, -200, -20])

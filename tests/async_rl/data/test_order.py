@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.data.order import CYCLE, PartOrder, Schedule
+from async_rl.data.order import CYCLE, PartOrder, Schedule, shares_of
 
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
 
@@ -67,3 +67,9 @@ def test_epochs_have_each_prompt_once_and_the_curriculum_only_sorts(
         for easier, harder in itertools.pairwise(range(start, end)):
             assert difficulties[found[easier]] <= difficulties[found[harder]]
         assert all(found[place] == plain.at(place) for place in range(end, start + num))
+
+
+def test_a_part_needs_as_many_rows_as_its_share_rounded_up_whatever_floats_make_of_it() -> None:
+    for percent in range(1, 100):
+        assert shares_of([percent / 100, 1 - percent / 100], 100) == [percent, 100 - percent]
+    assert shares_of([7.0, 3.0], 8) == [6, 3] and shares_of([1.0], 5) == [5]

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from deploy.local.machine import free_ports
+from async_rl.net.free_ports import free_ports
 from tests.support import ROOT
 
 pytestmark = [pytest.mark.agents, pytest.mark.distributed]

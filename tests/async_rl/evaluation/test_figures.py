@@ -44,7 +44,7 @@ def test_figures_are_means_over_prompts_and_responses() -> None:
         ),
     ]
     scored = [ScoredPrompt.of(responses, Scores((1.0, 0.25))), ScoredPrompt.of(responses, Scores((0.0, 0.5)))]
-    means = {"reward_mean": 0.4375, "response_tokens_mean": 2.0, "cut_share": 0.5}
+    means = {"reward_mean": 0.4375, "response_tokens_mean": 2.0, "truncated_share": 0.5}
     assert figures_of(scored, 1.0) == {"avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5} | means
     assert figures_of(scored, 0.5) == {"avg@2": 0.5, "pass@1": 0.5, "pass@2": 1.0} | means
     assert figures_of(scored, None) == means, "a reward that does not say what is correct"

@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
-from async_rl.errors import ConfigError, InstanceError, StaleWeights
+from async_rl.errors import ConfigError, InstanceError, StaleWeights, WriteFailed
 from async_rl.evaluation.__main__ import evaluate, main
 
 REWARD = """
@@ -100,6 +100,14 @@ def test_prompts_that_fail_fail_the_evaluation(instances, make_config, tmp_path)
 def test_a_config_without_a_set_is_refused(make_config, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"evaluation\.sets is empty"):
         asyncio.run(evaluate(make_config(evaluation={}), tmp_path / "out", None))
+
+
+def test_results_that_cannot_be_written_are_named(make_config, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "out" / "progress.jsonl").mkdir(parents=True)
+    for out in ("file", "file/out", "out"):
+        with pytest.raises(WriteFailed, match=f"cannot write .*{out}"):
+            asyncio.run(evaluate(make_config(), tmp_path / out, None))
 
 
 def test_bad_input_ends_the_program_with_2(tmp_path) -> None:

@@ -75,7 +75,7 @@ def test_it_samples_as_the_set_says_and_scores_what_was_said(tmp_path: Path) -> 
     sampler = Sampler(*parts, rollout, 3, skip_special_tokens=False)
     config = EvaluationSet(name="held-out", source="rows.jsonl", num_samples=4, temperature=0.5, top_p=0.95, top_k=20)
     scored = asyncio.run(sampler.score(LoadedSet(config, (PROMPT,)), PROMPT, "v5"))
-    assert (scored.rewards, scored.num_tokens, scored.num_cut) == ((0.0, 1.0, 2.0, 3.0), 8, 1)
+    assert (scored.rewards, scored.num_tokens, scored.num_truncated) == ((0.0, 1.0, 2.0, 3.0), 8, 1)
     ((prompt, sampling, request_id, version),) = pool.asked
     assert (prompt, request_id, version) == (PROMPT.token_ids, "v5-evaluation-held-out-7", "v5")
     assert (sampling.n, sampling.max_tokens, sampling.temperature, sampling.stop_token_ids) == (4, 9, 0.5, [2])
@@ -134,7 +134,7 @@ def test_a_program_is_evaluated_as_it_is_trained(tiny_model: Callable[..., Path]
 
     first, later = asyncio.run(score({"prompt": "q"}, "v5")), asyncio.run(score({"prompt": "q"}, "v6"))
     assert first == later, "only the weights differ"
-    assert (len(set(first.rewards)) > 1, first.num_tokens, first.num_cut) == (True, 4 * 8, 4)
+    assert (len(set(first.rewards)) > 1, first.num_tokens, first.num_truncated) == (True, 4 * 8, 4)
     assert {sampling.temperature for _, sampling in pool.asked} == {temperature}
     assert {(sampling.top_p, sampling.top_k) for _, sampling in pool.asked} == {(0.9, 7)}
     assert len({sampling.seed for _, sampling in pool.asked}) == 8, "four rollouts of two turns, twice"
@@ -142,3 +142,51 @@ def test_a_program_is_evaluated_as_it_is_trained(tiny_model: Callable[..., Path]
     assert [len(response.token_ids) for response in responses] == [4] * 4 and scores.rewards == first.rewards
     with pytest.raises(RolloutFailed, match="rollout 0 of prompt '7' of evaluation set 'held-out', attempt 1 of 1"):
         asyncio.run(score({"prompt": "q", "broken": 1}, "v7"))
+
+
+class ReadsMessages(TwoTurns):
+    """Shows the messages that it gets, and has one turn."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+
+    async def run(self, prompt: ProgramPrompt, session: RolloutSession) -> RolloutResult:
+        self.shown.append(prompt.messages)
+        await session.generate(messages=prompt.messages)
+        return RolloutResult(1.0)
+
+
+MIXTURE = {"mixture": [{"name": "sums", "source": "sums.jsonl"}, {"name": "words", "source": "words.jsonl"}]}
+
+
+@pytest.mark.parametrize(
+    ("training", "of_set", "row"),
+    [
+        (MIXTURE, {}, {"prompt": "q"}),
+        (MIXTURE, {}, {"prompt": "q", "source": "sums"}),
+        ({"source": "x.jsonl", "column": "question"}, {"columns": {"prompt": "asked"}}, {"prompt": "q", "asked": "q"}),
+        ({"source": "reasoning-gym:chain_sum"}, {"columns": {}}, {"prompt": "q", "question": "another one"}),
+        ({"source": "x.jsonl"}, {"source": "reasoning-gym:chain_sum"}, {"question": "q"}),
+        (MIXTURE, {"source": "held-out"}, {"prompt": "q", "source": "words"}),
+    ],
+)
+def test_a_program_gets_the_messages_of_a_set_by_the_settings_of_that_set(
+    tiny_model: Callable[..., Path], training: dict[str, Any], of_set: dict[str, Any], row: dict[str, Any]
+) -> None:
+    prompts = PromptsSection.model_validate({"prompts_per_batch": 1, "system_prompt": "Think."} | training)
+    rollout = RolloutSection(program="python:x.py:f", max_response_tokens=8, max_attempts=1, renderer="template")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model())
+    reward, program = make_reward(RewardSection()), ReadsMessages()
+    pool: Any = ScriptedPool(lambda context, seed: [9, 1])
+
+    async def score() -> None:
+        programs = make_program_rollouts(
+            rollout, prompts, 3, "m", pool, tokenizer, reward, skip_special_tokens=True, program=program
+        )
+        sampler = Sampler(pool, reward, tokenizer, rollout, 3, programs=programs)
+        prompt = Prompt("7", (3, 4), row)
+        config = EvaluationSet.model_validate({"name": "other", "source": "y.jsonl", "num_samples": 1} | of_set)
+        await sampler.score(LoadedSet(config, (prompt,)), prompt, "v5")
+
+    asyncio.run(score())
+    assert program.shown == [[{"role": "system", "content": "Think."}, {"role": "user", "content": "q"}]]

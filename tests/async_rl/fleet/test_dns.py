@@ -48,6 +48,12 @@ def test_new_addresses_are_added_and_vanished_ones_drained(make_pool, loop) -> N
     }
 
 
+def test_a_name_that_can_be_none_is_a_failed_lookup(make_pool, loop, caplog) -> None:
+    pool = make_pool("http://10.0.0.1:8000")
+    loop.run(DnsMembership(pool, "inference..svc:8000").refresh())
+    assert states(pool) == {"http://10.0.0.1:8000": "joining"} and "the lookup of inference..svc" in caplog.text
+
+
 @pytest.mark.parametrize("answer", [OSError("no such host"), ()])
 def test_a_lookup_that_fails_changes_nothing_and_is_logged_once(make_pool, loop, caplog, answer: Any) -> None:
     pool, names = make_pool(), NameService("10.0.0.1")

@@ -1,13 +1,12 @@
 """Agents as processes: what they get, what counts as their result, and that nothing of them survives."""
 
 import asyncio
-import resource
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,9 @@ from async_rl.gateway.served_program import ServedProgram
 from async_rl.rollout.program import ProgramFailed, ProgramPrompt, RolloutResult
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.types import Prompt
+from tests.support.full_disk import largest_file
 from tests.support.gateway_rig import VERSION, GatewayRig
+from tests.support.open_files import room_for_files
 
 pytestmark = pytest.mark.distributed
 
@@ -43,9 +44,9 @@ def rig(rigs: Callable[..., GatewayRig]) -> GatewayRig:
 
 @pytest.fixture
 def run(rig: GatewayRig, tmp_path: Path) -> Callable[..., tuple[RolloutResult, Trajectory]]:
-    """`run(code)` runs Python code as an agent; `ask(text)` is defined there."""
+    """`run(code)` runs Python code as an agent; `ask(text)` is defined there. `num_files`: room for so many more."""
 
-    def start(code: str, timeout_s: float = 60.0, **prompt: Any) -> tuple[RolloutResult, Trajectory]:
+    def start(code: str, timeout_s: float = 60.0, num_files: int | None = None) -> tuple[RolloutResult, Trajectory]:
         file = tmp_path / "agent.py"
         file.write_text(HEAD + code)
         config = RolloutSection(program=f"command:{sys.executable} {file} --option 'two words'", timeout_s=timeout_s)
@@ -58,7 +59,8 @@ def run(rig: GatewayRig, tmp_path: Path) -> Callable[..., tuple[RolloutResult, T
             result = await program.run(shown, session)
             return result, session.finish(result.reward, result.turn_rewards)
 
-        return rig.loop.run(roll_out())
+        with nullcontext() if num_files is None else room_for_files(num_files):
+            return rig.loop.run(roll_out())
 
     return start
 
@@ -103,15 +105,18 @@ def test_an_agent_that_fails_is_a_failure_with_the_end_of_its_standard_error(run
         run("ask()\nos.kill(os.getpid(), 9)")
 
 
-def test_an_agent_that_cannot_be_started_is_a_failure_with_its_remedy(run) -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+@pytest.mark.parametrize("num_files", [0, 2])
+def test_an_agent_that_cannot_be_started_is_a_failure_with_its_remedy(run, num_files: int) -> None:
+    """Whether there is no room for the file with its prompt, or for its pipes."""
     run("ask()")
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 2, before[1]))
-        with pytest.raises(ProgramFailed, match=r"cannot be started: .*Too many open files.*; lower rollout\.max_conc"):
-            run("ask()")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    too_many = r"cannot be started: .*Too many open files.*; lower rollout\.max_conc"
+    with pytest.raises(ProgramFailed, match=too_many):
+        run("ask()", num_files=num_files)
+
+
+def test_an_agent_without_room_for_its_prompt_is_a_failure(run) -> None:
+    with largest_file(1000), pytest.raises(ProgramFailed, match=r"cannot be started: .*File too large"):
+        run("ask()")
 
 
 def test_a_flood_of_output_is_read_and_its_last_line_counts(run) -> None:

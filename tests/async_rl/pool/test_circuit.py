@@ -54,6 +54,15 @@ class CircuitMachine(RuleBasedStateMachine):
             self.failures_s.append(self.now_s)
             self.trial_s = None
 
+    @rule(data=st.data())
+    def one_ends_and_shows_nothing(self, data: st.DataObject) -> None:
+        if not self.under_way:
+            return
+        sent_s = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
+        self.circuit.ended(sent_s)
+        if self.failures_s and sent_s >= self.failures_s[-1]:
+            self.trial_s = None
+
     @rule()
     def the_trial_is_called_off(self) -> None:
         if self.trial_s is not None:

@@ -1,6 +1,7 @@
 """A group's way through a pool whose instances fail in every way: the samples are those of a sound one."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any
@@ -22,6 +23,8 @@ from async_rl.errors import (
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.attempts import MAX_FAILURES
 from async_rl.pool.group_rollout import GroupRollout
+from async_rl.pool.health import HealthWatch
+from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member
 from async_rl.pool.roster import Roster
 from async_rl.protocol.inference import SamplingParams
@@ -198,6 +201,67 @@ def test_a_response_with_all_its_tokens_is_not_asked_for_again_because_its_end_w
         (response,), num_attempts = await rollout.run()
         assert (response.finish_reason, response.instance) == ("length", client.url)
         assert len(response.token_ids) == MAX_TOKENS and client.num_requests == 1 and num_attempts == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("shows_nothing", ["slow", "moved", "invalid"])
+def test_a_trial_that_shows_nothing_of_its_instance_is_not_the_last_one(shows_nothing: str) -> None:
+    """A request that was slow, moved or invalid itself is over like any other: the only instance must not be lost."""
+
+    async def scenario() -> None:
+        refusal = failing(lambda: InstanceRefused("too long", 400))
+        faults = {"slow": [FAULTS["slow"]], "moved": [], "invalid": [refusal]}[shows_nothing]
+        stage = Stage(SamplingClient("http://a:1", lambda: (0, faults.pop()) if faults else None))
+        (member,) = stage.members
+        member.circuit.failed(0.0, 0.0, "long ago")
+        task = asyncio.create_task(stage.rollout(1, LONG).run())
+        while not member.requests:
+            await asyncio.sleep(0)
+        if shows_nothing == "moved":
+            # Before it was sent, so that no token closes the circuit.
+            next(iter(member.requests)).move()
+        if shows_nothing == "invalid":
+            with pytest.raises(InstanceRefused):
+                await task
+            task = asyncio.create_task(stage.rollout(1, LONG).run())
+        (response,), _ = await task
+        require_samples([response], LONG)
+        assert member.circuit.is_closed
+
+    run(scenario())
+
+
+def test_a_trial_that_takes_long_is_waited_for_beyond_the_pools_timeout() -> None:
+    """The only instance generates, but says so only at its end, like one that does not stream."""
+
+    class Silent(SamplingClient):
+        async def generate(self, *args: Any, on_progress: Any = None, **names: Any) -> None:
+            await answers.wait()
+            await super().generate(*args, on_progress=None, **names)
+
+    answers = asyncio.Event()
+
+    async def scenario() -> None:
+        stage = Stage(Silent("http://a:1"), timeout_s=0.05)
+        (member,) = stage.members
+        watch = HealthWatch(stage.roster, LateJoiners(stage.roster), PoolSection(timeout_s=0.05))
+        member.circuit.failed(0.0, 0.0, "long ago")
+        tasks = [asyncio.create_task(stage.rollout(1, seed).run()) for seed in (LONG, 0)]
+        for _ in range(5):
+            watch._require_somebody()
+            await asyncio.sleep(0.05)
+        assert member.circuit.is_tried and stage.roster.router.is_waited_for
+        answers.set()
+        for task, seed in zip(tasks, (LONG, 0), strict=True):
+            require_samples((await task)[0], seed)
+        member.circuit.failed(time.monotonic(), time.monotonic(), "gone")
+        task = asyncio.create_task(stage.rollout(1).run())
+        with pytest.raises(NoInstanceLeft):
+            while not task.done():
+                watch._require_somebody()
+                await asyncio.sleep(0.05)
+            await task
 
     run(scenario())
 

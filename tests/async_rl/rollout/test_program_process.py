@@ -16,11 +16,12 @@ from async_rl.errors import ConfigError, NoInstanceLeft
 from async_rl.event_loop import EventLoopThread
 from async_rl.rollout import program_process
 from async_rl.rollout.program import ProgramFailed, ProgramInterrupted, ProgramPrompt, RolloutResult
-from async_rl.rollout.program_process import NotLoaded, ProgramProcess
+from async_rl.rollout.program_process import LoadingEnded, NotLoaded, ProgramProcess
 from async_rl.rollout.rendering import TemplateRenderer
 from async_rl.rollout.session import RolloutSession, SessionClosed, Sessions
 from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.types import Prompt
+from tests.support.open_files import room_for_files
 from tests.support.scripted_pool import ScriptedPool
 
 pytestmark = pytest.mark.distributed
@@ -492,6 +493,14 @@ def test_a_program_that_cannot_be_loaded_says_why(
     (tmp_path / "program.py").write_text(text)
     process = ProgramProcess(f"python:{tmp_path / 'program.py'}:rollout")
     with pytest.raises(NotLoaded, match=message):
+        loop.run(process.start(60))
+    assert not process.running
+
+
+def test_a_process_that_cannot_be_started_says_why(loop: EventLoopThread, program: str) -> None:
+    process = ProgramProcess(program)
+    too_many = r"cannot be started: .*Too many open files.*; raise .*ulimit -n"
+    with room_for_files(0), pytest.raises(LoadingEnded, match=too_many):
         loop.run(process.start(60))
     assert not process.running
 

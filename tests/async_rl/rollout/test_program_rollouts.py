@@ -3,7 +3,7 @@
 import gc
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.errors import ConfigError, NoInstanceLeft, RolloutFailed
+from async_rl.errors import ConfigError, NoInstanceLeft, RolloutFailed, WriteFailed
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import make_reward
 from async_rl.rollout import program_rollouts
@@ -75,6 +75,7 @@ class Rig:
         function: str = "rollout",
         reward: bool = False,
         parts: tuple[dict[str, Any], ...] = (),
+        on_rollouts: Callable[[Mapping[str, Any]], None] = lambda figures: None,
         **settings: Any,
     ) -> Producer:
         program = f"python:{self.directory / 'program.py'}:{function}"
@@ -91,7 +92,9 @@ class Rig:
         programs = make_program_rollouts(
             rollout, prompts, 1, "a model", pool, self.tokenizer, scores, skip_special_tokens=True
         )
-        producer = Producer(pool, scores, self.loop, self.tokenizer, rollout, 1, programs=programs)
+        producer = Producer(
+            pool, scores, self.loop, self.tokenizer, rollout, 1, programs=programs, on_rollouts=on_rollouts
+        )
         self.producers.append(producer)
         return producer
 
@@ -125,6 +128,20 @@ def test_every_prompt_gives_exactly_its_rollouts(rig: Rig, caplog: pytest.LogCap
     assert {1, 2, 3} == set(turns) and len(rig.pool.asked) == sum(turns)
     report = next(text for text in caplog.messages if text.startswith("rollouts: {'iteration': 0"))
     assert "'num_rollouts': 24" in report and f"'turns_max': {max(turns)}" in report
+
+
+def test_figures_that_cannot_be_written_are_reported_and_end_nothing(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(figures: Mapping[str, Any]) -> None:
+        raise WriteFailed("cannot write 'rollouts.jsonl': no room")
+
+    with rig.make(on_rollouts=refuse).start(Batch(5, {0: Prompt("row0", (20, 68, 0), {"prompt": "q"})}), "v1") as run:
+        assert len(run.ready(wait=True)) == 1
+        deadline = time.monotonic() + 30
+        while "of iteration 5 are not recorded: cannot write 'rollouts.jsonl'" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_the_same_run_makes_the_same_groups(rig: Rig) -> None:
