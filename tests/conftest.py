@@ -19,6 +19,7 @@ from async_rl.cpu.reproducible import use_reproducible_products
 from async_rl.errors import ConfigError
 from tests.support.process_gate import ProcessGate
 from tests.support.tiny_model import make_tiny_model
+from tests.support.warm.client import WarmStarts
 
 if TYPE_CHECKING:
     from trainer.parallel import Parallel
@@ -36,6 +37,8 @@ for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 
 GATE = ProcessGate()
+WARM = WarmStarts(None, os.environ)
+WARM.install()
 
 
 LONG = ("e2e", "packaging", "benchmarks", "trainer/test_layouts.py", "multihost", "examples", "deploy")
@@ -74,8 +77,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
-    """Closes the gate before the first fixture of a test is made, those of its module and session included."""
-    GATE.close(item.nodeid, {marker.name for marker in item.iter_markers()})
+    """Before the first fixture of a test is made, those of its module and session included."""
+    markers = {marker.name for marker in item.iter_markers()}
+    GATE.close(item.nodeid, markers)
+    WARM.is_on = "cold" not in markers
     yield
     GATE.require_none_refused()
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.warm.interpreter import NAME as WARM_INTERPRETER
+
 REWARD = '''
 def vowels(prompt, responses, row):
     """Share of vowels: something a few steps can raise."""
@@ -124,7 +126,8 @@ class Run:
 
     def descendants(self) -> list[psutil.Process]:
         assert self.process is not None
-        return psutil.Process(self.process.pid).children(recursive=True)
+        everything = psutil.Process(self.process.pid).children(recursive=True)
+        return [p for p in everything if command_of(p)[:1] != [WARM_INTERPRETER]]
 
     def instances(self) -> list[psutil.Process]:
         return [p for p in self.descendants() if "inference_service" in command_of(p)]

@@ -78,8 +78,7 @@ def prepare() -> None:
     # Gradient norm, loss scale and token counts are made with device="cuda".
     factories = {name: _made_on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "ones", "empty")}
     stand_in = _StandIn(torch, cuda=cuda, **factories)
-    with _without_compilation():
-        *_, megatron_random, token_dispatcher = map(import_module, _MEGATRON_MODULES)
+    *_, megatron_random, token_dispatcher = load_megatron()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core"):
             if vars(module).get("torch") is torch:
@@ -91,6 +90,12 @@ def prepare() -> None:
     torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]  # a substitution
     # A tied embedding's copy on the last pipeline stage is moved to CUDA before the first stage fills it.
     torch.Tensor.cuda = _stay  # type: ignore[assignment,method-assign]  # a substitution, called without arguments
+
+
+def load_megatron() -> list[ModuleType]:
+    """Imports the modules of Megatron that the trainer uses, in the order of `_MEGATRON_MODULES`."""
+    with _without_compilation():
+        return list(map(import_module, _MEGATRON_MODULES))
 
 
 class _Stream:

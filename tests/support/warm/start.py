@@ -1,0 +1,203 @@
+"""A start of a program as data: taken from what `subprocess` was asked for, and carried out after a fork."""
+
+import fcntl
+import importlib
+import json
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from io import BufferedReader, BufferedWriter, FileIO, TextIOWrapper
+from pathlib import Path
+from typing import Any, TextIO
+
+from tests.support.warm.clone import set_command_line
+
+STARTS_OTHERS = (
+    "async_rl.programs.process_guard",
+    "deploy.local.run",
+    "deploy.quickstart",
+    "deploy.verify",
+    "torch.distributed.run",
+)
+"""Programs that get a warm interpreter of their own, from which their children are forked."""
+
+LEAVES = (
+    *("async_rl.evaluation", "inference_service", "trainer", "trainer.export", "trainer.verify"),
+    "tests.support.warm.facts",
+)
+"""Programs whose children, if any, are started in the ordinary way."""
+
+TRAINING_RANKS = "tests.support.trainer."
+"""So begin the names of the tests' own training ranks."""
+
+READ_BY_IMPORTS = (
+    *("ASCEND_", "ATEN_", "CUDA_", "DNNL_", "GLIBC_", "GOMP_", "HF_", "HOME", "HUGGINGFACE_", "KMP_", "LANG", "LC_"),
+    *("LD_", "MALLOC_", "MKL_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH", "TRANSFORMERS_", "USE_", "XDG_"),
+)
+"""Beginnings of variables that Python, the C library, torch and transformers read when they are loaded."""
+
+READ_LATER = ("CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_")
+"""Among these, what is read later, or is carried out here."""
+
+STARTED = 3
+"""In a fork: the end of the pipe that its starter reads until it is closed."""
+
+LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of `python [-u] -m module`, whose descriptors are sent beside it: standard input, output and error,
+    and the pipe that the starter reads until the program runs."""
+
+    words: list[str]
+    module: str
+    environment: dict[str, str]
+    directory: str
+    session: bool
+    group: int
+    before: str | None
+    ignored: list[int]
+    blocked: list[int]
+    umask: int
+    cores: list[int]
+    limits: list[tuple[int, int, int]]
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Start":
+        return cls(**json.loads(text))
+
+    @property
+    def starts_others(self) -> bool:
+        return self.module in STARTS_OTHERS
+
+
+def start_of(
+    words: Sequence[str | bytes | os.PathLike[str]],
+    environment: Mapping[str, str],
+    directory: str | None,
+    session: bool,
+    group: int,
+    before: Callable[[], Any] | None,
+    warm: Mapping[str, str],
+) -> Start | None:
+    """What a warm interpreter with the environment `warm` is to do; None if it cannot do it."""
+    texts = [os.fsdecode(word) for word in words]
+    options = texts[1:3] if texts[1:2] == ["-u"] else texts[1:2]
+    module = texts[len(options) + 1] if options[-1:] == ["-m"] and len(texts) > len(options) + 1 else ""
+    is_known = module in STARTS_OTHERS or module in LEAVES or module.startswith(TRAINING_RANKS)
+    if texts[0] != sys.executable or not is_known or _of_imports(environment) != _of_imports(warm):
+        return None
+    where = Path.cwd() / (directory or "")
+    name = None if before is None else _name_of(before)
+    if not where.is_dir() or (before is not None and name is None):
+        return None
+    return Start(
+        words=texts,
+        module=module,
+        environment=dict(environment),
+        directory=str(where),
+        session=session,
+        group=group,
+        before=name,
+        ignored=[number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN],
+        blocked=[int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        umask=_umask(),
+        cores=sorted(os.sched_getaffinity(0)),
+        limits=[(limit, *resource.getrlimit(limit)) for limit in LIMITS],
+    )
+
+
+def _of_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(READ_BY_IMPORTS) and not name.startswith(READ_LATER)
+    }
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _name_of(function: Callable[[], Any]) -> str | None:
+    """`module:function` under which it can be imported, also one of the program that runs; None if it has none."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "<")
+    if module == "__main__":
+        spec = sys.modules["__main__"].__spec__
+        module = spec.name if spec else ""
+    return f"{module}:{name}" if module and name.isidentifier() else None
+
+
+def become(start: Start, descriptors: Sequence[int]) -> None:
+    """Makes this process, a fresh fork, the one that `start` asks for; the fourth descriptor stays open as number 3."""
+    spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, STARTED + 1) for descriptor in descriptors]
+    for number, descriptor in enumerate(spare):
+        os.dup2(descriptor, number)
+    os.closerange(STARTED + 1, os.sysconf("SC_OPEN_MAX"))
+    os.umask(start.umask)
+    os.sched_setaffinity(0, start.cores)
+    for limit, soft, hard in start.limits:
+        if resource.getrlimit(limit) != (soft, hard):
+            resource.setrlimit(limit, (soft, hard))
+    if start.session:
+        os.setsid()
+    elif start.group >= 0:
+        os.setpgid(0, start.group)
+    _take_signals(start)
+    os.chdir(start.directory)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    set_command_line(start.words)
+
+
+def _take_signals(start: Start) -> None:
+    """As a new interpreter has them: those that the starter ignores stay ignored."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        ignored = number in start.ignored or number in (signal.SIGPIPE, signal.SIGXFSZ)
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        handler = signal.SIG_IGN if ignored else usual
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, start.blocked)
+
+
+def prepare_interpreter(start: Start, path: Sequence[str]) -> None:
+    """Gives Python its own streams, arguments, search path and random numbers; `path` is that of the libraries."""
+    if start.before is not None:
+        module, name = start.before.split(":")
+        getattr(importlib.import_module(module), name)()
+    unbuffered = start.words[1] == "-u" or bool(start.environment.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = _stream(sys.stdin, BufferedReader(FileIO(0, "rb", closefd=False)))  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _stream(sys.stdout, _output(1), unbuffered)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _stream(sys.stderr, _output(2), unbuffered, True)  # type: ignore[misc]
+    sys.orig_argv = list(start.words)
+    sys.argv = ["-m", *start.words[start.words.index("-m") + 2 :]]
+    sys.path[:] = [start.directory, *path]
+    importlib.invalidate_caches()
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(start.environment.get("OMP_NUM_THREADS") or len(start.cores)))
+
+
+def _stream(
+    like: TextIO, buffer: BufferedReader | BufferedWriter, unbuffered: bool = False, by_line: bool = False
+) -> TextIOWrapper:
+    return TextIOWrapper(
+        buffer, like.encoding, like.errors, line_buffering=by_line or buffer.isatty(), write_through=unbuffered
+    )
+
+
+def _output(number: int) -> BufferedWriter:
+    return BufferedWriter(FileIO(number, "wb", closefd=False))
