@@ -12,7 +12,8 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import Reward, make_reward
-from async_rl.types import Prompt, Response, WeightSpan
+from async_rl.types import Prompt
+from tests.support.groups import text_responses
 
 pytestmark = pytest.mark.distributed
 
@@ -110,17 +111,7 @@ HARMLESS = {"plain": (*SCORES, "threads"), "eventual": (*SCORES, "tasks")}
 HANGS = {"plain": ("blocks", "spins"), "eventual": ("blocks", "swallows", "sleeps")}
 FAULTS = [("plain", fault) for fault in EITHER] + [("eventual", fault) for fault in EITHER | ASYNCHRONOUS]
 
-RESPONSES = tuple(
-    Response(
-        token_ids=(5, 6),
-        logprobs=(-0.1, -0.2),
-        text=text,
-        finish_reason="stop",
-        weight_spans=(WeightSpan("v1", 0, 2),),
-        instance="http://i",
-    )
-    for text in ("a", "bcd")
-)
+RESPONSES = text_responses("a", "bcd")
 
 
 def prompt(fault: str | None = None) -> Prompt:

@@ -10,7 +10,7 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.rewards.function import load_function
 from async_rl.rewards.task_answers import FORMULAS, LITERALS, is_formula
 from async_rl.types import Prompt
-from tests.support.responses import response
+from tests.support.groups import text_responses
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 
@@ -23,7 +23,7 @@ def rows(task: str, num_rows: int = 3) -> list[dict[str, Any]]:
 
 def score(row: dict[str, Any], *answers: str, timeout_s: float = 30.0) -> list[float]:
     function = load_function(RewardSection(name="reasoning_gym", timeout_s=timeout_s))
-    rewards: list[float] = function(Prompt("row7", (1,), row), [response(answer) for answer in answers], row)
+    rewards: list[float] = function(Prompt("row7", (1,), row), text_responses(*answers), row)
     return rewards
 
 

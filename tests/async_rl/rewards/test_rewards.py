@@ -13,7 +13,8 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import Reward, make_reward
-from async_rl.types import Prompt, Response, WeightSpan
+from async_rl.types import Prompt
+from tests.support.groups import text_responses
 from tests.support.open_files import room_for_files
 
 pytestmark = pytest.mark.distributed
@@ -67,22 +68,11 @@ async def none_later(prompt, responses, row):
 """
 
 
-def response(text: str) -> Response:
-    return Response(
-        token_ids=(5, 6),
-        logprobs=(-0.1, -0.2),
-        text=text,
-        finish_reason="stop",
-        weight_spans=(WeightSpan("v1", 0, 2),),
-        instance="http://i",
-    )
-
-
 def prompt(**row: Any) -> Prompt:
     return Prompt("row7", (3, 4), {"bonus": 10} | row)
 
 
-RESPONSES = (response("a"), response("bcd"))
+RESPONSES = text_responses("a", "bcd")
 
 
 @pytest.fixture
@@ -110,7 +100,7 @@ def started(loop: EventLoopThread) -> Iterator[Callable[..., Reward]]:
 def test_reasoning_gym_scores_by_the_task_itself(started: Callable[..., Reward], loop: EventLoopThread) -> None:
     reward = started("reasoning_gym")
     row = {"question": "q", "answer": "tac", "metadata": {"source_dataset": "spell_backward"}}
-    responses = [response(text) for text in ("tac", " TAC\n", "xyz", "so: <answer>no</answer><answer>tac</answer>")]
+    responses = text_responses("tac", " TAC\n", "xyz", "so: <answer>no</answer><answer>tac</answer>")
     assert loop.run(reward.score(prompt(**row), responses)).rewards == (1.0, 1.0, 0.0, 1.0)
     options = {"seed": 1, "min_word_len": 4}
     row |= {"task": "spell_backward", "task_options": options}
@@ -122,7 +112,7 @@ def test_math_compares_final_answers_mathematically(
     started: Callable[..., Reward], loop: EventLoopThread, answer: object
 ) -> None:
     texts = ("it is \\boxed{\\frac{2}{4}}", "the answer is 0.5", "\\boxed{2}", "I do not know")
-    scores = loop.run(started("math").score(prompt(answer=answer), [response(text) for text in texts]))
+    scores = loop.run(started("math").score(prompt(answer=answer), text_responses(*texts)))
     assert scores.rewards == (1.0, 1.0, 0.0, 0.0)
 
 
