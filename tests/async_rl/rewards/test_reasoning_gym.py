@@ -44,6 +44,14 @@ def test_right_answers_are_right(task: str) -> None:
     ]
 
 
+def test_the_task_scores_a_row_of_its_own_or_one_that_names_it() -> None:
+    row: dict[str, Any] = {"question": "q", "answer": "tac", "metadata": {"source_dataset": "spell_backward"}}
+    answers = ("tac", " TAC\n", "xyz", "so: <answer>no</answer><answer>tac</answer>")
+    assert score(row, *answers) == [1.0, 1.0, 0.0, 1.0]
+    row |= {"task": "spell_backward", "task_options": {"seed": 1, "min_word_len": 4}}
+    assert score(row, "tac") == [1.0]
+
+
 def test_lists_that_are_read_count_as_they_did() -> None:
     (row,) = rows("spiral_matrix", 1)
     assert score(row, str(row["answer"].split()), "[1, 2", "") == [0.1, 0.0, 0.0]
