@@ -79,7 +79,7 @@ class CommandProgram:
         code, output, errors = ended.result()
         if code != 0 and session.limit is None:
             raise ProgramFailed(f": exit code {code}; its standard error ends with:\n{_text(errors)}")
-        return _result_of(output)
+        return result_of(output)
 
     async def _wait(self, ended: "asyncio.Task[Ended]", session: RolloutSession) -> None:
         """Returns when the process has ended, or has to be.
@@ -181,7 +181,7 @@ async def _tail(stream: asyncio.StreamReader, num_bytes: int) -> bytes:
     return bytes(kept[-num_bytes:])
 
 
-def _result_of(output: bytes) -> RolloutResult:
+def result_of(output: bytes) -> RolloutResult:
     """What the last line says; none where it is no JSON object with a reward.
 
     Raises:

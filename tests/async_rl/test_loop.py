@@ -18,31 +18,16 @@ from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.timeline import TIMELINE
 from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, Prompt, Publication, Response, WeightSpan
+from async_rl.types import Batch, Group, Prompt, Publication
+from tests.support.groups import make_group, make_response
 
 NUM_PROMPTS = 4
 LIMITS = NoiseLimits(1.0)
 
 
-def make_group(index: int, version: str, iteration: int = 0) -> Group:
-    response = Response(
-        token_ids=(5, 1),
-        logprobs=(-1.0, -2.0),
-        text="a",
-        finish_reason="stop",
-        weight_spans=(WeightSpan(version, 0, 2),),
-        instance="http://a",
-    )
-    return Group(
-        iteration=iteration,
-        index=index,
-        prompt=Prompt(f"row-{index}", (3, 4), {}),
-        responses=(response, response),
-        rewards=(0.0, 1.0),
-        weight_version=version,
-        started_s=0.0,
-        finished_s=0.0,
-    )
+def group_of(index: int, version: str, iteration: int = 0) -> Group:
+    prompt = Prompt(f"row-{index}", (3, 4), {})
+    return make_group(index, [make_response(version=version)] * 2, prompt=prompt, version=version, iteration=iteration)
 
 
 class ScriptedTrainer:
@@ -112,7 +97,7 @@ class ScriptedRollouts:
         def groups() -> Iterator[Group]:
             for index in self.order:
                 self.calls.append(f"finish {index}")
-                yield make_group(index, self.version or version, batch.iteration)
+                yield group_of(index, self.version or version, batch.iteration)
 
         try:
             yield OneByOne(groups())
@@ -165,7 +150,7 @@ def test_prompt_order_trains_each_group_as_soon_as_its_turn_comes(tmp_path: Path
 
 
 def test_prompt_order_keeps_groups_that_belong_to_no_place(tmp_path: Path) -> None:
-    groups = OneByOne(make_group(index, "v0") for index in (9, 1, 0, 3, 2))
+    groups = OneByOne(group_of(index, "v0") for index in (9, 1, 0, 3, 2))
     order = TrainingOrder(groups, TrainSection(iterations=1, order="prompt"), [Prompts().batch(0)])
     order.begin_mini_batch()
     trained: list[int] = []
@@ -231,7 +216,7 @@ def test_a_failing_producer_ends_the_run_and_is_closed(tmp_path: Path) -> None:
         @contextmanager
         def start(self, batch: Batch, version: str) -> Iterator[OneByOne]:
             def groups() -> Iterator[Group]:
-                yield make_group(0, version)
+                yield group_of(0, version)
                 raise RewardError("reward 'math' raised on prompt 'row-1'")
 
             try:

@@ -10,21 +10,9 @@ import pytest
 from async_rl.config.sections import TrainSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt
+from tests.support.groups import make_group
 
 PROMPT = Prompt("p", (1,), {})
-
-
-def group(index: int) -> Group:
-    return Group(
-        iteration=0,
-        index=index,
-        prompt=PROMPT,
-        responses=(),
-        rewards=(),
-        weight_version="v1",
-        started_s=0.0,
-        finished_s=0.0,
-    )
 
 
 class Arriving:
@@ -80,7 +68,7 @@ def test_every_group_is_handed_out_once_in_its_own_mini_batch(settings: dict[str
     rng = Random(num_parts)
     for _ in range(60):
         places = sorted(rng.sample(range(40), rng.randint(num_parts, 12)))
-        arriving = [group(place) for place in rng.sample(places, len(places))]
+        arriving = [make_group(place) for place in rng.sample(places, len(places))]
         source = Arriving(arriving, arrivals(rng))
         handed_out = train(order_of(source, places, num_parts, **settings), num_parts, rng)
         parts = [sorted(part.prompts) for part in Batch(0, dict.fromkeys(places, PROMPT)).split(num_parts)]
@@ -96,7 +84,7 @@ def test_every_group_is_handed_out_once_in_its_own_mini_batch(settings: dict[str
 
 @pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
 def test_by_place_a_group_waits_for_those_before_it_and_for_nothing_else(order: tuple[int, ...]) -> None:
-    training = order_of(Arriving([group(i) for i in order], iter([1] * 4)), range(4), 1, order="prompt")
+    training = order_of(Arriving([make_group(i) for i in order], iter([1] * 4)), range(4), 1, order="prompt")
     training.begin_mini_batch()
     arrived: set[int] = set()
     handed_out: list[int] = []
@@ -108,7 +96,7 @@ def test_by_place_a_group_waits_for_those_before_it_and_for_nothing_else(order: 
 
 
 def test_in_order_of_completion_nothing_is_held_back() -> None:
-    training = order_of(Arriving([group(i) for i in (2, 0, 1)], iter([1] * 3)), range(3), 1)
+    training = order_of(Arriving([make_group(i) for i in (2, 0, 1)], iter([1] * 3)), range(3), 1)
     training.begin_mini_batch()
     assert [[each.index for each in training.take(wait=False)] for _ in range(3)] == [[2], [0], [1]]
 
@@ -116,14 +104,14 @@ def test_in_order_of_completion_nothing_is_held_back() -> None:
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("order", ["completion", "prompt"])
 def test_synchronous_hands_out_nothing_before_all_have_arrived(wait: bool, order: str) -> None:
-    source = Arriving([group(i) for i in (1, 0, 2)], iter([0] * 9))
+    source = Arriving([make_group(i) for i in (1, 0, 2)], iter([0] * 9))
     training = order_of(source, range(3), 1, mode="synchronous", order=order)
     training.begin_mini_batch()
     assert len(training.take(wait)) == 3 and source.is_over and source.num_waits == 4
 
 
 def test_a_mini_batch_ends_without_waiting_for_the_next_one() -> None:
-    source = Arriving([group(i) for i in (0, 1)], iter([2]))
+    source = Arriving([make_group(i) for i in (0, 1)], iter([2]))
     training = order_of(source, range(4), 2)
     training.begin_mini_batch()
     assert len(training.take(wait=True)) == 2
@@ -131,7 +119,7 @@ def test_a_mini_batch_ends_without_waiting_for_the_next_one() -> None:
 
 
 def test_what_arrives_early_waits_for_its_mini_batch() -> None:
-    training = order_of(Arriving([group(i) for i in (3, 0, 2, 1)], iter([2, 2, 0])), range(4), 2)
+    training = order_of(Arriving([make_group(i) for i in (3, 0, 2, 1)], iter([2, 2, 0])), range(4), 2)
     training.begin_mini_batch()
     assert [each.index for each in training.take(wait=True)] == [0]
     assert [each.index for each in training.take(wait=True)] == [1]
@@ -146,7 +134,7 @@ def test_a_group_too_many_is_handed_out_too_for_the_ledger_to_name(settings: dic
     for surplus in (0, 3, 99):
         for seed in range(10):
             rng = Random(seed)
-            arriving = [group(i) for i in (0, 1, 2, 3, surplus)]
+            arriving = [make_group(i) for i in (0, 1, 2, 3, surplus)]
             rng.shuffle(arriving)
             source = Arriving(arriving, arrivals(rng))
             handed_out = train(order_of(source, range(4), num_parts, **settings), num_parts, rng)
@@ -156,7 +144,7 @@ def test_a_group_too_many_is_handed_out_too_for_the_ledger_to_name(settings: dic
 
 @pytest.mark.parametrize("settings", MODES, ids=str)
 def test_a_batch_that_ends_without_a_group_ends_here_too(settings: dict[str, str]) -> None:
-    source = Arriving([group(i) for i in (0, 2)], iter([1] * 9))
+    source = Arriving([make_group(i) for i in (0, 2)], iter([1] * 9))
     training = order_of(source, range(3), 1, **settings)
     handed_out = train(training, 1, Random(0))
     assert {each.index for calls in handed_out for call in calls for each in call} <= {0, 2}
@@ -167,7 +155,7 @@ def test_the_watch_ends_a_batch_at_the_next_call() -> None:
     def fail() -> None:
         raise RuntimeError("told to end")
 
-    source = Arriving([group(0)], iter([1]))
+    source = Arriving([make_group(0)], iter([1]))
     training = order_of(source, range(1), 1)
     training.begin_mini_batch()
     training.watch = fail

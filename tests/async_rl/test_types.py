@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from async_rl.group_proof import GroupProof
-from async_rl.types import UNPROVEN, Batch, Group, Prompt, Response, RewardParts, RolloutFacts, WeightSpan, num_correct
+from async_rl.types import UNPROVEN, Batch, Prompt, RewardParts, RolloutFacts, WeightSpan, num_correct
+from tests.support.groups import make_group, make_response
 
 
 @pytest.mark.parametrize(
@@ -23,25 +24,8 @@ from async_rl.types import UNPROVEN, Batch, Group, Prompt, Response, RewardParts
 def test_a_version_is_proven_only_by_spans_that_cover_every_token(
     spans: tuple[tuple[str, int, int], ...], versions: set[str]
 ) -> None:
-    response = Response(
-        token_ids=(5, 6, 7),
-        logprobs=(-1.0,) * 3,
-        text="",
-        finish_reason="stop",
-        weight_spans=tuple(WeightSpan(*span) for span in spans),
-        instance="a",
-    )
+    response = make_response((5, 6, 7), weight_spans=[WeightSpan(*span) for span in spans])
     assert response.weight_versions == versions
-
-
-def response(token_ids: tuple[int, ...], **options: Any) -> Response:
-    fields = {"logprobs": (), "text": "", "finish_reason": "stop", "weight_spans": (), "instance": "a"}
-    return Response(token_ids=token_ids, **(fields | options))
-
-
-def group(*responses: Response, **options: Any) -> Group:
-    fields = {"rewards": (0.0,) * len(responses), "weight_version": "v", "started_s": 0.0, "finished_s": 0.0}
-    return Group(iteration=0, index=3, prompt=Prompt("p", (1, 2), {}), responses=responses, **(fields | options))
 
 
 @pytest.mark.parametrize(
@@ -51,38 +35,38 @@ def group(*responses: Response, **options: Any) -> Group:
 def test_sampled_tokens_are_those_outside_the_observed_ranges(
     observed: tuple[tuple[int, int], ...], sampled: list[int]
 ) -> None:
-    one = response((5, 6, 7, 8, 9), observed=observed)
+    one = make_response((5, 6, 7, 8, 9), observed=observed)
     assert list(one.sampled) == [i for run in one.sampled_ranges for i in run] == sampled
     assert one.num_sampled == len(sampled)
 
 
 def test_versions_are_proven_by_spans_over_the_sampled_tokens() -> None:
-    one = response((5, 6, 7), observed=((0, 2),), weight_spans=(WeightSpan("v1", 0, 1),))
+    one = make_response((5, 6, 7), observed=((0, 2),), weight_spans=(WeightSpan("v1", 0, 1),))
     assert one.weight_versions == {"v1"}
     assert replace(one, weight_spans=(WeightSpan("v1", 0, 3),)).weight_versions == {"v1", UNPROVEN}
 
 
 def test_responses_are_rollouts_of_one_turn_unless_told_otherwise() -> None:
-    one = group(response((5,)), response((6, 7), finish_reason="length"))
+    one = make_group(3, [make_response((5,)), make_response((6, 7), finish_reason="length")])
     assert one.rollouts == (RolloutFacts(), RolloutFacts(status="truncated"))
     assert (one.rollout_of, one.rollout_lengths, one.num_response_tokens) == ((0, 1), (1, 2), 3)
 
 
 def test_a_rollouts_length_is_that_of_all_its_responses() -> None:
-    responses = response((5, 6)), response((5, 8, 9), observed=((0, 2),)), response((7,))
-    one = group(*responses, rewards=(0.0, 1.0), rollouts=(RolloutFacts(num_responses=2), RolloutFacts()))
+    responses = make_response((5, 6)), make_response((5, 8, 9), observed=((0, 2),)), make_response((7,))
+    one = make_group(3, responses, rewards=(0.0, 1.0), rollouts=(RolloutFacts(num_responses=2), RolloutFacts()))
     assert (one.rollout_of, one.rollout_lengths) == ((0, 0, 1), (3, 1))
 
 
 def test_equal_prompts_are_one_also_if_a_response_names_that_of_the_group() -> None:
     prompts = (None, (4,), (1, 2), (4, 5), (4,))
-    one = group(*(response((5,), prompt_ids=prompt) for prompt in prompts))
+    one = make_group(3, [make_response((5,), prompt_ids=prompt) for prompt in prompts], prompt=(1, 2))
     assert one.responses_by_prompt == {(1, 2): [0, 2], (4,): [1, 4], (4, 5): [3]}
     assert GroupProof.of(one, {}).num_prompt_tokens == 5
 
 
 def test_parts_of_a_reward_pass_with_the_row_and_have_a_value_for_each_rollout() -> None:
-    one = replace(group(response((5,)), response((6,))), reward_parts=(("math", (1.0, 0.0)),))
+    one = replace(make_group(3, [make_response((5,)), make_response((6,))]), reward_parts=(("math", (1.0, 0.0)),))
     row = GroupProof.of(one, {})
     assert GroupProof.from_json(json.loads(json.dumps(asdict(row)))) == row and row.reward_parts == one.reward_parts
     with pytest.raises(AssertionError, match="1 of 'math', 2 rollouts"):
@@ -98,7 +82,7 @@ def test_correct_are_those_of_the_first_part_that_says_so() -> None:
 
 
 def test_rows_of_older_releases_are_read() -> None:
-    row = GroupProof.of(group(response((5,)), response((6,))), {})
+    row = GroupProof.of(make_group(3, [make_response((5,)), make_response((6,))]), {})
     new = ("num_turns", "num_branches", "num_truncated", "reward_parts", "num_corrected")
     older = {name: value for name, value in json.loads(json.dumps(asdict(row))).items() if name not in new}
     assert GroupProof.from_json(older) == replace(row, num_turns=0)
@@ -109,7 +93,7 @@ def test_rows_of_older_releases_are_read() -> None:
     ("options", "message"),
     [
         ({"rollouts": (RolloutFacts(),)}, "1 of 2 responses have a rollout"),
-        ({"rollouts": (RolloutFacts(num_responses=2),)}, "2 rewards, 1 rollouts"),
+        ({"rollouts": (RolloutFacts(num_responses=2),), "rewards": (0.0, 1.0)}, "2 rewards, 1 rollouts"),
         ({"rollouts": (RolloutFacts(num_responses=2), RolloutFacts(num_responses=0))}, "rollout 1 of group 3 has no"),
         ({"rewards": (0.0,)}, "1 rewards, 2 rollouts"),
     ],
@@ -118,7 +102,7 @@ def test_a_group_whose_rollouts_responses_and_rewards_do_not_fit_is_our_own_mist
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(AssertionError, match=message):
-        group(response((5,)), response((6,)), **options)
+        make_group(3, [make_response((5,)), make_response((6,))], **options)
 
 
 def test_shares_of_a_batch_are_disjoint_and_complete() -> None:

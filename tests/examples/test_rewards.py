@@ -18,8 +18,9 @@ from async_rl.data.prompts import first_rows
 from async_rl.rewards.base import as_rewards
 from async_rl.rewards.function import Traits, load_function
 from async_rl.rewards.row_parts import labels_of
-from async_rl.types import Prompt, Response, WeightSpan
+from async_rl.types import Prompt
 from tests.support import ROOT
+from tests.support.groups import text_responses
 
 EXAMPLES = ROOT / "examples"
 
@@ -31,18 +32,7 @@ def score(name: str, row: dict[str, Any], *texts: str) -> list[float]:
 
 def score_by(config: RewardSection, row: dict[str, Any], *texts: str) -> list[float]:
     function = load_function(config)
-    responses = [
-        Response(
-            token_ids=(5, 6),
-            logprobs=(-0.1, -0.2),
-            text=text,
-            finish_reason="stop",
-            weight_spans=(WeightSpan("v1", 0, 2),),
-            instance="http://i",
-        )
-        for text in texts
-    ]
-    returned = function(Prompt("row0", (3, 4), row), responses, row)
+    returned = function(Prompt("row0", (3, 4), row), text_responses(*texts), row)
     return as_rewards(asyncio.run(returned) if Traits.of(function).is_async else returned, len(texts))
 
 

@@ -2,10 +2,12 @@
 
 import random
 import time
+from dataclasses import replace
 
 from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import LogprobGaps
-from async_rl.types import Batch, Group, Prompt, Publication, Response, WeightSpan, digest_of
+from async_rl.types import Batch, Group, Prompt, Publication, digest_of
+from tests.support.groups import make_group, make_response
 
 NUM_TOKENS = 1500
 """Tokens per response. Groups share these objects, since a large batch would otherwise not fit in memory."""
@@ -25,26 +27,15 @@ def make_batch(iteration: int, num_prompts: int) -> Batch:
 
 def make_groups(batch: Batch, version: str, responses_per_prompt: int) -> list[Group]:
     """The groups of a batch, in an order of completion."""
-    span = (WeightSpan(version, 0, NUM_TOKENS),)
+    response = make_response(range(NUM_TOKENS), "word " * NUM_TOKENS, version=version)
     started_s = time.monotonic()
     groups = [
-        Group(
-            iteration=batch.iteration,
-            index=index,
+        make_group(
+            index,
+            [replace(response, instance=INSTANCES[index % len(INSTANCES)])] * responses_per_prompt,
             prompt=prompt,
-            responses=(
-                Response(
-                    token_ids=_TOKENS,
-                    logprobs=_LOGPROBS,
-                    text=_TEXT,
-                    finish_reason="stop",
-                    weight_spans=span,
-                    instance=INSTANCES[index % len(INSTANCES)],
-                ),
-            )
-            * responses_per_prompt,
-            rewards=tuple(float(i % 2) for i in range(responses_per_prompt)),
-            weight_version=version,
+            version=version,
+            iteration=batch.iteration,
             started_s=started_s,
             finished_s=started_s + 10.0 + index / 7,
         )
@@ -83,8 +74,3 @@ def make_row(group: Group, draw: random.Random) -> GroupProof:
         samples=digest_of([group.index]),
         rollout_lengths=group.rollout_lengths,
     )
-
-
-_TOKENS = tuple(range(NUM_TOKENS))
-_LOGPROBS = (-1.0,) * NUM_TOKENS
-_TEXT = "word " * NUM_TOKENS

@@ -6,8 +6,9 @@ from typing import Any
 
 from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
-from async_rl.types import Response, WeightSpan, WeightVersion
+from async_rl.types import Response, WeightVersion
 from tests.support.agent_tokenizer import END
+from tests.support.groups import make_response
 
 Say = Callable[[str, int], str]
 """say(context, seed): what the policy says after the text `context`, without its end."""
@@ -43,12 +44,6 @@ class ScriptedPolicy:
         assert sampling.seed is not None
         said = self._tokenizer([self.say(text, sampling.seed)], add_special_tokens=False)["input_ids"][0]
         token_ids = (*said, END)[: sampling.max_tokens]
-        response = Response(
-            token_ids=token_ids,
-            logprobs=tuple(-0.01 * (1 + token_id) for token_id in token_ids),
-            text="",
-            finish_reason="stop" if token_ids[-1] == END else "length",
-            weight_spans=(WeightSpan(version, 0, len(token_ids)),),
-            instance="scripted",
-        )
-        return (response,), 1
+        logprobs = [-0.01 * (1 + token_id) for token_id in token_ids]
+        reason = "stop" if token_ids[-1] == END else "length"
+        return (make_response(token_ids, logprobs=logprobs, version=version, finish_reason=reason),), 1

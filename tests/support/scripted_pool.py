@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
-from async_rl.types import Response, WeightSpan, WeightVersion
+from async_rl.types import Response, WeightVersion
+from tests.support.groups import make_response
 
 END = 1
 """The tokenizer's end of sequence."""
@@ -58,12 +59,11 @@ class ScriptedPool:
         said = whole[: sampling.max_tokens]
         chance = random.Random(sampling.seed)
         return [
-            Response(
-                token_ids=said,
-                logprobs=tuple(-chance.random() for _ in said),
-                text="",
+            make_response(
+                said,
+                logprobs=[-chance.random() for _ in said],
+                version=version,
                 finish_reason="stop" if said == whole else "length",
-                weight_spans=(WeightSpan(version, 0, len(said)),),
                 instance="http://scripted",
             )
         ], 1

@@ -15,7 +15,8 @@ from async_rl.config.critic_section import CriticSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection, OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.types import Group, Prompt, Response, WeightSpan
+from async_rl.types import Group
+from tests.support.groups import random_group
 from tests.support.trainer.branched_groups import branched_groups
 from tests.support.trainer.grpo_reference import (
     expected_advantages,
@@ -63,45 +64,19 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
     return make
 
 
-def make_group(index: int, prompt_len: int, response_lens: Sequence[int], rng: random.Random) -> Group:
-    def tokens(count: int) -> tuple[int, ...]:
-        # Not 0: transformers gives the padding token's embedding no gradient.
-        return tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(count))
-
-    responses = tuple(
-        Response(
-            token_ids=tokens(length),
-            logprobs=(-1.0,) * length,
-            text="",
-            finish_reason="stop",
-            weight_spans=(WeightSpan("v0", 0, length),),
-            instance="instance",
-        )
-        for length in response_lens
-    )
-    rewards = tuple(rng.choice((0.0, 0.5, 1.0)) for _ in response_lens)
-    return Group(
-        iteration=0,
-        index=index,
-        prompt=Prompt(f"p{index}", tokens(prompt_len), {}),
-        responses=responses,
-        rewards=rewards,
-        weight_version="v0",
-        started_s=0.0,
-        finished_s=1.0,
-    )
-
-
 @pytest.fixture(scope="session")
 def ragged_groups() -> list[Group]:
     """Five ragged groups and one whose rewards are all equal; fresh tokens in every session (TEST_SEED repeats one)."""
     seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
     print(f"ragged_groups: TEST_SEED={seed}")
     rng = random.Random(seed)
-    groups = [make_group(i, prompt_len, lens, rng) for i, (prompt_len, lens) in enumerate(RAGGED)]
+    groups = [
+        random_group(i, prompt_len, lens, rng, VOCAB_SIZE, [rng.choice((0.0, 0.5, 1.0)) for _ in lens])
+        for i, (prompt_len, lens) in enumerate(RAGGED)
+    ]
     groups[0] = replace(groups[0], rewards=(0.0, 1.0, 0.5))
     groups[4] = replace(groups[4], rewards=(1.0, 0.0, 0.0, 0.5))
-    return [*groups, replace(make_group(len(groups), 5, (3, 4), rng), rewards=(1.0, 1.0))]
+    return [*groups, random_group(len(groups), 5, (3, 4), rng, VOCAB_SIZE, rewards=(1.0, 1.0))]
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from inference_service.engine.schedule import Schedule
 from inference_service.engine.sequences import Sequence as Generated
 from inference_service.engine.step import ModelStep
 from inference_service.engine.transformers_engine import TransformersEngine
+from tests.support.groups import make_group, make_response
 from trainer.batching.group_slice import slices_of
 from trainer.batching.packing import pack
 from trainer.batching.shared_prompt import make_micro_batch
@@ -146,19 +147,14 @@ def generate(model: PreTrainedModel, rng: random.Random, longest: int, temperatu
             sequences[key] = waiting[-1][1]
             engine.schedule.keep(set(sequences.values()))
     return [
-        Group(
-            iteration=0,
-            index=p,
-            prompt=Prompt(str(p), prompt, {}),
-            responses=tuple(
+        make_group(
+            p,
+            [
                 response_of([*(before[key].samples if key in before else ()), *sequences[key].samples])
                 for key in sorted(sequences)
                 if key[0] == p
-            ),
-            rewards=tuple(0.0 for key in sequences if key[0] == p),
-            weight_version="v",
-            started_s=0.0,
-            finished_s=0.0,
+            ],
+            prompt=prompt,
         )
         for p, prompt in enumerate(prompts)
     ]
@@ -195,17 +191,7 @@ def generate_turns(model: PreTrainedModel, rng: random.Random, temperature: floa
         first = respond(prompt, ())
         responses += [first, respond(prompt, (*first.token_ids[: rng.randint(1, 40)], *tokens(5)))]
         responses.append(replace(respond(other, ()), prompt_ids=other))
-    return Group(
-        iteration=0,
-        index=0,
-        prompt=Prompt("p", prompt, {}),
-        responses=tuple(responses),
-        rewards=(0.0,) * 4,
-        weight_version="v",
-        started_s=0.0,
-        finished_s=0.0,
-        rollouts=(RolloutFacts(num_responses=3, num_turns=3),) * 4,
-    )
+    return make_group(0, responses, prompt=prompt, rollouts=[RolloutFacts(num_responses=3, num_turns=3)] * 4)
 
 
 def new_sequence(prompt: tuple[int, ...], num_tokens: int, seed: int, temperature: float) -> Generated:
@@ -222,14 +208,10 @@ def continued(old: Generated, temperature: float) -> Generated:
 
 
 def response_of(samples: Sequence[object]) -> Response:
-    tokens = tuple(sample.token_id for sample in samples)  # type: ignore[attr-defined]
-    return Response(
-        token_ids=tokens,
-        logprobs=tuple(sample.logprob for sample in samples),  # type: ignore[attr-defined]
-        text="",
+    return make_response(
+        [sample.token_id for sample in samples],  # type: ignore[attr-defined]
+        logprobs=[sample.logprob for sample in samples],  # type: ignore[attr-defined]
         finish_reason="length",
-        weight_spans=(WeightSpan("v", 0, len(tokens)),),
-        instance="here",
     )
 
 
@@ -345,18 +327,11 @@ async def roll_out(model: PreTrainedModel, rng: random.Random) -> Group:
         trajectories = await asyncio.gather(*map(one, range(4)))
     finally:
         engine.close()
-    return Group(
-        iteration=0,
-        index=0,
+    return make_group(
+        0,
+        [response for each in trajectories for response in each.responses],
         prompt=prompt,
-        responses=tuple(response for each in trajectories for response in each.responses),
-        rewards=(0.0,) * 4,
-        weight_version="v",
-        started_s=0.0,
-        finished_s=0.0,
-        rollouts=tuple(
-            RolloutFacts(num_responses=len(each.responses), num_turns=each.num_turns) for each in trajectories
-        ),
+        rollouts=[RolloutFacts(num_responses=len(each.responses), num_turns=each.num_turns) for each in trajectories],
     )
 
 

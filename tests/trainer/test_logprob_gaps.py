@@ -15,40 +15,13 @@ from async_rl.group_proof import GroupProof
 from async_rl.proof.gap_limits import NoiseLimits, Unit, noise_scale
 from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 from async_rl.rollout.recorder import Recorder, Request
-from async_rl.types import Group, Prompt, Response, RolloutFacts, WeightSpan
+from async_rl.types import Group, RolloutFacts, WeightSpan
+from tests.support.groups import random_group
 from trainer.batching.group_codec import pack_groups, unpack_groups
 from trainer.logprob_gaps import LARGEST_GAP, sums_of
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
-
-
-def make_group(index: int, prompt_len: int, response_lens: Sequence[int], rng: random.Random) -> Group:
-    def tokens(count: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(1, 96) for _ in range(count))
-
-    responses = tuple(
-        Response(
-            token_ids=tokens(length),
-            logprobs=(-1.0,) * length,
-            text="",
-            finish_reason="stop",
-            weight_spans=(WeightSpan("v0", 0, length),),
-            instance="http://a",
-        )
-        for length in response_lens
-    )
-    rewards = tuple(float(i % 2) for i in range(len(responses)))
-    return Group(
-        iteration=0,
-        index=index,
-        prompt=Prompt(f"p{index}", tokens(prompt_len), {}),
-        responses=responses,
-        rewards=rewards,
-        weight_version="v0",
-        started_s=0.0,
-        finished_s=1.0,
-    )
 
 
 def with_scores(trainer: MegatronTrainer, groups: Sequence[Group]) -> list[Group]:
@@ -72,7 +45,7 @@ def test_the_sums_are_those_of_every_token_by_instance(
     tiny_model: Callable[..., Path], make_trainer: MakeTrainer, rng: random.Random, micro_batch_tokens: int
 ) -> None:
     trainer = make_trainer(tiny_model("qwen3"), micro_batch_tokens=micro_batch_tokens)
-    (group,) = with_scores(trainer, [make_group(3, 5, (7, 1, 4, 6), rng)])
+    (group,) = with_scores(trainer, [random_group(3, 5, (7, 1, 4, 6), rng)])
     shifts = [[rng.gauss(0, 0.5) for _ in response.token_ids] for response in group.responses]
     names = ("http://a", "http://b", "http://a", "http://a")
     responses = [
@@ -105,7 +78,7 @@ def test_turns_of_one_rollout_are_counted_for_the_instances_that_sampled_them(
     tiny_model: Callable[..., Path], make_trainer: MakeTrainer, rng: random.Random
 ) -> None:
     trainer = make_trainer(tiny_model("qwen3"))
-    (plain,) = with_scores(trainer, [make_group(0, 5, (16,), rng)])
+    (plain,) = with_scores(trainer, [random_group(0, 5, (16,), rng)])
     prompt, (whole,) = plain.prompt.token_ids, plain.responses
     turns = [(0, 3, "http://a", 0), (5, 9, "http://b", 0), (9, 10, "http://b", 1), (12, 16, "http://a", 0)]
     recorder = Recorder(None)  # type: ignore[arg-type]
@@ -159,7 +132,7 @@ def test_sound_float32_scores_are_far_below_the_limit(
     tiny_model: Callable[..., Path], make_trainer: MakeTrainer, rng: random.Random
 ) -> None:
     trainer = make_trainer(tiny_model("qwen3"))
-    groups = with_scores(trainer, [make_group(i, 9, (20, 30), rng) for i in range(8)])
+    groups = with_scores(trainer, [random_group(i, 9, (20, 30), rng) for i in range(8)])
     assert gaps_of(trainer, groups).rms < noise_scale("float32") / 20
 
 
@@ -175,7 +148,7 @@ def test_weights_of_some_steps_ago_are_found_in_float32_as_far_as_documented(
     is_found: bool,
 ) -> None:
     trainer = make_trainer(tiny_model("qwen3"), learning_rate=learning_rate)
-    groups = with_scores(trainer, [make_group(i, 9, (20, 30), rng) for i in range(8)])
+    groups = with_scores(trainer, [random_group(i, 9, (20, 30), rng) for i in range(8)])
     for _ in range(steps):
         for group in groups:
             trainer.accumulate([[group]])
@@ -191,7 +164,7 @@ def test_an_instance_one_small_step_behind_its_peers_is_named_in_float32(
     tiny_model: Callable[..., Path], make_trainer: MakeTrainer, rng: random.Random
 ) -> None:
     trainer = make_trainer(tiny_model("qwen3"), learning_rate=1e-6)
-    batch = [make_group(i, 9, (20, 30), rng) for i in range(32)]
+    batch = [random_group(i, 9, (20, 30), rng) for i in range(32)]
     stale = with_scores(trainer, batch[:8])
     for group in batch:
         trainer.accumulate([[group]])
@@ -210,7 +183,7 @@ def test_in_bfloat16_one_small_step_is_not_told_from_rounding_and_large_ones_are
     limits, rms = NoiseLimits(noise_scale("bfloat16")), {}
     for learning_rate in (1e-6, 1e-2):
         trainer = make_trainer(tiny_model("qwen3"), dtype="bfloat16", learning_rate=learning_rate)
-        groups = with_scores(trainer, [make_group(i, 9, (20, 30), rng) for i in range(8)])
+        groups = with_scores(trainer, [random_group(i, 9, (20, 30), rng) for i in range(8)])
         for group in groups:
             trainer.accumulate([[group]])
         trainer.optimizer_step()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from async_rl.algorithms import PolicyGradient, make_algorithm
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.types import Group, Prompt, Response, WeightSpan
+from async_rl.types import Group
+from tests.support.groups import make_group, make_response
 from tests.support.trainer.branched_groups import branched_group
 from tests.support.trainer.grpo_reference import expected_advantages
 from trainer.batching.group_slice import GroupSlice, slices_of, split_slice
@@ -32,30 +33,8 @@ def batches(draw: st.DrawFn) -> list[Group]:
     for index, lens in enumerate(
         draw(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
     ):
-        sampled = tuple(
-            Response(
-                token_ids=(7,) * n,
-                logprobs=tuple(rng.uniform(-3, 0) for _ in range(n)),
-                text="",
-                finish_reason="stop",
-                weight_spans=(WeightSpan("v", 0, n),),
-                instance="i",
-            )
-            for n in lens
-        )
-        rewards = tuple(rng.choice((0.0, 0.5, 1.0)) for _ in sampled)
-        made.append(
-            Group(
-                iteration=0,
-                index=index,
-                prompt=Prompt(f"p{index}", (1, 2), {}),
-                responses=sampled,
-                rewards=rewards,
-                weight_version="v",
-                started_s=0.0,
-                finished_s=1.0,
-            )
-        )
+        responses = [make_response((7,) * n, logprobs=[rng.uniform(-3, 0) for _ in range(n)]) for n in lens]
+        made.append(make_group(index, responses, rewards=[rng.choice((0.0, 0.5, 1.0)) for _ in lens]))
     return made
 
 

@@ -18,8 +18,8 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.preflight.data import require_evaluation_sets, require_prompts
 from async_rl.rewards import make_reward
 from async_rl.types import Batch, part_of
+from tests.support.groups import text_responses
 from tests.support.minimal_config import minimal_tree
-from tests.support.responses import response
 from tests.support.word_tokenizer import word_tokenizer
 
 HARD = {"prompt": "ask", "difficulty": "level", "answer": "say"}
@@ -199,7 +199,7 @@ def test_a_part_chooses_its_reward(parts: list[dict[str, Any]], tmp_path: Path) 
         loop.run(reward.start())
         for prompt in source.batch(0).prompts.values():
             labels = ["exact"] if prompt.prompt_id.startswith("first/") else ["exact", "format"]
-            scores = loop.run(reward.score(prompt, [response("5")]))
+            scores = loop.run(reward.score(prompt, text_responses("5")))
             assert [label for label, _ in scores.parts] == labels
     finally:
         loop.run(reward.close())

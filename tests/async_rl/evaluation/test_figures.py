@@ -6,7 +6,8 @@ import pytest
 from async_rl.evaluation.figures import ScoredPrompt, figures_of, intervals_of
 from async_rl.evaluation.intervals import mean_interval, share_interval
 from async_rl.tracking.pass_at_k import ks_of, pass_at_k
-from async_rl.types import Response, Scores
+from async_rl.types import Scores
+from tests.support.groups import make_response
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 7])
@@ -30,19 +31,7 @@ def test_k_goes_up_in_powers_of_two_to_the_number_of_samples() -> None:
 
 
 def test_figures_are_means_over_prompts_and_responses() -> None:
-    responses = [
-        Response(
-            token_ids=(1, 2, 3),
-            logprobs=(0.0, 0.0, 0.0),
-            text="",
-            finish_reason="stop",
-            weight_spans=(),
-            instance="http://a",
-        ),
-        Response(
-            token_ids=(1,), logprobs=(0.0,), text="", finish_reason="length", weight_spans=(), instance="http://a"
-        ),
-    ]
+    responses = [make_response((1, 2, 3)), make_response((1,), finish_reason="length")]
     scored = [ScoredPrompt.of(responses, Scores((1.0, 0.25))), ScoredPrompt.of(responses, Scores((0.0, 0.5)))]
     means = {"reward_mean": 0.4375, "response_tokens_mean": 2.0, "truncated_share": 0.5}
     assert figures_of(scored, 1.0) == {"avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5} | means

@@ -23,6 +23,7 @@ from async_rl.rollout.program_rollouts import make_program_rollouts
 from async_rl.rollout.session import RolloutSession
 from async_rl.seeds import RESPONSE_BITS, evaluation_seed
 from async_rl.types import Prompt, Response, Scores
+from tests.support.groups import make_response
 from tests.support.scripted_pool import ScriptedPool
 
 PROMPT = Prompt("7", (3, 4), {"answer": 1})
@@ -39,17 +40,7 @@ class Pool:
     ) -> tuple[list[Response], int]:
         self.asked.append((prompt, sampling, request_id, version))
         reasons = ["length", *["stop"] * (sampling.n - 1)]
-        return [
-            Response(
-                token_ids=(5, i),
-                logprobs=(-1.0, -1.0),
-                text="",
-                finish_reason=reason,
-                weight_spans=(),
-                instance="http://a:1",
-            )
-            for i, reason in enumerate(reasons)
-        ], 1
+        return [make_response((5, i), finish_reason=reason) for i, reason in enumerate(reasons)], 1
 
 
 class Tokenizer:

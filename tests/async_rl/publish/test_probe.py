@@ -14,7 +14,7 @@ from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
 from async_rl.publish.probe import Probe, largest_deviation
-from async_rl.types import Response
+from tests.support.groups import make_response
 from tests.support.members import ready_member
 
 PROMPT = [5, 6, 7]
@@ -25,17 +25,6 @@ INF = float("inf")
 def probe_of(*, max_response_tokens: int = 100, temperature: float = 1.0, **settings: Any) -> Probe:
     rollout = RolloutSection(max_response_tokens=max_response_tokens, temperature=temperature)
     return Probe(PublishSection(**settings), rollout, PROMPT)
-
-
-def answer(token_ids: Sequence[int], logprobs: Sequence[float]) -> Response:
-    return Response(
-        token_ids=tuple(token_ids),
-        logprobs=tuple(logprobs),
-        text="",
-        finish_reason="length",
-        weight_spans=(),
-        instance="http://a:1",
-    )
 
 
 class Engine:
@@ -91,7 +80,10 @@ def test_one_token_is_enough_to_find_an_engine_out(bad: float, place: int, whose
     members = [ready_member("sound"), ready_member("wrong")]
     mine, theirs = [-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]
     (mine if whose == "rollout" else theirs)[place] += bad
-    answers = {members[0]: answer((1, 2, 3), [-1.0, -2.0, -3.0]), members[1]: answer((4, 5, 6), mine)}
+    answers = {
+        members[0]: make_response((1, 2, 3), logprobs=(-1.0, -2.0, -3.0)),
+        members[1]: make_response((4, 5, 6), logprobs=mine),
+    }
     scores = {(1, 2, 3): [-1.4, -2.0, -3.4], (4, 5, 6): theirs}
     failures = probe_of(max_probe_gap=0.5).judge(answers, lambda prompt, tokens: [scores[each] for each in tokens])
     assert list(failures) == [members[1]]
@@ -108,7 +100,7 @@ def test_answers_that_are_the_same_are_scored_once_and_none_are_not_scored() -> 
         return [[-1.0] * len(each) for each in responses]
 
     members: list[Member] = [ready_member(f"m{i}") for i in range(5)]
-    answers = {member: answer((i % 2, 9), (-1.0, -1.0)) for i, member in enumerate(members)}
+    answers = {member: make_response((i % 2, 9)) for i, member in enumerate(members)}
     assert probe_of().judge(answers, score) == {}
     assert scored == [[(0, 9), (1, 9)]]
     assert probe_of().judge({}, score) == {} and len(scored) == 1

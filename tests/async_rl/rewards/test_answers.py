@@ -11,13 +11,13 @@ from async_rl.rewards.exact import score as exact
 from async_rl.rewards.f1 import f1
 from async_rl.rewards.f1 import score as f1_score
 from async_rl.types import Prompt
-from tests.support.responses import response
+from tests.support.groups import text_responses
 
 PROMPT = Prompt("row7", (1,), {})
 
 
 def score(reward: Any, row: dict[str, Any], *texts: str) -> list[float]:
-    scores: list[float] = reward(PROMPT, [response(text) for text in texts], row)
+    scores: list[float] = reward(PROMPT, text_responses(*texts), row)
     return scores
 
 

@@ -9,20 +9,10 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import make_reward
 from async_rl.rewards.code import extract_code
-from async_rl.types import Prompt, Response, WeightSpan
+from async_rl.types import Prompt
+from tests.support.groups import text_responses
 
 TIMEOUT_S = 2.0
-
-
-def response(text: str) -> Response:
-    return Response(
-        token_ids=(1,),
-        logprobs=(-0.1,),
-        text=text,
-        finish_reason="stop",
-        weight_spans=(WeightSpan("v1", 0, 1),),
-        instance="http://i",
-    )
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +24,7 @@ def score() -> Iterator[Callable[..., list[float]]]:
     assert reward.correct_at == 1.0
 
     def score(row: dict[str, Any], *codes: str) -> list[float]:
-        responses = [response(f"So:\n```python\n{code}\n```\nDone.") for code in codes]
+        responses = text_responses(*(f"So:\n```python\n{code}\n```\nDone." for code in codes))
         return list(loop.run(reward.score(Prompt("row7", (1,), row), responses)).rewards)
 
     yield score
@@ -177,7 +167,7 @@ def test_tests_that_have_no_time_left_fail_and_the_call_ends_in_time() -> None:
         loop.run(reward.start())
         row = {"tests": {"inputs": ["1 2"] * 50, "outputs": ["3"] * 50}}
         texts = [f"```\n{code}\n```" for code in ("while True: pass", "import time; time.sleep(99)", ADD_PROGRAM)]
-        rewards = loop.run(reward.score(Prompt("row7", (1,), row), [response(text) for text in texts])).rewards
+        rewards = loop.run(reward.score(Prompt("row7", (1,), row), text_responses(*texts))).rewards
         assert rewards == (0.0, 0.0, 1.0)
     finally:
         loop.run(reward.close())
@@ -213,9 +203,9 @@ def test_an_answer_that_takes_long_to_read_takes_no_more_than_the_calls_time() -
     try:
         loop.run(reward.start())
         row = {"tests": {"fn_name": "f", "inputs": [[1]] * 9, "outputs": [3] * 9}}
-        assert loop.run(reward.score(Prompt("row7", (1,), row), [response(f"```\n{SLOW_TO_READ}\n```")])).rewards == (
-            0.0,
-        )
+        assert loop.run(
+            reward.score(Prompt("row7", (1,), row), text_responses(f"```\n{SLOW_TO_READ}\n```"))
+        ).rewards == (0.0,)
     finally:
         loop.run(reward.close())
         loop.close()

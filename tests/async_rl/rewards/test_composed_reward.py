@@ -14,8 +14,8 @@ from async_rl.errors import ConfigError, RewardError
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import Reward, make_reward
 from async_rl.types import Prompt, Scores
+from tests.support.groups import text_responses
 from tests.support.json_service import JsonService, running
-from tests.support.responses import response
 
 pytestmark = pytest.mark.distributed
 
@@ -86,7 +86,7 @@ def test_the_total_is_the_weighted_sum_of_the_parts_a_row_names(
         row: dict[str, Any] = {"answer": "xy", "log": str(tmp_path / "log"), "good_from": 2}
 
         def score(named: Any) -> Scores:
-            return loop.run(reward.score(Prompt("row7", (3,), row | {"reward": named}), list(map(response, texts))))
+            return loop.run(reward.score(Prompt("row7", (3,), row | {"reward": named}), text_responses(*texts)))
 
         texts = ("xy", "abc")
         exact, formed, model, mine = (1.0, 0.0), (1.0, 0.0), (2.0, 3.0), (0.2, 0.3)
@@ -111,10 +111,10 @@ def test_a_part_that_fails_ends_the_call_and_is_named(
     reward = started(parts=[*mine[:2], {"name": "exact"}], correct_at=0.5)
     prompt = Prompt("row7", (3,), {"answer": "a", "log": str(tmp_path / "log"), "good_from": 9})
     with pytest.raises(RewardError, match=r"(?s)reward 'flaky \(python:.*:flaky\)', prompt row7 failed:.*not yet"):
-        loop.run(reward.score(prompt, [response("a")]))
+        loop.run(reward.score(prompt, text_responses("a")))
     assert reward.correct_at == 0.5, "of the total"
     with pytest.raises(RewardError, match=r"prompt row7: the sum of the parts of its reward: it returned 2e\+30"):
-        loop.run(started(parts=[{**mine[2], "weight": 2.0}]).score(prompt, [response("a")]))
+        loop.run(started(parts=[{**mine[2], "weight": 2.0}]).score(prompt, text_responses("a")))
 
 
 def test_a_part_that_cannot_be_loaded_is_named_and_leaves_no_process(
@@ -134,6 +134,6 @@ def test_calls_of_a_judge_are_limited_by_their_requests(started: Callable[..., R
     with running(JsonService(lambda body: said, delay_s=0.3)) as service:
         options = {"url": service.url, "model": "m", "rubric": "{response}", "max_concurrency": 6, "timeout_s": 2.0}
         reward = started(name="judge", **options)
-        calls = [loop.submit(reward.score(Prompt(f"row{i}", (3,), {}), [response("a")] * 4)) for i in range(8)]
+        calls = [loop.submit(reward.score(Prompt(f"row{i}", (3,), {}), text_responses("a") * 4)) for i in range(8)]
         assert [call.result(30).rewards for call in calls] == [(1.0,) * 4] * 8
         assert service.most_at_once == 4

@@ -9,7 +9,7 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.rewards.function import load_function
 from async_rl.rewards.rubric import NUMBER
 from async_rl.types import Prompt
-from tests.support.responses import response
+from tests.support.groups import text_responses
 
 ROWS: dict[str, dict[str, Any]] = {
     "multiple_choice": {"answer": "B", "choices": ["x y", "foo", "bar", "baz"]},
@@ -33,7 +33,7 @@ HUGE = [r"\boxed{9^{9^{9}}}", r"\boxed{100000000!}", r"\boxed{(x+y+z)^{200}}", r
 def seconds(name: str, texts: list[str], expected: list[float], timeout_s: float) -> float:
     function = load_function(RewardSection(name=name, timeout_s=timeout_s))
     begun = time.monotonic()
-    assert function(Prompt("row7", (1,), ROWS[name]), [response(text) for text in texts], ROWS[name]) == expected
+    assert function(Prompt("row7", (1,), ROWS[name]), text_responses(*texts), ROWS[name]) == expected
     return time.monotonic() - begun
 
 
@@ -54,7 +54,7 @@ def test_an_answer_that_cannot_be_computed_is_wrong_and_leaves_time_for_the_othe
 def test_an_answer_of_a_table_that_is_missing_is_named(answer: Any) -> None:
     function = load_function(RewardSection(name="math"))
     with pytest.raises(ValueError, match=r"the row has no 'answer'|is no mathematical expression"):
-        function(Prompt("row7", (1,), {}), [response("1")], {"answer": answer})
+        function(Prompt("row7", (1,), {}), text_responses("1"), {"answer": answer})
 
 
 @pytest.mark.parametrize("tail", ["a", ".", "", ".5a"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from async_rl.rewards.multiple_choice import choices_of, chosen, right_choice, score
 from async_rl.types import Prompt
-from tests.support.responses import response
+from tests.support.groups import text_responses
 
 CITIES = {"A": "Paris", "B": "London", "C": "A great man", "D": "42"}
 
@@ -96,7 +96,7 @@ def test_a_row_that_says_no_choice_is_named(row: dict[str, Any], message: str) -
 
 def test_only_the_right_choice_is_paid() -> None:
     row = {"answer": 1, "choices": ["Paris", "London"]}
-    responses = [response(text) for text in ("B", "Answer: A", "London", "C")]
+    responses = text_responses("B", "Answer: A", "London", "C")
     assert score(Prompt("row7", (1,), row), responses, row) == [1.0, 0.0, 1.0, 0.0]
 
 
@@ -106,7 +106,7 @@ def test_only_the_right_choice_is_paid() -> None:
 @pytest.mark.parametrize("labels", ["ABC", "abc"])
 def test_labels_of_a_row_may_be_small_or_capital_letters(text: str, labels: str) -> None:
     row = {"answer": labels[1], "choices": dict(zip(labels, "xyz", strict=True))}
-    assert score(Prompt("row7", (1,), row), [response(text)], row) == [1.0]
+    assert score(Prompt("row7", (1,), row), text_responses(text), row) == [1.0]
 
 
 @given(st.text(alphabet=" \n().:ABCDanswer is\\boxed{}<>/*thkx1", max_size=60))

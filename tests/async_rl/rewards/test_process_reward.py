@@ -12,7 +12,8 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import Reward, make_reward
-from async_rl.types import Prompt, Response, WeightSpan
+from async_rl.types import Prompt
+from tests.support.groups import text_responses
 
 pytestmark = pytest.mark.distributed
 
@@ -28,9 +29,6 @@ never = asyncio.Event()
 def spoil(fault, row, responses):
     if fault == "raises": raise KeyError("no such column")
     if fault == "wrong shape": return [1.0]
-    if fault == "nan": return [float("nan")] * len(responses)
-    if fault == "strings": return ["1.0"] * len(responses)
-    if fault == "huge": return [10 ** 400] * len(responses)
     if fault == "endless": return iter(int, 1)
     if fault == "sys.exit": sys.exit(3)
     if fault == "os._exit": os._exit(3)
@@ -44,11 +42,6 @@ def spoil(fault, row, responses):
     if fault == "floods":
         for _ in range(200): print("x" * 10_000)
         sys.stdout.flush()
-    if fault == "starts what reads its input":
-        import subprocess
-        program = [sys.executable, "-c", "import sys; print(len(sys.stdin.read()))"]
-        return [float(subprocess.run(program, capture_output=True, text=True).stdout) + 1.0] * len(responses)
-    if fault == "reads its input": return [float(len(sys.stdin.read())) + 1.0] * len(responses)
     if fault == "mutates":
         row.clear()
         if isinstance(responses, list): responses.clear()
@@ -80,24 +73,29 @@ async def eventual(prompt, responses, row):
         asyncio.get_running_loop().stop()
         await asyncio.sleep(3600)
     return spoil(fault, row, responses)
+
+eventual.correct_at = 0.5
 """
 
 EITHER = {
-    "raises": "no such column",
+    "raises": "(?s)in spoil.*no such column",
     "wrong shape": "returned 1 values, expected 2",
-    "nan": "returned nan",
-    "strings": "returned '1.0'",
-    "huge": "OverflowError|returned 1000",
     "endless": "returned more, expected 2",
     "sys.exit": "SystemExit: 3",
-    "os._exit": "its process ended .exit code 3.",
-    "closes its files": "its process ended|its process was killed",
     "keyboard": "KeyboardInterrupt",
     "generator exit": "GeneratorExit",
     "cancelled": "CancelledError",
     "blocks": r"(?s)no answer within reward.timeout_s = 0.5 s; its process was killed; it was at:.*time.sleep\(3600\)",
+}
+"""Of a call, which the worker runs in one way if the function is synchronous, and in another if it is not."""
+
+OF_PROCESS = {
+    "os._exit": "its process ended .exit code 3.",
+    "closes its files": "its process ended|its process was killed",
     "spins": "(?s)no answer within reward.timeout_s = 0.5 s; its process was killed; it was at:.*while True",
 }
+"""Of the process, which is the same to its parent whatever it runs."""
+
 ASYNCHRONOUS = {
     "swallows": "no answer within reward.timeout_s = 0.5 s; its process was killed",
     "sleeps": r"(?s)no answer within reward.timeout_s = 0.5 s; it was stopped:.*asyncio.sleep\(3600\)",
@@ -105,22 +103,11 @@ ASYNCHRONOUS = {
     "exits in a task": "its process ended",
     "stops the loop": "its process ended",
 }
-SCORES = ("floods", "mutates", "reads its input", "starts what reads its input")
-HARMLESS = {"plain": (*SCORES, "threads"), "eventual": (*SCORES, "tasks")}
-HANGS = {"plain": ("blocks", "spins"), "eventual": ("blocks", "swallows", "sleeps")}
-FAULTS = [("plain", fault) for fault in EITHER] + [("eventual", fault) for fault in EITHER | ASYNCHRONOUS]
+FAULTS = {"plain": EITHER | OF_PROCESS, "eventual": EITHER | ASYNCHRONOUS}
+HARMLESS = {"plain": ("floods", "mutates", "threads"), "eventual": ("tasks",)}
+HANGS = {"plain": ("blocks",), "eventual": ("swallows", "sleeps")}
 
-RESPONSES = tuple(
-    Response(
-        token_ids=(5, 6),
-        logprobs=(-0.1, -0.2),
-        text=text,
-        finish_reason="stop",
-        weight_spans=(WeightSpan("v1", 0, 2),),
-        instance="http://i",
-    )
-    for text in ("a", "bcd")
-)
+RESPONSES = text_responses("a", "bcd")
 
 
 def prompt(fault: str | None = None) -> Prompt:
@@ -155,14 +142,13 @@ def rewards(file: Path, shared_loop: EventLoopThread) -> Iterator[dict[str, Rewa
         shared_loop.run(reward.close(), IN_TIME_S)
 
 
-@pytest.mark.parametrize(("kind", "fault"), FAULTS)
+@pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind, faults in FAULTS.items() for fault in faults])
 def test_every_fault_is_a_named_error_in_time_and_the_next_group_is_scored(
     rewards: dict[str, Reward], shared_loop: EventLoopThread, kind: str, fault: str
 ) -> None:
-    message = (EITHER | ASYNCHRONOUS)[fault]
     with pytest.raises(RewardError, match=f"reward.py:{kind}', prompt row of {fault}") as caught:
         shared_loop.run(rewards[kind].score(prompt(fault), RESPONSES), IN_TIME_S)
-    assert caught.match(message)
+    assert caught.match(FAULTS[kind][fault])
     assert shared_loop.run(rewards[kind].score(prompt(), RESPONSES), IN_TIME_S).rewards == (1.0, 1.0)
 
 
@@ -214,19 +200,12 @@ def test_calls_beside_one_that_blocks_are_made_again_and_lose_nothing(
     shared_loop.run(reward.close())
 
 
-@pytest.mark.parametrize(
-    "leaves",
-    ["subprocess.Popen(['sleep', '3600']).pid", "child"],
-    ids=["a program", "a fork"],
-)
-def test_a_worker_that_exits_takes_along_what_it_started(
-    tmp_path: Path, shared_loop: EventLoopThread, leaves: str
-) -> None:
-    """What it leaves holds the worker's output, too, so that its end is not seen there."""
-    fork = "    child = os.fork()\n    if not child: time.sleep(3600)\n" if leaves == "child" else ""
+def test_a_worker_that_exits_takes_along_what_it_started(tmp_path: Path, shared_loop: EventLoopThread) -> None:
+    """The child holds the worker's output too, so that the end of the worker is not seen there."""
     (tmp_path / "leaving.py").write_text(
-        f"import os, pathlib, subprocess, time\ndef leaving(prompt, responses, row):\n{fork}"
-        f"    pathlib.Path({str(tmp_path / 'left')!r}).write_text(str({leaves}))\n    os._exit(7)\n"
+        "import os, pathlib, time\ndef leaving(prompt, responses, row):\n"
+        "    child = os.fork()\n    if not child: time.sleep(3600)\n"
+        f"    pathlib.Path({str(tmp_path / 'left')!r}).write_text(str(child))\n    os._exit(7)\n"
     )
     reward = make_reward(RewardSection(name=f"python:{tmp_path / 'leaving.py'}:leaving", timeout_s=60.0))
     shared_loop.run(reward.start())
@@ -315,9 +294,9 @@ def test_asynchronous_calls_are_limited_and_their_time_begins_when_they_do(
 @pytest.mark.parametrize(
     ("top", "message"),
     [
-        ("import sys; sys.exit(3)", "SystemExit: 3"),
         ("import os; os._exit(4)", "exit code 4"),
         ("raise KeyError", "KeyE"),
+        ("def score(*_): pass\nscore.correct_at = 'all'", "its correct_at is 'all': expected a number"),
     ],
 )
 def test_a_file_that_fails_when_it_is_loaded_is_a_config_error(
@@ -331,21 +310,5 @@ def test_a_file_that_fails_when_it_is_loaded_is_a_config_error(
     loop.run(reward.close())
 
 
-@pytest.mark.parametrize(
-    ("line", "threshold"), [("", None), ("score.correct_at = 0.5", 0.5), ("score.correct_at = 1", 1.0)]
-)
-def test_a_reward_says_from_where_on_a_response_is_correct(
-    tmp_path: Path, loop: EventLoopThread, line: str, threshold: float | None
-) -> None:
-    (tmp_path / "reward.py").write_text(f"def score(prompt, responses, row):\n    return [1.0]\n{line}\n")
-    reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score"))
-    loop.run(reward.start())
-    assert reward.correct_at == threshold
-    loop.run(reward.close())
-
-
-def test_a_threshold_that_is_no_number_is_a_config_error(tmp_path: Path, loop: EventLoopThread) -> None:
-    (tmp_path / "reward.py").write_text("def score(*_): pass\nscore.correct_at = 'all'\n")
-    reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score"))
-    with pytest.raises(ConfigError, match="its correct_at is 'all': expected a number"):
-        loop.run(reward.start())
+def test_a_reward_says_from_where_on_a_response_is_correct(rewards: dict[str, Reward]) -> None:
+    assert (rewards["plain"].correct_at, rewards["eventual"].correct_at) == (None, 0.5)

@@ -10,7 +10,7 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.rewards.function import load_function
 from async_rl.rewards.task_answers import FORMULAS, LITERALS, is_formula
 from async_rl.types import Prompt
-from tests.support.responses import response
+from tests.support.groups import text_responses
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 
@@ -23,7 +23,7 @@ def rows(task: str, num_rows: int = 3) -> list[dict[str, Any]]:
 
 def score(row: dict[str, Any], *answers: str, timeout_s: float = 30.0) -> list[float]:
     function = load_function(RewardSection(name="reasoning_gym", timeout_s=timeout_s))
-    rewards: list[float] = function(Prompt("row7", (1,), row), [response(answer) for answer in answers], row)
+    rewards: list[float] = function(Prompt("row7", (1,), row), text_responses(*answers), row)
     return rewards
 
 
@@ -42,6 +42,14 @@ def test_right_answers_are_right(task: str) -> None:
     assert [score(row, row["answer"], f"So:\n<answer> {row['answer']}\n</answer>") for row in solved] == [
         [1.0, 1.0] for _ in solved
     ]
+
+
+def test_the_task_scores_a_row_of_its_own_or_one_that_names_it() -> None:
+    row: dict[str, Any] = {"question": "q", "answer": "tac", "metadata": {"source_dataset": "spell_backward"}}
+    answers = ("tac", " TAC\n", "xyz", "so: <answer>no</answer><answer>tac</answer>")
+    assert score(row, *answers) == [1.0, 1.0, 0.0, 1.0]
+    row |= {"task": "spell_backward", "task_options": {"seed": 1, "min_word_len": 4}}
+    assert score(row, "tac") == [1.0]
 
 
 def test_lists_that_are_read_count_as_they_did() -> None:

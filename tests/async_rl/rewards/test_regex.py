@@ -10,14 +10,14 @@ import pytest
 from async_rl.config.reward_section import RewardSection
 from async_rl.rewards.function import Traits, load_function
 from async_rl.types import Prompt
-from tests.support.responses import response
+from tests.support.groups import text_responses
 
 FORMAT = r"<think>.*?</think>\s*<answer>.*?</answer>"
 
 
 def score(row: dict[str, Any], *texts: str, **options: Any) -> list[float]:
     function = load_function(RewardSection(name="regex", **options))
-    scores: list[float] = function(Prompt("row7", (1,), row), [response(text) for text in texts], row)
+    scores: list[float] = function(Prompt("row7", (1,), row), text_responses(*texts), row)
     return scores
 
 

@@ -15,8 +15,8 @@ from async_rl.rewards.base import as_rewards
 from async_rl.rewards.function import Traits, load_function
 from async_rl.rewards.service import MAX_ANSWER_BYTES, ServiceFailed
 from async_rl.types import Prompt
+from tests.support.groups import text_responses
 from tests.support.json_service import JsonService, running
-from tests.support.responses import response
 
 TIMEOUT_S = 1.0
 """Of a call that gets no answer; pauses between attempts begin at a quarter of a second at most."""
@@ -27,7 +27,7 @@ def score(name: str, row: dict[str, Any], texts: Sequence[str], **options: Any) 
     options = {"timeout_s": 20.0} | options
     function = load_function(RewardSection(name=name, **options))
     assert Traits.of(function).is_async
-    responses = [response(text) for text in texts]
+    responses = text_responses(*texts)
     return as_rewards(asyncio.run(function(Prompt("row7", (3, 4), row), responses, row)), len(texts))
 
 

@@ -3,7 +3,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import InstanceRefused, NoInstanceLeft, RewardError, RolloutLost, RunStopped
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.rewards import make_reward
+from async_rl.rewards import Reward, make_reward
 from async_rl.rollout.producer import Producer, RolloutRun
-from async_rl.types import Batch, Group, Prompt, Scores
+from async_rl.types import Batch, Group, Prompt, Response, Scores
 
 pytestmark = pytest.mark.distributed
 
@@ -34,27 +34,43 @@ def score(prompt, responses, row):
 """
 
 
+class Lengths:
+    """A reward in the producer's own thread: the characters of each response, or whatever `fault` does first."""
+
+    correct_at = None
+
+    def __init__(self, fault: Callable[[], Any] = lambda: None) -> None:
+        self.fault = fault
+
+    async def start(self) -> None:
+        pass
+
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Scores:
+        await asyncio.sleep(0)
+        self.fault()
+        return Scores(tuple(float(len(response.text)) for response in responses))
+
+    async def close(self) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(tiny_model())
 
 
 @pytest.fixture
-def make_producer(
-    loop: EventLoopThread, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> Iterator[Callable[..., Producer]]:
-    (tmp_path / "reward.py").write_text(REWARD)
+def make_producer(loop: EventLoopThread, tokenizer: PreTrainedTokenizerBase) -> Iterator[Callable[..., Producer]]:
     producers: list[tuple[Producer, InferencePool]] = []
 
-    def make(*instances: Any, **options: Any) -> Producer:
+    def make(*instances: Any, reward: Reward | None = None, **options: Any) -> Producer:
         urls = tuple(instance.url for instance in instances)
         pool = InferencePool(PoolSection(instances=urls, timeout_s=1.0))
         loop.run(pool.wait_until_ready())
         loop.run(pool.begin_publish())
         loop.run(pool.end_publish("v1", urls))
-        reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score", timeout_s=0.5))
         rollout = RolloutSection(responses_per_prompt=4, max_response_tokens=8)
-        producer = Producer(pool, reward, loop, tokenizer, rollout, **({"seed": 1} | options))
+        producer = Producer(pool, reward or Lengths(), loop, tokenizer, rollout, **({"seed": 1} | options))
         producers.append((producer, pool))
         return producer
 
@@ -144,10 +160,12 @@ def test_stale_instance_alone_ends_the_batch(instances, make_producer) -> None:
     ("fault", "message"), [("raises", "(?s)row2 failed.*broken reward"), ("hangs", "row2: no answer")]
 )
 def test_failing_reward_cancels_the_siblings_and_surfaces_at_once(
-    instances, make_producer, fault: str, message: str
+    instances, make_producer, tmp_path: Path, fault: str, message: str
 ) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
     (instance,) = instances({"slow_token": 5})
-    producer = make_producer(instance)
+    reward = make_reward(RewardSection(name=f"python:{tmp_path / 'reward.py'}:score", timeout_s=0.5))
+    producer = make_producer(instance, reward=reward)
     begun = time.monotonic()
     with pytest.raises(RewardError, match=message) as caught, producer.start(batch(3, faults={2: fault}), "v1") as run:
         drain(run)
@@ -238,26 +256,6 @@ def test_rollouts_that_are_not_needed_close_their_requests_and_the_pool_is_idle(
     assert idle.events == ["run 0 v1", "stop"]
 
 
-class StrangeReward:
-    """Does in the producer's own thread what a reward could do before it had a process of its own."""
-
-    correct_at = None
-
-    def __init__(self, fault: Callable[[], Any]) -> None:
-        self.fault = fault
-
-    async def start(self) -> None:
-        pass
-
-    async def score(self, prompt: Prompt, responses: Any) -> Scores:
-        await asyncio.sleep(0)
-        self.fault()
-        return Scores((1.0,) * len(responses))
-
-    async def close(self) -> None:
-        pass
-
-
 def cancelled_from_beside() -> None:
     raise asyncio.CancelledError
 
@@ -267,7 +265,7 @@ def test_a_rollout_that_is_ended_from_beside_is_an_error_and_never_a_success(
     instances, make_producer, fault: Callable[[], Any]
 ) -> None:
     producer = make_producer(*instances({}))
-    real, producer._reward = producer._reward, StrangeReward(fault)
+    real, producer._reward = producer._reward, Lengths(fault)
     with pytest.raises(RolloutLost, match="row0, index 0 of iteration 0"), producer.start(batch(1), "v1") as run:
         drain(run)
     producer._reward = real
@@ -287,7 +285,7 @@ def test_what_goes_wrong_with_a_rollout_that_is_not_needed_any_more_ends_nothing
         failed.set()
         raise KeyError("broken reward")
 
-    producer._reward = StrangeReward(fail_once_cancelled)
+    producer._reward = Lengths(fail_once_cancelled)
     with producer.start(batch(1), "v1") as run:
         runs.append(run)
         assert run.ready(wait=True) == [] and failed.wait(5)

@@ -27,8 +27,7 @@ from tests.support.scripted_pool import ScriptedPool
 pytestmark = pytest.mark.distributed
 
 PROGRAM = """
-import asyncio, ctypes, itertools, os, signal, sys, threading, time
-from types import SimpleNamespace
+import asyncio, ctypes, os, sys, time
 
 from async_rl.rollout.program import RolloutResult
 from async_rl.rollout.turn import LimitReached, SessionClosed
@@ -131,10 +130,6 @@ async def returns_nan(prompt, policy):
     await policy.generate(prompt.messages)
     return float("nan")
 
-async def returns_text(prompt, policy):
-    await policy.generate(prompt.messages)
-    return "1.0"
-
 async def says_much(prompt, policy):
     await policy.generate(prompt.messages)
     raise KeyError("x" * 70_000_000)
@@ -152,14 +147,6 @@ async def nests_deeply(prompt, policy):
     for _ in range(5000):
         nested = [nested]
     await policy.generate([{"role": "user", "content": nested}])
-
-async def turn_rewards_without_end(prompt, policy):
-    await policy.generate(prompt.messages)
-    return SimpleNamespace(reward=1.0, turn_rewards=itertools.count())
-
-async def returns_much(prompt, policy):
-    await policy.generate(prompt.messages)
-    return SimpleNamespace(reward=[0] * 10**7)
 
 async def prints_much(prompt, policy):
     await policy.generate(prompt.messages)
@@ -263,12 +250,22 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"python:{path}:rollout"
 
 
-@pytest.fixture
-def runs(loop: EventLoopThread, tokenizer: Any, program: str) -> Iterator[Runs]:
-    process = ProgramProcess(program)
-    loop.run(process.start(60))
-    yield Runs(loop, process, tokenizer)
+@pytest.fixture(scope="module")
+def process(program: str) -> Iterator[tuple[EventLoopThread, ProgramProcess]]:
+    """One process for all tests: each program meets what those before it left."""
+    loop, process = EventLoopThread(), ProgramProcess(program)
+    yield loop, process
     loop.run(process.close())
+    loop.close()
+
+
+@pytest.fixture
+def runs(process: tuple[EventLoopThread, ProgramProcess], tokenizer: Any) -> Runs:
+    """Its process runs: it is started again if a test before has ended it."""
+    runs = Runs(*process, tokenizer)
+    if not runs.process.running:
+        runs.loop.run(runs.process.start(60))
+    return runs
 
 
 async def outcome(running: Awaitable[RolloutResult]) -> Any:
@@ -308,17 +305,19 @@ def test_rollouts_of_one_process_run_at_the_same_time(runs: Runs) -> None:
         ("exits", "SystemExit"),
         ("exits_in_a_task", "SystemExit"),
         ("returns_nan", "it returned nan as a reward"),
-        ("returns_text", "it returned '1.0' as a reward"),
-        ("returns_much", "as a reward"),
-        ("turn_rewards_without_end", "more than 10,000 turn_rewards"),
         ("says_much", "KeyError"),
         ("causes_in_a_circle", "KeyError: 'first'"),
-        ("asks_for_ever", "in vain"),
+        ("asks_for_ever", "it asked for a turn 100 times in vain"),
         ("exits_at_once", r"exit code 7\) while it ran"),
         ("crashes", r"exit code -11\) while it ran"),
     ],
 )
-def test_a_fault_is_that_of_its_rollout_alone(runs: Runs, does: str, message: str) -> None:
+def test_a_fault_is_that_of_its_rollout_alone(
+    runs: Runs, does: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A busy machine takes half a minute for 10,000.
+    monkeypatch.setattr(program_process, "MAX_REFUSED", 100)
+
     async def go() -> tuple[Any, Any]:
         beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=20)))
         await asyncio.sleep(0.2)
@@ -353,6 +352,8 @@ def test_a_program_that_does_not_end_is_killed_and_others_are_interrupted(
     ended, beside, session = runs(go)
     assert time.monotonic() - begun_s < 10
     if does == "writes_into_pipes":
+        # Its mark of the rollout that runs is no longer true.
+        runs.loop.run(runs.process.close())
         assert isinstance(ended, ProgramFailed) or (ended == RolloutResult() and session.limit == "time")
         return
     assert ended == RolloutResult() and session.limit == "time"
@@ -382,14 +383,14 @@ def test_what_is_left_behind_and_hangs_ends_the_process_and_not_the_rollouts(
         beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=30)))
         await asyncio.sleep(0.1)
         ended = await runs.run("leaves_a_hanging_task")
-        if runs.process.running:
-            beside.cancel()
-            return ended, None
+        # It hangs unless it was cancelled before.
+        await asyncio.wait({beside}, timeout=3)
+        await runs.process.close()
         return ended, await beside
 
     ended, beside = runs(go)
     assert ended == RolloutResult(1.0)
-    assert beside is None or isinstance(beside, ProgramInterrupted)
+    assert isinstance(beside, ProgramInterrupted)
 
 
 @pytest.mark.parametrize(("does", "reward"), [("sleeps", None), ("notices_the_end", 0.25)])
@@ -481,10 +482,8 @@ def test_a_cancelled_rollout_ends_and_so_do_its_turns(runs: Runs) -> None:
     ("text", "message"),
     [
         ("import no_such_module", "no_such_module"),
-        ("import sys; sys.exit(1)", "SystemExit"),
         ("import os; os._exit(4)", "exit code 4"),
         ("def rollout(prompt, policy): pass", "not asynchronous"),
-        ("x = 1", "has no function 'rollout'"),
     ],
 )
 def test_a_program_that_cannot_be_loaded_says_why(

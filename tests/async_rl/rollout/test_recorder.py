@@ -14,6 +14,7 @@ from async_rl.rollout.recorder import Conversation, Recorder, Request
 from async_rl.rollout.rendering import Renderer, TemplateRenderer, make_renderer
 from async_rl.types import Response, WeightSpan
 from tests.support.chat_tokenizer import make_chat_tokenizer
+from tests.support.groups import make_response
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
 
@@ -29,14 +30,8 @@ def renderer(request: pytest.FixtureRequest, tokenizer: Any) -> Renderer:
 
 
 def response(token_ids: Sequence[int], version: str = "v1") -> Response:
-    return Response(
-        token_ids=tuple(token_ids),
-        logprobs=tuple(-float(token) for token in token_ids),
-        text="",
-        finish_reason="stop",
-        weight_spans=(WeightSpan(version, 0, len(token_ids)),),
-        instance="http://a",
-    )
+    """The log-prob of each token tells which token it is of."""
+    return make_response(token_ids, logprobs=[-float(token) for token in token_ids], version=version)
 
 
 class Account:

@@ -11,6 +11,7 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.instance.bodies import completion_request, generate_request
 from async_rl.rollout.sampling import Truncation, single_turn_sampling, until_stop, with_text
 from async_rl.types import Prompt, Response, WeightSpan
+from tests.support.groups import make_response
 
 ROLLOUT = RolloutSection(max_response_tokens=50, stop_token_ids=(3,), stop=("END",))
 
@@ -20,14 +21,10 @@ def decode(sequences: Sequence[Sequence[int]]) -> list[str]:
 
 
 def response(*tokens: int) -> Response:
+    """Of two spans, with log-probs that tell the place of each token."""
     spans = (WeightSpan("v", 0, 2), WeightSpan("v", 2, len(tokens)))
-    return Response(
-        token_ids=tokens,
-        logprobs=tuple(-float(i) for i in range(len(tokens))),
-        text="",
-        finish_reason="length",
-        weight_spans=spans,
-        instance="http://a",
+    return make_response(
+        tokens, logprobs=[-float(i) for i in range(len(tokens))], finish_reason="length", weight_spans=spans
     )
 
 

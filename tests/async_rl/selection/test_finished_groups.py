@@ -11,22 +11,13 @@ from async_rl.group_proof import GroupProof
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt
 from tests.async_rl.selection.test_rule import random_share, selected
-from tests.support.responses import response
+from tests.support.groups import make_group, make_response
 
 MODES = [{}, {"order": "prompt"}, {"mode": "synchronous"}, {"mode": "synchronous", "order": "prompt"}]
 
 
-def group(index: int, rewards: Sequence[float]) -> Group:
-    return Group(
-        iteration=0,
-        index=index,
-        prompt=Prompt("p", (1,), {}),
-        responses=tuple(response("x") for _ in rewards),
-        rewards=tuple(rewards),
-        weight_version="v1",
-        started_s=0.0,
-        finished_s=0.0,
-    )
+def group_of(index: int, rewards: Sequence[float]) -> Group:
+    return make_group(index, [make_response()] * len(rewards), rewards=rewards)
 
 
 class Arriving:
@@ -65,7 +56,7 @@ def train(
     share: Batch, rewards: dict[int, tuple[float, ...]], settings: dict[str, str], rng: Random
 ) -> tuple[list[int], list[GroupProof], Arriving]:
     arrival = rng.sample(sorted(rewards), len(rewards))
-    source = Arriving([group(index, rewards[index]) for index in arrival], rng)
+    source = Arriving([group_of(index, rewards[index]) for index in arrival], rng)
     order = TrainingOrder(source, TrainSection.model_validate({"iterations": 1} | settings), [share])
     trained = [each.index for taken in calls(order, rng) for each in taken]
     return trained, order.left_out(), source
@@ -105,7 +96,7 @@ def test_the_rows_of_left_out_groups_do_not_depend_on_the_order_of_arrival() -> 
 
 def test_a_group_is_handed_out_while_others_run_once_it_is_certain() -> None:
     share = Batch(0, dict.fromkeys(range(5), Prompt("p", (1,), {})), 3)
-    source = Arriving([group(2, (0.0, 1.0)), group(4, (0.0, 1.0)), group(1, (1.0, 1.0))], Random(0))
+    source = Arriving([group_of(2, (0.0, 1.0)), group_of(4, (0.0, 1.0)), group_of(1, (1.0, 1.0))], Random(0))
     order = TrainingOrder(source, TrainSection(iterations=1), [share])
     order.begin_mini_batch()
     assert [each.index for each in order.take(wait=True)] == [2], "two groups before it cannot fill three places"
@@ -113,6 +104,6 @@ def test_a_group_is_handed_out_while_others_run_once_it_is_certain() -> None:
 
 def test_a_group_that_comes_twice_reaches_the_ledger() -> None:
     share = Batch(0, dict.fromkeys(range(3), Prompt("p", (1,), {})), 2)
-    twice = [group(0, (0.0, 1.0)), group(0, (0.0, 1.0)), group(1, (0.0, 1.0))]
+    twice = [group_of(0, (0.0, 1.0)), group_of(0, (0.0, 1.0)), group_of(1, (0.0, 1.0))]
     order = TrainingOrder(Arriving(twice, Random(1)), TrainSection(iterations=1), [share])
     assert sorted(each.index for taken in calls(order, Random(1)) for each in taken) == [0, 0, 1]

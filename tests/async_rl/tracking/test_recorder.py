@@ -15,34 +15,16 @@ from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten, token_texts
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, group_times
-from async_rl.types import Group, Prompt, Publication, Response, RolloutFacts, WeightSpan
+from async_rl.types import Group, Prompt, Publication, RolloutFacts
+from tests.support.groups import make_group, make_response
 
-VERSION = "run-0"
+VERSION = "v0"
 
 
-def group(index: int, finished_s: float, num_continued: int = 0, num_resampled: int = 0) -> Group:
-    response = Response(
-        token_ids=(5, 6),
-        logprobs=(-0.1, -0.2),
-        text="5 6",
-        finish_reason="stop",
-        weight_spans=(WeightSpan(VERSION, 0, 2),),
-        instance="http://a",
-        num_continued=num_continued,
-        num_resampled=num_resampled,
-    )
+def group(index: int, duration_s: float, **counts: int) -> Group:
+    response = replace(make_response(text="5 6", logprobs=(-0.1, -0.2)), **counts)
     started_s = time.monotonic()
-    prompt = Prompt(f"row-{index}", (1, 2), {})
-    return Group(
-        iteration=0,
-        index=index,
-        prompt=prompt,
-        responses=(response,),
-        rewards=(1.0,),
-        weight_version=VERSION,
-        started_s=started_s,
-        finished_s=started_s + finished_s,
-    )
+    return make_group(index, [response], rewards=[1.0], started_s=started_s, finished_s=started_s + duration_s)
 
 
 def run_iteration(recorder: Recorder, iteration: int, groups: list[Group], train_s: float, num_instances: int) -> None:
@@ -204,7 +186,7 @@ def test_groups_are_on_file_even_if_the_iteration_does_not_end(tmp_path: Path) -
     )
     recorder.close()
     other, own = TIMELINE.read(tmp_path)
-    assert (own["index"], own["prompt_id"], own["versions"]) == (1, "row-1", [VERSION])
+    assert (own["index"], own["prompt_id"], own["versions"]) == (1, "p1", [VERSION])
     assert own["logprob_gaps"]["http://a"]["max"] == 0.25
     assert own["finished_s"] - own["started_s"] == pytest.approx(0.5, abs=1e-5)
     assert other["index"] == 0 and "started_s" not in other, "of another replica: its clock is not ours"
@@ -227,9 +209,9 @@ def test_samples_are_the_first_groups_by_place_whatever_finishes_first(tmp_path:
     assert rows[0] == {
         "iteration": 0,
         "index": 0,
-        "prompt_id": "row-0",
+        "prompt_id": "p0",
         "weight_version": VERSION,
-        "prompt": "prompt of (1, 2)",
+        "prompt": "prompt of (3, 4)",
         "responses": [{"text": "5 6", "reward": 1.0, "num_tokens": 2, "finish_reason": "stop"}],
     }
 

@@ -10,7 +10,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from async_rl.config.sections import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.types import Group, Prompt, Response
+from async_rl.types import Group
+from tests.support.groups import random_group
 from trainer.batching.group_slice import slices_of
 from trainer.batching.shared_prompt import make_micro_batch
 from trainer.devices import choose_device
@@ -62,31 +63,8 @@ def train_step(parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
 
 def _groups() -> list[Group]:
     rng = random.Random(0)
-
-    def tokens(number: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(SHAPE.vocab_size) for _ in range(number))
-
-    groups = []
-    for index, (prompt, lens) in enumerate(((9, (5, 1, 12)), (1, (3, 4)), (30, (7, 2)))):
-        responses = tuple(
-            Response(
-                token_ids=tokens(n), logprobs=(0.0,) * n, text="", finish_reason="stop", weight_spans=(), instance=""
-            )
-            for n in lens
-        )
-        groups.append(
-            Group(
-                iteration=0,
-                index=index,
-                prompt=Prompt("p", tokens(prompt), {}),
-                responses=responses,
-                rewards=(0.0,) * len(lens),
-                weight_version="",
-                started_s=0.0,
-                finished_s=0.0,
-            )
-        )
-    return groups
+    shapes = ((9, (5, 1, 12)), (1, (3, 4)), (30, (7, 2)))
+    return [random_group(i, prompt, lens, rng, SHAPE.vocab_size) for i, (prompt, lens) in enumerate(shapes)]
 
 
 if __name__ == "__main__":

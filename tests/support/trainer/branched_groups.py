@@ -3,7 +3,8 @@
 import random
 from dataclasses import replace
 
-from async_rl.types import Group, Prompt, Response, RolloutFacts, WeightSpan
+from async_rl.types import Group, Response, RolloutFacts
+from tests.support.groups import make_group, make_response
 
 MOST_RUNS = 3
 """Turns of a response."""
@@ -30,13 +31,13 @@ def branched_group(index: int, rng: random.Random, *, longest: int = 5, vocab_si
                 observed.append((len(token_ids), len(token_ids) + len(seen)))
                 token_ids += seen
             token_ids += tokens()
-        return made(token_ids, tuple(observed))
+        return make_response(token_ids, observed=observed)
 
     own_prompts = [tokens(), tokens()]
     responses: list[Response] = []
     rollouts: list[RolloutFacts] = []
     for _ in range(rng.randint(1, 4)):
-        first = made(tokens()[:1], ()) if rng.random() < 0.2 else grown(() if rng.random() < 0.8 else tokens())
+        first = make_response(tokens()[:1]) if rng.random() < 0.2 else grown(() if rng.random() < 0.8 else tokens())
         own = [first]
         for _ in range(rng.choice((0, 0, 1, 5))):
             kind = rng.choice(("prompt only", "repeats", "another prompt"))
@@ -51,7 +52,7 @@ def branched_group(index: int, rng: random.Random, *, longest: int = 5, vocab_si
         responses += own
         rollouts.append(RolloutFacts(num_responses=len(own), num_turns=sum(turns_of(r) for r in own)))
     rewards = [rng.choice((0.0, 0.5, 1.0)) for _ in rollouts]
-    return group_of(index, tokens(), responses, rollouts, rewards)
+    return make_group(index, responses, prompt=tokens(), rollouts=rollouts, rewards=rewards)
 
 
 def branched_groups(rng: random.Random) -> list[Group]:
@@ -62,13 +63,13 @@ def branched_groups(rng: random.Random) -> list[Group]:
     """
     most, few, equal = (branched_group(index, rng) for index in range(3))
     fixed = one_of_each_kind()
-    many = [made(tuple(rng.randrange(1, 96) for _ in range(length)), ()) for length in (1, 5) * 3]
-    most = group_of(
+    many = [make_response([rng.randrange(1, 96) for _ in range(length)]) for length in (1, 5) * 3]
+    most = make_group(
         0,
-        fixed.prompt.token_ids,
         [*fixed.responses, *many, *most.responses],
-        [*fixed.rollouts, RolloutFacts(num_responses=6, num_turns=6), *most.rollouts],
-        [*fixed.rewards, 0.5, *most.rewards],
+        prompt=fixed.prompt.token_ids,
+        rollouts=[*fixed.rollouts, RolloutFacts(num_responses=6, num_turns=6), *most.rollouts],
+        rewards=[*fixed.rewards, 0.5, *most.rewards],
     )
     few = replace(few, rewards=tuple(float(i % 2) for i in range(len(few.rewards))))
     return [most, few, replace(equal, rewards=(1.0,) * len(equal.rewards))]
@@ -77,43 +78,14 @@ def branched_groups(rng: random.Random) -> list[Group]:
 def one_of_each_kind() -> Group:
     """Two rollouts: one of two turns and two branches, of which one repeats a part and one follows another prompt."""
     responses = [
-        made((20, 21, 30, 31, 40), ((2, 4),)),
-        made((20, 30, 22, 23), ((0, 3),)),
-        replace(made((60, 61, 62), ((0, 1),)), prompt_ids=(12, 13, 14)),
-        made((50, 51), ()),
+        make_response((20, 21, 30, 31, 40), observed=[(2, 4)]),
+        make_response((20, 30, 22, 23), observed=[(0, 3)]),
+        make_response((60, 61, 62), observed=[(0, 1)], prompt_ids=(12, 13, 14)),
+        make_response((50, 51)),
     ]
-    return group_of(4, (10, 11), responses, [RolloutFacts(num_responses=3, num_turns=4), RolloutFacts()], [1.0, 0.0])
-
-
-def made(token_ids: tuple[int, ...], observed: tuple[tuple[int, int], ...]) -> Response:
-    response = Response(
-        token_ids=token_ids,
-        logprobs=(),
-        text="",
-        finish_reason="stop",
-        weight_spans=(),
-        instance="instance",
-        observed=observed,
-    )
-    num = response.num_sampled
-    return replace(response, logprobs=(-1.0,) * num, weight_spans=(WeightSpan("v0", 0, num),))
+    rollouts = [RolloutFacts(num_responses=3, num_turns=4), RolloutFacts()]
+    return make_group(4, responses, prompt=(10, 11), rollouts=rollouts, rewards=[1.0, 0.0])
 
 
 def turns_of(response: Response) -> int:
     return sum(bool(run) for run in response.sampled_ranges)
-
-
-def group_of(
-    index: int, prompt: tuple[int, ...], responses: list[Response], rollouts: list[RolloutFacts], rewards: list[float]
-) -> Group:
-    return Group(
-        iteration=0,
-        index=index,
-        prompt=Prompt(f"p{index}", prompt, {}),
-        responses=tuple(responses),
-        rewards=tuple(rewards),
-        weight_version="v0",
-        started_s=0.0,
-        finished_s=1.0,
-        rollouts=tuple(rollouts),
-    )

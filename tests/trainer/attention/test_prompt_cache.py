@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from async_rl.types import Group, Prompt, Response
+from async_rl.types import Group
+from tests.support.groups import random_group
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import shared_prompt_attention
 from trainer.batching.group_slice import slices_of, split_slice
@@ -74,24 +75,9 @@ class Stack:
         return hidden_TH
 
 
-def random_group(rng: random.Random) -> Group:
-    def tokens(longest: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest)))
-
-    responses = tuple(
-        Response(token_ids=tokens(9), logprobs=(), text="", finish_reason="stop", weight_spans=(), instance="i")
-        for _ in range(rng.randint(1, 7))
-    )
-    return Group(
-        iteration=0,
-        index=0,
-        prompt=Prompt("p", tokens(12), {}),
-        responses=responses,
-        rewards=(0.0,) * len(responses),
-        weight_version="v",
-        started_s=0.0,
-        finished_s=1.0,
-    )
+def ragged_group(rng: random.Random) -> Group:
+    lens = [rng.randint(1, 9) for _ in range(rng.randint(1, 7))]
+    return random_group(0, rng.randint(1, 12), lens, rng, VOCAB_SIZE)
 
 
 def in_two_stages(
@@ -121,7 +107,7 @@ def gradients(stack: Stack) -> list[torch.Tensor]:
 @pytest.mark.parametrize("multiple_of", [1, 4])
 def test_two_stages_equal_unshared_samples(recompute: bool, multiple_of: int, rng: random.Random) -> None:
     for _ in range(5):
-        stack, group, cache = Stack(recompute), random_group(rng), PromptCache()
+        stack, group, cache = Stack(recompute), ragged_group(rng), PromptCache()
         weights = torch.randn(group.num_response_tokens, dtype=torch.float64)
         logprobs: list[torch.Tensor] = []
         for part in in_two_stages(stack, group, rng.randint(1, 40), multiple_of, cache):
@@ -138,7 +124,7 @@ def test_two_stages_equal_unshared_samples(recompute: bool, multiple_of: int, rn
 
 
 def test_one_micro_batch_of_several_groups_equals_unshared_samples(rng: random.Random) -> None:
-    stack, groups = Stack(), [random_group(rng) for _ in range(4)]
+    stack, groups = Stack(), [ragged_group(rng) for _ in range(4)]
     batch = make_micro_batch(slices_of(groups), CPU, multiple_of=4)
     weights = torch.randn(len(batch.labels.labels_N), dtype=torch.float64)
     rows_RH = stack.hidden(batch.rows)[batch.labels.logit_rows_R]
@@ -155,7 +141,7 @@ def test_one_micro_batch_of_several_groups_equals_unshared_samples(rng: random.R
 
 
 def test_log_probs_alone_need_no_gradients(rng: random.Random) -> None:
-    stack, group = Stack(), random_group(rng)
+    stack, group = Stack(), ragged_group(rng)
     with torch.no_grad():
         logprobs = torch.cat(list(in_two_stages(stack, group, 20, 1, PromptCache())))
         expected = torch.cat([stack.sample_logprobs(group.prompt.token_ids, r.token_ids) for r in group.responses])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.types import Group, Prompt, Response, RolloutFacts, WeightSpan
+from tests.support.groups import make_group, make_response
 from trainer.batching.group_codec import empty_tensors, pack_groups, unpack_groups
 
 TOKENS = st.lists(st.integers(0, 2**40), max_size=6).map(tuple)
@@ -93,21 +94,7 @@ def test_groups_arrive_as_they_were_sent(sent: list[Group]) -> None:
 
 
 def test_tensors_are_integers_and_doubles() -> None:
-    prompt = Prompt("p", (1, 2), {})
-    response = Response(token_ids=(3,), logprobs=(-0.1,), text="", finish_reason="stop", weight_spans=(), instance="i")
-    _, tokens, logprobs = pack_groups(
-        [
-            Group(
-                iteration=0,
-                index=0,
-                prompt=prompt,
-                responses=(response,),
-                rewards=(1.0,),
-                weight_version="v",
-                started_s=0.0,
-                finished_s=1.0,
-            )
-        ]
-    )
+    group = make_group(0, [make_response((3,), logprobs=(-0.1,))], prompt=(1, 2))
+    _, tokens, logprobs = pack_groups([group])
     assert tokens.equal(torch.tensor([1, 2, 3])) and tokens.dtype == torch.int64
     assert logprobs.dtype == torch.float64 and logprobs.tolist() == [-0.1]

@@ -7,28 +7,12 @@ import pytest
 
 from async_rl.config.sections import TrainSection
 from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, Prompt, Response
+from async_rl.types import Batch, Group, Prompt
+from tests.support.groups import random_group
 from trainer.batching.group_slice import GroupSlice, num_rows, slices_of, split_slice
 from trainer.batching.packing import pack, pack_windows
 from trainer.forward_backward import PackedPass, TwoStagePass, make_passes
 from trainer.parallel import Parallel
-
-
-def make_group(index: int, prompt_len: int, response_lens: tuple[int, ...]) -> Group:
-    responses = tuple(
-        Response(token_ids=(5,) * n, logprobs=(-1.0,) * n, text="", finish_reason="stop", weight_spans=(), instance="i")
-        for n in response_lens
-    )
-    return Group(
-        iteration=0,
-        index=index,
-        prompt=Prompt(f"p{index}", (3,) * prompt_len, {}),
-        responses=responses,
-        rewards=(0.0,) * len(responses),
-        weight_version="v",
-        started_s=0,
-        finished_s=1,
-    )
 
 
 def split(group: Group, max_tokens: int, with_prompt: bool) -> list[GroupSlice]:
@@ -60,7 +44,7 @@ def indexes(window: list[list[Group]]) -> list[list[int]]:
 
 
 def test_micro_batches_hold_whole_groups_up_to_the_bound() -> None:
-    groups = [make_group(i, 4, lens) for i, lens in enumerate([(3, 3), (5,), (9, 9), (2,), (2,)])]
+    groups = [random_group(i, 4, lens) for i, lens in enumerate([(3, 3), (5,), (9, 9), (2,), (2,)])]
     assert [num_rows(group) for group in groups] == [8, 8, 20, 5, 5]
     assert indexes(pack(groups, 16)) == [[0, 1], [2], [3, 4]]
 
@@ -70,7 +54,7 @@ def test_micro_batches_hold_whole_groups_up_to_the_bound() -> None:
 def test_windows_hold_every_group_once_whatever_arrives_when(order: str, whole_backlog: bool) -> None:
     rng = random.Random()
     for _ in range(50):
-        groups = [make_group(i, rng.randint(1, 9), (rng.randint(1, 9), rng.randint(1, 9))) for i in range(12)]
+        groups = [random_group(i, rng.randint(1, 9), (rng.randint(1, 9), rng.randint(1, 9))) for i in range(12)]
         shuffled = rng.sample(groups, len(groups))
         cuts = sorted(rng.randrange(13) for _ in range(5))
         bursts = [shuffled[a:b] for a, b in zip([0, *cuts], [*cuts, 12], strict=True)]
@@ -86,20 +70,20 @@ def test_windows_hold_every_group_once_whatever_arrives_when(order: str, whole_b
 
 
 def test_in_order_of_completion_the_first_group_does_not_wait_for_company() -> None:
-    source = Scripted([make_group(1, 4, (3,))], [], [make_group(0, 4, (3,))])
+    source = Scripted([random_group(1, 4, (3,))], [], [random_group(0, 4, (3,))])
     windows = pack_windows(order_of(source, "completion", 2), 100, whole_backlog=False)
     assert indexes(next(windows)) == [[1]]
     assert indexes(next(windows)) == [[0]]
 
 
 def test_a_pipeline_gets_the_whole_backlog_in_one_window() -> None:
-    source = Scripted([make_group(i, 4, (3,)) for i in range(4)])
+    source = Scripted([random_group(i, 4, (3,)) for i in range(4)])
     (window,) = pack_windows(order_of(source, "completion", 4), 12, whole_backlog=True)
     assert indexes(window) == [[0, 1], [2, 3]]
 
 
 def test_long_group_is_split_between_responses_and_every_part_holds_at_least_one() -> None:
-    group = make_group(0, 10, (4, 8, 30, 2, 1, 1))
+    group = random_group(0, 10, (4, 8, 30, 2, 1, 1))
     parts = split(group, 22, with_prompt=True)
     assert [part.indices for part in parts] == [[0, 1], [2], [3, 4, 5]]
     assert [part.num_rows for part in parts] == [20, 39, 11]
@@ -108,7 +92,7 @@ def test_long_group_is_split_between_responses_and_every_part_holds_at_least_one
 
 def test_slices_of_a_group_that_is_too_long_are_packed_anew(parallel: Parallel) -> None:
     """One that fits by itself needs no pass of its own, and one that does not is run in two stages."""
-    group = make_group(0, 10, (8, 2, 3, 4, 40, 2))
+    group = random_group(0, 10, (8, 2, 3, 4, 40, 2))
     prompts = (None, (7,) * 5, (8,) * 5, (7,) * 5, (9,) * 3, None)
     responses = tuple(replace(r, prompt_ids=own) for r, own in zip(group.responses, prompts, strict=True))
     passes = make_passes([[replace(group, responses=responses)]], parallel, 1.0, 20)
@@ -118,7 +102,7 @@ def test_slices_of_a_group_that_is_too_long_are_packed_anew(parallel: Parallel) 
 
 
 def test_second_stage_has_room_for_responses_however_long_the_prompt_is() -> None:
-    group = make_group(0, 100, (5,) * 16)
+    group = random_group(0, 100, (5,) * 16)
     assert len(split(group, 64, with_prompt=True)) == 16
     parts = split(group, 64, with_prompt=False)
     assert [part.indices for part in parts] == [list(range(16))]

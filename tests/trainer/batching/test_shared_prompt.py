@@ -8,7 +8,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from async_rl.types import Group, Prompt, Response
+from async_rl.types import Group
+from tests.support.groups import make_group, make_response, random_group
 from tests.support.trainer.branched_groups import branched_group, one_of_each_kind
 from trainer.batching.group_slice import GroupSlice, num_rows, slices_of, split_slice
 from trainer.batching.shared_prompt import MicroBatch, make_micro_batch, make_micro_group, make_prompt_rows
@@ -16,45 +17,20 @@ from trainer.batching.shared_prompt import MicroBatch, make_micro_batch, make_mi
 CPU = torch.device("cpu")
 
 
-def make_group(index: int, prompt: tuple[int, ...], responses: Sequence[tuple[int, ...]]) -> Group:
-    answers = tuple(
-        Response(
-            token_ids=tokens,
-            logprobs=(0.0,) * len(tokens),
-            text="",
-            finish_reason="stop",
-            weight_spans=(),
-            instance="i",
-        )
-        for tokens in responses
-    )
-    return Group(
-        iteration=0,
-        index=index,
-        prompt=Prompt(f"p{index}", prompt, {}),
-        responses=answers,
-        rewards=(0.0,) * len(answers),
-        weight_version="v",
-        started_s=0.0,
-        finished_s=1.0,
-    )
-
-
-def random_group(index: int, rng: random.Random) -> Group:
-    def tokens(longest: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(1, 10**6) for _ in range(rng.randint(1, longest)))
-
+def ragged_group(index: int, rng: random.Random) -> Group:
     # Every third has responses of one token only, and so no fed response row.
     longest = 1 if index % 3 == 2 else 9
-    return make_group(index, tokens(9), [tokens(longest) for _ in range(rng.randint(1, 6))])
+    lens = [rng.randint(1, longest) for _ in range(rng.randint(1, 6))]
+    return random_group(index, rng.randint(1, 9), lens, rng, vocab_size=10**6)
 
 
 Make = Callable[[int, random.Random], Group]
-MAKERS = (random_group, branched_group)
+MAKERS = (ragged_group, branched_group)
 
 
 def two_groups() -> list[GroupSlice]:
-    groups = [make_group(4, (10, 11), [(20, 21, 22), (30,), (40, 41)]), make_group(7, (12,), [(50, 51)])]
+    responses = [make_response(token_ids) for token_ids in ((20, 21, 22), (30,), (40, 41))]
+    groups = [make_group(4, responses, prompt=(10, 11)), make_group(7, [make_response((50, 51))], prompt=(12,))]
     return slices_of(groups)
 
 
@@ -140,7 +116,7 @@ def test_micro_batch_without_groups_has_a_row_and_no_labels() -> None:
 
 def test_split_holds_every_response_once_within_the_bound(rng: random.Random) -> None:
     for _ in range(20):
-        (whole,) = slices_of([random_group(0, rng)])
+        (whole,) = slices_of([ragged_group(0, rng)])
         most = rng.randint(1, 40)
         for with_prompt in (True, False):
             slices = split_slice(whole, most, with_prompt=with_prompt)
@@ -167,7 +143,7 @@ def test_micro_group_continues_the_prompt_of_the_first_stage(make: Make, rng: ra
 
 
 def test_group_with_an_empty_response_is_our_own_mistake() -> None:
-    group = make_group(4, (10,), [(20,)])
+    group = make_group(4, [make_response((20,))], prompt=(10,))
     empty = replace(group.responses[0], token_ids=())
     group = replace(group, responses=(*group.responses, empty), rewards=(0.0, 0.0), rollouts=())
     with pytest.raises(AssertionError, match="response 1 of group 4 has no tokens"):
@@ -178,7 +154,7 @@ def test_group_with_an_empty_response_is_our_own_mistake() -> None:
 def test_a_response_that_does_not_end_with_a_sampled_token_after_ascending_ranges_is_our_own_mistake(
     observed: tuple[tuple[int, int], ...],
 ) -> None:
-    group = make_group(4, (10,), [(20, 21, 22)])
+    group = make_group(4, [make_response((20, 21, 22))], prompt=(10,))
     whole = slices_of([replace(group, responses=(replace(group.responses[0], observed=observed),))])
     for lay_out in (lambda: make_micro_batch(whole, CPU), lambda: make_micro_group(whole[0], CPU)):
         with pytest.raises(AssertionError, match="response 0 of group 4 has 3 tokens and observed ranges"):
@@ -199,7 +175,7 @@ def test_observed_tokens_are_fed_without_labels_and_their_rows_have_no_logits() 
 
 
 def test_a_prompt_whose_last_row_no_response_labels_has_no_logits() -> None:
-    group = make_group(4, (10, 11), [(20, 21, 22)])
+    group = make_group(4, [make_response((20, 21, 22))], prompt=(10, 11))
     group = replace(group, responses=(replace(group.responses[0], observed=((0, 1),)),))
     (whole,) = slices_of([group])
     for batch, rows in ((make_micro_batch([whole], CPU), [2, 3]), (make_micro_group(whole, CPU), [1, 2])):
@@ -209,7 +185,7 @@ def test_a_prompt_whose_last_row_no_response_labels_has_no_logits() -> None:
 
 def test_single_turn_groups_are_laid_out_as_the_formula_without_observed_tokens_says(rng: random.Random) -> None:
     for _ in range(20):
-        slices = slices_of([random_group(i, rng) for i in range(rng.randint(1, 5))])
+        slices = slices_of([ragged_group(i, rng) for i in range(rng.randint(1, 5))])
         labels = make_micro_batch(slices, CPU).labels
         ordered = sorted(slices, key=lambda part: not part.fed_lens)
         prompt_ends = dict(zip(map(id, ordered), accumulate(len(part.prompt) for part in ordered), strict=True))

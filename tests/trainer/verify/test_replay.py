@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import OnPolicyViolation
-from async_rl.types import Batch, Group, Prompt, Response, WeightSpan
+from async_rl.types import Batch, Group, Response
+from tests.support.groups import random_group
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
 from trainer.verify.recorded_groups import write_share
@@ -47,33 +48,8 @@ def make_config(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[...
 def make_groups(config: Config, parallel: Parallel) -> list[Group]:
     """Groups in an order of completion, with log-probs of the model that the config names."""
     rng = random.Random(3)
-
-    def tokens(count: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(1, 96) for _ in range(count))
-
-    groups = [
-        Group(
-            iteration=0,
-            index=index,
-            prompt=Prompt(f"p{index}", tokens(5), {}),
-            responses=tuple(
-                Response(
-                    token_ids=tokens(LENGTH),
-                    logprobs=(0.0,) * LENGTH,
-                    text="",
-                    finish_reason="stop",
-                    weight_spans=(WeightSpan("v0", 0, LENGTH),),
-                    instance="http://a",
-                )
-                for _ in range(NUM_RESPONSES)
-            ),
-            rewards=tuple(rng.random() for _ in range(NUM_RESPONSES)),
-            weight_version="v0",
-            started_s=0.0,
-            finished_s=1.0,
-        )
-        for index in (3, 0, 4, 1, 2)
-    ]
+    rewards = [rng.random() for _ in range(NUM_RESPONSES)]
+    groups = [random_group(index, 5, [LENGTH] * NUM_RESPONSES, rng, rewards=rewards) for index in (3, 0, 4, 1, 2)]
     scored = iter(Scorer(config, parallel, MegatronTrainer.of(config, parallel)).by_policy(groups, 1.0).tolist())
 
     def with_scores(response: Response) -> Response:
