@@ -22,9 +22,11 @@ TRACKERS_VENV := .venv-trackers
 TRACKERS_READY := $(TRACKERS_VENV)/.ready
 # Its theme announces its successor with each build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+ALL := not vllm and not agents and not trackers and not gpu and not npu
 FAST := not distributed and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
 
-.PHONY: quickstart test test-fast test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
+.PHONY: quickstart test test-fast test-all test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
 .PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
 	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-memory bench-modes bench-peers bench-products \
 	bench-dashboard bench-data bench-sandbox bench-system bench-turns
@@ -32,15 +34,19 @@ FAST := not distributed and not browser and not packaging and not vllm and not l
 quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
 
-# Half of the time the tests wait for processes, so two run at once; those of one file share what they start. The order is
-# that of tests/conftest.py. What a busy machine can have failed gets a second round, alone.
+# Every guarantee at least once on real parts. Half of the time the tests wait for processes, so two run at once; those of
+# one file share what they start. The order is that of tests/conftest.py.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS) || { [ $$? -eq 1 ] && \
-		$(BIN)/python -m pytest --second-round --last-failed --last-failed-no-failures none $(ARGS); }
+	$(BIN)/python -m pytest $(TWO) $(ARGS)
 
 # Everything that starts no processes; none of it waits, so a minute for one test means that it hangs.
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "$(FAST)" --timeout 60 --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "$(FAST)" --timeout 60 $(TWO) $(ARGS)
+
+# Everything that needs no accelerator: several hours. What runs in other environments follows, and has its own targets.
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "$(ALL)" $(TWO) $(ARGS)
+	$(MAKE) test-vllm test-agents test-trackers test-peers
 
 # Every layout against one rank; its figures are printed at the end.
 test-layouts: $(READY)

@@ -40,38 +40,37 @@ GATE = ProcessGate()
 WARM = WarmStarts(None, os.environ)
 WARM.install()
 
-
 LONG = ("e2e", "packaging", "benchmarks", "trainer/test_layouts.py", "multihost", "examples", "deploy")
 """What takes longest for one worker, which has a whole file to itself; the rest fills the time of the others."""
 
+NIGHTLY = (
+    *("benchmarks", "packaging", "multihost", "deploy/docker", "deploy/kubernetes", "deploy/ray", "deploy/slurm"),
+    *("examples", "recipes", "e2e/test_readme.py", "e2e/test_tutorials.py"),
+)
+"""Whose tests of processes are left to `make test-all`: clusters, several hosts, benchmarks, and what the docs show."""
 
-MOST_OF_SECOND_ROUND = 5
-"""More failures than these are not a busy machine's."""
+PROCESSES = {"distributed", "packaging"}
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--second-round", action="store_true", help="refuse tests that a busy machine cannot fail")
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """`make test` runs what failed again, alone, but only tests of processes, which have time limits.
-
-    With other tests the random inputs of the second round would hide an error of the first.
-    """
-    if session.config.getoption("second_round"):
-        marks = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in session.items}
-        steady = [name for name, of_one in marks.items() if not of_one & {"distributed", "packaging"}]
-        if steady or len(marks) > MOST_OF_SECOND_ROUND:
-            pytest.exit(f"no second round: {len(marks)} failed, {len(steady)} of them start no processes", returncode=1)
+ALWAYS = "always"
+"""Marks one of these tests that `make test` runs nevertheless."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: with two workers the last long one would otherwise run beside nothing."""
+    """Says what only `make test-all` runs, before markers are selected by.
+
+    Long files first: with two workers the last long one would otherwise run beside nothing.
+    """
     here = Path(__file__).parent
 
     def rank(item: pytest.Item) -> int:
         return next((i for i, name in enumerate(LONG) if item.path.is_relative_to(here / name)), len(LONG))
 
+    for item in items:
+        markers = {marker.name for marker in item.iter_markers()}
+        is_long = any(item.path.is_relative_to(here / name) for name in NIGHTLY) and PROCESSES & markers
+        if is_long and ALWAYS not in markers:
+            item.add_marker("nightly")
     items.sort(key=rank)
 
 

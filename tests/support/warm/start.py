@@ -18,8 +18,11 @@ from tests.support.warm.clone import set_command_line
 
 STARTS_OTHERS = (
     "async_rl.programs.process_guard",
+    "deploy.kubernetes.training_pod",
+    "deploy.local.evaluate",
     "deploy.local.run",
     "deploy.quickstart",
+    "deploy.slurm.task",
     "deploy.verify",
     "torch.distributed.run",
 )
@@ -27,7 +30,7 @@ STARTS_OTHERS = (
 
 LEAVES = (
     *("async_rl.evaluation", "inference_service", "trainer", "trainer.export", "trainer.verify"),
-    "tests.support.warm.facts",
+    *("deploy.quickstart.warm_start", "tests.support.warm.facts", "trainer.verify.distance"),
 )
 """Programs whose children, if any, are started in the ordinary way."""
 
