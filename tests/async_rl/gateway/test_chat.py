@@ -30,7 +30,10 @@ def calculator(context: str, seed: int) -> str:
 
 
 def client(rollout: Rollout, **options: Any) -> OpenAI:
-    return OpenAI(base_url=rollout.access.base_url, api_key="unused", **options)
+    """Closed with the rollout's gateway."""
+    return rollout.rig.closing.enter_context(
+        OpenAI(**{"base_url": rollout.access.base_url, "api_key": "unused"} | options)
+    )
 
 
 def test_a_tool_loop_of_the_sdk_is_one_sequence_with_the_tokens_that_were_sampled(rigs) -> None:
@@ -102,7 +105,7 @@ def test_a_changed_history_is_a_branch_and_every_token_trains_once(rigs) -> None
 
 def test_the_key_does_as_api_key_without_a_path_of_its_own(rigs) -> None:
     rollout = rigs(lambda context, seed: "yes").open()
-    sdk = OpenAI(base_url=f"{rollout.access.root_url}/v1", api_key=rollout.access.key)
+    sdk = client(rollout, base_url=f"{rollout.access.root_url}/v1", api_key=rollout.access.key)
     assert sdk.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}]).choices
     assert [model.id for model in sdk.models.list()] == ["policy"] and sdk.models.retrieve("a/b").id == "a/b"
 
@@ -201,7 +204,7 @@ def test_after_the_rollout_its_key_is_gone(rigs) -> None:
         client(rollout).chat.completions.create(model="m", messages=messages)
     assert error.value.status_code == 410 and error.value.code == "rollout_ended"
     with pytest.raises(openai.AuthenticationError):
-        OpenAI(base_url=f"{rollout.access.root_url}/v1", api_key="guessed").models.list()
+        client(rollout, base_url=f"{rollout.access.root_url}/v1", api_key="guessed").models.list()
 
 
 def test_retries_of_the_sdk_join_and_train_one_turn(rigs) -> None:
