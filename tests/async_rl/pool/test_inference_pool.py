@@ -299,7 +299,7 @@ def test_wait_until_ready_waits_for_the_last_instance(instances, pools: Pools, c
         pools.wait_for(lambda: second.seen()["calls"].count("/health") >= num_before + 2)
         assert not waiting.done()
         second.rescript(health=200)
-        waiting.result(10)
+        waiting.result(60)
     assert f"waiting for {second.url}" in caplog.text and pool.max_model_len == 80
 
 

@@ -124,7 +124,7 @@ def test_a_part_that_cannot_be_loaded_is_named_and_leaves_no_process(
     before = set(psutil.Process().children())
     with pytest.raises(ConfigError, match=r"(?s)reward 'bad \(python:.*' cannot be loaded:.*broken"):
         started(parts=[{"name": "exact"}, {"name": f"python:{tmp_path}/mine.py:score", "label": "bad"}])
-    _, alive = psutil.wait_procs(set(psutil.Process().children()) - before, timeout=10)
+    _, alive = psutil.wait_procs(set(psutil.Process().children()) - before, timeout=60)
     assert not alive
 
 

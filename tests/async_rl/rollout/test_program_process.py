@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -248,7 +247,7 @@ class Runs:
         return await self.process.run(prompt, session or self.open(), timeout_s)
 
     def __call__(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return self.loop.run(make(), 60)
+        return self.loop.run(make(), 240)
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +265,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def runs(loop: EventLoopThread, tokenizer: Any, program: str) -> Iterator[Runs]:
     process = ProgramProcess(program)
-    loop.run(process.start(60))
+    loop.run(process.start(240))
     yield Runs(loop, process, tokenizer)
     loop.run(process.close())
 
@@ -291,14 +290,17 @@ def test_a_program_takes_turns_and_gives_a_reward(runs: Runs) -> None:
 
 
 def test_rollouts_of_one_process_run_at_the_same_time(runs: Runs) -> None:
-    runs.pool.delay_s = 0.5
+    runs.pool.delay_s = 3600.0
 
-    async def go() -> float:
-        begun_s = time.monotonic()
-        await asyncio.gather(*(runs.run("two_turns", runs.open(seed)) for seed in range(50)))
-        return time.monotonic() - begun_s
+    async def go() -> None:
+        running = [asyncio.create_task(runs.run("two_turns", runs.open(seed), 3600.0)) for seed in range(50)]
+        while len(runs.pool.asked) < 50:
+            await asyncio.sleep(0.01)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
-    assert runs(go) < 10, "one after the other they take 50 s"
+    runs(go)
 
 
 @pytest.mark.parametrize(
@@ -318,9 +320,14 @@ def test_rollouts_of_one_process_run_at_the_same_time(runs: Runs) -> None:
         ("crashes", r"exit code -11\) while it ran"),
     ],
 )
-def test_a_fault_is_that_of_its_rollout_alone(runs: Runs, does: str, message: str) -> None:
+def test_a_fault_is_that_of_its_rollout_alone(
+    runs: Runs, does: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ten million numbers block the process, for longer on a busy machine.
+    monkeypatch.setattr(program_process, "END_GRACE_S", 60.0)
+
     async def go() -> tuple[Any, Any]:
-        beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=20)))
+        beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=3600)))
         await asyncio.sleep(0.2)
         failed = await outcome(runs.run(does))
         if runs.process.running:
@@ -345,13 +352,11 @@ def test_a_program_that_does_not_end_is_killed_and_others_are_interrupted(
 
     async def go() -> tuple[Any, Any, RolloutSession]:
         session = runs.open()
-        beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=1.2)))
-        ended = await outcome(runs.run(does, session, timeout_s=1.0))
+        beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=3.2)))
+        ended = await outcome(runs.run(does, session, timeout_s=3.0))
         return ended, await beside, session
 
-    begun_s = time.monotonic()
     ended, beside, session = runs(go)
-    assert time.monotonic() - begun_s < 10
     if does == "writes_into_pipes":
         assert isinstance(ended, ProgramFailed) or (ended == RolloutResult() and session.limit == "time")
         return
@@ -367,7 +372,7 @@ def test_a_process_that_replaces_a_killed_one_is_not_killed_for_it(runs: Runs, m
 
     async def go() -> RolloutResult:
         await runs.run("hangs", timeout_s=1.0)
-        await runs.process.start(60)
+        await runs.process.start(240)
         return await runs.run("two_turns")
 
     assert runs(go) == RolloutResult(0.5)
@@ -396,7 +401,7 @@ def test_what_is_left_behind_and_hangs_ends_the_process_and_not_the_rollouts(
 def test_time_is_a_limit_at_which_a_program_may_still_give_a_reward(runs: Runs, does: str, reward: float) -> None:
     async def go() -> tuple[RolloutResult, RolloutSession]:
         session = runs.open()
-        return await runs.run(does, session, timeout_s=0.5), session
+        return await runs.run(does, session, timeout_s=2.0), session
 
     result, session = runs(go)
     assert result.reward == reward
@@ -442,7 +447,8 @@ def test_what_cannot_be_read_is_a_fault_at_once(runs: Runs) -> None:
 def test_a_turn_of_a_rollout_that_ends_meanwhile_is_an_error_at_once(runs: Runs) -> None:
     async def go() -> list[RolloutResult]:
         first = asyncio.create_task(runs.run("uses_the_policy_of_another"))
-        await asyncio.sleep(0.2)
+        while not runs.pool.asked:
+            await asyncio.sleep(0.01)
         runs.pool.delay_s = 1.0
         return await asyncio.gather(first, runs.run("uses_the_policy_of_another", timeout_s=10))
 
@@ -493,7 +499,7 @@ def test_a_program_that_cannot_be_loaded_says_why(
     (tmp_path / "program.py").write_text(text)
     process = ProgramProcess(f"python:{tmp_path / 'program.py'}:rollout")
     with pytest.raises(NotLoaded, match=message):
-        loop.run(process.start(60))
+        loop.run(process.start(240))
     assert not process.running
 
 
@@ -501,7 +507,7 @@ def test_a_process_that_cannot_be_started_says_why(loop: EventLoopThread, progra
     process = ProgramProcess(program)
     too_many = r"cannot be started: .*Too many open files.*; raise .*ulimit -n"
     with room_for_files(0), pytest.raises(LoadingEnded, match=too_many):
-        loop.run(process.start(60))
+        loop.run(process.start(240))
     assert not process.running
 
 

@@ -16,6 +16,7 @@ from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten, token_texts
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, group_times
 from async_rl.types import Group, Prompt, Publication, Response, RolloutFacts, WeightSpan
+from tests.support.clock import Clock
 
 VERSION = "run-0"
 
@@ -45,6 +46,20 @@ def group(index: int, finished_s: float, num_continued: int = 0, num_resampled: 
     )
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time passes where a test says so, and a microsecond each time that it is read."""
+    clock = Clock()
+
+    def read() -> float:
+        clock.sleep(1e-6)
+        return clock.now_s
+
+    monkeypatch.setattr(time, "monotonic", read)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock
+
+
 def run_iteration(recorder: Recorder, iteration: int, groups: list[Group], train_s: float, num_instances: int) -> None:
     record = recorder.begin(iteration)
     with record.timed("period_s"):
@@ -63,7 +78,8 @@ def test_a_record_tells_idle_shares_and_interrupted_responses(tmp_path: Path) ->
     recorder.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert record["num_continued"] == 3 and record["num_resampled"] == 1
-    assert record["idle_training"] < 0.5 and 0.5 < record["idle_inference"] < 1.0
+    assert record["idle_training"] == pytest.approx(0.0, abs=1e-3)
+    assert record["idle_inference"] == pytest.approx(0.8, abs=1e-3)
     assert record["desired_instances"] == 1
 
 
