@@ -24,7 +24,8 @@ OWN_URL = "http://127.0.0.1:9"
 class Fleet:
     """The trainer's endpoint; it lets a drained instance go when `is_busy` is cleared."""
 
-    def __init__(self, port: int = 0, token: str | None = None) -> None:
+    def __init__(self, token: str | None = None, listener: socket.socket | None = None) -> None:
+        """`listener` is one that listens already."""
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.token = token
         self.leave = False
@@ -45,8 +46,11 @@ class Fleet:
             def log_message(self, *arguments: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.port = self._server.server_address[1]
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=listener is None)
+        if listener is not None:
+            self._server.socket.close()
+            self._server.socket = listener
+        self.port = self._server.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -142,13 +146,13 @@ def test_it_stops_when_the_fleet_lets_it_go(fleet: Fleet) -> None:
 
 def test_it_waits_for_a_trainer_that_is_away_and_tells_only_changes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "inference_service")
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        port = deaf.getsockname()[1]
-        registration = Registration(f"http://127.0.0.1:{port}", OWN_URL, "patient")
-        registration.start()
-        for _ in range(3):
-            deaf.accept()[0].close()
-    back = Fleet(port)
+    deaf = socket.create_server(("127.0.0.1", 0))
+    port = deaf.getsockname()[1]
+    registration = Registration(f"http://127.0.0.1:{port}", OWN_URL, "patient")
+    registration.start()
+    for _ in range(3):
+        deaf.accept()[0].close()
+    back = Fleet(listener=deaf)
     wait_for(lambda: len(back.registrations()) >= 2)
     back.leave = True
     assert registration.leave_requested.wait(60)
@@ -232,7 +236,7 @@ def registered(
 @pytest.mark.distributed
 def test_a_server_that_its_fleet_lets_go_ends_with_code_0(registered: Any, fleet: Fleet) -> None:
     fleet.leave = True
-    assert registered.process.wait(timeout=60) == 0
+    assert registered.process.wait(timeout=240) == 0
 
 
 @pytest.mark.distributed
@@ -243,7 +247,7 @@ def test_a_signal_asks_for_leave_and_the_server_serves_until_it_gets_it(register
     registered.generate([5, 6], max_tokens=3)
     assert registered.process.poll() is None
     fleet.is_busy = False
-    assert registered.process.wait(timeout=60) == 0
+    assert registered.process.wait(timeout=240) == 0
 
 
 @pytest.mark.distributed
@@ -252,7 +256,7 @@ def test_a_second_signal_ends_the_server_at_once(registered: Any, fleet: Fleet) 
     registered.process.send_signal(signal.SIGINT)
     wait_for(lambda: fleet.is_draining)
     registered.process.send_signal(signal.SIGTERM)
-    assert registered.process.wait(timeout=60) == 0
+    assert registered.process.wait(timeout=240) == 0
 
 
 @pytest.mark.distributed
@@ -260,7 +264,7 @@ def test_all_interfaces_are_registered_as_the_address_on_the_way_to_the_fleet(
     start_process: Callable[..., Any], tiny_model: Callable[..., Path], fleet: Fleet
 ) -> None:
     start_process("--model", str(tiny_model("qwen3")), "--port", "0", "--host", "0.0.0.0", "--register", fleet.url)
-    wait_for(lambda: len(fleet.registrations()) > 0, timeout_s=60)
+    wait_for(lambda: len(fleet.registrations()) > 0, timeout_s=240)
     assert fleet.registrations()[0]["url"].startswith("http://127.0.0.1:")
 
 
@@ -269,7 +273,7 @@ def test_a_register_url_that_is_none_ends_with_code_2(
     start_process: Callable[..., Any], tiny_model: Callable[..., Path]
 ) -> None:
     process = start_process("--model", str(tiny_model("qwen3")), "--port", "0", "--register", "http://[::1:9")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 2 and "--register" in output and "Traceback" not in output
 
 
@@ -351,5 +355,5 @@ def test_an_instance_whose_patience_has_ended_ends_with_code_3_and_says_why(
 ) -> None:
     arguments = ("--register", str(tmp_path), "--patience-s", "1")
     process = start_process("--model", str(tiny_model("qwen3")), "--port", "0", *arguments)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 3 and "--patience-s 1: this instance ends" in output and "Traceback" not in output
