@@ -45,6 +45,7 @@ class Registration:
 
     Args:
         own_url: the instance's, or a function that makes it from the fleet's URL.
+        wait: until an event, for so many seconds of the clock at most; whether it has happened.
 
     Raises:
         ConfigError: a URL, the name or the token is not valid.
@@ -58,7 +59,10 @@ class Registration:
         token: str | None = None,
         boot_id: str | None = None,
         patience_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
     ) -> None:
+        self._clock, self._wait = clock, wait
         self._location = FleetLocation(register)
         self._own_url = (lambda fleet_url: own_url) if isinstance(own_url, str) else own_url
         self._name, self._token, self._boot_id = name, token, boot_id or new_boot_id()
@@ -106,20 +110,20 @@ class Registration:
         except (NoAnswer, ConfigError, _Refused) as error:
             logger.warning("no fleet drains this instance: %s", error)
             return False
-        deadline = time.monotonic() + timeout_s
-        while self._register() and not self.leave_requested.wait(LEAVING_INTERVAL_S):
-            if time.monotonic() > deadline:
+        deadline = self._clock() + timeout_s
+        while self._register() and not self._wait(self.leave_requested, LEAVING_INTERVAL_S):
+            if self._clock() > deadline:
                 logger.warning("the fleet at %s has not let the instance go within %g s", fleet.url, timeout_s)
                 break
         return self.leave_requested.is_set()
 
     def _run(self) -> None:
         while not self.leave_requested.is_set():
-            begun_s, self._has_answered = time.monotonic(), False
+            begun_s, self._has_answered = self._clock(), False
             self._register()
-            self.leave_requested.wait(self._interval_s)
+            self._wait(self.leave_requested, self._interval_s)
             # Time in which this process itself was stopped does not count.
-            waited_s = min(time.monotonic() - begun_s, self._interval_s + TIMEOUT_S)
+            waited_s = min(self._clock() - begun_s, self._interval_s + TIMEOUT_S)
             self._waited_s = 0.0 if self._has_answered else self._waited_s + waited_s
             if self._patience_s is not None and self._waited_s > self._patience_s:
                 self.leave_requested.set()

@@ -43,13 +43,14 @@ def time_limit(seconds: float) -> Iterator[None]:
 class SharedTime:
     """The time of a call for so many responses: each has an equal part of it, and of what those before it left."""
 
-    def __init__(self, seconds: float, num_responses: int) -> None:
-        self._end_s = time.monotonic() + seconds
+    def __init__(self, seconds: float, num_responses: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end_s = clock() + seconds
         self._num_left = num_responses
 
     def next_s(self) -> float:
         """Seconds for the next response; 0 if none are left."""
-        share = max(self._end_s - time.monotonic(), 0.0) / max(self._num_left, 1)
+        share = max(self._end_s - self._clock(), 0.0) / max(self._num_left, 1)
         self._num_left -= 1
         return share
 

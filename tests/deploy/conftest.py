@@ -10,6 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import deploy.doctor.__main__ as doctor
+import deploy.init.__main__ as init
+from deploy.doctor import host
+from deploy.local import check
+from deploy.local.machine_memory import HostMemory
+from deploy.local.memory_fit import GIB
+
 CONFIG = """
 [run]
 dir = "run"
@@ -92,6 +99,15 @@ for iteration in range(3):
         file.write(json.dumps({**METRICS, "iteration": iteration}) + chr(10))
 """
 )
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of the machine is said of one with these cores and this memory, wherever the tests run."""
+    for module in (check, doctor, init):
+        monkeypatch.setattr(module, "host_memory", lambda: HostMemory(64 * GIB, 48 * GIB))
+    for module in (host, init):
+        monkeypatch.setattr(module, "own_cores", lambda: (0, 1, 2, 3))
 
 
 @pytest.fixture

@@ -25,9 +25,14 @@ def write(run_dir: Path, rows: list[dict[str, Any]], rest: str = "") -> None:
 
 
 def watched(run_dir: Path) -> list[str]:
-    console = Console(file=io.StringIO(), width=200)
-    watch(run_dir, console, None)
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+    said = io.StringIO()
+    watch(run_dir, Console(file=said, width=200), None)
+    return said.getvalue().splitlines()
+
+
+def wait_for_lines(said: io.StringIO, number: int) -> None:
+    while said.getvalue().count("\n") < number:
+        time.sleep(0.01)
 
 
 def test_a_run_that_is_over_is_shown_at_once(tmp_path: Path, record: MakeRecord) -> None:
@@ -47,30 +52,30 @@ def test_a_run_that_ended_early_and_one_that_never_began_end_the_view(tmp_path: 
 
 def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path, record: MakeRecord) -> None:
     lease = take_lease(tmp_path, 20.0)
-    lines: list[str] = []
-    viewer = threading.Thread(target=lambda: lines.extend(watched(tmp_path)))
+    said = io.StringIO()
+    viewer = threading.Thread(target=watch, args=(tmp_path, Console(file=said, width=200), None))
     write(tmp_path, [record(0)])
     viewer.start()
-    time.sleep(0.2)
+    wait_for_lines(said, 1)
     write(tmp_path, [record(1), record(2)])
     viewer.join(60)
     lease.release()
-    assert [line.split()[1] for line in lines[:-1]] == ["1/3", "3/3"]
+    assert [line.split()[1] for line in said.getvalue().splitlines()[:-1]] == ["1/3", "3/3"]
 
 
 def test_a_run_that_was_over_and_goes_on_with_more_iterations_is_followed(tmp_path: Path, record: MakeRecord) -> None:
     write(tmp_path, [record(i) for i in range(3)])
     lease = take_lease(tmp_path, 20.0)
-    lines: list[str] = []
-    viewer = threading.Thread(target=lambda: lines.extend(watched(tmp_path)))
+    said = io.StringIO()
+    viewer = threading.Thread(target=watch, args=(tmp_path, Console(file=said, width=200), None))
     viewer.start()
-    time.sleep(0.3)
+    wait_for_lines(said, 2)
     write(tmp_path, [{**record(3), "iterations": 5}])
     time.sleep(0.3)
     write(tmp_path, [{**record(4), "iterations": 5}])
     viewer.join(60)
     lease.release()
-    assert [line.split()[1] for line in lines[:-1]] == ["1/3", "3/3", "5/5"]
+    assert [line.split()[1] for line in said.getvalue().splitlines()[:-1]] == ["1/3", "3/3", "5/5"]
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,15 @@ def workplace(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
 @pytest.mark.distributed
 @pytest.mark.parametrize("block", shell_blocks("async-rl"))
 def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> None:
-    for port in ("8001", "8002", "8700"):
-        block = block.replace(port, str(free_ports(1)[0]))
+    master_port, *others = free_ports(4)
+    for port, free in zip(("8001", "8002", "8700"), others, strict=True):
+        block = block.replace(port, str(free))
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
-        "MASTER_PORT": str(free_ports(1)[0]),
+        "MASTER_PORT": str(master_port),
     }
     script = subprocess.Popen(
         ["bash", "-euc", block],

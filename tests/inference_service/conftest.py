@@ -32,7 +32,7 @@ def launch_instance() -> Iterator[Callable[..., Instance]]:
         instance.client.close()
         instance.process.terminate()
     for instance in running:
-        instance.process.wait(timeout=10)
+        instance.process.wait(timeout=240)
 
 
 @pytest.fixture(scope="session")

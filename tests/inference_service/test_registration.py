@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from async_rl.errors import ConfigError, FleetLost
-from inference_service.registration import Registration, default_name
+from inference_service.registration import FIRST_INTERVAL_S, LEAVING_INTERVAL_S, Registration, default_name
+from tests.support.clock import Clock
 
 OWN_URL = "http://127.0.0.1:9"
 
@@ -23,7 +24,8 @@ OWN_URL = "http://127.0.0.1:9"
 class Fleet:
     """The trainer's endpoint; it lets a drained instance go when `is_busy` is cleared."""
 
-    def __init__(self, port: int = 0, token: str | None = None) -> None:
+    def __init__(self, token: str | None = None, listener: socket.socket | None = None) -> None:
+        """`listener` is one that listens already."""
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.token = token
         self.leave = False
@@ -44,8 +46,11 @@ class Fleet:
             def log_message(self, *arguments: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.port = self._server.server_address[1]
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=listener is None)
+        if listener is not None:
+            self._server.socket.close()
+            self._server.socket = listener
+        self.port = self._server.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -74,18 +79,50 @@ def fleet() -> Iterator[Fleet]:
     fleet.close()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """A minute is a hang, however busy the machine is."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.01)
 
 
+class Waits(Clock):
+    """A clock on which a registration waits; `after` is called after each wait with their number."""
+
+    def __init__(self, after: Callable[[int], object] = lambda number: None) -> None:
+        super().__init__()
+        self.waits_s: list[float] = []
+        self._after = after
+
+    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+        self.waits_s.append(timeout_s)
+        self.sleep(timeout_s)
+        self._after(len(self.waits_s))
+        return event.is_set()
+
+    def runs(self, fleet: str, **options: Any) -> Registration:
+        """A registration from its start to its end."""
+        registration = Registration(fleet, OWN_URL, "mine", clock=self, wait=self.wait, **options)
+        registration._run()
+        return registration
+
+
 def test_it_registers_at_once_and_again_at_the_interval_the_answer_names(fleet: Fleet) -> None:
-    started = time.monotonic()
+    at = []
+
+    def after(number: int) -> None:
+        at.append(len(fleet.registrations()))
+        fleet.leave = number == 3
+
+    clock = Waits(after)
+    clock.runs(fleet.url + "/")
+    assert at == [1, 2, 3, 4] and clock.waits_s == [0.3] * 4
+
+
+def test_it_tells_who_it_is_and_is_the_same_process_each_time(fleet: Fleet) -> None:
     Registration(fleet.url + "/", OWN_URL + "/", "first").start()
     wait_for(lambda: len(fleet.registrations()) >= 3)
-    assert 0.5 < time.monotonic() - started < 1.9
     body = fleet.registrations()[0]
     assert (body["url"], body["name"]) == (OWN_URL, "first")
     assert len({body["boot_id"] for body in fleet.registrations()}) == 1
@@ -103,22 +140,22 @@ def test_it_stops_when_the_fleet_lets_it_go(fleet: Fleet) -> None:
     wait_for(lambda: len(fleet.registrations()) > 0)
     assert not registration.leave_requested.is_set()
     fleet.leave = True
-    assert registration.leave_requested.wait(10)
+    assert registration.leave_requested.wait(60)
     wait_for(lambda: not any(thread.name == "registration of drained" for thread in threading.enumerate()))
 
 
 def test_it_waits_for_a_trainer_that_is_away_and_tells_only_changes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "inference_service")
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        port = deaf.getsockname()[1]
-        registration = Registration(f"http://127.0.0.1:{port}", OWN_URL, "patient")
-        registration.start()
-        for _ in range(3):
-            deaf.accept()[0].close()
-    back = Fleet(port)
+    deaf = socket.create_server(("127.0.0.1", 0))
+    port = deaf.getsockname()[1]
+    registration = Registration(f"http://127.0.0.1:{port}", OWN_URL, "patient")
+    registration.start()
+    for _ in range(3):
+        deaf.accept()[0].close()
+    back = Fleet(listener=deaf)
     wait_for(lambda: len(back.registrations()) >= 2)
     back.leave = True
-    assert registration.leave_requested.wait(10)
+    assert registration.leave_requested.wait(60)
     back.close()
     said = [record.message for record in caplog.records]
     # Tried at least three times; a line for each other reason, none for the same one again.
@@ -136,27 +173,32 @@ def test_a_wrong_token_is_a_warning_and_a_right_one_may_be_of_any_letters(caplog
     Registration(fleet.url, OWN_URL, "right", "źle?").start()
     wait_for(lambda: len(fleet.registrations()) > 0)
     fleet.token, fleet.leave = None, True
-    assert wrong.leave_requested.wait(10)
+    assert wrong.leave_requested.wait(60)
     fleet.close()
 
 
 def test_leave_asks_to_be_drained_and_waits_until_nothing_is_under_way(fleet: Fleet) -> None:
     fleet.is_busy = True
-    registration = Registration(fleet.url, OWN_URL, "leaver")
-    registration.start()
-    wait_for(lambda: len(fleet.registrations()) > 0)
-    assert not registration.leave(0.6)
+    clock = Waits()
+    registration = Registration(fleet.url, OWN_URL, "leaver", clock=clock, wait=clock.wait)
+    assert not registration.leave(60.0)
     assert ("/fleet/drain", {"name": "leaver"}) in fleet.calls
-    threading.Timer(0.4, setattr, (fleet, "is_busy", False)).start()
-    assert registration.leave(10)
+    assert 60.0 < clock.passed_s < 60.0 + 2 * LEAVING_INTERVAL_S
+    at = len(clock.waits_s) + 100
+
+    def after(number: int) -> None:
+        fleet.is_busy = number < at
+
+    clock._after = after
+    assert registration.leave(60.0) and clock.waits_s == [LEAVING_INTERVAL_S] * (at + 1)
 
 
 def test_leave_ends_at_once_where_no_fleet_answers() -> None:
     gone = Fleet()
     gone.close()
-    started = time.monotonic()
-    assert not Registration(gone.url, OWN_URL, "alone").leave(30)
-    assert time.monotonic() - started < 5
+    clock = Waits()
+    assert not Registration(gone.url, OWN_URL, "alone", clock=clock, wait=clock.wait).leave(30)
+    assert clock.waits_s == []
 
 
 @pytest.mark.parametrize(
@@ -194,7 +236,7 @@ def registered(
 @pytest.mark.distributed
 def test_a_server_that_its_fleet_lets_go_ends_with_code_0(registered: Any, fleet: Fleet) -> None:
     fleet.leave = True
-    assert registered.process.wait(timeout=15) == 0
+    assert registered.process.wait(timeout=240) == 0
 
 
 @pytest.mark.distributed
@@ -205,7 +247,7 @@ def test_a_signal_asks_for_leave_and_the_server_serves_until_it_gets_it(register
     registered.generate([5, 6], max_tokens=3)
     assert registered.process.poll() is None
     fleet.is_busy = False
-    assert registered.process.wait(timeout=15) == 0
+    assert registered.process.wait(timeout=240) == 0
 
 
 @pytest.mark.distributed
@@ -214,7 +256,7 @@ def test_a_second_signal_ends_the_server_at_once(registered: Any, fleet: Fleet) 
     registered.process.send_signal(signal.SIGINT)
     wait_for(lambda: fleet.is_draining)
     registered.process.send_signal(signal.SIGTERM)
-    assert registered.process.wait(timeout=10) == 0
+    assert registered.process.wait(timeout=240) == 0
 
 
 @pytest.mark.distributed
@@ -222,7 +264,7 @@ def test_all_interfaces_are_registered_as_the_address_on_the_way_to_the_fleet(
     start_process: Callable[..., Any], tiny_model: Callable[..., Path], fleet: Fleet
 ) -> None:
     start_process("--model", str(tiny_model("qwen3")), "--port", "0", "--host", "0.0.0.0", "--register", fleet.url)
-    wait_for(lambda: len(fleet.registrations()) > 0, timeout_s=60)
+    wait_for(lambda: len(fleet.registrations()) > 0, timeout_s=240)
     assert fleet.registrations()[0]["url"].startswith("http://127.0.0.1:")
 
 
@@ -231,7 +273,7 @@ def test_a_register_url_that_is_none_ends_with_code_2(
     start_process: Callable[..., Any], tiny_model: Callable[..., Path]
 ) -> None:
     process = start_process("--model", str(tiny_model("qwen3")), "--port", "0", "--register", "http://[::1:9")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 2 and "--register" in output and "Traceback" not in output
 
 
@@ -243,7 +285,6 @@ def test_a_run_directory_is_followed_to_whatever_host_its_trainer_is_on(tmp_path
     run_dir = tmp_path / "run"
     registration = Registration(str(run_dir), lambda fleet_url: f"http://way-to-{fleet_url[-5:]}:9", "mine")
     registration.start()
-    time.sleep(0.5)
     run_dir.mkdir()
     say(run_dir, fleet)
     wait_for(lambda: len(fleet.registrations()) > 0)
@@ -257,7 +298,7 @@ def test_a_run_directory_is_followed_to_whatever_host_its_trainer_is_on(tmp_path
     assert [body["url"] for body in bodies] == [f"http://way-to-{each.url[-5:]}:9" for each in (fleet, second)]
     assert bodies[0]["boot_id"] == bodies[1]["boot_id"]
     second.leave = True
-    assert registration.leave_requested.wait(10)
+    assert registration.leave_requested.wait(60)
     registration.require_fleet()
     second.close()
 
@@ -274,33 +315,38 @@ def test_a_directory_without_a_valid_address_is_tried_on(
     say(tmp_path, fleet)
     wait_for(lambda: len(fleet.registrations()) > 0)
     fleet.leave = True
-    assert registration.leave_requested.wait(10)
+    assert registration.leave_requested.wait(60)
 
 
 def test_patience_ends_when_no_fleet_has_answered_for_so_long(tmp_path: Path) -> None:
-    registration = Registration(str(tmp_path), OWN_URL, "impatient", patience_s=3.0)
-    begun_s = time.monotonic()
-    registration.start()
-    assert registration.leave_requested.wait(20)
-    assert 3.0 < time.monotonic() - begun_s < 6.0, "between two attempts"
+    clock = Waits()
+    registration = clock.runs(str(tmp_path), patience_s=3.0)
+    assert registration.leave_requested.is_set() and clock.waits_s == [FIRST_INTERVAL_S] * 2
     with pytest.raises(FleetLost, match=r"no fleet has answered at --register .* for --patience-s 3: this instance"):
         registration.require_fleet()
 
 
 def test_a_fleet_that_answers_ends_no_patience_though_it_refuses() -> None:
-    refusing, accepting = Fleet(token="other"), Fleet()
-    registrations = [Registration(each.url, OWN_URL, "mine", patience_s=0.9) for each in (refusing, accepting)]
-    for registration in registrations:
-        registration.start()
-    time.sleep(4.0)
-    for registration in registrations:
-        assert not registration.leave_requested.is_set()
-    refusing.token = None
-    refusing.leave = accepting.leave = True
-    for registration, each in zip(registrations, (refusing, accepting), strict=True):
-        assert registration.leave_requested.wait(10)
+    for each in (Fleet(token="other"), Fleet()):
+
+        def after(number: int, each: Fleet = each) -> None:
+            if number == 200:
+                each.token, each.leave = None, True
+
+        clock = Waits(after)
+        registration = clock.runs(each.url, patience_s=0.9)
+        assert len(clock.waits_s) == 201 and clock.passed_s > 60.0
         registration.require_fleet()
         each.close()
+
+
+def test_time_in_which_the_process_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
+    def after(number: int) -> None:
+        clock.now_s += 3600.0
+
+    clock = Waits(after)
+    clock.runs(str(tmp_path), patience_s=30.0)
+    assert len(clock.waits_s) == 5, "each counts for the interval and the time of an answer, 7 s"
 
 
 @pytest.mark.distributed
@@ -309,5 +355,5 @@ def test_an_instance_whose_patience_has_ended_ends_with_code_3_and_says_why(
 ) -> None:
     arguments = ("--register", str(tmp_path), "--patience-s", "1")
     process = start_process("--model", str(tiny_model("qwen3")), "--port", "0", *arguments)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 3 and "--patience-s 1: this instance ends" in output and "Traceback" not in output

@@ -9,7 +9,6 @@ import pytest
 
 from async_rl.config.pool_section import PoolSection
 from async_rl.event_loop import EventLoopThread
-from async_rl.net.free_ports import free_ports
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
@@ -35,8 +34,8 @@ def test_no_token_is_taken_from_a_process_that_follows_behind_the_same_url(
     instance: Instance, launch_instance: Callable[..., Instance], tiny_model: Callable[..., Path]
 ) -> None:
     """The second process serves another model and claims the same version."""
-    (port,) = free_ports(1)
-    first = launch_instance(tiny_model("qwen3"), "--port", str(port))
+    first = launch_instance(tiny_model("qwen3"))
+    port = first.url.rpartition(":")[2]
     loop = EventLoopThread()
     pool = InferencePool(PoolSection(instances=(first.url, instance.url), stream_interval=2))
 
@@ -57,7 +56,7 @@ def test_no_token_is_taken_from_a_process_that_follows_behind_the_same_url(
         assert [member.state for member in pool.members] == ["ready", "ready"]
         hurt = loop.submit(both()).result(DEADLINE_S)
         first.process.wait()
-        second = launch_instance(tiny_model("qwen3", seed=7), "--port", str(port))
+        second = launch_instance(tiny_model("qwen3", seed=7), "--port", port)
         assert second.url == first.url
         deadline = time.monotonic() + DEADLINE_S
         while pool.members[0].state != "joining":

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.distributed
 
 
 def assert_ends_with_one_line(process: subprocess.Popen[str], *words: str) -> None:
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     lines = [line for line in output.splitlines() if line.startswith("inference_service:")]
     assert process.returncode == 2 and len(lines) == 1 and "Traceback" not in output, output
     assert all(word in lines[0] for word in words), output
@@ -45,13 +45,15 @@ def test_length_beyond_the_model_ends_with_code_2(
     assert_ends_with_one_line(process, "999", "256")
 
 
-def test_bad_flags_end_at_once(start_process: Callable[..., Any]) -> None:
-    started = time.monotonic()
+def test_bad_flags_end_before_torch_is_imported(
+    start_process: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     process = start_process("--model", "x", "--max-concurrency", "0")
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 2 and "--max-concurrency" in output
-    # Before torch is imported.
-    assert time.monotonic() - started < 5.0
+    imported = {line.rpartition("|")[2].strip() for line in output.splitlines() if line.startswith("import time:")}
+    assert "inference_service" in imported and "torch" not in imported
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
@@ -70,19 +72,26 @@ def test_signal_ends_a_busy_server_with_code_0(
         waiting.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
         while instance.metric("vllm:num_requests_waiting") < 1:
             assert instance.process.poll() is None, "the server ended before it was told to"
-        started = time.monotonic()
         instance.process.send_signal(number)
-        assert instance.process.wait(timeout=10) == 0
-    assert time.monotonic() - started < 3.0
+        # It neither waits for the request nor for the open connection, which would last for ever.
+        assert instance.process.wait(timeout=240) == 0
 
 
 def test_signal_while_loading_ends_with_code_0(
     start_process: Callable[..., Any], tiny_model: Callable[..., Path]
 ) -> None:
     process = start_process("--model", str(tiny_model("qwen3")), "--port", "0")
-    time.sleep(1.0)
+    while not catches(process.pid, signal.SIGTERM):
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=240) == 0
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has set a handler for this signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1]
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def test_token_guards_every_route_but_health_and_metrics(

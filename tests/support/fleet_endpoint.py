@@ -24,7 +24,7 @@ class Endpoint:
             headers.setdefault("Authorization", f"Bearer {self.token}")
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, _parsed(answer.read())
         except urllib.error.HTTPError as error:
             return error.code, _parsed(error.read())

@@ -51,6 +51,8 @@ class GatewayRig:
         pool = cast(InferencePool, self.policy)
         self.sessions = Sessions(pool, cast(Any, self.tokenizer), renderer, self.config)
         self.rollouts: list[Rollout] = []
+        self.closing = ExitStack()
+        """What a test opened at the gateway, and what is closed before it."""
         loop.run(self.gateway.start())
 
     def open(self, seed: int = 0) -> Rollout:
@@ -67,6 +69,7 @@ class GatewayRig:
         return rollout
 
     def close(self) -> None:
+        self.closing.close()
         self.loop.run(self.gateway.stop())
 
 

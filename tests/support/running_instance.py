@@ -16,7 +16,7 @@ from async_rl.weights.store import StoreServer
 from async_rl.weights.stream import TensorSpec, WeightGroup
 from benchmarks.common.running_instance import START_TIMEOUT_S, wait_for_url
 
-GROUP_TIMEOUT_S = 20.0
+GROUP_TIMEOUT_S = 60.0
 
 
 @dataclass

@@ -33,7 +33,7 @@ class ScriptedInstance:
         self.process.wait()
 
     def _ask(self, path: str, body: bytes | None = None) -> Any:
-        with urllib.request.urlopen(self.url + path, data=body, timeout=10) as answer:
+        with urllib.request.urlopen(self.url + path, data=body, timeout=60) as answer:
             return json.loads(answer.read())
 
 

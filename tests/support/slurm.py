@@ -141,7 +141,7 @@ class Slurm:
                     process.kill()
             for daemon in self._daemons:
                 daemon.wait()
-            psutil.wait_procs(found, timeout=5)
+            psutil.wait_procs(found, timeout=60)
         shutil.rmtree(self._dir, ignore_errors=True)
 
     def _is_own(self, process: psutil.Process) -> bool:

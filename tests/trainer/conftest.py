@@ -2,12 +2,14 @@
 
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from async_rl.config.algorithm_section import AlgorithmSection
@@ -33,6 +35,27 @@ from trainer.trainer import MegatronTrainer
 VOCAB_SIZE = 96
 RAGGED = ((7, (5, 1, 9)), (1, (1, 4)), (12, (6,)), (3, (1, 1, 1, 1)), (4, (8, 2, 2, 11)))
 """(prompt tokens, response tokens of each response) of five groups: P = 1, G = 1 and length-1 responses among them."""
+
+
+@pytest.fixture(autouse=True)
+def closed_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends the process groups that a test opens, each of which has files open.
+
+    `Checkpoints` leaves its group to the end of the run's process, which for tests is the same one.
+    """
+    if "parallel" in request.fixturenames:
+        request.getfixturevalue("parallel")
+    opened: list[dist.ProcessGroup] = []
+    new_group = dist.new_group
+
+    def noted(*args: Any, **options: Any) -> dist.ProcessGroup:
+        opened.append(new_group(*args, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(dist, "new_group", noted)
+    yield
+    for group in opened:
+        dist.destroy_process_group(group)
 
 
 @pytest.fixture(scope="session")

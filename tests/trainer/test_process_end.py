@@ -75,4 +75,4 @@ def test_a_rank_does_not_outlive_torchrun(tmp_path: Path) -> None:
         assert torchrun.stdout is not None
         rank = psutil.Process(int(torchrun.stdout.readline()))
         torchrun.kill()
-        rank.wait(10)
+        rank.wait(60)

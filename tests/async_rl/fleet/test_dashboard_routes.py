@@ -32,7 +32,7 @@ def test_with_a_token_only_the_page_is_open(make_pool, serve, tmp_path: Path) ->
     for path in ("api/runs", "api/records?run=0", "api/events", "api/samples?run=0", "nothing"):
         assert endpoint.ask(f"/dashboard/{path}")[0] == 401
     for name in ("", *STATIC):
-        with urllib.request.urlopen(f"{endpoint.url}/dashboard/{name}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{endpoint.url}/dashboard/{name}", timeout=60) as answer:
             assert answer.status == 200
             assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
 
@@ -40,7 +40,7 @@ def test_with_a_token_only_the_page_is_open(make_pool, serve, tmp_path: Path) ->
 def test_without_a_token_another_sites_name_for_the_host_is_refused(make_pool, serve, tmp_path: Path) -> None:
     endpoint = serve(make_pool(A), run_dir=tmp_path)
     for path in ("/dashboard/api/runs", "/dashboard/api/events"):
-        connection = HTTPConnection(urlsplit(endpoint.url).netloc, timeout=10)
+        connection = HTTPConnection(urlsplit(endpoint.url).netloc, timeout=60)
         connection.request("GET", path, headers={"Host": "rebound.example"})
         assert connection.getresponse().status == 403
         connection.close()

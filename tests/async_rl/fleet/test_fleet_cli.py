@@ -36,7 +36,7 @@ def begin(*arguments: str, cwd: Path | None = None, token: str | None = None) ->
 def fleet(*arguments: str, cwd: Path | None = None, token: str | None = None) -> tuple[int, str, str]:
     """`async-rl fleet ARGUMENTS`: exit code, standard output and error."""
     with begin(*arguments, cwd=cwd, token=token) as process:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=240)
     return process.returncode, output, errors
 
 
@@ -120,9 +120,9 @@ def test_drain_waits_until_the_instance_has_finished_what_it_has(instances, make
     rollout = loop.submit(pool.generate_group((3, 4), sampling, "v1-0", "v1"))
     url = serve(pool).url
     with begin("drain", first.url, "--wait", "--url", url) as process:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    responses, attempts = rollout.result(timeout=10)
+    responses, attempts = rollout.result(timeout=60)
     assert attempts == 1 and {response.instance for response in responses} == {first.url}
     assert [member.url for member in pool.members] == [second.url]
     assert "drains: it finishes" in output and "has left the pool" in output
@@ -135,7 +135,7 @@ def test_waiting_for_a_drained_instance_ends_when_it_is_started_anew(make_pool, 
     with begin("drain", "pod-2", "--wait", "--url", endpoint.url) as process:
         eventually(lambda: pool.find("pod-2").state == "draining")
         endpoint.ask("/fleet/register", {"url": B, "name": "pod-2", "boot_id": "b2"})
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=240)
     assert process.returncode == 1 and "pod-2 is joining again before it left" in errors
 
 
@@ -149,7 +149,7 @@ def test_what_a_removed_instance_began_goes_on_at_another(instances, make_pool, 
     eventually(lambda: len(first.seen()["requests"]) == 1)
     loop.run(pool.end_publish("v1", [first.url, second.url]))
     assert fleet("remove", first.url, "--url", serve(pool).url)[0] == 0
-    responses, _ = rollout.result(timeout=10)
+    responses, _ = rollout.result(timeout=60)
     assert {response.instance for response in responses} == {second.url}
 
 

@@ -4,8 +4,9 @@ import asyncio
 import math
 from random import Random
 
-from async_rl.fleet.leaders import LeaderReports
+from async_rl.fleet.leaders import REPORT_TIMEOUT_S, LeaderReports
 from async_rl.protocol.fleet import SyncRequest
+from tests.support import virtual_time
 
 
 def test_members_count_the_sum_of_the_last_reports(make_pool) -> None:
@@ -34,13 +35,17 @@ def test_a_leader_that_is_silent_counts_as_idle_and_one_that_goes_on_does_not(ma
     async def scenario() -> None:
         roster = make_pool("http://a:8000")
         (member,) = roster.members
-        reports = LeaderReports(roster, timeout_s=0.3)
+        reports = LeaderReports(roster)
         reports.note(SyncRequest(leader=1, outstanding_tokens={member.url: 5}))
+        counted = []
         for _ in range(8):
             reports.note(SyncRequest(leader=2, outstanding_tokens={member.url: 7}, num_drains=2))
-            await asyncio.sleep(0.08)
-        assert member.outstanding_elsewhere == 7, "the first is forgotten, the second has reported all the while"
+            await asyncio.sleep(REPORT_TIMEOUT_S / 2 + 0.1)
+            counted.append(member.outstanding_elsewhere)
+        assert counted == [12, *[7] * 7], "the first is forgotten, the second has reported all the while"
         assert roster.drains_known_elsewhere == 2
+        await asyncio.sleep(REPORT_TIMEOUT_S)
+        assert roster.is_idle and roster.drains_known_elsewhere == math.inf
         reports.close()
 
-    asyncio.run(scenario())
+    virtual_time.run(scenario())

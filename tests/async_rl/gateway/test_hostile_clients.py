@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -126,14 +127,10 @@ def test_a_client_that_sends_its_headers_forever_is_cut_off(rig: GatewayRig, mon
     rollout = slow.open()
     connection = raw(slow)
     connection.sendall(head(rollout)[:20])
-    deadline = time.monotonic() + 10
-    try:
-        while time.monotonic() < deadline:
+    with suppress(BrokenPipeError, ConnectionResetError):
+        while True:
             connection.sendall(b"x")
             time.sleep(0.1)
-    except (BrokenPipeError, ConnectionResetError):
-        pass
-    assert time.monotonic() < deadline, "it was never cut off"
     assert post(rollout).status_code == 200
 
 
@@ -219,7 +216,8 @@ def test_late_clients_get_a_410(rig: GatewayRig) -> None:
 
 def test_one_rollout_with_a_thousand_requests_at_once_leaves_room_for_others(rig: GatewayRig) -> None:
     greedy, other = rig.open(), rig.open()
-    rig.policy.before_answering = lambda: asyncio.sleep(0.3)
+    # Long enough for a slow machine to send more than may wait.
+    rig.policy.before_answering = lambda: asyncio.sleep(5.0)
     statuses = at_once([greedy] * 1000 + [other])
     assert statuses[-1] == 200 and set(statuses) == {200, 429}
     assert greedy.end().num_turns == statuses[:-1].count(200) >= 64

@@ -30,7 +30,8 @@ def calculator(context: str, seed: int) -> str:
 
 
 def client(rollout: Rollout, **options: Any) -> OpenAI:
-    return OpenAI(base_url=rollout.access.base_url, api_key="unused", **options)
+    """Closed with the rollout's gateway."""
+    return rollout.rig.closing.enter_context(OpenAI(base_url=rollout.access.base_url, api_key="unused", **options))
 
 
 def post(rollout: Rollout, body: Any, **options: Any) -> httpx.Response:

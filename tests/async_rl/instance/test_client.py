@@ -12,7 +12,6 @@ from async_rl.errors import (
     InstanceRefused,
     InstanceRestarted,
     InstanceStalled,
-    InstanceTooSlow,
     InstanceUnreachable,
     NeedsWeights,
     StaleWeights,
@@ -309,49 +308,14 @@ def test_a_client_that_does_not_know_its_server_asks_for_no_tokens(instances, lo
         loop.run(connections.close())
 
 
-def test_one_that_makes_no_more_tokens_is_told_from_one_that_is_slow(
+def test_tokens_that_came_before_an_instance_made_no_more_stay(
     instances, connect: Connect, loop: EventLoopThread
 ) -> None:
     (instance,) = instances({"stream": True, "stop_after": 2, "fate": "hang"})
     partials = new_partials(SAMPLING.model_copy(update={"n": 1, "seed": 1039}))
-    with pytest.raises(InstanceStalled, match=r"made no token of a request for 0\.5 s, nor of any other"):
-        loop.run(connect(instance.url, request_timeout_s=0.5).generate((3,), SAMPLING, "v1-0", "v1", partials))
+    with pytest.raises(InstanceStalled, match="made no token of a request for 3 s, nor of any other"):
+        loop.run(connect(instance.url, request_timeout_s=3.0).generate((3,), SAMPLING, "v1-0", "v1", partials))
     assert len(partials[0].token_ids) == 2
-
-
-def test_a_request_that_waits_behind_others_waits_for_as_long_as_these_go_on(
-    instances, connect: Connect, loop: EventLoopThread
-) -> None:
-    (instance,) = instances({"stream": True, "slow_token": 9, "token_s": 0.2})
-    client = connect(instance.url, request_timeout_s=1.5)
-    waiting = loop.submit(client.generate((9,), SAMPLING, "v1-0", "v1", new_partials()))
-    begun = time.monotonic()
-    while time.monotonic() - begun < 3.0:
-        loop.run(generate(client, SAMPLING.model_copy(update={"n": 1})))
-        assert not waiting.done()
-    with pytest.raises(InstanceStalled):
-        waiting.result(20)
-
-
-def test_a_request_that_stands_still_while_others_go_on_is_slow_and_its_instance_not_gone(
-    instances, connect: Connect, loop: EventLoopThread
-) -> None:
-    (instance,) = instances({"stream": True, "stop_after": 2, "fate": "hang"})
-    client = connect(instance.url, request_timeout_s=1.0)
-    standing = loop.submit(client.generate((3,), SAMPLING, "v1-0", "v1", new_partials()))
-    seen = [False]
-
-    def has_tokens() -> bool:
-        seen[0] = seen[0] or len(instance.seen()["requests"]) > 0
-        return seen[0]
-
-    while not has_tokens():
-        time.sleep(0.01)
-    instance.rescript(fate=None, token_s=0.1)
-    while not standing.done():
-        loop.run(generate(client, SAMPLING.model_copy(update={"n": 1})))
-    with pytest.raises(InstanceTooSlow, match=r"made no token of a request for 1 s, after [0-9]+ of it"):
-        standing.result()
 
 
 def test_health_is_heard_while_requests_take_every_connection(
@@ -367,7 +331,7 @@ def test_health_is_heard_while_requests_take_every_connection(
     busy = [loop.submit(client.generate((9,), SAMPLING, f"v1-{i}", "v1", new_partials())) for i in range(4)]
     while len(instance.seen()["requests"]) < 2:
         time.sleep(0.01)
-    assert loop.run(client.health(2.0)) is not None
+    assert loop.run(client.health(60.0)) is not None
     assert not any(request.done() for request in busy)
     for request in busy:
         request.cancel()

@@ -1,6 +1,5 @@
 """Ports that are free, and stay so until a process listens there."""
 
-import resource
 import socket
 from contextlib import ExitStack
 
@@ -8,18 +7,14 @@ import pytest
 
 from async_rl.errors import ConfigError
 from async_rl.net.free_ports import EPHEMERAL_PORTS, HIGHEST_PORT, LOWEST_PORT, free_ports
+from tests.support.open_files import room_for_files
 
 
 def test_more_instances_than_this_process_may_open_ports_for_are_an_error_with_a_remedy() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    num_ports = 400
-    resource.setrlimit(resource.RLIMIT_NOFILE, (num_ports, limits[1]))
-    try:
-        with pytest.raises(ConfigError, match=rf"needs {num_ports} free ports.*lower inference\.num_instances"):
-            free_ports(num_ports)
-        assert len(set(free_ports(3))) == 3, "those of the failed attempt are closed"
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with room_for_files(10):
+        with pytest.raises(ConfigError, match=r"needs 11 free ports.* can have 10 .*lower inference\.num_instances"):
+            free_ports(11)
+        assert len(set(free_ports(10))) == 10, "those of the failed attempt are closed"
 
 
 def test_no_outgoing_connection_can_take_a_port_that_is_chosen() -> None:

@@ -23,12 +23,13 @@ from async_rl.errors import (
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.attempts import MAX_FAILURES
 from async_rl.pool.group_rollout import GroupRollout
-from async_rl.pool.health import HealthWatch
+from async_rl.pool.health import INTERVAL_WITHOUT_S, HealthWatch
 from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member
 from async_rl.pool.roster import Roster
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
+from tests.support import virtual_time
 from tests.support.sampling_client import Fault, SamplingClient, faults_of
 from tests.support.scripted_instance import sample
 
@@ -39,7 +40,7 @@ LONG = next(seed for seed in range(1000) if len(sample(seed, len(PROMPT), MAX_TO
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 20.0))
+    virtual_time.run(asyncio.wait_for(scenario, 3600.0))
 
 
 def failing(make: Callable[[], InstanceError], *, cuts: bool = False) -> Fault:
@@ -243,14 +244,14 @@ def test_a_trial_that_takes_long_is_waited_for_beyond_the_pools_timeout() -> Non
     answers = asyncio.Event()
 
     async def scenario() -> None:
-        stage = Stage(Silent("http://a:1"), timeout_s=0.05)
+        stage = Stage(Silent("http://a:1"), timeout_s=60.0)
         (member,) = stage.members
-        watch = HealthWatch(stage.roster, LateJoiners(stage.roster), PoolSection(timeout_s=0.05))
+        watch = HealthWatch(stage.roster, LateJoiners(stage.roster), PoolSection(timeout_s=60.0))
         member.circuit.failed(0.0, 0.0, "long ago")
         tasks = [asyncio.create_task(stage.rollout(1, seed).run()) for seed in (LONG, 0)]
         for _ in range(5):
             watch._require_somebody()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(60.0)
         assert member.circuit.is_tried and stage.roster.router.is_waited_for
         answers.set()
         for task, seed in zip(tasks, (LONG, 0), strict=True):
@@ -260,7 +261,7 @@ def test_a_trial_that_takes_long_is_waited_for_beyond_the_pools_timeout() -> Non
         with pytest.raises(NoInstanceLeft):
             while not task.done():
                 watch._require_somebody()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(INTERVAL_WITHOUT_S)
             await task
 
     run(scenario())

@@ -16,7 +16,7 @@ PARSE = "from async_rl.programs.command_line import Parser\nParser('x', 'X.', ''
 def start(tmp_path: Path, code: str) -> "subprocess.CompletedProcess[str]":
     (tmp_path / "slow_program.py").write_text(code)
     command = [sys.executable, "-m", "async_rl.programs.start", "slow_program", "1", "--two"]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
 
 
 def test_while_its_imports_go_on_it_ends_silently(tmp_path: Path) -> None:

@@ -14,14 +14,15 @@ import torch
 from async_rl.errors import PublishError
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.publish.publisher import HEALTH_TIMEOUT_S, Publisher
+from async_rl.publish import publisher as publisher_module
+from async_rl.publish.publisher import Publisher
 from async_rl.weights.stream import TensorSpec
 from tests.support.publishing import PROMPT, SPECS, Publishing, publish, stream, sums
 from tests.support.scripted_instance import sample
 
 pytestmark = pytest.mark.distributed
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 MakePublisher = Callable[..., tuple[Publisher, InferencePool]]
 WELL = {"refuse": None, "hang": None, "fingerprint": None, "version": "default", "owner": "async-rl", "shift": 0.0}
 
@@ -121,19 +122,22 @@ def test_a_ready_instance_that_has_stopped_costs_seconds_and_returns_when_it_goe
     make_publisher: MakePublisher,
     tmp_path: Path,
     transport: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (stopping,) = start_receivers_once({})
-    publisher, pool = make_publisher(well[0], stopping, timeout_s=60.0, transport=transport, snapshot_dir=tmp_path)
+    publisher, pool = make_publisher(well[0], stopping, timeout_s=120.0, transport=transport, snapshot_dir=tmp_path)
     both = (well[0].url, stopping.url)
     assert publish(publisher, "run-0") == both
     stopping.process.send_signal(signal.SIGSTOP)
     begun = time.monotonic()
     assert publish(publisher, "run-1", 2.0) == (well[0].url,)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 60.0, "nobody waits for the timeout"
     assert pool.members[1].state == "dead"
-    begun = time.monotonic()
-    assert publish(publisher, "run-2", 3.0) == (well[0].url,)
-    assert time.monotonic() - begun < HEALTH_TIMEOUT_S, "one that counts as dead is not waited for"
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher_module, "HEALTH_TIMEOUT_S", 120.0)
+        begun = time.monotonic()
+        assert publish(publisher, "run-2", 3.0) == (well[0].url,)
+        assert time.monotonic() - begun < 60.0, "one that counts as dead is not waited for"
     stopping.process.send_signal(signal.SIGCONT)
     assert publish(publisher, "run-3", 4.0) == both
     assert stopping.sums() == sums(4.0)

@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import threading
-import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -47,9 +46,8 @@ def test_results_and_failures_are_told_apart_and_the_earliest_failure_comes_firs
 
 def test_who_hangs_is_given_up_after_the_timeout_and_counts_as_unreachable(loop: EventLoopThread) -> None:
     calls, members = calls_of(loop, "hangs", "answers")
-    begun = time.monotonic()
-    failures = calls.settle(0.3)
-    assert time.monotonic() - begun < 5.0 and list(failures) == [members[0]]
+    failures = calls.settle(2.0)
+    assert list(failures) == [members[0]]
     assert isinstance(failures[members[0]], InstanceUnreachable) and "did not answer in time" in str(
         failures[members[0]]
     )

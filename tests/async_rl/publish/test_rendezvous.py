@@ -17,7 +17,7 @@ from async_rl.weights.stream import WeightGroup
 from tests.support.members import ready_member
 
 HOST = "127.0.0.1"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def test_the_meeting_is_where_all_instances_reach_it() -> None:
@@ -136,7 +136,8 @@ def test_a_meeting_that_is_called_off_ends_the_wait_of_those_who_came_at_once() 
     guest.end()
     first_of_two.end()
     assert rendezvous.absent() == {two} and rendezvous.has_failed, "who has gone had come"
-    assert time.monotonic() - begun < 10.0 and guest.group is None
+    assert time.monotonic() - begun < 30.0, "nobody waits for the timeout"
+    assert guest.group is None
     assert "was ended by its host" in str(guest.error) or "is gone" in str(guest.error)
     assert rendezvous.wait(0) and rendezvous.formed() is None and rendezvous.problem
 

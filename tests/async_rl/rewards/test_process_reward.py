@@ -17,8 +17,8 @@ from tests.support.groups import text_responses
 
 pytestmark = pytest.mark.distributed
 
-TIMEOUT_S = 0.5
-IN_TIME_S = 15.0
+TIMEOUT_S = 2.0
+IN_TIME_S = 60.0
 """An error that comes by itself, or by the timeout, does so at once; a machine under load starts processes slowly."""
 
 REWARDS = """
@@ -85,20 +85,20 @@ EITHER = {
     "keyboard": "KeyboardInterrupt",
     "generator exit": "GeneratorExit",
     "cancelled": "CancelledError",
-    "blocks": r"(?s)no answer within reward.timeout_s = 0.5 s; its process was killed; it was at:.*time.sleep\(3600\)",
+    "blocks": r"(?s)no answer within reward.timeout_s = 2 s; its process was killed; it was at:.*time.sleep\(3600\)",
 }
 """Of a call, which the worker runs in one way if the function is synchronous, and in another if it is not."""
 
 OF_PROCESS = {
     "os._exit": "its process ended .exit code 3.",
     "closes its files": "its process ended|its process was killed",
-    "spins": "(?s)no answer within reward.timeout_s = 0.5 s; its process was killed; it was at:.*while True",
+    "spins": "(?s)no answer within reward.timeout_s = 2 s; its process was killed; it was at:.*while True",
 }
 """Of the process, which is the same to its parent whatever it runs."""
 
 ASYNCHRONOUS = {
-    "swallows": "no answer within reward.timeout_s = 0.5 s; its process was killed",
-    "sleeps": r"(?s)no answer within reward.timeout_s = 0.5 s; it was stopped:.*asyncio.sleep\(3600\)",
+    "swallows": "no answer within reward.timeout_s = 2 s; its process was killed",
+    "sleeps": r"(?s)no answer within reward.timeout_s = 2 s; it was stopped:.*asyncio.sleep\(3600\)",
     "cancels itself": "CancelledError",
     "exits in a task": "its process ended",
     "stops the loop": "its process ended",
@@ -178,21 +178,19 @@ def test_close_ends_whatever_is_under_way(
     shared_loop.run(reward.start())
     processes = [psutil.Process(worker.process.pid) for worker in reward._workers]
     calls = [shared_loop.submit(reward.score(prompt(fault), RESPONSES)) for fault in faults]
-    begun = time.monotonic()
     for call in calls:
         call.cancel()
     shared_loop.run(reward.close(), IN_TIME_S)
     assert psutil.wait_procs(processes, timeout=IN_TIME_S)[1] == []
-    assert time.monotonic() - begun < IN_TIME_S
 
 
 def test_calls_beside_one_that_blocks_are_made_again_and_lose_nothing(
     file: Path, shared_loop: EventLoopThread, tmp_path: Path
 ) -> None:
-    reward = make_reward(RewardSection(name=f"python:{file}:eventual", timeout_s=2.0))
+    reward = make_reward(RewardSection(name=f"python:{file}:eventual", timeout_s=4.0))
     shared_loop.run(reward.start())
     blocking = shared_loop.submit(reward.score(prompt("blocks"), RESPONSES))
-    time.sleep(1.0)  # so that the others' time is not over when the first one's is
+    time.sleep(2.0)  # so that the others' time is not over when the first one's is
     others = [shared_loop.submit(reward.score(prompt(), RESPONSES)) for _ in range(8)]
     with pytest.raises(RewardError, match="row of blocks"):
         blocking.result(IN_TIME_S)
@@ -239,7 +237,7 @@ async def crowded(prompt, responses, row):
     global under_way, most
     under_way += 1
     most = max(most, under_way)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.25)
     under_way -= 1
     return [most] * len(responses)
 """
@@ -285,9 +283,9 @@ def test_a_failed_call_is_not_made_again_unless_asked(
 def test_asynchronous_calls_are_limited_and_their_time_begins_when_they_do(
     flaky: Callable[..., Reward], loop: EventLoopThread
 ) -> None:
-    """Twelve calls of 0.2 s, three at once, take 0.8 s: more than each may take once it runs."""
-    reward = flaky("crowded", max_concurrency=3, timeout_s=0.7)
-    calls = [loop.submit(reward.score(Prompt(f"row{i}", (3,), {}), RESPONSES)) for i in range(12)]
+    """36 calls of 0.25 s, three at once, take 3 s: more than each may take once it runs."""
+    reward = flaky("crowded", max_concurrency=3, timeout_s=2.9)
+    calls = [loop.submit(reward.score(Prompt(f"row{i}", (3,), {}), RESPONSES)) for i in range(36)]
     assert max(call.result(IN_TIME_S).rewards[0] for call in calls) == 3.0
 
 

@@ -77,9 +77,9 @@ def test_a_formula_has_numbers_operators_and_names_of_mathematics(text: str, is_
 
 def test_an_answer_that_cannot_be_computed_is_wrong_and_leaves_time_for_the_others() -> None:
     (row,) = rows("countdown", 1)
-    begun = time.monotonic()
+    begun_s = time.process_time()
     huge, right = score(row, "9**9**9**9", row["answer"], timeout_s=4.0)
-    assert (huge, right) == (0.0, 1.0) and time.monotonic() - begun < 8
+    assert (huge, right) == (0.0, 1.0) and time.process_time() - begun_s < 8
 
 
 @pytest.mark.parametrize("task", ["prime_factorization", "game_of_life", "coin_flip", "boxnet"])
@@ -95,7 +95,7 @@ def test_a_row_that_its_task_cannot_read_is_an_error() -> None:
 
 def test_repeated_tags_are_scored_in_linear_time() -> None:
     (row,) = rows("spell_backward", 1)
-    begun = time.monotonic()
+    begun_s = time.process_time()
     # In quadratic time it takes more than a minute.
     assert score(row, "<answer>" * 50_000, row["answer"]) == [0.0, 1.0]
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun_s < 5

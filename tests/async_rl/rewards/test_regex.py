@@ -47,11 +47,11 @@ def test_a_row_without_a_pattern_is_named(row: dict[str, Any], message: str) -> 
 def test_a_pattern_that_backtracks_forever_is_no_match_and_leaves_time_for_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    begun = time.monotonic()
+    begun_s = time.process_time()
     with caplog.at_level(logging.WARNING):
-        assert score({}, "a" * 60, "ab", pattern="(a+)+b", timeout_s=0.6) == [0.0, 1.0]
+        assert score({}, "a" * 60, "ab", pattern="(a+)+b", timeout_s=3.0) == [0.0, 1.0]
     # Each of two responses has half of nine tenths of the time.
-    assert time.monotonic() - begun < 0.5
+    assert time.process_time() - begun_s < 2.0
     assert re.search(r"prompt row7, response 0: the pattern '\(a\+\)\+b' did not come to an end", caplog.text)
 
 

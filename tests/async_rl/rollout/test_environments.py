@@ -26,7 +26,7 @@ from async_rl.rollout.session import RolloutSession
 from async_rl.types import Batch, Group, Prompt
 from tests.support.scripted_pool import ScriptedPool
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 Play = Callable[[str], Awaitable[None]]
 

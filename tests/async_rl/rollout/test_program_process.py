@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,7 +234,7 @@ class Runs:
         return await self.process.run(prompt, session or self.open(), timeout_s)
 
     def __call__(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return self.loop.run(make(), 60)
+        return self.loop.run(make(), 240)
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +263,7 @@ def runs(process: tuple[EventLoopThread, ProgramProcess], tokenizer: Any) -> Run
     """Its process runs: it is started again if a test before has ended it."""
     runs = Runs(*process, tokenizer)
     if not runs.process.running:
-        runs.loop.run(runs.process.start(60))
+        runs.loop.run(runs.process.start(240))
     return runs
 
 
@@ -288,14 +287,17 @@ def test_a_program_takes_turns_and_gives_a_reward(runs: Runs) -> None:
 
 
 def test_rollouts_of_one_process_run_at_the_same_time(runs: Runs) -> None:
-    runs.pool.delay_s = 0.5
+    runs.pool.delay_s = 3600.0
 
-    async def go() -> float:
-        begun_s = time.monotonic()
-        await asyncio.gather(*(runs.run("two_turns", runs.open(seed)) for seed in range(50)))
-        return time.monotonic() - begun_s
+    async def go() -> None:
+        running = [asyncio.create_task(runs.run("two_turns", runs.open(seed), 3600.0)) for seed in range(50)]
+        while len(runs.pool.asked) < 50:
+            await asyncio.sleep(0.01)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
-    assert runs(go) < 10, "one after the other they take 50 s"
+    runs(go)
 
 
 @pytest.mark.parametrize(
@@ -317,9 +319,11 @@ def test_a_fault_is_that_of_its_rollout_alone(
 ) -> None:
     # A busy machine takes half a minute for 10,000.
     monkeypatch.setattr(program_process, "MAX_REFUSED", 100)
+    # Ten million numbers block the process, for longer on a busy machine.
+    monkeypatch.setattr(program_process, "END_GRACE_S", 60.0)
 
     async def go() -> tuple[Any, Any]:
-        beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=20)))
+        beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=3600)))
         await asyncio.sleep(0.2)
         failed = await outcome(runs.run(does))
         if runs.process.running:
@@ -344,13 +348,11 @@ def test_a_program_that_does_not_end_is_killed_and_others_are_interrupted(
 
     async def go() -> tuple[Any, Any, RolloutSession]:
         session = runs.open()
-        beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=1.2)))
-        ended = await outcome(runs.run(does, session, timeout_s=1.0))
+        beside = asyncio.create_task(outcome(runs.run("sleeps", timeout_s=3.2)))
+        ended = await outcome(runs.run(does, session, timeout_s=3.0))
         return ended, await beside, session
 
-    begun_s = time.monotonic()
     ended, beside, session = runs(go)
-    assert time.monotonic() - begun_s < 10
     if does == "writes_into_pipes":
         # Its mark of the rollout that runs is no longer true.
         runs.loop.run(runs.process.close())
@@ -368,7 +370,7 @@ def test_a_process_that_replaces_a_killed_one_is_not_killed_for_it(runs: Runs, m
 
     async def go() -> RolloutResult:
         await runs.run("hangs", timeout_s=1.0)
-        await runs.process.start(60)
+        await runs.process.start(240)
         return await runs.run("two_turns")
 
     assert runs(go) == RolloutResult(0.5)
@@ -397,7 +399,7 @@ def test_what_is_left_behind_and_hangs_ends_the_process_and_not_the_rollouts(
 def test_time_is_a_limit_at_which_a_program_may_still_give_a_reward(runs: Runs, does: str, reward: float) -> None:
     async def go() -> tuple[RolloutResult, RolloutSession]:
         session = runs.open()
-        return await runs.run(does, session, timeout_s=0.5), session
+        return await runs.run(does, session, timeout_s=2.0), session
 
     result, session = runs(go)
     assert result.reward == reward
@@ -443,7 +445,8 @@ def test_what_cannot_be_read_is_a_fault_at_once(runs: Runs) -> None:
 def test_a_turn_of_a_rollout_that_ends_meanwhile_is_an_error_at_once(runs: Runs) -> None:
     async def go() -> list[RolloutResult]:
         first = asyncio.create_task(runs.run("uses_the_policy_of_another"))
-        await asyncio.sleep(0.2)
+        while not runs.pool.asked:
+            await asyncio.sleep(0.01)
         runs.pool.delay_s = 1.0
         return await asyncio.gather(first, runs.run("uses_the_policy_of_another", timeout_s=10))
 
@@ -492,7 +495,7 @@ def test_a_program_that_cannot_be_loaded_says_why(
     (tmp_path / "program.py").write_text(text)
     process = ProgramProcess(f"python:{tmp_path / 'program.py'}:rollout")
     with pytest.raises(NotLoaded, match=message):
-        loop.run(process.start(60))
+        loop.run(process.start(240))
     assert not process.running
 
 
@@ -500,7 +503,7 @@ def test_a_process_that_cannot_be_started_says_why(loop: EventLoopThread, progra
     process = ProgramProcess(program)
     too_many = r"cannot be started: .*Too many open files.*; raise .*ulimit -n"
     with room_for_files(0), pytest.raises(LoadingEnded, match=too_many):
-        loop.run(process.start(60))
+        loop.run(process.start(240))
     assert not process.running
 
 

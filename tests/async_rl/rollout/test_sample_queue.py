@@ -1,5 +1,4 @@
 import threading
-import time
 import traceback
 from dataclasses import replace
 
@@ -28,10 +27,8 @@ def test_consumer_that_does_not_wait_gets_what_is_there() -> None:
 
 def test_consumer_waits_for_the_next_group() -> None:
     queue = SampleQueue(1, "v0")
-    begun = time.monotonic()
     threading.Timer(0.1, queue.put, [make_group(0)]).start()
     assert len(queue.ready(wait=True)) == 1
-    assert 0.08 < time.monotonic() - begun < 2
 
 
 def test_producers_error_surfaces_at_once_with_its_own_traceback() -> None:
@@ -49,11 +46,9 @@ def test_producers_error_surfaces_at_once_with_its_own_traceback() -> None:
 
 def test_failure_wakes_a_waiting_consumer() -> None:
     queue = SampleQueue(1, "v0")
-    started = time.monotonic()
     threading.Timer(0.05, queue.fail, [RuntimeError("no more")]).start()
     with pytest.raises(RuntimeError, match="no more"):
         queue.ready(wait=True)
-    assert time.monotonic() - started < 2
 
 
 def test_close_wakes_a_waiting_consumer_and_lets_later_groups_go() -> None:
@@ -101,11 +96,12 @@ def test_the_end_of_the_producers_of_a_complete_batch_is_no_fault() -> None:
 
 
 def test_a_waiting_consumer_looks_whether_there_is_still_something_to_wait_for() -> None:
-    looks: list[float] = []
+    num_looks = 0
 
     def watch() -> None:
-        looks.append(time.monotonic())
-        if len(looks) == 3:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 3:
             raise EventLoopLost("the thread has ended")
 
     with pytest.raises(EventLoopLost):

@@ -117,13 +117,19 @@ def test_seeds_follow_from_content_and_not_from_arrival(sessions: Sessions, pool
     run(compare)
 
 
+async def asked(pool: ScriptedPool, number: int) -> None:
+    """Waits until so many requests have reached the pool: a prompt is rendered in a thread before."""
+    while len(pool.asked) < number:
+        await asyncio.sleep(0.001)
+
+
 def test_requests_of_one_id_are_one_turn_while_it_is_sampled(sessions: Sessions, pool: ScriptedPool) -> None:
-    pool.delay_s = 0.05
+    pool.delay_s = 0.2
 
     async def go() -> None:
         session = opened(sessions)
         asking = [asyncio.create_task(session.generate(messages=HI, request_id="a")) for _ in range(3)]
-        await asyncio.sleep(0.01)
+        await asked(pool, 1)
         asking[0].cancel()
         first, *others = await asyncio.gather(*asking, return_exceptions=True)
         assert isinstance(first, asyncio.CancelledError) and others[0] is others[1]
@@ -141,7 +147,7 @@ def test_a_cancelled_turn_leaves_nothing_and_is_sampled_the_same_when_asked_agai
         pool.delay_s = 30
         session = opened(sessions)
         asking = asyncio.create_task(session.generate(messages=HI))
-        await asyncio.sleep(0.01)
+        await asked(pool, 1)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await asyncio.sleep(0)
@@ -231,7 +237,7 @@ def test_a_closed_session_gives_nothing_more(sessions: Sessions, pool: ScriptedP
         await session.generate(messages=HI)
         pool.delay_s = 30
         asking = asyncio.create_task(session.generate(messages=HI))
-        await asyncio.sleep(0.01)
+        await asked(pool, 2)
         assert session.finish().num_turns == 1
         for waiting in (asking, session.generate(messages=HI)):
             with pytest.raises(SessionClosed):
@@ -287,7 +293,7 @@ def test_of_turns_at_the_same_time_nothing_depends_on_which_is_faster(
             pool.delay_s = delay_s
             asking = session.generate(token_ids=[3, number], num_known=0)
             turns.append(asyncio.create_task(asking))
-            await asyncio.sleep(0.02)
+            await asked(pool, number + 1)
         said = [len((await turn).token_ids) for turn in turns]
         assert said == [7, 7], "each had all ten tokens"
         assert await limit_of(session.generate(token_ids=[3, 2], num_known=2)) == "tokens"

@@ -94,9 +94,9 @@ def test_output_up_to_the_limit_is_kept(run: Callable[..., Outcome]) -> None:
 
 
 def test_time_is_counted_from_the_start_of_the_program(run: Callable[..., Outcome]) -> None:
-    outcome = run("import time\nprint(1, flush=True)\ntime.sleep(99)", wall_s=0.5)
+    outcome = run("import time\nprint(1, flush=True)\ntime.sleep(99)", wall_s=3.0)
     assert (outcome.status, outcome.stdout) == ("timeout", b"1\n")
-    assert 0.5 <= outcome.seconds < 0.5 + SOON_S
+    assert 3.0 <= outcome.seconds < 3.0 + SOON_S
     assert run("while True: pass", cpu_s=1, wall_s=60).status == "timeout"
 
 

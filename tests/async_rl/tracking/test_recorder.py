@@ -16,6 +16,7 @@ from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten, token_texts
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, group_times
 from async_rl.types import Group, Prompt, Publication, RolloutFacts
+from tests.support.clock import Clock
 from tests.support.groups import make_group, make_response
 
 VERSION = "v0"
@@ -25,6 +26,20 @@ def group(index: int, duration_s: float, **counts: int) -> Group:
     response = replace(make_response(text="5 6", logprobs=(-0.1, -0.2)), **counts)
     started_s = time.monotonic()
     return make_group(index, [response], rewards=[1.0], started_s=started_s, finished_s=started_s + duration_s)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time passes where a test says so, and a microsecond each time that it is read."""
+    clock = Clock()
+
+    def read() -> float:
+        clock.sleep(1e-6)
+        return clock.now_s
+
+    monkeypatch.setattr(time, "monotonic", read)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock
 
 
 def run_iteration(recorder: Recorder, iteration: int, groups: list[Group], train_s: float, num_instances: int) -> None:
@@ -45,7 +60,8 @@ def test_a_record_tells_idle_shares_and_interrupted_responses(tmp_path: Path) ->
     recorder.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert record["num_continued"] == 3 and record["num_resampled"] == 1
-    assert record["idle_training"] < 0.5 and 0.5 < record["idle_inference"] < 1.0
+    assert record["idle_training"] == pytest.approx(0.0, abs=1e-3)
+    assert record["idle_inference"] == pytest.approx(0.8, abs=1e-3)
     assert record["desired_instances"] == 1
 
 

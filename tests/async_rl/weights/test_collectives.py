@@ -19,8 +19,8 @@ from async_rl.weights.collectives import NUM_IN_FLIGHT, Collectives, TimedOut
 from async_rl.weights.store import StoreServer
 from async_rl.weights.stream import TensorSpec, WeightGroup
 
-TIMEOUT_S = 0.3
-SOON_S = 10.0
+TIMEOUT_S = 1.0
+SOON_S = 60.0
 """Far below a hang, far above what a loaded machine takes."""
 
 
@@ -112,7 +112,7 @@ def test_a_receiver_that_dies_in_a_broadcast_ends_it_in_a_named_error(
 ) -> None:
     group = kind(alive=3)
     started = time.monotonic()
-    with pytest.raises(PublishError, match=r"the weight broadcast broke after .* did not end within 0\.3 s"):
+    with pytest.raises(PublishError, match=r"the weight broadcast broke after .* did not end within 1 s"):
         weight_group(group).send(tensors(20), 16)
     assert time.monotonic() - started < SOON_S
     assert group.aborted.is_set() and len(group.started) <= 3 + NUM_IN_FLIGHT, "nothing was sent after the loss"
@@ -140,7 +140,7 @@ def test_nothing_is_read_before_it_has_arrived(weight_group: Callable[[FakeGroup
 def test_a_member_that_never_connects_ends_the_meeting_in_time() -> None:
     group = FakeGroup(connects=False)
     started = time.monotonic()
-    with pytest.raises(TimedOut, match=r"not all members connected within 0\.3 s"):
+    with pytest.raises(TimedOut, match=r"not all members connected within 1 s"):
         on(group).meet()
     assert time.monotonic() - started < SOON_S and group.aborted.is_set()
     on(FakeGroup(alive=1)).meet()

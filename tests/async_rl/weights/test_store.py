@@ -20,7 +20,7 @@ from tests.support.lost_store import lose
 
 HOST = "127.0.0.1"
 SECRET = "of this meeting" * 3
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_gloo_is_not_waited_for_longer_than_the_timeout_or_the_rendezvous(
     server: StoreServer, is_called_off: bool
 ) -> None:
     """gloo itself waits the timeout for each peer that is gone, one after the other, whatever happens to the store."""
-    size, timeout_s = 5, 10.0 if is_called_off else 1.0
+    size, timeout_s = 5, 60.0 if is_called_off else 5.0
     stores = [lose(join_rendezvous(HOST, server.port, SECRET, timeout_s)) for _ in range(size - 2)]
     stores.append(join_rendezvous(HOST, server.port, SECRET, timeout_s))
     begun = time.monotonic()
@@ -117,10 +117,11 @@ def test_gloo_is_not_waited_for_longer_than_the_timeout_or_the_rendezvous(
             server.close()
         for each in joining:
             with pytest.raises(
-                PublishError, match="ended by its host|is gone|was reset" if is_called_off else "within 1 s"
+                PublishError, match="ended by its host|is gone|was reset" if is_called_off else "within 5 s"
             ):
                 each.result()
-    assert time.monotonic() - begun < 3.0
+    # The timeout once, or half of it; three peers are gone.
+    assert time.monotonic() - begun < (timeout_s / 2 if is_called_off else 3 * timeout_s)
 
 
 def test_a_wrong_secret_is_refused_at_once_and_on_both_sides(server: StoreServer) -> None:

@@ -141,7 +141,7 @@ def test_sigterm_reaches_the_ranks_which_save_first(start: Start, tmp_path: Path
     process = start(SAVES_ON_SIGTERM)
     wait_for(tmp_path / "ready", process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == 143
     assert (tmp_path / "saved").exists()
 

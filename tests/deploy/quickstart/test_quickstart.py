@@ -95,7 +95,7 @@ def test_keys_that_the_quickstart_sets_itself_are_refused_before_it_starts(tmp_p
 @pytest.mark.distributed
 def test_a_bad_override_ends_before_the_warm_start(tmp_path: Path) -> None:
     process = start("--run-dir", str(tmp_path / "run"), "--optimizer.learningrate", "1")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     assert "unknown key 'optimizer.learningrate'" in output
     assert not (tmp_path / "run").exists()
@@ -110,7 +110,7 @@ def test_ctrl_c_in_the_warm_start_leaves_no_process(tmp_path: Path) -> None:
         assert time.monotonic() < deadline, "the warm start did not begin"
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT
     assert "stopped by SIGINT" in output
     assert commands_with(str(tmp_path)) == []

@@ -97,10 +97,8 @@ def test_a_signal_lets_the_trainer_save_and_ends_every_task(run: RayRun) -> None
     run.start(*slow(run, 100), "--checkpoint.every=1000")
     run.wait_for(lambda: len(run.lines("ledger.jsonl")) >= 2)
     assert run.process is not None
-    begun_s = time.monotonic()
     run.process.send_signal(signal.SIGTERM)
     assert run.finish() == 128 + signal.SIGTERM, run.everything_said()
-    assert time.monotonic() - begun_s < 60
     assert gone(run.tasks(), timeout_s=5)
     assert list(run.dir.glob("checkpoints/*")), "the last whole iteration is saved"
     assert "stopped by SIGTERM; all its processes have ended" in run.output.read_text()

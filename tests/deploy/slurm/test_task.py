@@ -43,7 +43,7 @@ class Ground:
         words = [sys.executable, "-m", "deploy.slurm.task", "--name", "task", "--role", role]
         words += ["--run-dir", str(self.run_dir), "--grace-s", "2", "--max-restarts", "2", "--restart-delay-s", "0.1"]
         env = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **environment}
-        done = subprocess.run([*words, *options, "--", *command], env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*words, *options, "--", *command], env=env, capture_output=True, text=True, timeout=240)
         self.output = done.stdout + done.stderr
         return done.returncode
 

@@ -66,7 +66,7 @@ def body_of(**params: Any) -> dict[str, Any]:
     return {"token_ids": PROMPT, "sampling_params": {"logprobs": 0, "seed": 7, **params}}
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"

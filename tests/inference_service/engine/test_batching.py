@@ -16,7 +16,7 @@ from inference_service.engine.sequences import Sequence
 from inference_service.engine_interface import EngineFault
 from tests.support.tiny_model import FAMILIES, MODEL_SIZE
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Recorder:

@@ -27,7 +27,7 @@ def logprobs(choice: dict[str, Any]) -> list[float]:
     return [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -235,7 +235,7 @@ def test_pause_treats_running_requests_by_its_mode(instance: Any, mode: str) -> 
         waiting = threads.submit(instance.generate, PROMPT, max_tokens=3)
         wait_for(lambda: instance.metric("vllm:num_requests_waiting") == 1)
         if mode != "keep":
-            running.result(timeout=10)
+            running.result(timeout=60)
         instance.answer_others()
         assert not waiting.done()
         assert running.done() == (mode != "keep")
@@ -259,7 +259,7 @@ def test_second_abort_pause_ends_the_requests_that_wait(instance: Any) -> None:
 
 def test_server_answers_while_it_generates(instance: Any) -> None:
     done = threading.Event()
-    delays = []
+    num_answers = 0
 
     def load() -> None:
         instance.generate(PROMPT, n=16, **LONG)
@@ -268,10 +268,9 @@ def test_server_answers_while_it_generates(instance: Any) -> None:
     with ThreadPoolExecutor(1) as threads:
         threads.submit(load)
         while not done.is_set():
-            started = time.monotonic()
             assert instance.client.get("/health").status_code == 200
-            delays.append(time.monotonic() - started)
-    assert max(delays) < 1.0
+            num_answers += 1
+    assert num_answers > 5, "one that waited for the generation would be the only one"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def main() -> None:
     dist.all_reduce(torch.zeros(1))
     lifeline.close()
     if mode == "ends apart":
-        time.sleep(parallel.rank * 3 * lost_after_s)
+        time.sleep(parallel.rank * 1.5 * lost_after_s)
     parallel.close()
 
 
