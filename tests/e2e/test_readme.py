@@ -40,9 +40,19 @@ def workplace(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
     return tmp_path
 
 
+def is_plain_run(block: str) -> bool:
+    """Whether it is a run of other settings and nothing else: what these do is shown by runs of other tests."""
+    return block.startswith("async-rl run run.toml") and len(block.splitlines()) == 1
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("block", shell_blocks("async-rl"))
-def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> None:
+@pytest.mark.parametrize("block", filter(is_plain_run, shell_blocks("async-rl")))
+def test_a_run_of_other_settings_can_be_started(workplace: Path, block: str) -> None:
+    assert "-m trainer run.toml" in run_in(workplace, f"{block.rstrip()} --dry-run")
+
+
+def run_in(workplace: Path, block: str) -> str:
+    """What a block of commands prints, at ports that are free."""
     master_port, *others = free_ports(4)
     for port, free in zip(("8001", "8002", "8700"), others, strict=True):
         block = block.replace(port, str(free))
@@ -69,9 +79,17 @@ def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> N
         with contextlib.suppress(ProcessLookupError):  # a block without background processes has left none
             os.killpg(script.pid, signal.SIGTERM)
     assert script.stdout is not None
-    assert code == 0, script.stdout.read()
+    said = script.stdout.read()
+    assert code == 0, said
+    return said
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("block", [block for block in shell_blocks("async-rl") if not is_plain_run(block)])
+def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> None:
+    said = run_in(workplace, block)
     if "async-rl eval" in block:
-        assert "pass@4" in script.stdout.read()
+        assert "pass@4" in said
         return
     run_dir = workplace / re.search(r"runs/\w+", block + "runs/mine")[0]
     iterations = int(re.search(r"--train.iterations (\d+)|$", block)[1] or 2)
@@ -84,6 +102,7 @@ def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> N
 
 
 @pytest.mark.distributed
+@pytest.mark.always
 def test_make_quickstart_leaves_everything_it_promises(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert "held-out accuracy" in make("quickstart", f"--iterations 3 --run-dir {run_dir}")
@@ -155,8 +174,8 @@ def test_every_command_for_users_and_contributors_is_run_by_a_test_or_by_ci() ->
         "docs",
         *SMALL_BENCHMARKS,
     }
-    # It takes an hour; `make test` runs a cover of it.
-    run_by_hand = {"test-layouts"}
+    # Together they take hours; `make test` runs what shows each guarantee.
+    run_by_hand = {"test-all", "test-layouts"}
     ci = (ROOT / ".ci" / "run").read_text() + (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     run_by_ci = set(re.findall(r"^(?: *- run: )?make ([a-z0-9-]+)$", ci, flags=re.MULTILINE))
     shell = [*blocks("sh"), *blocks("sh", CONTRIBUTING)]

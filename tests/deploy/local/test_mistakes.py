@@ -81,6 +81,7 @@ MISTAKES = {
     "misspelt option": Mistake(
         ("--train.iteratons", "4"), says=("'train.iteratons': did you mean 'train.iterations'?",)
     ),
+    "option of a misspelt section": Mistake(("--trian.iterations", "4"), says=("unknown key 'trian",)),
     "option without a value": Mistake(("--train.iterations",), says=("--train.iterations has no value", "INT")),
     "no number": Mistake(("--train.iterations", "many"), says=("train.iterations: ", "valid integer", "'many'")),
     "out of range": Mistake(
@@ -250,6 +251,11 @@ def workplace(tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pyte
         signal.signal(number, handler)
 
 
+def records(workplace: Path) -> dict[Path, bytes]:
+    """What is in the folder of the runs."""
+    return {path: path.read_bytes() for path in (workplace / "runs").rglob("*") if path.is_file()}
+
+
 def make(workplace: Path, mistake: Mistake) -> None:
     for name, content in mistake.files.items():
         path = workplace / name
@@ -268,6 +274,7 @@ def test_a_mistake_is_named_before_anything_starts(
 ) -> None:
     mistake = MISTAKES[name]
     make(workplace, mistake)
+    before = records(workplace)
     try:
         code = main(["run.toml", *mistake.words])
     except SystemExit as end:
@@ -278,6 +285,7 @@ def test_a_mistake_is_named_before_anything_starts(
         assert part in said
     assert "Traceback" not in said and 'File "' not in said, said
     assert not (workplace / "runs" / "one" / "logs").exists(), "a process was started"
+    assert records(workplace) == before
 
 
 def test_all_that_is_wrong_is_said_at_once(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
