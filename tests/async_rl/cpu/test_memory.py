@@ -6,8 +6,11 @@ import sys
 import pytest
 
 PROGRAM = """
-import resource, torch
+import ctypes, resource, torch
 from async_rl.cpu.memory import keep_freed_memory
+# Where the system gives huge pages without being asked, a large tensor costs few faults.
+PR_SET_THP_DISABLE = 41
+ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 {call}
 # glibc looks for room for a tensor and its alignment: the first ones do not fit where their like were.
 for _ in range(12):
