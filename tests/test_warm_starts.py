@@ -97,6 +97,17 @@ def test_forks_are_children_of_whoever_starts_them_at_every_depth(tmp_path: Path
     assert not any(psutil.pid_exists(pid) for pid in family if pid != seen["pid"]), "nothing outlives the guard"
 
 
+def test_what_the_programs_set_for_themselves_makes_no_start_a_cold_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a test process does that has imported the product."""
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
+    asked: list[object] = []
+    monkeypatch.setattr(
+        WARM, "_ask", lambda *request: asked.append(request) or os.spawnvp(os.P_NOWAIT, "true", ["true"])
+    )
+    subprocess.run(FACTS, stdin=subprocess.DEVNULL)
+    assert asked
+
+
 def test_forks_draw_numbers_of_their_own() -> None:
     runs = [subprocess.run(FACTS, stdin=subprocess.DEVNULL, capture_output=True, check=True) for _ in range(2)]
     first, second = (json.loads(run.stdout) for run in runs)

@@ -13,8 +13,8 @@ from pathlib import Path
 LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)
 PR_GET_PDEATHSIG = 2
 
-VOLATILE = ("COLUMNS", "LINES", "PYTEST_CURRENT_TEST")
-"""The first two are set by readline, past `os.environ`."""
+VOLATILE = ("COLUMNS", "LINES", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "PYTEST_CURRENT_TEST")
+"""The first two are set by readline, past `os.environ`, the next by `async_rl.cpu.products`, when it is imported."""
 
 
 def facts() -> dict[str, object]:

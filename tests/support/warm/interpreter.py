@@ -70,11 +70,12 @@ def main() -> NoReturn:
     path = sys.path[1:]
     warm = dict(os.environ)
     import_everything()
+    set_by_imports = {name: value for name, value in os.environ.items() if name not in warm}
     connection = socket.socket(fileno=int(sys.argv[1]))
     wait_quietly()
     start, descriptors = serve(connection)
     while True:
-        become(start, descriptors)
+        become(start, descriptors, set_by_imports)
         if not start.starts_others:
             break
         mine, its = socket.socketpair()

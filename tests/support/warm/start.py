@@ -43,7 +43,7 @@ READ_BY_IMPORTS = (
 )
 """Beginnings of variables that Python, the C library, torch and transformers read when they are loaded."""
 
-READ_LATER = ("CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_")
+READ_LATER = ("CUDA_VISIBLE_DEVICES", "ONEDNN_PRIMITIVE_", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_")
 """Among these, what is read later, or is carried out here."""
 
 STARTED = 3
@@ -141,8 +141,11 @@ def _name_of(function: Callable[[], Any]) -> str | None:
     return f"{module}:{name}" if module and name.isidentifier() else None
 
 
-def become(start: Start, descriptors: Sequence[int]) -> None:
-    """Makes this process, a fresh fork, the one that `start` asks for; the fourth descriptor stays open as number 3."""
+def become(start: Start, descriptors: Sequence[int], set_by_imports: Mapping[str, str]) -> None:
+    """Makes this process, a fresh fork, the one that `start` asks for; the fourth descriptor stays open as number 3.
+
+    Variables that modules set when they are imported are what the starter gave, where it gave any.
+    """
     spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, STARTED + 1) for descriptor in descriptors]
     for number, descriptor in enumerate(spare):
         os.dup2(descriptor, number)
@@ -159,7 +162,7 @@ def become(start: Start, descriptors: Sequence[int]) -> None:
     _take_signals(start)
     os.chdir(start.directory)
     os.environ.clear()
-    os.environ.update(start.environment)
+    os.environ.update({**set_by_imports, **start.environment})
     set_command_line(start.words)
 
 
