@@ -65,5 +65,6 @@ def end(how: str) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"pid": os.getpid(), "random": random.random(), **facts()}))
+    of_one = {"pid": os.getpid(), "random": random.random(), "is warm": "torch" in sys.modules}
+    print(json.dumps(of_one | facts()))
     end(sys.argv[1] if len(sys.argv) > 1 else "")
