@@ -45,22 +45,38 @@ def without_compiler() -> Iterator[None]:
 
     transformers marks functions where it defines them, torch some at their first call. In the body, an empty package is
     in the compiler's place, with these marks, which change nothing, and with its folder: what is imported from a file
-    in it stays valid, and the compiler itself can be imported afterwards.
+    in it stays valid. The compiler itself is loaded where anything else of it is used, and can be imported afterwards.
     """
     spec = find_spec(_COMPILER)
     if _COMPILER in sys.modules or spec is None:
         yield
         return
-    stand_in = ModuleType(_COMPILER)
+    stand_in = _StandIn(_COMPILER)
     stand_in.__path__ = spec.submodule_search_locations or []
-    vars(stand_in).update(dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _unchanged))
     sys.modules[_COMPILER] = vars(torch)["_dynamo"] = stand_in
     try:
         yield
     finally:
-        del sys.modules[_COMPILER], vars(torch)["_dynamo"]
+        stand_in.leave()
 
 
 def _unchanged(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
     """A decorator that changes nothing, with or without options."""
     return _unchanged if function is None else function
+
+
+class _StandIn(ModuleType):
+    """A package in the compiler's place, which leaves when anything but a mark is used."""
+
+    allow_in_graph = assume_constant_result = disable = staticmethod(_unchanged)
+
+    def __getattr__(self, name: str) -> Any:
+        # Attributes of a package (`__spec__`, `__all__`), which it may lack.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.leave()
+        return getattr(import_module(_COMPILER), name)
+
+    def leave(self) -> None:
+        if sys.modules.get(_COMPILER) is self:
+            del sys.modules[_COMPILER], vars(torch)["_dynamo"]

@@ -69,6 +69,21 @@ def test_the_compiler_works_after_imports_without_it() -> None:
     assert run(COMPILER) == "[3.0, 3.0]\n"
 
 
+IN_THE_BODY = """
+import torch
+from async_rl.cpu.lean_imports import without_compiler
+with without_compiler():
+    from torch._dynamo import is_compiling, config
+    assert not is_compiling() and torch._dynamo.config is config
+    print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
+assert torch._dynamo.config is config
+"""
+
+
+def test_what_needs_the_compiler_itself_amid_imports_gets_it() -> None:
+    assert run(IN_THE_BODY) == "[2.0, 2.0]\n"
+
+
 RANK = """
 import sys
 import trainer.__main__
@@ -105,14 +120,7 @@ print(*sys.modules)
 UNUSED = {"torch._dynamo", "torch._inductor", "torch.onnx", "datasets", "pandas", "pyarrow", "scipy", "sklearn"}
 """Packages that take a tenth of a second at least."""
 
-OF_RANKS = {
-    "transformers.modeling_utils",
-    "transformers.generation",
-    "accelerate",
-    "uvicorn",
-    "openai",
-    "inference_service",
-}
+OF_RANKS = {"transformers.modeling_utils", "transformers.generation.utils", "accelerate", "openai", "inference_service"}
 OF_INSTANCES = {"megatron", "aiohttp", "tensorboard", "trainer"}
 
 
