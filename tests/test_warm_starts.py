@@ -131,6 +131,13 @@ def test_what_a_fork_cannot_do_is_started_anew(
     assert not asked
 
 
+def test_programs_of_the_directory_itself_are_those_that_run(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text("print('mine')")
+    command = [sys.executable, "-m", "trainer"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "mine\n", done.stderr
+
+
 def test_a_directory_that_is_missing_is_the_error_of_python() -> None:
     with pytest.raises(FileNotFoundError, match="/no/such/directory"):
         subprocess.run(FACTS, cwd="/no/such/directory")

@@ -9,17 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from tests.support.warm.start import Start, start_of
+from tests.support.warm.start import ROOT, Start, start_of
 
 LENGTH = struct.Struct(">Q")
 PID = struct.Struct(">i")
 PADDING = "x" * 2**15
 """Room for the command line that a fork shows."""
-
-ROOT = Path(__file__).parents[3]
 
 POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
 

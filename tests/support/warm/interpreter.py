@@ -94,6 +94,10 @@ def main() -> NoReturn:
 def run(module: str) -> NoReturn:
     """Runs a program to its end, as Python does, but for the removal of its modules, which would touch all memory."""
     code: object = 0
+    # What runs as the main program is not one of the imported modules.
+    sys.modules.pop(f"{module}.__main__", None)
+    if not hasattr(sys.modules.get(module), "__path__"):
+        sys.modules.pop(module, None)
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -37,6 +37,9 @@ LEAVES = (
 TRAINING_RANKS = "tests.support.trainer."
 """So begin the names of the tests' own training ranks."""
 
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("async_rl", "deploy", "inference_service", "tests", "trainer")
+
 READ_BY_IMPORTS = (
     *("ASCEND_", "ATEN_", "CUDA_", "DNNL_", "GLIBC_", "GOMP_", "HF_", "HOME", "HUGGINGFACE_", "KMP_", "LANG", "LC_"),
     *("LD_", "MALLOC_", "MKL_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH", "TRANSFORMERS_", "USE_", "XDG_"),
@@ -100,7 +103,7 @@ def start_of(
         return None
     where = Path.cwd() / (directory or "")
     name = None if before is None else _name_of(before)
-    if not where.is_dir() or (before is not None and name is None):
+    if not where.is_dir() or _has_its_own(where) or (before is not None and name is None):
         return None
     return Start(
         words=texts,
@@ -116,6 +119,12 @@ def start_of(
         cores=sorted(os.sched_getaffinity(0)),
         limits=[(limit, *resource.getrlimit(limit)) for limit in LIMITS],
     )
+
+
+def _has_its_own(directory: Path) -> bool:
+    """Whether programs in it would import other packages than those that the warm interpreter has imported."""
+    files = (directory / name for package in PACKAGES for name in (package, f"{package}.py"))
+    return any(file.exists() and file.resolve().parent != ROOT for file in files)
 
 
 def _of_imports(environment: Mapping[str, str]) -> dict[str, str]:
