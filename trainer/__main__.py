@@ -25,6 +25,7 @@ from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import VARIABLE, report_failure, report_unnamed_failure
 from async_rl.programs.loading import loading
+from async_rl.programs.start_gate import wait_at_gate
 from trainer.process_end import end_now, end_with_torchrun, exit_code_of
 from trainer.stop_signal import StopSignal
 
@@ -106,10 +107,12 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
     """Trains to the end and saves the model to `run.dir`/model."""
     with training_ranks(config, stop) as (parallel, ending):
         # See `training_ranks`.
-        with loading():
+        with loading(), stop.loading():
             from async_rl.loop import train
             from trainer.session import open_session
 
+        # All before it leaves the run's directory as it is: the instances may still turn out not to start.
+        wait_at_gate(os.environ)
         with open_session(config, parallel, token, ending=ending) as session:
             with ending.saving(session.saving.save_last):
                 train(
@@ -131,7 +134,7 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
 def training_ranks(config: Config, stop: StopSignal) -> "Iterator[tuple[Parallel, Ending]]":
     """Joins the other ranks, and leaves them at exit."""
     # Imported after the config was validated, so that a typo is reported without loading torch and Megatron.
-    with loading():
+    with loading(), stop.loading():
         from trainer.devices import choose_device
 
         device = choose_device(config.trainer.device, config.train.exact)

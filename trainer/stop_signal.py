@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 REPEAT_S = 2.0
@@ -24,12 +25,22 @@ class StopSignal:
     def __init__(self, on_end: Callable[[], object] = lambda: None) -> None:
         self.deferred = False
         self._on_end = on_end
+        self._is_loading = False
         self._told_s: float | None = None
 
     @property
     def told(self) -> bool:
         """Whether a SIGTERM was received."""
         return self._told_s is not None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """In its body, which imports, the signal ends this process without an exception: an import may swallow that."""
+        self._is_loading = True
+        try:
+            yield
+        finally:
+            self._is_loading = False
 
     def install(self) -> None:
         signal.signal(signal.SIGTERM, self.note)
@@ -42,6 +53,8 @@ class StopSignal:
             if not self.deferred:
                 # At once: an error of another rank that follows from this end must not be reported before.
                 self._on_end()
+                if self._is_loading:
+                    os._exit(128 + signum)
                 sys.exit(128 + signum)
         elif now - self._told_s > REPEAT_S:
             os._exit(128 + signum)

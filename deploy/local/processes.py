@@ -3,9 +3,11 @@
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from async_rl.programs.start_gate import VARIABLE
 from deploy.cluster.process import Process, Running, start_process
 
 POLL_S = 0.2
@@ -33,6 +35,11 @@ class Deployment:
         running = start_process(process, Path(self._reports.name) / f"{process.name}-{len(self._running)}")
         self._running.append(running)
         return running
+
+    def start_at_gate(self, process: Process) -> tuple[Running, Path]:
+        """Starts a process that waits, once it has loaded, until the file at the returned path is made."""
+        gate = Path(self._reports.name) / f"start-{process.name}"
+        return self.start(replace(process, env={**process.env, VARIABLE: str(gate)})), gate
 
     def run(self, process: Process, while_running: Callable[[], None]) -> None:
         """Runs a process until it exits, calling `while_running` every `POLL_S` and once after.

@@ -1,14 +1,15 @@
 """Runs a config on this machine: `async-rl run CONFIG [--section.key VALUE ...]`.
 
-Starts the instances, waits until they are healthy, starts the trainer and shows its progress; `supervisor.py` starts
-again what dies. However it ends (success, Ctrl-C, SIGTERM, a failed process, `kill -9`), every process it started ends
-too, see `async_rl.programs.process_guard`.
+Starts the instances and the trainer, which load at the same time; the trainer waits until the instances are healthy,
+then trains, and its progress is shown. `supervisor.py` starts again what dies. However it ends (success, Ctrl-C,
+SIGTERM, a failed process, `kill -9`), every process it started ends too, see `async_rl.programs.process_guard`.
 """
 
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from async_rl.net.http_client import HttpClient, answers_200
 from async_rl.programs.command_line import Parser
 from deploy.cluster.live_view import make_run_view
 from deploy.cluster.process import Running
+from deploy.cluster.restarts import DONE, may_restart
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.check import check_config
 from deploy.local.plan import Plan
@@ -33,18 +35,25 @@ START_TIMEOUT_S = 1800.0
 PROBE_TIMEOUT_S = 2.0
 
 
-def wait_until_healthy(instance: Running, url: str, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Waits until GET `url`/health returns 200.
+def wait_until_healthy(
+    instances: Sequence[Running],
+    urls: Sequence[str],
+    watch: Callable[[], None] = lambda: None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> None:
+    """Waits until GET URL/health returns 200 at each of `urls`, one per instance; meanwhile calls `watch` repeatedly.
 
     Raises:
-        ProcessFailed: the instance ended, or was not healthy within `timeout_s`.
+        ProcessFailed: an instance ended before it was healthy, or was not healthy within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    while not is_healthy(instance, url):
+    starting = list(zip(instances, urls, strict=True))
+    while starting := [(instance, url) for instance, url in starting if not is_healthy(instance, url)]:
+        watch()
         if time.monotonic() > deadline:
+            process, url = starting[0][0].process, starting[0][1]
             raise ProcessFailed(
-                f"{instance.process.name} did not answer at {url}/health within {timeout_s:.0f} s; "
-                f"see {instance.process.log_file}"
+                f"{process.name} did not answer at {url}/health within {timeout_s:.0f} s; see {process.log_file}"
             )
         time.sleep(POLL_S)
 
@@ -95,11 +104,26 @@ def run_config(
     require_startable("async-rl run", config, this_plan)
     with make_run_view(console, config.run.dir, token) as view, Deployment() as deployment:
         instances = [deployment.start(process) for process in this_plan.instances]
-        for instance, url in zip(instances, this_plan.urls, strict=True):
-            wait_until_healthy(instance, url)
-        view.note(f"{len(instances)} instance(s) ready, starting the trainer")
-        Supervisor(this_plan, config, deployment, instances, view).run()
+        trainer, gate = deployment.start_at_gate(this_plan.trainer)
+        wait_until_healthy(instances, this_plan.urls, partial(_require_trainer, trainer))
+        view.note(f"{len(instances)} instance(s) ready, the trainer begins")
+        supervisor = Supervisor(this_plan.urls, config, deployment, instances, trainer, view)
+        gate.touch()
+        supervisor.run()
     return this_plan
+
+
+def _require_trainer(trainer: Running) -> None:
+    """
+    Raises:
+        ProcessFailed: it has ended in a way that no restart mends, such as by an algorithm that cannot be loaded.
+    """
+    code = trainer.exit_code()
+    if code is None or code == DONE:
+        return
+    failure = trainer.failure()
+    if not may_restart(code, failure.cause):
+        raise failure
 
 
 def main(argv: Sequence[str]) -> int:

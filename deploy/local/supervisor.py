@@ -17,22 +17,27 @@ from deploy.cluster.process import Running
 from deploy.cluster.restarts import Restarts, num_trained
 from deploy.cluster.run_view import JsonlTail, RunView, shown_records
 from deploy.cluster.tasks import Task, remove_tasks, write_launch
-from deploy.local.plan import Plan
 from deploy.local.processes import POLL_S, Deployment
 
 RESUME = "--run.resume=true"
 
 
 class Supervisor:
-    """Starts the trainer of a plan whose instances run, and starts again what dies.
+    """Watches the trainer and the instances of a run, which have been started, and starts again what dies.
 
     Args:
-        instances: as started, in the plan's order.
+        urls: of the instances, in their order.
         view: shows the run's progress, and what was lost and started again.
     """
 
     def __init__(
-        self, plan: Plan, config: Config, deployment: Deployment, instances: Sequence[Running], view: RunView
+        self,
+        urls: Sequence[str],
+        config: Config,
+        deployment: Deployment,
+        instances: Sequence[Running],
+        trainer: Running,
+        view: RunView,
     ) -> None:
         self._run_dir = config.run.dir
         self._view = view
@@ -44,8 +49,8 @@ class Supervisor:
             trained = partial(num_trained, self._run_dir, None if url is None else url.__eq__)
             return KeptProcess(running, deployment.start, restarts, trained, again)
 
-        self._instances = [keep(running, url) for running, url in zip(instances, plan.urls, strict=True)]
-        self._trainer = keep(deployment.start(plan.trainer), None, (RESUME,))
+        self._instances = [keep(running, url) for running, url in zip(instances, urls, strict=True)]
+        self._trainer = keep(trainer, None, (RESUME,))
 
     def run(self) -> None:
         """Returns when the trainer has trained to the end.

@@ -88,8 +88,7 @@ class Stages:
         self.urls = the_plan.urls
         self._clients = [HttpClient(url, SCRAPE_TIMEOUT_S, self._token) for url in self.urls]
         self._instances = [self._deployment.start(process) for process in the_plan.instances]
-        for instance, url in zip(self._instances, self.urls, strict=True):
-            wait_until_healthy(instance, url)
+        wait_until_healthy(self._instances, self.urls)
 
     def run(
         self,

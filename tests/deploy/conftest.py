@@ -81,11 +81,13 @@ METRICS = {
 }
 
 TRAINER = (
-    COMMON
+    "from async_rl.programs.start_gate import wait_at_gate"
+    + COMMON
     + f"METRICS = {METRICS!r}\n"
     + """
 leave_pid("trainer")
 start_worker()
+wait_at_gate(os.environ)
 print("trainer starts with", *sys.argv[1:], flush=True)
 for iteration in range(3):
     with open("run/metrics.jsonl", "a") as file:
@@ -122,6 +124,14 @@ class Ground:
         """Adds what the trainer does after its three iterations."""
         with (self.path / "trainer.py").open("a") as file:
             file.write(code + "\n")
+
+    def before_instances_serve(self, code: str) -> None:
+        """Adds what the instances do before they can be reached."""
+        (self.path / "inference_service.py").write_text(INSTANCE.replace("\nclass Handler", f"\n{code}\nclass Handler"))
+
+    def before_trainer_waits(self, code: str) -> None:
+        """Adds what the trainer does while it loads."""
+        (self.path / "trainer.py").write_text(TRAINER.replace("\nwait_at_gate", f"\n{code}\nwait_at_gate"))
 
     def start(self, *overrides: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -5,14 +5,19 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 import trainer.__main__ as program
+from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import RewardError
 from async_rl.programs.failure_report import read_failure
+from async_rl.programs.start_gate import VARIABLE
 from trainer.stop_signal import StopSignal
 
 CONFIG = """
@@ -101,6 +106,52 @@ def test_a_run_that_exits_before_its_end_is_no_success(
     (tmp_path / "run.toml").write_text(CONFIG)
     with pytest.raises(RuntimeError, match=r"sys\.exit\(\) was called while training"):
         program.main(["run.toml"])
+
+
+def test_a_rank_that_waits_for_its_launcher_has_loaded_and_opened_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reached(Exception):
+        pass
+
+    @contextmanager
+    def ranks(config: Config, stop: StopSignal) -> Iterator[tuple[None, None]]:
+        yield None, None
+
+    def open_session(*_: object, **__: object) -> NoReturn:
+        raise Reached
+
+    def open_gate() -> None:
+        was_loaded.append("trainer.session" in sys.modules)
+        gate.touch()
+
+    gate = tmp_path / "start"
+    was_loaded: list[bool] = []
+    (tmp_path / "run.toml").write_text(CONFIG)
+    monkeypatch.setattr(program, "training_ranks", ranks)
+    monkeypatch.setattr("trainer.session.open_session", open_session)
+    monkeypatch.setenv(VARIABLE, str(gate))
+    monkeypatch.setattr("async_rl.programs.start_gate.time.sleep", lambda _: open_gate())
+    with pytest.raises(Reached):
+        program.run(load_config(tmp_path / "run.toml"), None, StopSignal())
+    assert was_loaded == [True], "waited, for one look at the gate, after its imports"
+
+
+def test_sigterm_amid_an_import_ends_a_rank_without_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(BaseException):
+        pass
+
+    def end(code: int) -> NoReturn:
+        raise Ended(code)
+
+    monkeypatch.setattr("trainer.stop_signal.os._exit", end)
+    reported: list[bool] = []
+    stop = StopSignal(lambda: reported.append(True))
+    with pytest.raises(Ended, match="143"), stop.loading():
+        stop.note(signal.SIGTERM, None)
+    assert reported == [True], "the launcher is told all the same"
+    with pytest.raises(SystemExit):
+        StopSignal().note(signal.SIGTERM, None)
 
 
 @pytest.mark.distributed

@@ -63,7 +63,70 @@ def test_an_instance_that_does_not_come_up_is_reported(ground: Any) -> None:
     assert local.returncode == 1
     assert "ProcessFailed: instance-0 exited with code 1" in output
     assert "no such model" in output
-    assert "trainer" not in ground.pids()
+    assert not (ground.path / "run" / "metrics.jsonl").exists(), "the trainer has done nothing"
+    assert ground.living() == {}
+
+
+UNTIL_GO = "while not os.path.exists('go'):\n    time.sleep(0.05)"
+
+
+def test_the_trainer_loads_beside_the_instances_and_waits_for_them(ground: Any) -> None:
+    ground.before_instances_serve(UNTIL_GO)
+    local = ground.start()
+    ground.wait_for_processes(ALL)
+    # A trainer that does not wait writes its records within some milliseconds.
+    time.sleep(1)
+    assert local.poll() is None and not (ground.path / "run" / "metrics.jsonl").exists()
+    (ground.path / "go").touch()
+    output, _ = local.communicate(timeout=200)
+    assert local.returncode == 0, output
+    assert output.index("2 instance(s) ready, the trainer begins") < output.index("iteration 1/3")
+    assert ground.living() == {}
+
+
+def test_an_instance_that_ends_while_the_trainer_waits_ends_the_run_by_its_own_error(ground: Any) -> None:
+    ground.before_instances_serve(f"{UNTIL_GO}\nif port == min(map(port_of, os.listdir('pids'))): sys.exit('too big')")
+    with (ground.path / "inference_service.py").open("r+") as file:
+        rest = file.read()
+        file.seek(0)
+        # The file of an instance's process: instance-PORT.PID.
+        file.write(
+            "port_of = lambda name: int(name[9:].split('.')[0]) if name[:9] == 'instance-' else 1 << 16\n" + rest
+        )
+    local = ground.start()
+    ground.wait_for_processes(ALL)
+    (ground.path / "go").touch()
+    output, _ = local.communicate(timeout=200)
+    assert local.returncode == 1
+    shown = output[output.index("ProcessFailed") :]
+    assert shown.startswith("ProcessFailed: instance-") and "exited with code 1" in shown and "too big" in shown
+    assert "trainer" not in output and not (ground.path / "run" / "metrics.jsonl").exists()
+    assert ground.living() == {}
+
+
+def test_a_trainer_that_no_restart_mends_ends_the_run_while_the_instances_load(ground: Any) -> None:
+    ground.before_instances_serve("time.sleep(300)")
+    ground.before_trainer_waits(
+        "from async_rl.errors import ConfigError\n"
+        "from async_rl.programs.failure_report import report_failure\n"
+        "report_failure(ConfigError('no such algorithm'), os.environ)\nsys.exit(2)"
+    )
+    local = ground.start()
+    output, _ = local.communicate(timeout=200)
+    assert local.returncode == 2, "as where the same error is found before the start"
+    assert "ConfigError: no such algorithm\n(from trainer;" in output
+    assert ground.living() == {}
+
+
+def test_a_trainer_that_dies_while_the_instances_load_is_started_again_once_they_are_ready(ground: Any) -> None:
+    ground.before_instances_serve(UNTIL_GO)
+    ground.before_trainer_waits("if '--run.resume=true' not in sys.argv: os.kill(os.getpid(), 9)")
+    local = ground.start("--cluster.restart_delay_s", "0.1")
+    ground.wait_for_processes(ALL)
+    (ground.path / "go").touch()
+    output, _ = local.communicate(timeout=200)
+    assert local.returncode == 0, output
+    assert output.index("ready") < output.index("lost trainer") < output.index("(restart 1)")
     assert ground.living() == {}
 
 
@@ -79,13 +142,14 @@ def test_a_signal_ends_every_process(ground: Any, signum: signal.Signals) -> Non
     assert ground.living() == {}
 
 
-def test_ctrl_c_while_instances_start_ends_them(ground: Any) -> None:
+def test_ctrl_c_while_instances_start_ends_them_and_the_waiting_trainer(ground: Any) -> None:
     (ground.path / "inference_service.py").write_text(
         "import os, pathlib, time\npathlib.Path('pids').mkdir(exist_ok=True)\n"
         "pathlib.Path('pids', f'instance-{os.getpid()}.{os.getpid()}').touch()\ntime.sleep(300)"
     )
     local = ground.start()
-    ground.wait_for_processes(2)
+    # Two instances; the trainer and its worker, which are waiting.
+    ground.wait_for_processes(4)
     local.send_signal(signal.SIGINT)
     local.communicate(timeout=200)
     assert local.returncode == 128 + signal.SIGINT
