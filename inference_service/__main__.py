@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from types import FrameType
+from contextlib import nullcontext
+from types import FrameType, ModuleType
 from typing import NoReturn
 
 from async_rl.errors import ConfigError, FleetLost, ProcessFailed
@@ -48,7 +49,7 @@ def main() -> int:
             # An exception amid an import may be swallowed, or leave half a module to be used.
             _end_by(_end_at_once)
             with loading():
-                server = importlib.import_module("inference_service.server")
+                server = _import_server(options)
             _end_by(_end)
             server.serve(options, listener, os.environ.get(TOKEN_VARIABLE) or None)
     except (ConfigError, FleetLost, ProcessFailed) as error:
@@ -58,6 +59,13 @@ def main() -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
+
+
+def _import_server(options: Options) -> ModuleType:
+    lean_imports = importlib.import_module("async_rl.cpu.lean_imports")
+    lean_imports.scan_models_once()
+    with lean_imports.without_compiler() if options.device == "cpu" else nullcontext():
+        return importlib.import_module("inference_service.server")
 
 
 def _end_by(handler: Callable[[int, FrameType | None], NoReturn]) -> None:

@@ -108,6 +108,9 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
     with training_ranks(config, stop) as (parallel, ending):
         # See `training_ranks`.
         with loading(), stop.loading():
+            from async_rl.cpu.lean_imports import scan_models_once
+
+            scan_models_once()
             from async_rl.loop import train
             from trainer.session import open_session
 

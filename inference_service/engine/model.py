@@ -1,6 +1,7 @@
 """Loads a Hugging Face checkpoint for the embedded engine, with errors that name a remedy."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from async_rl.cpu.lean_imports import without_compiler
 from async_rl.cpu.memory import keep_freed_memory
 from async_rl.errors import ConfigError
 
@@ -49,7 +51,9 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> LoadedMod
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but torch sees no CUDA device: use --device cpu, or install torch for CUDA")
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        # The code of the model is imported here, and creating it calls functions that torch marks at their first call.
+        with without_compiler() if device.type == "cpu" else nullcontext():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     except SafetensorError as error:
         raise ConfigError(
             f"the weights of the model {path!r} are damaged, or were copied only in part: {error}; copy them again"

@@ -2,8 +2,8 @@
 
 Megatron queries `torch.cuda` for its device and its random state in many places and has no setting for another device.
 Its modules get a substitute for the name `torch` that returns the CPU where CUDA is requested; torch itself is
-unchanged for all other code, except for two methods of Tensor. All of this can be removed once Megatron takes its
-device from its configuration; a newer megatron-core needs the list checked again.
+unchanged for all other code, except for two methods of Tensor and some of the optimizers. All of this can be removed
+once Megatron takes its device from its configuration; a newer megatron-core needs the list checked again.
 """
 
 import functools
@@ -87,6 +87,7 @@ def prepare() -> None:
             _undo_compilation(module)
     vars(token_dispatcher)["maybe_move_tensor_to_cpu"] = _to_host
     vars(megatron_random).update(_get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state)
+    _spare_compiler()
     # The mixed-precision optimizer sorts parameters by the names of their CUDA tensor types.
     torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]  # a substitution
     # A tied embedding's copy on the last pipeline stage is moved to CUDA before the first stage fills it.
@@ -113,7 +114,7 @@ class _Stream:
 def _without_compilation() -> Iterator[None]:
     """Megatron sends small functions through torch.compile where they are defined; inside, they stay as they are.
 
-    Here they would need a C++ compiler, and torch's part of it, which the first call loads, is a fifth of what a rank
+    Here they would need a C++ compiler, and torch's part of it, which the first call loads, is a tenth of what a rank
     imports. Megatron's switch for it (`megatron.core.jit`) can be reached only after that import.
     """
     original = torch.compile
@@ -127,6 +128,20 @@ def _without_compilation() -> Iterator[None]:
 def _not_compiled(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
     """Takes the place of torch.compile, as a decorator with or without options."""
     return _not_compiled if function is None else function
+
+
+def _spare_compiler() -> None:
+    """Optimizers run as torch runs them uncompiled, without loading its compiler.
+
+    Their methods load it at their first call, to be marked for it, and `Adam.step` at each: a second of every start.
+    """
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        method = getattr(torch.optim.Optimizer, name).__wrapped__
+        # Where torch keeps the marked function after the first call.
+        method.__dynamo_disable = method
+    # Uncompiled, the wrapper of `step` does no more than this: no step here is differentiable.
+    step = torch.no_grad()(torch.optim.Adam.step.__wrapped__)  # type: ignore[attr-defined]  # by functools.wraps
+    torch.optim.Adam.step = step  # type: ignore[method-assign]  # a substitution
 
 
 def _undo_compilation(module: ModuleType) -> None:
