@@ -1,4 +1,4 @@
-"""Local runs that end with their test."""
+"""Local runs that end with their file, whose tests share them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,18 +8,16 @@ import pytest
 from tests.support.local_run import Run
 
 
-@pytest.fixture
-def new_run(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Callable[[str], Run]]:
-    """Runs by name; what still runs at the end is ended."""
+@pytest.fixture(scope="module")
+def new_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Run]]:
+    """`new_run("name", "qwen3_moe")` -> a run of that family in a folder of its own, not yet started."""
     runs: list[Run] = []
 
-    def make(name: str) -> Run:
-        (tmp_path / name).mkdir()
-        runs.append(Run(tmp_path / name, tiny_model("qwen3", tied=True)))
+    def make(name: str, family: str = "qwen3") -> Run:
+        model = tiny_model(family, tied=True) if family == "qwen3" else tiny_model(family)
+        runs.append(Run(tmp_path_factory.mktemp(name), model))
         return runs[-1]
 
     yield make
     for run in runs:
-        if run.process is not None and run.process.poll() is None:
-            run.process.terminate()
-            run.process.wait(60)
+        run.end()

@@ -1,6 +1,5 @@
 """A run whose rollouts are those of a black-box agent, a process each, on real parts."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,11 +44,9 @@ def test_a_run_of_agents_is_proven_token_by_token(new_run: Callable[[str], Run],
         "[reward]", f'program = "command:{sys.executable} {tmp_path / "agent.py"}"\nrenderer = "qwen3"\n[reward]'
     )
     run.config.write_text(text)
-    run.start("--inference.num_instances=1", "--train.iterations=2")
-    assert run.finish() == 0, run.everything_said()
+    run.train("--inference.num_instances=1", "--train.iterations=2")
     proofs = run.lines("ledger.jsonl")
     assert len(proofs) == 2 and all(proof["on_policy"] for proof in proofs)
-    records = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
-    assert all(record["max_logprob_gap"] < 1e-4 for record in records)
+    assert all(record["max_logprob_gap"] < 1e-4 for record in run.lines("metrics.jsonl"))
     rollouts = run.lines("rollouts.jsonl")
     assert [(each["num_rollouts"], each["turns_max"], each["branches_mean"]) for each in rollouts] == [(24, 2, 0)] * 2

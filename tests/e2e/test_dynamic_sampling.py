@@ -1,42 +1,34 @@
 """Runs with a reserve of prompts on real parts: whatever happens to them, the same groups are trained."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from tests.support.chat_tokenizer import make_chat_model
-from tests.support.local_run import Run
+from tests.support.local_run import End, Run
 from tests.support.same_run import assert_same_run
+from tests.support.selected import require_selected, selections
 
-# Each test has three runs, one after the other.
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
+# The first test of each run waits for all of it.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-RESERVE = 5
 SETTINGS = (
-    *("--train.iterations=5", "--train.order=prompt", f"--prompts.reserve={RESERVE}", "--checkpoint.every=1"),
-    *("--inference.num_instances=2", "--algorithm.kl_coef=0.05"),
+    *("--train.iterations=5", "--train.order=prompt", "--prompts.reserve=5", "--prompts.pass_over=2"),
+    *("--checkpoint.every=1", "--inference.num_instances=2", "--algorithm.kl_coef=0.05"),
 )
+DIVIDED = (
+    *("--trainer.tensor_parallel=2", "--trainer.sequence_parallel=true", "--trainer.micro_batch_tokens=100"),
+    "--cluster.max_restarts=0",
+)
+"""One leader of two ranks, and nothing that is lost comes back."""
 
-PROGRAM = '''
-import asyncio
-import random
-
-
-async def rollout(prompt, policy):
-    """Two turns; the rollouts of every third prompt have the same reward, and no two runs the same order of them."""
-    first = await policy.generate(list(prompt.messages), max_tokens=12)
-    await asyncio.sleep(random.uniform(0, 0.1))
-    second = await policy.generate([*prompt.messages, first.message, {"role": "user", "content": "on"}], max_tokens=8)
-    if int(prompt.prompt_id) % 3 == 0:
-        return 0.0
-    return sum(letter in "aeiou" for letter in first.text + second.text) / 10
-'''
+# So small a step changes no sample: those of all runs can be compared in each iteration.
+ALIKE = (*SETTINGS, "--train.iterations=3", "--optimizer.learning_rate=1e-9", "--trainer.num_processes=2")
 
 
-@pytest.fixture
-def make_run(new_run: Callable[[str], Run]) -> Callable[[str], Run]:
+@pytest.fixture(scope="module")
+def make_run(new_run: Callable[..., Run]) -> Callable[[str], Run]:
     def make(name: str) -> Run:
         run = new_run(name)
         run.config.write_text(run.config.read_text().replace(":vowels", ":uneven"))
@@ -45,91 +37,68 @@ def make_run(new_run: Callable[[str], Run]) -> Callable[[str], Run]:
     return make
 
 
-def finish(run: Run) -> None:
-    assert run.finish() == 0, run.everything_said()
+@pytest.fixture(scope="module")
+def undisturbed(make_run: Callable[[str], Run]) -> Run:
+    return make_run("undisturbed").train(*SETTINGS, *DIVIDED)
 
 
-def selections(run: Run) -> list[Any]:
-    return [proof["selection"] for proof in run.lines("ledger.jsonl")]
-
-
-def require_selected(run: Run) -> None:
-    """Every third prompt was drawn and left out, and as many were trained as without a reserve."""
-    records, proofs = run.lines("metrics.jsonl"), run.lines("ledger.jsonl")
-    assert all(proof["on_policy"] and proof["num_groups"] == 6 for proof in proofs)
-    left_out = [record["num_left_out"] for record in records]
-    assert sum(left_out) > len(records), left_out
-    assert [proof["selection"]["num_left_out"] for proof in proofs] == left_out
-    for record in records:  # The others' rewards are 0.
-        assert (record["reward_mean_drawn"] < record["reward_mean"]) == (record["num_left_out"] != 0)
-    rows = run.lines("timeline.jsonl")
-    trained = [int(row["prompt_id"]) for row in rows if row.get("is_trained", True)]
-    not_trained = [row for row in rows if not row.get("is_trained", True)]
-    assert len(not_trained) == sum(left_out) and all(int(row["prompt_id"]) % 3 == 0 for row in not_trained)
-    assert all(
-        row["reward_mean"] == 0.0 and row["num_response_tokens"] and not row["logprob_gaps"] for row in not_trained
-    )
-    num_without_signal = sum(selection["num_without_signal"] for selection in selections(run))
-    assert sum(number % 3 == 0 for number in trained) == num_without_signal
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [("--trainer.num_processes=2", "--prompts.pass_over=2"), ("--trainer.tensor_parallel=2", "--prompts.pass_over=2")],
-    ids=["two leaders", "one leader of two ranks"],
-)
-def test_a_killed_instance_and_a_resumed_run_train_what_an_undisturbed_one_does(
-    make_run: Callable[[str], Run], layout: Sequence[str]
-) -> None:
-    undisturbed, run = make_run("undisturbed"), make_run("run")
-    undisturbed.start(*SETTINGS, *layout)
-    finish(undisturbed)
-    require_selected(undisturbed)
-
-    run.start(*SETTINGS, *layout, "--train.iterations=3")
+@pytest.fixture(scope="module")
+def disturbed(make_run: Callable[[str], Run]) -> tuple[Run, End]:
+    """It lost an instance, and then its reward failed; it was resumed when that was mended."""
+    run = make_run("disturbed")
+    run.start(*SETTINGS, *DIVIDED)
     run.wait_for_iterations(1)
     run.instances()[0].kill()
-    finish(run)
-    run.start(*SETTINGS, *layout, "--run.resume=true")
-    finish(run)
+    run.wait_until(lambda: run.lines("metrics.jsonl")[-1]["num_instances"] == 1)
+    run.hold()
+    end = run.end_by(lambda: run.tell("raise"))
+    run.tell("")
+    return run.train(*SETTINGS, *DIVIDED, "--run.resume=true"), end
+
+
+def histories(run: Run) -> list[Any]:
+    return [proof["history_sha256"] for proof in run.lines("ledger.jsonl")]
+
+
+def test_prompts_with_equal_rewards_are_left_out_and_passed_over(undisturbed: Run) -> None:
+    require_selected(undisturbed)
+    assert len(set(histories(undisturbed))) == 5
+    assert undisturbed.lines("ledger.jsonl")[-1]["num_passed_over"] > 0, "more than the forty prompts were drawn"
+
+
+def test_the_whole_loop_runs_on_a_divided_model(undisturbed: Run) -> None:
+    assert all(record["max_logprob_gap"] < 1e-3 for record in undisturbed.lines("metrics.jsonl"))
+    assert AutoModelForCausalLM.from_pretrained(undisturbed.dir / "model") is not None
+
+
+def test_a_reward_that_raises_ends_both_ranks_and_names_prompt_and_reward(disturbed: tuple[Run, End]) -> None:
+    """The rank without rollouts learns of it, too, and does not wait for ever."""
+    _, end = disturbed
+    assert end.code != 0 and not end.left_processes
+    assert all(part in end.output for part in ("RewardError", "uneven", "prompt", "no such column")), end.output
+    assert end.checkpoints[-1].name == f"iteration-{end.num_trained:06}", "no further step was taken"
+
+
+def test_a_run_that_lost_an_instance_and_was_resumed_trains_what_an_undisturbed_one_does(
+    disturbed: tuple[Run, End], undisturbed: Run
+) -> None:
+    run, end = disturbed
+    assert 1 <= end.num_trained < 5
     assert_same_run(run, undisturbed)
     assert selections(run) == selections(undisturbed)
-    proofs, expected = run.lines("ledger.jsonl"), undisturbed.lines("ledger.jsonl")
-    assert [proof["history_sha256"] for proof in proofs] == [proof["history_sha256"] for proof in expected]
-    assert len({proof["history_sha256"] for proof in proofs}) == len(proofs)
-    assert proofs[-1]["num_passed_over"] > 0, "more than the forty prompts were drawn"
-
-
-def test_rollout_programs_are_selected_from_alike_in_every_order(new_run: Callable[[str], Run], tmp_path: Path) -> None:
-    model = make_chat_model(tmp_path / "chat")
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    runs = [new_run("run"), new_run("again")]
-    for run in runs:
-        lines = run.config.read_text().splitlines()
-        kept = [line for line in lines if not line.startswith(("path =", "chat_template", "name ="))]
-        text = "\n".join(kept).replace("[model]", f'[model]\npath = "{model}"')
-        run.config.write_text(
-            text.replace("[reward]", f'program = "python:{program}:rollout"\nrenderer = "qwen3"\n[reward]')
-        )
-        run.start(*SETTINGS, "--train.iterations=3")
-        finish(run)
-        require_selected(run)
-    assert_same_run(*runs)
-    assert selections(runs[0]) == selections(runs[1])
+    assert histories(run) == histories(undisturbed)
 
 
 def test_every_order_and_mode_selects_the_same_groups(make_run: Callable[[str], Run]) -> None:
-    # So small a step changes no sample: those of all runs can be compared in each iteration.
-    settings = (*SETTINGS, "--train.iterations=3", "--optimizer.learning_rate=1e-9")
-    others = {
-        "prompt": (),
-        "completion": ("--train.order=completion",),
-        "synchronous": ("--train.mode=synchronous", "--algorithm.name=reinforce_pp_baseline"),
-    }
-    runs = {name: make_run(name) for name in others}
-    for name, run in runs.items():
-        run.start(*settings, *others[name])
-        finish(run)
+    """By two leaders, each of which selects from its share; one of them is killed."""
+    synchronous, completion = make_run("synchronous"), make_run("completion")
+    synchronous.train(*ALIKE, "--train.mode=synchronous", "--algorithm.name=reinforce_pp_baseline")
+    completion.start(*ALIKE, "--train.order=completion", "--cluster.restart_delay_s=0.2")
+    completion.wait_for_iterations(1)
+    completion.ranks()[-1].kill()
+    assert completion.finish() == 0, completion.everything_said()
+    assert completion.restarts()["trainer"] == 1
+    for run in (synchronous, completion):
         require_selected(run)
-    assert selections(runs["completion"]) == selections(runs["synchronous"]) == selections(runs["prompt"])
+    assert selections(completion) == selections(synchronous)
+    assert histories(completion) == histories(synchronous)

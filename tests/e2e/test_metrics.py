@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise, permutations
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,19 +29,17 @@ max_prompts = 2
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Run]:
+def finished(new_run: Callable[..., Run]) -> Run:
     """Two instances, a reference, two steps per batch with an old model, and rewards that are equal in some groups."""
-    run = Run(tmp_path_factory.mktemp("metrics"), tiny_model("qwen3", tied=True))
+    run = new_run("metrics")
     with run.config.open("a") as config:
         config.write(EVALUATION.format(source=run.config.with_name("rows.jsonl")))
-    run.start(
+    return run.train(
         *("--train.iterations", str(NUM_ITERATIONS), "--inference.num_instances", "2", "--algorithm.kl_coef", "0.05"),
         *("--train.steps_per_batch", "2", "--algorithm.old_policy", "model"),
         *("--reward.name", f"python:{run.reward}:uneven", "--reward.correct_at", "0.3"),
         *("--trainer.micro_batch_tokens", "200"),
     )
-    assert run.finish() == 0, run.everything_said()
-    yield run
 
 
 def records_of(run: Run) -> list[dict[str, Any]]:

@@ -4,27 +4,28 @@ import copy
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from async_rl.fleet.endpoint import FleetClient
+from async_rl.protocol.fleet import InstanceInfo, read_address
 
 REWARD = '''
 def vowels(prompt, responses, row):
     """Share of vowels: something a few steps can raise."""
+    obey()
     return [sum(c in "aeiou" for c in r.text) / max(len(r.text), 1) for r in responses]
 
 
 vowels.correct_at = 0.5
-
-
-def slow(prompt, responses, row):
-    import time
-
-    time.sleep(0.15)
-    return vowels(prompt, responses, row)
 
 
 def uneven(prompt, responses, row):
@@ -33,7 +34,21 @@ def uneven(prompt, responses, row):
     import time
 
     time.sleep(random.uniform(0, 0.1))
-    return [0.0] * len(responses) if int(prompt.prompt_id) % 3 == 0 else vowels(prompt, responses, row)
+    rewards = vowels(prompt, responses, row)
+    return [0.0] * len(responses) if int(prompt.prompt_id) % 3 == 0 else rewards
+
+
+def obey():
+    """Does what the file `told` beside this one says: waits until it says something else, or fails."""
+    import pathlib
+    import time
+
+    told = pathlib.Path(__file__).with_name("told")
+    while (word := told.read_text() if told.exists() else "") == "wait":
+        told.with_name("waits").touch()
+        time.sleep(0.05)
+    if word == "raise":
+        raise KeyError("no such column")
 
 
 def gated(prompt, responses, row):
@@ -49,10 +64,6 @@ def gated(prompt, responses, row):
     while not (here / "gates" / str(others // 6)).exists():
         time.sleep(0.05)
     return vowels(prompt, responses, row)
-
-
-def broken(prompt, responses, row):
-    raise KeyError("no such column")
 '''
 
 CONFIG = """
@@ -71,7 +82,7 @@ responses_per_prompt = 4
 max_response_tokens = 24
 [reward]
 name = "python:{reward}:vowels"
-timeout_s = 20
+timeout_s = 120
 [pool]
 timeout_s = 20
 [publish]
@@ -81,6 +92,18 @@ learning_rate = 1e-3
 [train]
 iterations = 3
 """
+
+
+@dataclass(frozen=True)
+class End:
+    """How a start of a run ended, and what it left."""
+
+    code: int
+    output: str
+    restarts: dict[str, int]
+    num_trained: int
+    checkpoints: list[Path]
+    left_processes: list[list[str]]
 
 
 class Run:
@@ -108,6 +131,47 @@ class Run:
                 env=environment,
             )
 
+    def send(self, number: signal.Signals) -> None:
+        """To the launcher."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def finish(self, timeout_s: float = 280) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout_s)
+
+    def train(self, *overrides: str) -> "Run":
+        """Starts it and waits for its end, which has to be that of `train.iterations`."""
+        self.start(*overrides)
+        assert self.finish() == 0, self.everything_said()
+        return self
+
+    def end(self) -> None:
+        """Ends what still runs of it."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+
+    def end_by(self, disturb: Callable[[], object], timeout_s: float = 120) -> End:
+        """Waits for the end that this brings about."""
+        processes = self.descendants()
+        disturb()
+        code = self.finish(timeout_s)
+        is_gone = gone(processes)
+        return End(
+            code=code,
+            output=self.output.read_text(),
+            restarts=self.restarts(),
+            num_trained=self.num_trained(),
+            checkpoints=self.checkpoints(),
+            left_processes=[] if is_gone else [command_of(p) for p in processes if p.is_running()],
+        )
+
+    def kill_trainer(self) -> None:
+        """Kills torchrun and all ranks at once, as the loss of their host would."""
+        for process in [p for p in self.descendants() if {"trainer", "torch.distributed.run"} & set(command_of(p))]:
+            process.kill()
+
     def copied_to(self, path: Path) -> "Run":
         """Another run of the same config, whose directory is a copy of this one's."""
         path.mkdir()
@@ -118,9 +182,16 @@ class Run:
         other.process = None
         return other
 
-    def finish(self, timeout_s: float = 280) -> int:
-        assert self.process is not None
-        return self.process.wait(timeout_s)
+    def tell(self, word: str) -> None:
+        """What its rewards do from now on: "wait" or "raise", or "" for what they are there for."""
+        self.reward.with_name("told").write_text(word)
+
+    def hold(self) -> None:
+        """Makes its rewards wait, until the next `tell`; returns when one of them does."""
+        waits = self.reward.with_name("waits")
+        waits.unlink(missing_ok=True)
+        self.tell("wait")
+        self.wait_until(waits.exists)
 
     def descendants(self) -> list[psutil.Process]:
         assert self.process is not None
@@ -129,22 +200,40 @@ class Run:
     def instances(self) -> list[psutil.Process]:
         return [p for p in self.descendants() if "inference_service" in command_of(p)]
 
-    def wait_for_descendants(self, number: int, timeout_s: float = 60) -> None:
-        deadline = time.monotonic() + timeout_s
-        while len(self.descendants()) < number:
-            assert time.monotonic() < deadline, self.everything_said()
-            time.sleep(0.05)
+    def ranks(self) -> list[psutil.Process]:
+        """The training ranks."""
+        no_rank = {"torch.distributed.run", "async_rl.programs.process_guard"}
+        return [p for p in self.descendants() if "trainer" in (words := command_of(p)) and not no_rank & set(words)]
 
-    def lines(self, name: str) -> list[dict[str, object]]:
+    def members(self) -> list[InstanceInfo]:
+        """The instances of its pool."""
+        return FleetClient(read_address(self.dir).url, None).info().instances
+
+    def restarts(self) -> dict[str, int]:
+        """Of each task, by its name."""
+        tasks = json.loads((self.dir / "launch.json").read_text())["tasks"]
+        return {task["name"]: task["restarts"] for task in tasks}
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
         path = self.dir / name
         return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
-    def wait_for_iterations(self, number: int, timeout_s: float = 240) -> None:
+    def num_trained(self) -> int:
+        return len(self.lines("metrics.jsonl"))
+
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.dir / "checkpoints").iterdir())
+
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 240) -> None:
+        """Waits for it, while the run goes on."""
         deadline = time.monotonic() + timeout_s
-        while len(self.lines("metrics.jsonl")) < number:
+        while not condition():
             assert self.process is not None and self.process.poll() is None, self.everything_said()
             assert time.monotonic() < deadline, self.everything_said()
             time.sleep(0.05)
+
+    def wait_for_iterations(self, number: int, timeout_s: float = 240) -> None:
+        self.wait_until(lambda: self.num_trained() >= number, timeout_s)
 
     def everything_said(self) -> str:
         logs = sorted(self.dir.glob("logs/*.log"))

@@ -1,0 +1,263 @@
+"""One run that nothing disturbs and one that loses whatever it can lose, on real parts: both train the same.
+
+Most tests read what these two left. Their settings are two replicas, which share their batches, and two instances.
+"""
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from async_rl.protocol.fleet import InstanceInfo
+from tests.support.local_run import End, Run, command_of, gone
+from tests.support.same_run import ITERATIONS, SETTINGS, assert_same_run
+from trainer.checkpoint.files import find_damage, read_manifest
+
+# The first test of each run waits for all of it.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+SETTINGS_OF_BOTH = (*SETTINGS, "--trainer.num_processes=2", "--inference.num_instances=2")
+EVALUATION = """
+[evaluation]
+every = 2
+max_delay_s = 5.0
+[[evaluation.sets]]
+name = "held-out"
+source = "{source}"
+num_samples = 2
+max_prompts = 4
+"""
+AT_THE_END = "--checkpoint.every=1000"
+"""Only the end of the run saves."""
+
+
+@dataclass
+class Disturbed:
+    """The run, and what was seen while it went on."""
+
+    run: Run
+    ends: dict[str, End] = field(default_factory=dict)
+    keeps_instances: bool = False
+
+
+@pytest.fixture(scope="module")
+def undisturbed(new_run: Callable[..., Run]) -> Run:
+    """With an evaluation beside it, which the other one lacks."""
+    run = new_run("undisturbed")
+    with run.config.open("a") as config:
+        config.write(EVALUATION.format(source=run.config.with_name("rows.jsonl")))
+    return run.train(*SETTINGS_OF_BOTH)
+
+
+@pytest.fixture(scope="module")
+def disturbed(new_run: Callable[..., Run]) -> Disturbed:
+    """Four starts, each of which goes on where the one before it was ended."""
+    run = new_run("disturbed")
+    seen = Disturbed(run)
+    resumed = (*SETTINGS_OF_BOTH, "--run.resume=true", "--cluster.restart_delay_s=0.2")
+    run.start(*resumed, AT_THE_END)
+    lose_a_rank(run)
+    lose_an_instance(run)
+    seen.ends["SIGTERM to a rank"] = run.end_by(run.ranks()[-1].terminate)
+
+    run.start(*resumed)
+    run.wait_for_iterations(run.num_trained() + 1)
+    instances = run.instances()
+    lose_all_ranks(run)
+    run.wait_for_iterations(run.num_trained() + 1)
+    seen.keeps_instances = run.instances() == instances
+    seen.ends["kill -9"] = run.end_by(lambda: run.send(signal.SIGKILL))
+
+    run.start(*resumed, AT_THE_END)
+    run.wait_for_iterations(run.num_trained() + 1)
+    seen.ends["ctrl-c"] = run.end_by(lambda: run.send(signal.SIGINT))
+
+    run.train(*resumed)
+    return seen
+
+
+def lose_a_rank(run: Run) -> None:
+    """One of two, while both wait for rollouts; without a checkpoint the next ones begin anew."""
+    run.wait_for_iterations(1)
+    run.hold()
+    num_before = run.num_trained()
+    run.ranks()[-1].kill()
+    run.wait_until(lambda: run.restarts()["trainer"] == 1)
+    run.tell("")
+    run.wait_for_iterations(num_before + 1)
+
+
+def lose_all_ranks(run: Run) -> None:
+    """Wherever they are in an iteration."""
+    time.sleep(random.uniform(0, 0.5))
+    run.kill_trainer()
+    run.wait_until(lambda: run.restarts()["trainer"] == 1)
+
+
+def lose_an_instance(run: Run) -> None:
+    """Amid its requests; returns when its successor takes part."""
+    lost = run.instances()[0]
+    url = f"http://127.0.0.1:{port_of(lost)}"
+    stop_amid_requests(run, lost, url)
+    lost.kill()
+    run.wait_until(lambda: run.lines("metrics.jsonl")[-1]["num_instances"] == 1)
+    # The iterations are so short that they would be over before it is back.
+    run.hold()
+    run.wait_until(lambda: member(run, url).state == "joining")
+    run.tell("")
+    run.wait_until(lambda: run.lines("metrics.jsonl")[-1]["num_instances"] == 2)
+
+
+def stop_amid_requests(run: Run, instance: psutil.Process, url: str) -> None:
+    while True:
+        instance.suspend()
+        time.sleep(0.1)  # What it had sent has arrived.
+        if member(run, url).num_requests:
+            return
+        instance.resume()
+        time.sleep(0.02)
+
+
+def port_of(instance: psutil.Process) -> str:
+    words = command_of(instance)
+    return words[words.index("--port") + 1]
+
+
+def member(run: Run, url: str) -> InstanceInfo:
+    (found,) = [each for each in run.members() if each.url == url]
+    return found
+
+
+def assert_proven(run: Run, num_iterations: int) -> None:
+    proofs = run.lines("ledger.jsonl")
+    assert [proof["iteration"] for proof in proofs] == list(range(num_iterations))
+    assert all(proof["on_policy"] and proof["max_logprob_gap"] < 1e-3 for proof in proofs)
+    assert all(proof["num_groups"] == 6 and proof["num_responses"] == 24 for proof in proofs)
+    assert len({proof["weight_version"] for proof in proofs}) == num_iterations
+    assert len({proof["fingerprint"] for proof in proofs}) == num_iterations, "every step changes the weights"
+
+
+def test_every_iteration_is_proven_once_and_changes_the_weights(undisturbed: Run) -> None:
+    assert_proven(undisturbed, ITERATIONS)
+
+
+def test_records_timeline_and_tensorboard_have_every_iteration(undisturbed: Run) -> None:
+    records = undisturbed.lines("metrics.jsonl")
+    assert [record["iteration"] for record in records] == list(range(ITERATIONS))
+    assert all(record["kl"] >= 0 and record["num_instances"] == 2 for record in records)
+    groups = [(row["iteration"], row["index"]) for row in undisturbed.lines("timeline.jsonl")]
+    assert groups == [(iteration, place) for iteration in range(ITERATIONS) for place in range(6)]
+    assert list((undisturbed.dir / "tensorboard").iterdir())
+
+
+def test_samples_are_those_of_the_first_three_prompts_of_the_main_replica(undisturbed: Run) -> None:
+    samples = undisturbed.lines("samples.jsonl")
+    expected = [(iteration, index) for iteration in range(ITERATIONS) for index in (0, 2, 4)]
+    assert [(row["iteration"], row["index"]) for row in samples] == expected
+    assert all(row["prompt"] == f"Word {row['prompt_id']}: " for row in samples), samples
+
+
+def test_both_instances_sample_of_what_is_trained(undisturbed: Run) -> None:
+    instances = [proof["logprob_gaps"]["instances"].keys() for proof in undisturbed.lines("ledger.jsonl")]
+    assert len(set().union(*instances)) == 2
+
+
+def test_the_idle_pool_evaluates_the_version_in_training(undisturbed: Run) -> None:
+    records = undisturbed.lines("evaluations.jsonl")
+    assert [record["iteration"] for record in records] == list(range(0, ITERATIONS, 2))
+    versions = {proof["iteration"]: proof["weight_version"] for proof in undisturbed.lines("ledger.jsonl")}
+    assert all(record["weight_version"] == versions[record["iteration"]] for record in records)
+    assert max(record["num_prompts"] for record in records) == 4, records
+    assert all(("pass@2" in record) == record["complete"] == (record["num_prompts"] == 4) for record in records)
+
+
+def test_the_model_that_is_left_can_be_loaded(undisturbed: Run) -> None:
+    model = AutoModelForCausalLM.from_pretrained(undisturbed.dir / "model")
+    tokenizer = AutoTokenizer.from_pretrained(undisturbed.dir / "model")
+    tokens = torch.tensor([tokenizer("Word 1: ")["input_ids"]])
+    assert model(tokens).logits.isfinite().all()
+
+
+def test_the_newest_two_checkpoints_are_left_of_a_run_and_no_process(undisturbed: Run) -> None:
+    names = [path.name for path in undisturbed.checkpoints()]
+    assert names == [f"iteration-{number:06}" for number in (ITERATIONS - 1, ITERATIONS)]
+    assert not [p for p in psutil.process_iter() if str(undisturbed.dir) in " ".join(command_of(p))]
+
+
+def test_a_run_goes_on_under_another_layout(undisturbed: Run, tmp_path: Path) -> None:
+    run = undisturbed.copied_to(tmp_path / "run")
+    more = ("--train.iterations", str(ITERATIONS + 2), "--trainer.tensor_parallel=2")
+    try:
+        run.train(*SETTINGS_OF_BOTH, "--run.resume=true", "--evaluation.every=1000", *more)
+    finally:
+        run.end()
+    assert_proven(run, ITERATIONS + 2)
+
+
+def test_a_run_that_lost_ranks_an_instance_and_its_host_trains_what_it_would_have_trained(
+    disturbed: Disturbed, undisturbed: Run
+) -> None:
+    assert_proven(disturbed.run, ITERATIONS)
+    assert_same_run(disturbed.run, undisturbed)
+
+
+def test_a_rank_that_is_killed_while_the_others_wait_is_no_request_to_end(disturbed: Disturbed) -> None:
+    """torchrun sends SIGTERM to the others."""
+    assert disturbed.ends["SIGTERM to a rank"].restarts["trainer"] == 1
+
+
+def test_an_instance_that_dies_amid_its_requests_loses_nothing_and_comes_back(disturbed: Disturbed) -> None:
+    restarts = disturbed.ends["SIGTERM to a rank"].restarts
+    assert sorted(restarts.values()) == [0, 1, 1], restarts
+    records = disturbed.run.lines("metrics.jsonl")
+    num_instances = [record["num_instances"] for record in records]
+    assert 1 in num_instances and num_instances[-1] == 2
+    assert sum(record["retries"] for record in records) > 0, "requests of the instance were made again"
+
+
+def test_instances_stay_when_all_ranks_are_lost_at_once(disturbed: Disturbed) -> None:
+    assert disturbed.ends["kill -9"].restarts["trainer"] == 1
+    assert disturbed.keeps_instances
+
+
+def test_sigterm_to_a_rank_ends_the_run_and_is_no_fault_to_restart(disturbed: Disturbed) -> None:
+    end = disturbed.ends["SIGTERM to a rank"]
+    assert end.code == 1 and "RunStopped" in end.output
+    assert end.restarts["trainer"] == 1, "that of the rank that was killed before"
+
+
+def test_an_end_saves_the_last_whole_iteration_by_itself(disturbed: Disturbed) -> None:
+    """The first is the only checkpoint so far; to the second the launcher, which got the signal, waits."""
+    first, second = disturbed.ends["SIGTERM to a rank"], disturbed.ends["ctrl-c"]
+    assert len(first.checkpoints) == 1
+    for end in (first, second):
+        assert end.checkpoints[-1].name == f"iteration-{end.num_trained:06}"
+        assert 1 <= end.num_trained < ITERATIONS
+
+
+@pytest.mark.parametrize("name", ["SIGTERM to a rank", "kill -9", "ctrl-c"])
+def test_no_process_is_left_however_a_run_ends(disturbed: Disturbed, name: str) -> None:
+    end = disturbed.ends[name]
+    assert end.code != 0 and not end.left_processes
+
+
+def test_checkpoints_of_a_disturbed_run_are_whole(disturbed: Disturbed) -> None:
+    for checkpoint in disturbed.run.checkpoints():
+        assert find_damage(checkpoint, read_manifest(checkpoint)["files"]) is None
+
+
+def test_ctrl_c_while_a_run_starts_leaves_no_process_behind(new_run: Callable[..., Run]) -> None:
+    run = new_run("run")
+    run.start("--train.iterations=500")
+    run.wait_until(lambda: len(run.descendants()) >= 2)
+    processes = run.descendants()
+    run.send(signal.SIGINT)
+    assert run.finish(30) != 0
+    assert gone(processes), [command_of(p) for p in processes if p.is_running()]
