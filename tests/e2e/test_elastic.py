@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,10 @@ class Fleet:
         self.wait_for(file.exists)
         return str(json.loads(file.read_text())["url"])
 
+    def listed(self) -> dict[str, str]:
+        """Name -> state, as the command prints them."""
+        return {each["name"]: each["state"] for each in json.loads(self.command("ls", "--json"))["instances"]}
+
     def serve(self, name: str) -> subprocess.Popen[bytes]:
         arguments = ["--model", str(self.model), "--port", "0", "--register", self.url(), "--name", name]
         with (self.run.dir / f"{name}.txt").open("wb") as log:
@@ -55,14 +58,10 @@ class Fleet:
         return done.stdout
 
     def states(self) -> dict[str, str]:
-        return {each["name"]: each["state"] for each in json.loads(self.command("ls", "--json"))["instances"]}
+        return {each.name: each.state for each in self.run.members()}
 
     def wait_for(self, condition: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, self.run.everything_said()
-            assert self.run.process is not None and self.run.process.poll() is None, self.run.everything_said()
-            time.sleep(0.2)
+        self.run.wait_until(condition, DEADLINE_S)
 
 
 @pytest.fixture
@@ -74,17 +73,14 @@ def fleet(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Fleet]:
     for process in fleet.instances:
         process.kill()
         process.wait()
-    if run.process is not None and run.process.poll() is None:
-        run.process.terminate()
-        run.process.wait(30)
+    run.end()
 
 
-@pytest.mark.parametrize("num_leaders", ["1", "2"])
-def test_an_instance_joins_at_once_and_the_first_one_is_drained(fleet: Fleet, tmp_path: Path, num_leaders: str) -> None:
+def test_an_instance_joins_two_leaders_at_once_and_the_first_one_is_drained(fleet: Fleet, tmp_path: Path) -> None:
     run = fleet.run
     run.start(
         *("--train.iterations", "200", "--pool.join", "now", "--publish.snapshot_dir", str(tmp_path / "snapshots")),
-        *("--trainer.num_processes", num_leaders, "--rollout.max_response_tokens", "48"),
+        *("--trainer.num_processes", "2", "--rollout.max_response_tokens", "48"),
     )
     run.wait_for_iterations(1)
     late = fleet.serve("late")
@@ -92,6 +88,7 @@ def test_an_instance_joins_at_once_and_the_first_one_is_drained(fleet: Fleet, tm
     (first,) = set(fleet.states()) - {"late"}
     assert "drains" in fleet.command("drain", first)
     fleet.wait_for(lambda: set(fleet.states()) == {"late"})
+    assert fleet.listed() == {"late": "ready"}
     num_before = len(run.lines("ledger.jsonl"))
     run.wait_for_iterations(num_before + 3)
     # The last one to leave is asked to by its own SIGTERM, and goes on until another has come.
@@ -111,11 +108,12 @@ def test_an_instance_joins_at_once_and_the_first_one_is_drained(fleet: Fleet, tm
     assert 1 <= len(list((tmp_path / "snapshots").glob("[!.]*.safetensors"))) <= 2, "the current and the previous one"
 
 
-def test_a_run_without_a_known_instance_waits_for_one_to_register(fleet: Fleet) -> None:
+def test_a_run_without_a_known_instance_waits_for_one_to_register_and_hands_over_to_another(fleet: Fleet) -> None:
+    """With a single leader, and instances that join with the next publish."""
     (port,) = free_ports(1)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = ["--nproc-per-node", "1", "--standalone", "-m", "trainer", str(fleet.run.config)]
-    arguments += ["--pool.fleet_port", str(port), "--pool.timeout_s", "60"]
+    arguments += ["--pool.fleet_port", str(port), "--pool.timeout_s", "60", "--train.iterations", "20"]
     with fleet.run.output.open("wb") as output:
         fleet.run.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *arguments],
@@ -124,8 +122,21 @@ def test_a_run_without_a_known_instance_waits_for_one_to_register(fleet: Fleet) 
             env=environment,
         )
     fleet.wait_for(lambda: "waiting for an instance to register" in fleet.run.output.read_text())
-    instance = fleet.serve("only")
+    only = fleet.serve("only")
+    fleet.run.wait_for_iterations(1)
+    fleet.run.hold()
+    second = fleet.serve("second")
+    fleet.wait_for(lambda: fleet.states().get("second") == "joining")
+    fleet.run.tell("")
+    fleet.wait_for(lambda: fleet.states()["second"] == "ready")
+    fleet.run.hold()
+    assert "drains" in fleet.command("drain", "only")
+    fleet.wait_for(lambda: set(fleet.states()) == {"second"})
+    fleet.run.tell("")
     assert fleet.run.finish() == 0, fleet.run.everything_said()
-    assert len(fleet.run.lines("ledger.jsonl")) == 3
+    proofs = fleet.run.lines("ledger.jsonl")
+    assert [proof["iteration"] for proof in proofs] == list(range(20))
+    assert all(proof["on_policy"] and proof["num_groups"] == 6 for proof in proofs)
+    assert {record["retries"] for record in fleet.run.lines("metrics.jsonl")} == {0}
     assert not (fleet.run.dir / "fleet.json").exists()
-    assert instance.poll() is None, "it waits for the next run"
+    assert only.poll() is None and second.poll() is None, "they wait for the next run"

@@ -1,4 +1,4 @@
-"""A trainer that was stopped while another one took over its run ends by itself and changes nothing of the run."""
+"""One trainer at a time: a second one is refused; a stopped one is replaced, and changes nothing afterwards."""
 
 import json
 import os
@@ -46,7 +46,7 @@ class Trainers:
         ]
         self.instance = self._start("instance", serve)
 
-    def start(self, number: int, *overrides: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str) -> subprocess.Popen[bytes]:
         (port,) = free_ports(1)
         words = [
             "torch.distributed.run",
@@ -58,8 +58,8 @@ class Trainers:
             str(self.run.config),
         ]
         words += [f"--cluster.lease_s={LEASE_S}", f"--pool.fleet_port={port}", "--pool.timeout_s=120"]
-        words += ["--run.resume=true", "--checkpoint.every=1", "--train.iterations=500", *overrides]
-        return self._start(f"trainer-{number}", words)
+        words += ["--run.resume=true", "--checkpoint.every=1", "--train.iterations=500"]
+        return self._start(f"trainer-{name}", words)
 
     def _start(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
         self.outputs.append(self.run.output.with_name(f"{name}.txt"))
@@ -98,26 +98,36 @@ def ranks_of(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return [part for part in psutil.Process(launcher.pid).children() if "trainer" in command_of(part)]
 
 
-def test_a_stopped_trainer_is_replaced_and_ends_when_it_goes_on(
+def test_a_second_trainer_is_refused_and_a_stopped_one_is_replaced_and_ends_when_it_goes_on(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
     trainers = Trainers(Run(tmp_path, tiny_model("qwen3", tied=True)), tiny_model("qwen3", tied=True))
     try:
-        _take_over(trainers)
+        first = trainers.start("first")
+        trainers.wait_for(lambda: len(trainers.versions()) >= 1, first)
+        _refuse(trainers, first)
+        _take_over(trainers, first)
     finally:
         trainers.close()
 
 
-def _take_over(trainers: Trainers) -> None:
+def _refuse(trainers: Trainers, first: subprocess.Popen[bytes]) -> None:
+    refused = trainers.start("refused")
+    assert refused.wait(STEP_S) == 1
+    said = (trainers.run.output.parent / "trainer-refused.txt").read_text()
+    assert "RunDirInUse" in said and "is in use by" in said, said
+    num_before = len(trainers.versions())
+    trainers.wait_for(lambda: len(trainers.versions()) > num_before + 1, first)
+
+
+def _take_over(trainers: Trainers, first: subprocess.Popen[bytes]) -> None:
     run = trainers.run
-    first = trainers.start(1)
-    trainers.wait_for(lambda: len(trainers.versions()) >= 3, first)
     ranks = ranks_of(first)
     assert len(ranks) == 2
     for rank in ranks:
         rank.send_signal(signal.SIGSTOP)
     stopped_s, old_run = time.monotonic(), trainers.versions()[-1].rpartition("-")[0]
-    second = trainers.start(2)
+    second = trainers.start("second")
     trainers.wait_for(lambda: sum(old_run not in version for version in trainers.versions()) >= 2, second)
     assert time.monotonic() - stopped_s > LEASE_S
     term = read_term(run.dir)
@@ -127,12 +137,15 @@ def _take_over(trainers: Trainers) -> None:
     resumed_s = time.monotonic()
     assert first.wait(30) == 1, "torchrun's own code"
     fenced_s = time.monotonic() - resumed_s
-    said = (run.output.parent / "trainer-1.txt").read_text()
+    said = (run.output.parent / "trainer-first.txt").read_text()
     assert "Fenced: term 1 of run.dir" in said and re.search(r"exitcode\s*: 5 ", said), said
     print(f"the first trainer ended {fenced_s:.1f} s after it went on")
     num_before = len(trainers.versions())
     trainers.wait_for(lambda: len(trainers.versions()) >= num_before + 2, second)
-    assert json.loads((run.dir / "fleet.json").read_text())["url"] in (run.output.parent / "trainer-2.txt").read_text()
+    assert (
+        json.loads((run.dir / "fleet.json").read_text())["url"]
+        in (run.output.parent / "trainer-second.txt").read_text()
+    )
     second.terminate()
     second.wait(120)
     _require_one_history(run, old_run)
@@ -151,18 +164,3 @@ def _require_one_history(run: Run, old_run: str) -> None:
     assert checkpoints
     for checkpoint in checkpoints:
         assert find_damage(checkpoint, read_manifest(checkpoint)["files"]) is None
-
-
-def test_a_second_trainer_of_a_running_run_is_refused(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
-    trainers = Trainers(Run(tmp_path, tiny_model("qwen3", tied=True)), tiny_model("qwen3", tied=True))
-    try:
-        first = trainers.start(1)
-        trainers.wait_for(lambda: len(trainers.versions()) >= 1, first)
-        second = trainers.start(2)
-        assert second.wait(STEP_S) == 1
-        said = (tmp_path / "trainer-2.txt").read_text()
-        assert "RunDirInUse" in said and "is in use by" in said, said
-        num_before = len(trainers.versions())
-        trainers.wait_for(lambda: len(trainers.versions()) > num_before, first)
-    finally:
-        trainers.close()
