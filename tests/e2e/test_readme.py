@@ -40,11 +40,19 @@ def workplace(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
     return tmp_path
 
 
+def is_plain_run(block: str) -> bool:
+    """Whether it is a run of other settings and nothing else: what these do is shown by runs of other tests."""
+    return block.startswith("async-rl run run.toml") and len(block.splitlines()) == 1
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("block", shell_blocks("async-rl"))
-def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> None:
-    for port in ("8001", "8002", "8700"):
-        block = block.replace(port, str(free_ports(1)[0]))
+@pytest.mark.parametrize("block", filter(is_plain_run, shell_blocks("async-rl")))
+def test_a_run_of_other_settings_can_be_started(workplace: Path, block: str) -> None:
+    assert "-m trainer run.toml" in run_in(workplace, f"{block.rstrip()} --dry-run")
+
+
+def run_in(workplace: Path, block: str) -> str:
+    """What a block of commands prints."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -68,9 +76,19 @@ def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> N
         with contextlib.suppress(ProcessLookupError):  # a block without background processes has left none
             os.killpg(script.pid, signal.SIGTERM)
     assert script.stdout is not None
-    assert code == 0, script.stdout.read()
+    said = script.stdout.read()
+    assert code == 0, said
+    return said
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("block", [block for block in shell_blocks("async-rl") if not is_plain_run(block)])
+def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> None:
+    for port in ("8001", "8002", "8700"):
+        block = block.replace(port, str(free_ports(1)[0]))
+    said = run_in(workplace, block)
     if "async-rl eval" in block:
-        assert "pass@4" in script.stdout.read()
+        assert "pass@4" in said
         return
     run_dir = workplace / re.search(r"runs/\w+", block + "runs/mine")[0]
     iterations = int(re.search(r"--train.iterations (\d+)|$", block)[1] or 2)
