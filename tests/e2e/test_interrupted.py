@@ -23,7 +23,7 @@ from trainer.checkpoint.files import find_damage, read_manifest
 # The first test of each run waits for all of it.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-SETTINGS_OF_BOTH = (*SETTINGS, "--trainer.num_processes=2", "--inference.num_instances=2", "--reward.timeout_s=120")
+SETTINGS_OF_BOTH = (*SETTINGS, "--trainer.num_processes=2", "--inference.num_instances=2")
 EVALUATION = """
 [evaluation]
 every = 2

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.chat_tokenizer import make_chat_model
 from tests.support.local_run import Run
-from tests.support.selected import require_selected, selections
+from tests.support.selected import require_selected
 
 # The first test waits for both runs.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -21,7 +21,8 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 async def rollout(prompt, policy):
     """One to three turns with a tool's answers between them; half of the rollouts then change their first message.
 
-    The rollouts of every third prompt have the same reward, and no two runs the same order of them.
+    The rollouts of every third prompt have the same reward, those of all others have different ones; no two runs have
+    the same order of them.
     """
     messages = list(prompt.messages)
     num_vowels = 0
@@ -32,7 +33,7 @@ async def rollout(prompt, policy):
         await asyncio.sleep(random.uniform(0, 0.1))
     if prompt.seed % 2:
         await policy.generate([{"role": "user", "content": "another question"}, *messages[1:]], max_tokens=8)
-    return 0.0 if int(prompt.prompt_id) % 3 == 0 else num_vowels / 10
+    return 0.0 if int(prompt.prompt_id) % 3 == 0 else num_vowels / 10 + prompt.seed % 9973 / 1e6
 '''
 
 EVALUATION = """
@@ -48,6 +49,8 @@ temperature = 0.7
 """
 
 NUM_ITERATIONS = 3
+NUM_DRAWN = 11
+"""Six prompts, and a reserve of five."""
 SETTINGS = (
     *("--inference.num_instances=2", f"--train.iterations={NUM_ITERATIONS}", "--train.order=prompt"),
     *("--prompts.reserve=5", "--algorithm.kl_coef=0.05"),
@@ -93,28 +96,41 @@ def test_programs_are_proven_token_by_token(run: Run, divided: Run) -> None:
         assert all(record["max_logprob_gap"] < 1e-4 for record in each.lines("metrics.jsonl"))
 
 
-def test_programs_are_selected_from_alike_and_train_the_same_in_every_order_and_with_two_leaders(
-    run: Run, divided: Run
+@pytest.mark.parametrize(("name", "num_leaders"), [("run", 1), ("divided", 2)])
+def test_of_each_leaders_share_the_first_rollouts_with_a_signal_are_selected_in_whatever_order_they_finish(
+    name: str, num_leaders: int, request: pytest.FixtureRequest
 ) -> None:
-    proofs = ("samples", "prompt_ids", "num_responses", "num_response_tokens", "num_turns", "num_branches")
-    groups = ("iteration", "index", "prompt_id", "samples", "reward_mean", "num_turns", "num_branches")
-    for name, keys in (("ledger.jsonl", proofs), ("timeline.jsonl", groups)):
-        rows, expected = ([[row[key] for key in keys] for row in each.lines(name)] for each in (divided, run))
-        assert rows == expected and rows, name
-    assert selections(run) == selections(divided)
-    for record, other in zip(run.lines("metrics.jsonl"), divided.lines("metrics.jsonl"), strict=True):
-        for key in ("loss", "grad_norm", "kl"):
-            # Two leaders add up in another order, in float32.
-            assert record[key] == pytest.approx(other[key], rel=1e-4, abs=1e-7), key
+    rows = request.getfixturevalue(name).lines("timeline.jsonl")
+    for iteration in range(NUM_ITERATIONS):
+        for leader in range(num_leaders):
+            of_leader = [row for row in rows if row["iteration"] == iteration and row["index"] % num_leaders == leader]
+            share = sorted(of_leader, key=lambda row: row["index"])
+            # All that come before the last one are there: trained, or left out because they have no signal.
+            assert [row["index"] for row in share] == [leader + num_leaders * i for i in range(len(share))]
+            trained = [row for row in share if row.get("is_trained", True)]
+            assert len(trained) == 6 // num_leaders
+            is_whole = len(share) == len(range(leader, NUM_DRAWN, num_leaders))
+            assert is_whole or all(int(row["prompt_id"]) % 3 for row in trained)
+
+
+def test_rollouts_do_not_depend_on_the_number_of_leaders(run: Run, divided: Run) -> None:
+    keys = ("prompt_id", "samples", "reward_mean", "num_turns", "num_branches", "num_response_tokens")
+    of_one, of_two = (
+        {(row["iteration"], row["index"]): [row.get(key) for key in keys] for row in each.lines("timeline.jsonl")}
+        for each in (run, divided)
+    )
+    in_both = of_one.keys() & of_two.keys()
+    assert len(in_both) > 4 * NUM_ITERATIONS
+    assert {place: of_one[place] for place in in_both} == {place: of_two[place] for place in in_both}
 
 
 def test_turns_and_branches_of_rollouts_are_recorded(run: Run, divided: Run) -> None:
     rollouts = run.lines("rollouts.jsonl")
-    # All that were drawn: six prompts and a reserve of five.
-    assert [(each["iteration"], each["num_rollouts"]) for each in rollouts] == [(i, 44) for i in range(NUM_ITERATIONS)]
+    assert [each["iteration"] for each in rollouts] == list(range(NUM_ITERATIONS))
+    # Those in reserve that are not needed are not waited for.
+    assert all(4 * 6 <= each["num_rollouts"] <= 4 * NUM_DRAWN for each in rollouts)
     assert all(each["turns_max"] == 4 and each["branches_mean"] for each in rollouts)
-    of_main_rank = sum(each["num_rollouts"] for each in divided.lines("rollouts.jsonl"))
-    assert 0 < of_main_rank < 44 * NUM_ITERATIONS, "those of its replica"
+    assert all(12 <= each["num_rollouts"] <= 24 for each in divided.lines("rollouts.jsonl")), "of the main replica"
 
 
 def test_evaluations_of_programs_have_the_same_samples(run: Run, divided: Run) -> None:

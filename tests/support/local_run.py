@@ -83,7 +83,7 @@ responses_per_prompt = 4
 max_response_tokens = 24
 [reward]
 name = "python:{reward}:vowels"
-timeout_s = 20
+timeout_s = 120
 [pool]
 timeout_s = 20
 [publish]
