@@ -139,5 +139,5 @@ def test_a_run_without_a_known_instance_waits_for_one_to_register_and_hands_over
     assert all(proof["on_policy"] and proof["num_groups"] == 6 for proof in proofs)
     assert {record["retries"] for record in fleet.run.lines("metrics.jsonl")} == {0}
     assert not (fleet.run.dir / "fleet.json").exists()
-    assert only.wait(60) == 0, "it was let go"
+    assert only.wait(60) == 0, "it was told to leave"
     assert second.poll() is None, "it waits for the next run"

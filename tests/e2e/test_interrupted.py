@@ -110,7 +110,7 @@ def lose_an_instance(run: Run) -> None:
     run.wait_until(lambda: run.lines("metrics.jsonl")[-1]["num_instances"] == 1)
     # The iterations are so short that they would be over before it is back.
     run.hold()
-    run.wait_until(lambda: member(run, url).state == "joining")
+    run.wait_until(lambda: member(run, url).state in ("joining", "ready"))
     run.tell("")
     run.wait_until(lambda: run.lines("metrics.jsonl")[-1]["num_instances"] == 2)
 

@@ -74,7 +74,7 @@ def run_in(workplace: Path, block: str) -> str:
     )
     try:
         # A background instance keeps the pipe open, so wait for the script itself.
-        code = script.wait(150)
+        code = script.wait(240)
     finally:
         with contextlib.suppress(ProcessLookupError):  # a block without background processes has left none
             os.killpg(script.pid, signal.SIGTERM)
