@@ -30,7 +30,8 @@ STARTS_OTHERS = (
 
 LEAVES = (
     *("async_rl.evaluation", "inference_service", "trainer", "trainer.export", "trainer.verify"),
-    *("deploy.quickstart.warm_start", "tests.support.warm.facts", "trainer.verify.distance"),
+    *("deploy.quickstart.warm_start", "trainer.verify.distance"),
+    *("tests.support.receiving_instance", "tests.support.warm.facts"),
 )
 """Programs whose children, if any, are started in the ordinary way."""
 
