@@ -13,7 +13,7 @@ import pytest
 from async_rl.net.free_ports import free_ports
 from tests.support.local_run import Run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
 
 DEADLINE_S = 120.0
 
