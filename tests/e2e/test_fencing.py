@@ -135,7 +135,7 @@ def _take_over(trainers: Trainers, first: subprocess.Popen[bytes]) -> None:
     for rank in ranks:
         rank.send_signal(signal.SIGCONT)
     resumed_s = time.monotonic()
-    assert first.wait(30) == 1, "torchrun's own code"
+    assert first.wait(120) == 1, "torchrun's own code"
     fenced_s = time.monotonic() - resumed_s
     said = (run.output.parent / "trainer-first.txt").read_text()
     assert "Fenced: term 1 of run.dir" in said and re.search(r"exitcode\s*: 5 ", said), said
