@@ -24,7 +24,7 @@ TRACKERS_READY := $(TRACKERS_VENV)/.ready
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 ALL := not vllm and not agents and not trackers and not gpu and not npu
-FAST := not distributed and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
+FAST := not distributed and not nightly and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
 
 .PHONY: quickstart test test-fast test-all test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
 .PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \

@@ -6,6 +6,7 @@ from benchmarks.common.case import Case
 from benchmarks.engine_parts import PARTS, part_of, run
 
 
+@pytest.mark.nightly
 def test_the_parts_add_up_to_the_whole() -> None:
     case = Case.parse("tiny:40:2:2")
     found = run([case])

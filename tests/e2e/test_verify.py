@@ -63,6 +63,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.nightly
 def test_each_broken_instance_is_named_by_its_fault_also_by_two_replicas(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:

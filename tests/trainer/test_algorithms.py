@@ -225,6 +225,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 """Terms besides the advantages, a ratio of responses, corrections, and totals."""
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
 def test_two_ranks_train_what_one_does(

@@ -438,6 +438,7 @@ def test_a_run_with_a_critic_goes_on_bit_for_bit_under_another_layout(
         assert_same(tmp_path / name / checkpoint, tmp_path / "whole" / checkpoint)
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_two_ranks_train_what_one_does(

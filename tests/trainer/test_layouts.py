@@ -145,7 +145,14 @@ def one_rank(tiny_model: Callable[..., Path], parallel: Parallel, ragged_groups:
 def test_a_pairwise_cover_of_the_matrix_trains_what_one_rank_trains(
     cover: list[Case], one_rank: OneRank, tmp_path: Path
 ) -> None:
-    compare([*cover, *pairwise_cover(in_bfloat16(cases(2)))], one_rank, tmp_path, timeout_s=600)
+    compare(cover, one_rank, tmp_path, timeout_s=600)
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+@pytest.mark.timeout(1250)
+def test_bfloat16_on_two_ranks_stays_within_the_derived_bound(one_rank: OneRank, tmp_path: Path) -> None:
+    compare(pairwise_cover(in_bfloat16(cases(2))), one_rank, tmp_path, timeout_s=600)
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])

@@ -141,6 +141,7 @@ def test_a_stopped_rank_ends_the_others_in_time_though_they_wait_in_a_collective
     assert f"RankLost: nothing was heard of training rank {stopped} for 4 s" in said, said
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_ranks_that_are_stopped_together_go_on_together(ranks: Ranks) -> None:
     ranks.start("ends", *STANDALONE, lost_after_s=4.0)
@@ -153,6 +154,7 @@ def test_ranks_that_are_stopped_together_go_on_together(ranks: Ranks) -> None:
     assert ranks.agents[0].wait(START_S) == 0, ranks.said()
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_ranks_that_compute_load_and_end_at_different_times_are_not_lost(ranks: Ranks) -> None:
     """A collective that lasts twice the limit, and an end that others follow three limits later."""

@@ -65,6 +65,7 @@ with without_compiler():
 """
 
 
+@pytest.mark.nightly
 def test_the_compiler_works_after_imports_without_it() -> None:
     assert run(COMPILER) == "[3.0, 3.0]\n"
 

@@ -37,6 +37,7 @@ def check(cpu_info: Path, *emulator: str, **variables: str) -> "subprocess.Compl
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.skipif(EMULATOR is None, reason="needs qemu-x86_64 (Debian's qemu-user)")
 def test_kernels_for_processors_of_intel_are_chosen_and_others_refused(tmp_path: Path) -> None:

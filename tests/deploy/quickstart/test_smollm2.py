@@ -81,6 +81,7 @@ def run(command: Sequence[object]) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.packaging
 @pytest.mark.timeout(3000)
 def test_the_real_model_learns_for_five_iterations_that_are_all_proven(tmp_path: Path) -> None:
