@@ -24,6 +24,7 @@ TRACKERS_READY := $(TRACKERS_VENV)/.ready
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 ALL := not vllm and not agents and not trackers and not gpu and not npu
+VLLM := vllm and not nightly
 FAST := not distributed and not nightly and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
 
 .PHONY: quickstart test test-fast test-all test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
@@ -46,7 +47,8 @@ test-fast: $(READY)
 # Everything that needs no accelerator: several hours. What runs in other environments follows, and has its own targets.
 test-all: $(READY)
 	$(BIN)/python -m pytest -m "$(ALL)" $(TWO) $(ARGS)
-	$(MAKE) test-vllm test-agents test-trackers test-peers
+	$(MAKE) test-vllm VLLM=vllm
+	$(MAKE) test-agents test-trackers test-peers
 
 # Every layout against one rank; its figures are printed at the end.
 test-layouts: $(READY)
@@ -56,7 +58,7 @@ test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-vllm: $(READY) $(VLLM_READY)
-	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+	$(BIN)/python -m pytest -m "$(VLLM)" tests/vllm $(ARGS)
 
 # Frameworks in environments of their own, as their users have them.
 test-agents: $(READY) $(AGENTS_READY) $(VERIFIERS_READY)

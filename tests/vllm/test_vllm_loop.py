@@ -68,6 +68,7 @@ async def rollout(prompt, policy):
 '''
 
 
+@pytest.mark.nightly
 def test_rollouts_of_several_turns_are_on_policy_with_vllm(run: Run, vllm_python: str) -> None:
     model, program = run.dir.parent / "chat", run.dir.parent / "program.py"
     make_tiny_model(model, "qwen3", tied=True, vocab_size=128, head_dim=32, max_position_embeddings=1024)
