@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from async_rl.programs.process_guard import _die_with_guard
 from tests.conftest import WARM
 from tests.support.local_run import command_of
 from tests.support.warm import facts
-from tests.support.warm.client import POSSIBLE
+from tests.support.warm.client import POSSIBLE, WarmStarts
 from tests.support.warm.interpreter import NAME
 
 pytestmark = [
@@ -136,6 +137,19 @@ def test_programs_of_the_directory_itself_are_those_that_run(tmp_path: Path) -> 
     command = [sys.executable, "-m", "trainer"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "mine\n", done.stderr
+
+
+def test_without_an_interpreter_every_start_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "_fork_exec", subprocess._fork_exec)  # type: ignore[attr-defined]  # put back
+    lost = WarmStarts(None, {**os.environ, "HOME": "/"})
+    mine, its = socket.socketpair()
+    its.close()
+    lost._connection = mine
+    lost.install()
+    environment = {**os.environ, "HOME": "/"}
+    for _ in range(2):
+        run = subprocess.run(FACTS, stdin=subprocess.DEVNULL, capture_output=True, check=True, env=environment)
+        assert not json.loads(run.stdout)["is warm"]
 
 
 def test_a_directory_that_is_missing_is_the_error_of_python() -> None:

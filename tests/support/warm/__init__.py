@@ -11,5 +11,6 @@ the warm interpreter, and the memory that the libraries occupy is shared. Where 
 subject, a test is marked `cold`; other modules, other options of Python, and environment variables that libraries read
 when they are imported lead to an ordinary start, too.
 
-Linux on x86-64 only; elsewhere every start is ordinary. ASYNC_RL_TESTS_COLD=1 makes it so everywhere.
+Linux on x86-64 and Python 3.11 only; elsewhere, and where the interpreter cannot be had, every start is ordinary.
+ASYNC_RL_TESTS_COLD=1 makes it so everywhere.
 """

@@ -18,7 +18,7 @@ PID = struct.Struct(">i")
 PADDING = "x" * 2**15
 """Room for the command line that a fork shows."""
 
-POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
+POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info[:2] == (3, 11)
 
 
 class WarmStarts:
@@ -62,17 +62,26 @@ class WarmStarts:
         if start is None:
             return self._fork_exec(*arguments)
         own = (standard_input, standard_output, standard_error)
-        return self._ask(start, [*(n if n >= 0 else usual for usual, n in enumerate(own)), error_pipe])
+        pid = self._ask(start, [*(n if n >= 0 else usual for usual, n in enumerate(own)), error_pipe])
+        if pid is not None:
+            return pid
+        # It has said on standard error why it cannot be had here.
+        self.uninstall()
+        return self._fork_exec(*arguments)
 
-    def _ask(self, start: Start, descriptors: list[int]) -> int:
+    def _ask(self, start: Start, descriptors: list[int]) -> int | None:
+        """The process id of the fork; None if the interpreter has ended."""
         with self._lock:
-            if self._connection is None:
-                self._connection = self._start_interpreter()
-            text = start.to_json()
-            socket.send_fds(self._connection, [LENGTH.pack(len(text))], descriptors)
-            self._connection.sendall(text)
-            pid: int = PID.unpack(self._connection.recv(PID.size, socket.MSG_WAITALL))[0]
-        return pid
+            try:
+                if self._connection is None:
+                    self._connection = self._start_interpreter()
+                text = start.to_json()
+                socket.send_fds(self._connection, [LENGTH.pack(len(text))], descriptors)
+                self._connection.sendall(text)
+                answer = self._connection.recv(PID.size, socket.MSG_WAITALL)
+            except ConnectionError:
+                return None
+        return PID.unpack(answer)[0] if answer else None
 
     def _start_interpreter(self) -> socket.socket:
         mine, its = socket.socketpair()
