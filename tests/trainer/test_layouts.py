@@ -1,6 +1,7 @@
 """Every layout that is accepted, in real processes over gloo, trains what one rank trains; every other one is refused.
 
-A pairwise cover of the matrix (`layout_matrix.py`) runs by default, that of bfloat16 every night, the whole of it with `make test-layouts`.
+A pairwise cover of the matrix (`layout_matrix.py`) runs by default, that of bfloat16 every night, the whole of it with
+`make test-layouts`.
 """
 
 import re
