@@ -171,6 +171,14 @@ class Ground:
             time.sleep(0.05)
         return self.pids()
 
+    def wait_for_iterations(self) -> dict[str, int]:
+        """Waits until the trainer has passed its gate and trained."""
+        deadline = time.monotonic() + 60
+        while not (self.path / "run" / "metrics.jsonl").exists():
+            assert time.monotonic() < deadline, f"not trained by {self.pids()}"
+            time.sleep(0.05)
+        return self.pids()
+
     def living(self) -> dict[str, int]:
         """What still runs, after a little while for the guards to finish."""
         deadline = time.monotonic() + 20

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -61,7 +62,7 @@ def test_an_instance_that_does_not_come_up_is_reported(ground: Any) -> None:
     local = ground.start()
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 1
-    assert "ProcessFailed: instance-0 exited with code 1" in output
+    assert re.search(r"ProcessFailed: instance-[01] exited with code 1", output)
     assert "no such model" in output
     assert not (ground.path / "run" / "metrics.jsonl").exists(), "the trainer has done nothing"
     assert ground.living() == {}
@@ -204,7 +205,7 @@ def test_a_trainer_that_always_dies_ends_the_run_by_name_in_bounded_time(ground:
 def test_an_instance_that_dies_is_started_again_on_its_port(ground: Any) -> None:
     ground.then_trainer_does("while not os.path.exists('go'):\n    time.sleep(0.05)")
     local = ground.start("--cluster.restart_delay_s", "0.1")
-    pids = ground.wait_for_processes(ALL)
+    pids = ground.wait_for_iterations()
     name, victim = next((name, pid) for name, pid in pids.items() if name.startswith("instance"))
     os.kill(victim, signal.SIGKILL)
     deadline = time.monotonic() + 60
@@ -223,7 +224,7 @@ def test_with_no_instance_left_the_trainer_is_not_started_again(ground: Any) -> 
         "while not os.path.exists('go'):\n    time.sleep(0.05)\ntime.sleep(1)\nraise RuntimeError('nobody samples')"
     )
     local = ground.start("--cluster.max_restarts", "0", "--inference.num_instances", "1")
-    pids = ground.wait_for_processes(4)
+    pids = ground.wait_for_iterations()
     os.kill(next(pid for name, pid in pids.items() if name.startswith("instance")), signal.SIGKILL)
     (ground.path / "go").touch()
     output, _ = local.communicate(timeout=200)

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import traceback
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -34,10 +35,27 @@ def import_everything() -> None:
     importlib.import_module("trainer.devices.cpu").load_megatron()
     for name in MODULES:
         importlib.import_module(name)
+    _leave_nothing_to_do_at_exit()
+    _name_methods_at_once()
     gc.freeze()
     gc.enable()
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, f"a fork would have one of {len(threads)} threads"
+
+
+def _leave_nothing_to_do_at_exit() -> None:
+    """What imports registered: to take torch's operators apart one by one, and to report the compiler's times."""
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False
+    dynamo = sys.modules["torch._dynamo.utils"]
+    atexit.unregister(dynamo.dump_compile_times)
+
+
+def _name_methods_at_once() -> None:
+    """torchrun's rendezvous names its caller some thirty times, for events that nobody reads, and goes through all
+    modules each time: two seconds with as many as are imported here."""
+    rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
 
 
 def serve(connection: socket.socket) -> tuple[Start, list[int]]:

@@ -40,6 +40,7 @@ TRAINING_RANKS = "tests.support.trainer."
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("async_rl", "deploy", "inference_service", "tests", "trainer")
+PACKAGES_OF_STARTERS = ("async_rl", "deploy")
 
 READ_BY_IMPORTS = (
     *("ASCEND_", "ATEN_", "CUDA_", "DNNL_", "GLIBC_", "GOMP_", "HF_", "HOME", "HUGGINGFACE_", "KMP_", "LANG", "LC_"),
@@ -104,7 +105,7 @@ def start_of(
         return None
     where = Path.cwd() / (directory or "")
     name = None if before is None else _name_of(before)
-    if not where.is_dir() or _has_its_own(where) or (before is not None and name is None):
+    if not where.is_dir() or _has_its_own(where, module) or (before is not None and name is None):
         return None
     return Start(
         words=texts,
@@ -122,9 +123,10 @@ def start_of(
     )
 
 
-def _has_its_own(directory: Path) -> bool:
-    """Whether programs in it would import other packages than those that the warm interpreter has imported."""
-    files = (directory / name for package in PACKAGES for name in (package, f"{package}.py"))
+def _has_its_own(directory: Path, module: str) -> bool:
+    """Whether the program would import other packages in it than those that the warm interpreter has imported."""
+    packages = PACKAGES_OF_STARTERS if module in STARTS_OTHERS else PACKAGES
+    files = (directory / name for package in packages for name in (package, f"{package}.py"))
     return any(file.exists() and file.resolve().parent != ROOT for file in files)
 
 
