@@ -27,7 +27,7 @@ ALL := not vllm and not agents and not trackers and not gpu and not npu
 VLLM := vllm and not nightly
 FAST := not distributed and not nightly and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
 
-.PHONY: quickstart test test-fast test-all test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
+.PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
 .PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
 	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-memory bench-modes bench-peers bench-products \
 	bench-dashboard bench-data bench-sandbox bench-system bench-turns
@@ -49,6 +49,10 @@ test-all: $(READY)
 	$(BIN)/python -m pytest -m "$(ALL)" $(TWO) $(ARGS)
 	$(MAKE) test-vllm VLLM=vllm
 	$(MAKE) test-agents test-trackers test-peers
+
+# With the kernels that MKL has for processors of Intel, whatever this one is: exact mode takes others there.
+test-as-intel: $(READY)
+	$(BIN)/python -m tests.support.as_intel $(BIN)/python -m pytest $(TWO) $(ARGS)
 
 # Every layout against one rank; its figures are printed at the end.
 test-layouts: $(READY)

@@ -1,4 +1,4 @@
-"""The kernels of exact mode on processors of other makers, which an emulator stands for."""
+"""The kernels of exact mode on processors of other makers."""
 
 import os
 import shutil
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
+from tests.support.as_intel import kernels_for_intel
 
-EMULATOR = shutil.which("qemu-x86_64")
 TIMEOUT_S = 280.0
 
 CHECK = """
@@ -25,10 +25,10 @@ print("MKL_CBWR" in os.environ)
 """
 
 
-def check(cpu_info: Path, *emulator: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+def check(cpu_info: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     return subprocess.run(
-        [*emulator, sys.executable, "-c", CHECK, str(cpu_info)],
+        [sys.executable, "-c", CHECK, str(cpu_info)],
         cwd=ROOT,
         env=environment | variables,
         capture_output=True,
@@ -37,19 +37,17 @@ def check(cpu_info: Path, *emulator: str, **variables: str) -> "subprocess.Compl
     )
 
 
-@pytest.mark.nightly
 @pytest.mark.distributed
-@pytest.mark.skipif(EMULATOR is None, reason="needs qemu-x86_64 (Debian's qemu-user)")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_kernels_for_processors_of_intel_are_chosen_and_others_refused(tmp_path: Path) -> None:
-    assert EMULATOR is not None
-    # The maker that a process finds in /proc is that of this machine; MKL asks the processor, which is emulated.
+    variables = kernels_for_intel(tmp_path)
+    # The maker that a process finds in /proc is that of this machine; MKL's is Intel.
     intel, other = tmp_path / "intel", tmp_path / "other"
     intel.write_text("vendor_id\t: GenuineIntel\n")
     other.write_text("vendor_id\t: AuthenticAMD\n")
-    emulator = (EMULATOR, "-cpu", "Haswell")
-    done = check(intel, *emulator)
+    done = check(intel, **variables)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
-    refused = check(other, *emulator)
+    refused = check(other, **variables)
     assert refused.returncode == 1
     assert "products of matrices whose elements do not depend on the shape" in refused.stderr, refused.stderr
 
