@@ -27,6 +27,9 @@ ALL := not vllm and not agents and not trackers and not gpu and not npu
 VLLM := vllm and not nightly
 FAST := not distributed and not nightly and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
 
+# Where it is set, every process that a test starts would compile the project anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
 .PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
 	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-memory bench-modes bench-peers bench-products \

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,17 +62,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Long files first: with two workers the last long one would otherwise run beside nothing.
     """
-    here = Path(__file__).parent
-
-    def rank(item: pytest.Item) -> int:
-        return next((i for i, name in enumerate(LONG) if item.path.is_relative_to(here / name)), len(LONG))
-
     for item in items:
         markers = {marker.name for marker in item.iter_markers()}
-        is_long = any(item.path.is_relative_to(here / name) for name in NIGHTLY) and PROCESSES & markers
-        if is_long and ALWAYS not in markers:
+        if PROCESSES & markers and ALWAYS not in markers and place_in(NIGHTLY, item.path) < len(NIGHTLY):
             item.add_marker("nightly")
-    items.sort(key=rank)
+    items.sort(key=lambda item: place_in(LONG, item.path))
+
+
+@cache
+def place_in(names: tuple[str, ...], path: Path) -> int:
+    """The number of the first of these files and folders in which it is; their count, if it is in none."""
+    here = Path(__file__).parent
+    return next((i for i, name in enumerate(names) if path.is_relative_to(here / name)), len(names))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -79,6 +79,7 @@ def test_a_built_in_reward_scores_in_its_worker(started: Callable[..., Reward], 
         loop.run(reward.score(prompt(), RESPONSES))
 
 
+@pytest.mark.cold
 def test_a_users_function_scores_in_a_process_without_the_trainers_packages(
     started: Callable[..., Reward], loop: EventLoopThread, user_file: Path
 ) -> None:

@@ -31,7 +31,8 @@ STARTS_OTHERS = (
 LEAVES = (
     *("async_rl.evaluation", "inference_service", "trainer", "trainer.export", "trainer.verify"),
     *("deploy.quickstart.warm_start", "trainer.verify.distance"),
-    *("tests.support.receiving_instance", "tests.support.warm.facts"),
+    *("async_rl.rewards.worker", "tests.support.receiving_instance", "tests.support.scripted_instance"),
+    "tests.support.warm.facts",
 )
 """Programs whose children, if any, are started in the ordinary way."""
 
@@ -44,9 +45,10 @@ PACKAGES_OF_STARTERS = ("async_rl", "deploy")
 
 READ_BY_IMPORTS = (
     *("ASCEND_", "ATEN_", "CUDA_", "DNNL_", "GLIBC_", "GOMP_", "HF_", "HOME", "HUGGINGFACE_", "KMP_", "LANG", "LC_"),
-    *("LD_", "MALLOC_", "MKL_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH", "TRANSFORMERS_", "USE_", "XDG_"),
+    *("LD_", "MALLOC_", "MKL_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "SSL_", "TORCH", "TRANSFORMERS_", "USE_"),
+    "XDG_",
 )
-"""Beginnings of variables that Python, the C library, torch and transformers read when they are loaded."""
+"""Beginnings of variables that Python, the C library, torch, transformers and aiohttp read when they are loaded."""
 
 READ_LATER = ("CUDA_VISIBLE_DEVICES", "ONEDNN_PRIMITIVE_", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_")
 """Among these, what is read later, or is carried out here."""
