@@ -39,7 +39,7 @@ quickstart: $(READY)
 	$(BIN)/async-rl quickstart $(ARGS)
 
 # Every guarantee at least once on real parts. Half of the time the tests wait for processes, so two run at once; those of
-# one file share what they start. The order is that of tests/conftest.py.
+# one file share what they start. The order is that of tests/support/tiers.py.
 test: $(READY)
 	$(BIN)/python -m pytest $(TWO) $(ARGS)
 

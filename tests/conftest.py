@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ import torch
 from async_rl.cpu.reproducible import use_reproducible_products
 from async_rl.errors import ConfigError
 from tests.support.process_gate import ProcessGate
+from tests.support.tiers import LONG, is_nightly, place_in
 from tests.support.tiny_model import make_tiny_model
 from tests.support.warm.client import WarmStarts
 
@@ -41,20 +41,6 @@ GATE = ProcessGate()
 WARM = WarmStarts(None, os.environ)
 WARM.install()
 
-LONG = ("e2e", "packaging", "benchmarks", "trainer/test_layouts.py", "multihost", "examples", "deploy")
-"""What takes longest for one worker, which has a whole file to itself; the rest fills the time of the others."""
-
-NIGHTLY = (
-    *("benchmarks", "packaging", "multihost", "deploy/docker", "deploy/kubernetes", "deploy/ray", "deploy/slurm"),
-    *("examples", "recipes", "e2e/test_readme.py", "e2e/test_tutorials.py"),
-)
-"""Whose tests of processes are left to `make test-all`: clusters, several hosts, benchmarks, and what the docs show."""
-
-PROCESSES = {"distributed", "packaging"}
-
-ALWAYS = "always"
-"""Marks one of these tests that `make test` runs nevertheless."""
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,17 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Long files first: with two workers the last long one would otherwise run beside nothing.
     """
     for item in items:
-        markers = {marker.name for marker in item.iter_markers()}
-        if PROCESSES & markers and ALWAYS not in markers and place_in(NIGHTLY, item.path) < len(NIGHTLY):
+        if is_nightly(item.path, {marker.name for marker in item.iter_markers()}):
             item.add_marker("nightly")
     items.sort(key=lambda item: place_in(LONG, item.path))
-
-
-@cache
-def place_in(names: tuple[str, ...], path: Path) -> int:
-    """The number of the first of these files and folders in which it is; their count, if it is in none."""
-    here = Path(__file__).parent
-    return next((i for i, name in enumerate(names) if path.is_relative_to(here / name)), len(names))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
