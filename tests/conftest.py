@@ -18,7 +18,7 @@ import torch
 from async_rl.cpu.reproducible import use_reproducible_products
 from async_rl.errors import ConfigError
 from tests.support.process_gate import ProcessGate
-from tests.support.tiers import LONG, is_nightly, place_in
+from tests.support.tiers import is_nightly, spread
 from tests.support.tiny_model import make_tiny_model
 from tests.support.warm.client import WarmStarts
 
@@ -42,16 +42,16 @@ WARM = WarmStarts(None, os.environ)
 WARM.install()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Says what only `make test-all` runs, before markers are selected by.
-
-    Long files first: with two workers the last long one would otherwise run beside nothing.
-    """
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Says what only `make test-all` runs before markers are selected by, and orders what several workers run."""
     for item in items:
         if is_nightly(item.path, {marker.name for marker in item.iter_markers()}):
             item.add_marker("nightly")
-    items.sort(key=lambda item: place_in(LONG, item.path))
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = spread(dict.fromkeys(item.path for item in items))
+        items.sort(key=lambda item: place[item.path])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

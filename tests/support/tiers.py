@@ -1,12 +1,18 @@
 """Which tests `make test` leaves to `make test-all`, and which come first."""
 
+import random
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from tests.support import ROOT
 
-LONG = ("e2e", "packaging", "benchmarks", "trainer/test_layouts.py", "multihost", "examples", "deploy")
-"""What takes longest for one worker, which has a whole file to itself; the rest fills the time of the others."""
+LONG = (
+    *("e2e/test_readme.py", "e2e", "trainer/test_layouts.py", "trainer/test_rollouts.py", "trainer/test_critic.py"),
+    *("trainer/test_exact.py", "trainer/test_algorithms.py", "packaging", "benchmarks", "multihost", "examples"),
+    *("deploy/ray", "deploy/slurm", "deploy/kubernetes", "deploy/docker", "recipes"),
+)
+"""What keeps both cores busy; most of the rest waits."""
 
 NIGHTLY = (
     *("benchmarks", "packaging", "multihost", "deploy/docker", "deploy/kubernetes", "deploy/ray", "deploy/slurm"),
@@ -22,10 +28,24 @@ ALWAYS = "always"
 
 def is_nightly(path: Path, markers: set[str]) -> bool:
     """Whether a test in this file, with these markers, is left to `make test-all` because of its folder."""
-    return bool(PROCESSES & markers) and ALWAYS not in markers and place_in(NIGHTLY, path) < len(NIGHTLY)
+    return bool(PROCESSES & markers) and ALWAYS not in markers and _place_in(NIGHTLY, path) < len(NIGHTLY)
 
 
 @cache
-def place_in(names: tuple[str, ...], path: Path) -> int:
+def _place_in(names: tuple[str, ...], path: Path) -> int:
     """The number of the first of these files and folders in which it is; their count, if it is in none."""
     return next((i for i, name in enumerate(names) if path.is_relative_to(ROOT / "tests" / name)), len(names))
+
+
+def spread(files: Iterable[Path]) -> dict[Path, float]:
+    """The places of files where several run at once: the long ones evenly among the first four fifths of the others.
+
+    Side by side they would only make each other slower, and the last of them would run beside nothing. The others are
+    mixed, the same way each time: neighbours wait for the same things.
+    """
+    all_files = list(files)
+    long = sorted((file for file in all_files if _place_in(LONG, file) < len(LONG)), key=lambda f: _place_in(LONG, f))
+    others = [file for file in all_files if file not in set(long)]
+    random.Random(0).shuffle(others)
+    between = 0.8 * len(others) / max(len(long), 1)
+    return {file: i * between - 0.5 for i, file in enumerate(long)} | {file: i for i, file in enumerate(others)}
