@@ -6,11 +6,16 @@ import subprocess
 from tests.support import ROOT
 
 
-def make(target: str, arguments: str) -> str:
-    """Runs a make target to its end; returns what it printed."""
+def make(target: str, arguments: str, *more: str) -> str:
+    """Runs a make target to its end; returns what it printed. `more`: further words for make."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
-        ["make", target, f"ARGS={arguments}"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        ["make", target, f"ARGS={arguments}", *more],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -3,6 +3,7 @@
 import atexit
 import os
 import platform
+import signal
 import socket
 import struct
 import subprocess
@@ -70,17 +71,23 @@ class WarmStarts:
         return self._fork_exec(*arguments)
 
     def _ask(self, start: Start, descriptors: list[int]) -> int | None:
-        """The process id of the fork; None if the interpreter has ended."""
+        """The process id of the fork; None if the interpreter has ended.
+
+        A handler that raises cannot come between question and answer, as it cannot in the function that this replaces.
+        """
         with self._lock:
+            if self._connection is None:
+                self._connection = self._start_interpreter()
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
-                if self._connection is None:
-                    self._connection = self._start_interpreter()
                 text = start.to_json()
                 socket.send_fds(self._connection, [LENGTH.pack(len(text))], descriptors)
                 self._connection.sendall(text)
                 answer = self._connection.recv(PID.size, socket.MSG_WAITALL)
             except ConnectionError:
                 return None
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         return PID.unpack(answer)[0] if answer else None
 
     def _start_interpreter(self) -> socket.socket:

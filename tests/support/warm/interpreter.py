@@ -104,6 +104,8 @@ def main() -> NoReturn:
         mine.close()
         wait_quietly()
         start, descriptors = serve(its)
+    # Not before: an interpreter of its own is not taken for another of these programs.
+    set_command_line(start.words)
     prepare_interpreter(start, path)
     os.close(STARTED)
     run(start.module)

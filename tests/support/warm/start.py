@@ -14,8 +14,6 @@ from io import BufferedReader, BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.support.warm.clone import set_command_line
-
 STARTS_OTHERS = (
     "async_rl.programs.process_guard",
     "deploy.kubernetes.training_pod",
@@ -177,7 +175,6 @@ def become(start: Start, descriptors: Sequence[int], set_by_imports: Mapping[str
     os.chdir(start.directory)
     os.environ.clear()
     os.environ.update({**set_by_imports, **start.environment})
-    set_command_line(start.words)
 
 
 def _take_signals(start: Start) -> None:
