@@ -1,4 +1,8 @@
-"""1 for a response whose final answer equals the row's `answer` mathematically, else 0, by math-verify."""
+"""1 for a response that gives the row's `answer`, else 0: extracted and compared mathematically, by math-verify.
+
+It takes the last expression of a text, evaluates it and compares values: alone, it would pay for `9 + 3` where 12 is
+asked for. So where the row's answer is a number, a response has to give a number, too.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -7,10 +11,11 @@ from typing import Any
 from math_verify import parse, verify
 
 from async_rl.config.reward_section import RewardSection
-from async_rl.rewards.answers import single_answer
+from async_rl.rewards.answers import single_answer, tagged_in
 from async_rl.rewards.base import USED_SHARE, correct_at
 from async_rl.rewards.function import RewardFunction
 from async_rl.rewards.time_limit import SharedTime, TookTooLong, scores_in_time, time_limit
+from async_rl.rewards.written_numbers import is_number, is_part
 from async_rl.types import Prompt, Response
 
 # It warns that its own limits are off: ours are for all that a response needs, its own for each comparison.
@@ -34,11 +39,28 @@ def make_score(config: RewardSection) -> RewardFunction:
             prompt,
             responses,
             time,
-            lambda response: float(verify(gold, parse(response.text, parsing_timeout=None), timeout_seconds=None)),
+            lambda response: float(_gives(gold, response.text)),
             "its answer could not be compared in time, which counts as wrong",
         )
 
     return score
+
+
+def _gives(gold: Sequence[Any], text: str) -> bool:
+    text = (tagged_in(text) or [text])[-1]
+    given = parse(text, parsing_timeout=None)
+    if _is_number(gold) and not (_is_number(given) and not is_part(_texts(given)[-1], text)):
+        return False
+    return bool(verify(gold, given, timeout_seconds=None))
+
+
+def _is_number(parsed: Sequence[Any]) -> bool:
+    return any(map(is_number, _texts(parsed)))
+
+
+def _texts(parsed: Sequence[Any]) -> list[str]:
+    """What was extracted, as it is written; math-verify gives it after its values."""
+    return [each for each in parsed if isinstance(each, str)]
 
 
 def _parsed_answer(row: Mapping[str, Any]) -> list[Any]:
@@ -48,7 +70,10 @@ def _parsed_answer(row: Mapping[str, Any]) -> list[Any]:
         ValueError: there is none.
     """
     answer = single_answer(row)
-    gold = str(answer).rpartition("####")[2].strip()
+    # GSM8K's marker without anything after it marks nothing; `\$` is a currency and delimits nothing, `\!` is space.
+    gold = str(answer).strip().removesuffix("####").rpartition("####")[2].replace("\\$", "").replace("\\!", "").strip()
+    if gold.count("$") == 1:
+        gold = gold.replace("$", "")
     # The parser finds expressions only in mathematical delimiters.
     parsed: list[Any] = parse(gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}", parsing_timeout=None)
     if not parsed:
