@@ -9,6 +9,7 @@ from itertools import chain, islice
 import torch
 
 from async_rl.algorithms import Algorithm, Responses, Rollouts, Tokens, Totals
+from async_rl.algorithms.base import exact_sum
 from async_rl.group_proof import GroupProof
 from async_rl.types import Group
 from trainer.algorithm_results import ENTROPY, require_loss, require_of_rollouts
@@ -104,7 +105,7 @@ class LossSums:
         terms = [term for terms in self._terms.values() for term in terms]
         on_host = iter(to_host([term.double() for term in terms if isinstance(term, torch.Tensor)]))
         values = iter([float(next(on_host) if isinstance(term, torch.Tensor) else term) for term in terms])
-        return {name: sum(islice(values, len(terms))) for name, terms in self._terms.items()}
+        return {name: exact_sum(islice(values, len(terms))) for name, terms in self._terms.items()}
 
     def clear(self) -> None:
         self._terms.clear()

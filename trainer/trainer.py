@@ -18,6 +18,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from async_rl.algorithms import Rollouts, Totals, make_algorithm
+from async_rl.algorithms.base import added
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.critic_section import NO_CRITIC, CriticSection
 from async_rl.config.rollout_section import RolloutSection
@@ -193,11 +194,9 @@ class MegatronTrainer:
         Raises:
             NonFiniteGradient: on all ranks, if `train.on_nonfinite` is "fail", or too many steps in a row were skipped.
         """
-        sums: Counter[str] = Counter()
         own = [self._own_totals() if self._reports else {}, memory_peaks(self._parallel.device.DEVICE)]
         of_ranks = self._parallel.gather_json(own)
-        for part, _ in of_ranks:
-            sums.update(part)
+        sums = Counter(added(part for part, _ in of_ranks))
         totals = {name.removeprefix("total/"): value for name, value in sums.items() if name.startswith("total/")}
         assert sums["tokens"], "optimizer_step() without an accumulated group"
         # Where nothing counts the gradient is 0.
@@ -298,17 +297,14 @@ class MegatronTrainer:
 
     def _with_totals(self, windows: list[Window], together: Callable[[], AbstractContextManager[None]]) -> list[Window]:
         """A mini-batch's windows, of which the totals over all replicas are known from now on."""
-        sums: Counter[str] = Counter()
+        sums = []
         for group in (group for window in windows for groups in window for group in groups):
             # On all ranks of the replica, so that all of them fail.
             require_finite_rewards(group)
-            sums.update(self._algorithm.sums(Rollouts.of(group)))
-        totals: Counter[str] = Counter()
+            sums.append(self._algorithm.sums(Rollouts.of(group)))
         with together():
-            of_ranks = self._parallel.gather_json(dict(sums) if self._reports else {})
-        for part in of_ranks:
-            totals.update(part)
-        self._totals = totals
+            of_ranks = self._parallel.gather_json(added(sums) if self._reports else {})
+        self._totals = added(of_ranks)
         return windows
 
     def _reward_kl(

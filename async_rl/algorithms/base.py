@@ -7,7 +7,8 @@ I4): `sums` of the groups are added up, and `denominator` makes one number of th
 Shape legend: G rollouts of one group, or responses of a micro-batch; N sampled tokens of the responses, concatenated.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +18,24 @@ from async_rl.types import Group
 
 Totals = Mapping[str, float]
 """What `Algorithm.sums` says of groups, added over all groups of an optimizer step, over all replicas."""
+
+
+def added(parts: Iterable[Totals]) -> dict[str, float]:
+    """Their sums, rounded once: thousands of groups, in any order, have the same ones."""
+    terms: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            terms.setdefault(name, []).append(value)
+    return {name: exact_sum(values) for name, values in terms.items()}
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Rounded once; infinite or NaN where a term or what is beyond the largest number makes it so."""
+    terms = list(values)
+    try:
+        return math.fsum(terms)
+    except (OverflowError, ValueError):
+        return float(sum(terms))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,12 @@ Shape legend: G rollouts of one group, or responses of a micro-batch; N sampled 
 
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
 
-from async_rl.algorithms.base import Algorithm, Responses, Tokens, Totals
+from async_rl.algorithms.base import Algorithm, Responses, Tokens, Totals, added
 from async_rl.algorithms.random_groups import Draw, RandomGroup, any_reward, random_batch, tokens_of
 from async_rl.errors import RewardError
 
@@ -74,10 +73,7 @@ def check_algorithm(
 
 def totals_of(algorithm: Algorithm, batch: Sequence[RandomGroup], *, with_kl: bool = True) -> Totals:
     """What the trainer adds up; before the first advantage no KL is known."""
-    totals: Counter[str] = Counter()
-    for group in batch:
-        totals.update(algorithm.sums(group.rollouts if with_kl else replace(group.rollouts, kl=None)))
-    return totals
+    return added(algorithm.sums(each.rollouts if with_kl else replace(each.rollouts, kl=None)) for each in batch)
 
 
 def loss_and_gradient(

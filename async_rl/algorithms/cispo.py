@@ -23,4 +23,4 @@ class CISPO(PolicyGradient):
         ratio_N = exp((tokens.logprobs_N - tokens.old_logprobs_N).detach())
         clipped_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss_N = -clipped_N * advantages_N * tokens.logprobs_N
-        return loss_N, {"clip_fraction": (clipped_N != ratio_N).float().sum()}
+        return loss_N, {"clip_fraction": ((clipped_N != ratio_N) & (advantages_N != 0)).float().sum()}

@@ -2,10 +2,11 @@
 
     A_g = sum_k (R_k,g - mean(R_k)) / (std(R_k) + 1e-6) x weight_k,    then divided by the batch's deviation of these
 
-A part's scale has no effect, so `weights` say what it counts, 1 by default; what an over-long rollout or a KL in the
-reward costs is a part, too, "shaping". A group has the parts that scored it, which need not be all that `weights` name
-(the config checks these names). The sums have the mean 0 in every group, and so in the batch: only the deviation is the
-batch's, one factor of the denominator, and the paper's batch normalisation is exact in a stream.
+With `scale_by_std = true` without the batch's deviation, with `false` without any. Else a part's scale has no effect,
+so `weights` say what it counts, 1 by default; what an over-long rollout or a KL in the reward costs is a part, too,
+"shaping". A group has the parts that scored it, which need not be all that `weights` name (the config checks these
+names). The sums have the mean 0 in every group, and so in the batch: only the deviation is the batch's, one factor of
+the denominator, and the paper's batch normalisation is exact in a stream.
 """
 
 from collections.abc import Sequence
@@ -32,8 +33,9 @@ class GDPO(PolicyGradient):
         for name, values in self._parts(rollouts).items():
             values_G = torch.tensor(values, dtype=torch.float64)
             if values_G.min() != values_G.max():
-                normalised_G = (values_G - values_G.mean()) / (values_G.std() + STD_EPS)
-                advantages_G += self.options.weights.get(name, 1.0) * normalised_G
+                centered_G = values_G - values_G.mean()
+                scale = values_G.std() + STD_EPS if self.scale_by_std else 1.0
+                advantages_G += self.options.weights.get(name, 1.0) * centered_G / scale
         return advantages_G if totals is None else advantages_G / deviation(totals)
 
     def _batch_scaled(self, rollouts: Rollouts) -> Sequence[float]:

@@ -11,7 +11,7 @@ import torch
 
 from async_rl.algorithms.base import Responses, Tokens
 from async_rl.algorithms.log_ratio import exp
-from async_rl.algorithms.policy_gradient import PolicyGradient
+from async_rl.algorithms.policy_gradient import PolicyGradient, clipped_surrogate
 
 
 class GSPO(PolicyGradient):
@@ -23,6 +23,4 @@ class GSPO(PolicyGradient):
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         log_ratio_G = responses.summed(tokens.logprobs_N - tokens.old_logprobs_N) / responses.lengths_G
         ratio_N = responses.per_token(exp(log_ratio_G), len(tokens))
-        clipped_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
-        return loss_N, {"clip_fraction": (clipped_N != ratio_N).float().sum().detach()}
+        return clipped_surrogate(ratio_N, advantages_N, self.clip_low, self.clip_high)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from async_rl.algorithms.base import LossSum, Needs, Responses, Rollouts, Tokens, Totals
+from async_rl.algorithms.log_ratio import kl_terms
 from async_rl.algorithms.policy_gradient import PolicyGradient
 from async_rl.config.algorithm_options import UNUSED, OnlineDPOOptions
 
@@ -52,4 +53,5 @@ class OnlineDPO(PolicyGradient):
         margins = distances_G.new_zeros(num_responses).index_add(0, responses.groups_G, signs_G * distances_G)
         is_pair = distances_G.new_zeros(num_responses).index_add(0, responses.groups_G, signs_G.abs()) > 0
         losses = -F.logsigmoid(self.options.beta * margins)
-        return LossSum(torch.where(is_pair, losses, 0.0).sum(), {"kl": distances_G.sum().detach()})
+        kl_N = kl_terms(tokens.logprobs_N, tokens.ref_logprobs_N, self.config.kl_estimator, self.config.kl_clamp)
+        return LossSum(torch.where(is_pair, losses, 0.0).sum(), {"kl": kl_N.sum().detach()})

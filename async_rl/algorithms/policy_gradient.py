@@ -191,17 +191,25 @@ class PolicyGradient:
         self, tokens: Tokens, advantages_N: torch.Tensor, responses: Responses
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """The loss of each token, [N], and metrics: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) here."""
-        ratio_N = exp(tokens.logprobs_N - tokens.old_logprobs_N)
-        clipped_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
-        return loss_N, {"clip_fraction": (clipped_N != ratio_N).float().sum().detach()}
+        return clipped_surrogate(
+            exp(tokens.logprobs_N - tokens.old_logprobs_N), advantages_N, self.clip_low, self.clip_high
+        )
+
+
+def clipped_surrogate(
+    ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), [N], and for how many tokens the clip decides."""
+    free_N = ratio_N * advantages_N
+    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
+    return -torch.minimum(free_N, clipped_N), {"clip_fraction": (clipped_N < free_N).float().sum().detach()}
 
 
 def deviation(totals: Totals) -> float:
     """Of the batch's rewards (`_batch_scaled`), with one degree of freedom less, plus 1e-6.
 
-    From sums, which groups can be added to in any order: it is exact to 2e-4 of itself as long as the mean is below a
-    million deviations.
+    From exact sums, which groups can be added to in any order: it is exact to 2e-4 of itself as long as the mean is
+    below a million deviations.
     """
     count = totals["rollouts"]
     squares = totals["squares"] - totals["values"] ** 2 / count

@@ -107,12 +107,13 @@ class Written:
 
     def of_parts(self, group: RandomGroup, rewards: Sequence[float]) -> list[float]:
         parts = dict(group.rollouts.parts) or {"reward": group.rollouts.rewards}
+        scales = bool(self["scale_by_std"])
         parts["shaping"] = tuple(round(s - r, 12) for s, r in zip(rewards, group.rollouts.rewards, strict=True))
         found = [0.0] * len(rewards)
         for part, values in parts.items():
             weight = self["options"].get("weights", {}).get(part, 1.0)
             for k, value in enumerate(values):
-                found[k] += weight * (value - mean(values)) / (stdev(values) + 1e-6)
+                found[k] += weight * (value - mean(values)) / (stdev(values) + 1e-6 if scales else 1.0)
         return found
 
     def of_batch(self) -> list[list[float]]:

@@ -50,7 +50,8 @@ def reference_steps(
                     ratio = (torch.cat([logprobs[i] for i in of]) - torch.cat([old_logprobs[i] for i in of])).exp()
                     inside = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
                     losses.append(-torch.minimum(ratio * advantage, inside * advantage).sum())
-                    clipped += int((inside != ratio).sum())
+                    # Beyond the range on the side where the advantage would take it further.
+                    clipped += int(((ratio - inside) * advantage > 0).sum())
                     count += len(ratio)
             loss = torch.stack(losses).sum() / count
             optimizer.zero_grad()
@@ -98,7 +99,7 @@ def test_ratio_and_clip_equal_a_reference_implementation(
         assert step["grad_norm"] == pytest.approx(norm, rel=1e-3)
         assert step["metrics"]["clip_fraction"] == pytest.approx(clip_fraction, abs=0.02)
     if old_policy == "lagged" or steps_per_batch > 1:
-        assert max(clip_fraction for _, _, clip_fraction in expected) > 0.1
+        assert max(clip_fraction for _, _, clip_fraction in expected) > 0.03
 
 
 def test_gap_is_that_of_the_weights_that_sampled_in_every_step(
