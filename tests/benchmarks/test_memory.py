@@ -12,7 +12,8 @@ from benchmarks.memory import forecasts, measured_peaks
 from deploy.init.__main__ import main as init
 from deploy.local.check import main as check
 
-pytestmark = pytest.mark.distributed
+# A fork shares what its interpreter has imported.
+pytestmark = [pytest.mark.distributed, pytest.mark.cold]
 
 TOLERANCE = 0.15
 """What `async-rl check` promises; at this size nearly all of it is the base of a process."""

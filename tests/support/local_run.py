@@ -29,6 +29,14 @@ def vowels(prompt, responses, row):
 vowels.correct_at = 0.5
 
 
+def slow(prompt, responses, row):
+    """Iterations of more than half a second, so that something can happen meanwhile."""
+    import time
+
+    time.sleep(0.15)
+    return vowels(prompt, responses, row)
+
+
 def uneven(prompt, responses, row):
     """Equal for the responses of every third prompt; finishes in an order of its own in each run."""
     import random
