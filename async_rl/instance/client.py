@@ -47,7 +47,7 @@ CONTROL_TIMEOUT_S = 10.0
 VOUCH_TIMEOUT_S = 3.0
 """For reading version and boot id again after an interrupted response: a lost instance must not delay its group."""
 
-START_TIME_METRIC = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
+START_TIME_METRIC = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,40})\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class InstanceClient:
             session = self._connections.generating
             data = body.model_dump_json(exclude_none=True).encode()
             async with session.post(self.url + path, data=data, timeout=UNBOUNDED, allow_redirects=False) as response:
-                answer.came_from(response.headers.get(routes.BOOT_ID_HEADER))
+                answer.came_from(self._http.boot_id(response.headers))
                 if response.status != 200:
                     refusal = await whole_body(response.content, MAX_BODY_BYTES, self.url)
                     response.close()
@@ -234,7 +234,7 @@ class InstanceClient:
         """The boot id in a healthy instance's response, if any; InstanceRefused with status 503 if it runs but cannot
         serve."""
         _, headers = await self._http.exchange("GET", routes.HEALTH, None, within(timeout_s))
-        return headers.get(routes.BOOT_ID_HEADER)
+        return self._http.boot_id(headers)
 
     async def holding(self, timeout_s: float = CONTROL_TIMEOUT_S) -> HeldWeights:
         """Which weights it holds and which process it is: from one response, or else the process is queried last, so
@@ -246,7 +246,7 @@ class InstanceClient:
         else:
             answer, headers = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
             version = self._versions_of(answer)
-        boot_id = headers.get(routes.BOOT_ID_HEADER)
+        boot_id = self._http.boot_id(headers)
         return HeldWeights(version, boot_id if boot_id is not None else await self._start_time(timeout_s))
 
     async def _start_time(self, timeout_s: float) -> str | None:
@@ -255,7 +255,7 @@ class InstanceClient:
             found = START_TIME_METRIC.search(await self._http.get(routes.METRICS, timeout_s))
         except InstanceRefused:
             return None
-        return f"started-{found[1].decode(errors='replace')}" if found else None
+        return f"started-{found[1].decode()}" if found else None
 
     async def max_model_len(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """The maximum of prompt plus response tokens of the served model."""

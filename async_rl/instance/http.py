@@ -1,6 +1,7 @@
 """Calls to one inference instance over HTTP, each with a response or an `InstanceError` that names the instance; for
 `async_rl.instance.client`."""
 
+import re
 from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
@@ -20,6 +21,7 @@ from async_rl.instance.connections import Connections
 from async_rl.instance.dialect import DEAD_ENGINE
 from async_rl.instance.response_stream import whole_body
 from async_rl.protocol import body, routes
+from async_rl.protocol.routes import BOOT_ID, BOOT_ID_HEADER
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_ERROR_CHARS = 500
@@ -105,6 +107,20 @@ class InstanceHttp:
             + (reason or answer[:MAX_ERROR_CHARS].decode(errors="replace") or "(empty body)"),
             status,
         )
+
+    def boot_id(self, headers: Mapping[str, str]) -> str | None:
+        """Which process a response's headers name, if they do.
+
+        Raises:
+            InstanceError: what they have cannot be a name: others would be shown it, and asked to compare it.
+        """
+        told = headers.get(BOOT_ID_HEADER)
+        if told is not None and not re.fullmatch(BOOT_ID, told):
+            raise InstanceError(
+                f"instance {self._url} sends {BOOT_ID_HEADER} {told!r:.100}: expected at most 64 letters, digits and "
+                "hyphens; something between may change its headers"
+            )
+        return told
 
     def parse(self, adapter: TypeAdapter[Body], answer: bytes, path: str) -> Body:
         """The body of a response.

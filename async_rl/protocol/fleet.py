@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from async_rl.protocol.body import BaseUrl, Body, StrictBody
+from async_rl.protocol.routes import BOOT_ID
 
 ADDRESS_FILE = "fleet.json"
 """In `run.dir` while the endpoint listens: a `FleetAddress`."""
@@ -68,7 +69,7 @@ class RegisterRequest(StrictBody):
 
     url: BaseUrl
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
-    boot_id: str = Field(pattern=r"^[A-Za-z0-9-]{1,64}$")
+    boot_id: str = Field(pattern=BOOT_ID)
 
 
 class RegisterResponse(Body):

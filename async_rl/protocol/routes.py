@@ -44,6 +44,9 @@ BOOT_ID_HEADER = "X-Async-RL-Boot-Id"
 """In every response of the embedded engine's server and of a vLLM that our launcher started: names the process, new
 with each start. For other vLLM servers, `process_start_time_seconds` of their /metrics is used."""
 
+BOOT_ID = r"^[A-Za-z0-9-]{1,64}$"
+"""What a boot id looks like, in headers and bodies."""
+
 MAX_CONCURRENCY_HEADER = "X-Async-RL-Max-Concurrency"
 """In the same responses: how many responses the engine generates concurrently."""
 

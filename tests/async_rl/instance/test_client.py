@@ -193,6 +193,23 @@ def test_tokens_of_another_process_than_was_put_in_service_are_refused_before_th
 TORN = {"stream": True, "versions_at_end": True, "stop_after": 2, "fate": "tear", "owner": "vllm"}
 
 
+@pytest.mark.parametrize("boot_id", ["caf\u00e9", "\u200b", "two words", "x" * 65, "a,b", "\U0001f600"])
+def test_a_header_that_cannot_name_a_process_is_refused_where_it_enters(
+    instances, connect: Connect, loop: EventLoopThread, boot_id: str
+) -> None:
+    """Later it would be written into others' answers, as what others report."""
+    (instance,) = instances({"boot_id": boot_id})
+    client = connect(instance.url)
+    calls = (
+        client.health,
+        client.holding,
+        lambda: client.generate((3,), SAMPLING, "v1-0", "v1", new_partials()),
+    )
+    for call in calls:
+        with pytest.raises(InstanceError, match=r"X-Async-RL-Boot-Id .*expected at most 64 letters"):
+            loop.run(call())
+
+
 @pytest.mark.parametrize(
     ("script", "boot_id", "is_kept"),
     [
