@@ -25,7 +25,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 ALL := not vllm and not agents and not trackers and not gpu and not npu
 VLLM := vllm and not nightly
-FAST := not distributed and not nightly and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
+FAST := not distributed and not computes and not nightly and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
 
 # Where it is set, every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -43,7 +43,7 @@ quickstart: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(THREE) $(ARGS)
 
-# Everything that starts no processes.
+# Everything that starts no processes and trains no model.
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "$(FAST)" $(THREE) $(ARGS)
 

@@ -44,10 +44,13 @@ WARM.install()
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Says what only `make test-all` runs before markers are selected by, and orders what several workers run."""
+    """Says what `make test` and `make test-fast` leave out before markers are selected by, and orders what several
+    workers run."""
     for item in items:
         if is_nightly(item.path, {marker.name for marker in item.iter_markers()}):
             item.add_marker("nightly")
+        if "parallel" in getattr(item, "fixturenames", ()):
+            item.add_marker("computes")
     yield
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = spread(dict.fromkeys(item.path for item in items))

@@ -141,6 +141,7 @@ def test_leaders_that_start_at_once_write_it_once(tmp_path: Path) -> None:
     assert digests[0] == digests[1] == digests[2] and len(tables(cache)) == 1
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path, kind: str) -> None:
     peaks = []

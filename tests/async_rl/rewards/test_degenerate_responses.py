@@ -47,6 +47,7 @@ def test_a_text_that_repeats_itself_is_scored_in_linear_time(name: str, text: st
     assert seconds(name, [(text * LENGTH)[:LENGTH], RIGHT[name]], [0.0, 1.0], timeout_s=30) < 5
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize("text", [*HUGE, *((text * LENGTH)[:LENGTH] for text in REPEATED)], ids=lambda text: text[:20])
 def test_an_answer_that_cannot_be_computed_is_wrong_and_leaves_time_for_the_others(text: str) -> None:
     # A limit comes late while a number is multiplied, which cannot be interrupted.

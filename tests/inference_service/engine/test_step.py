@@ -24,6 +24,8 @@ from inference_service.engine.sequences import Sequence
 from inference_service.engine.step import ModelStep
 from tests.support.tiny_model import FAMILIES, MODEL_SIZE
 
+pytestmark = pytest.mark.computes
+
 SHORTEST_SHARED = 3
 
 
