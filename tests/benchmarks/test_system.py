@@ -30,7 +30,7 @@ def test_all_variants_train_the_same_samples_to_the_same_weights() -> None:
     }
     options = [text for name, number in numbers.items() for text in (f"--{name}", str(number))]
     command = [sys.executable, "-m", "benchmarks.system", "--json", "--size", "tiny", *options]
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert is_sound(found) and 0 < found["weight_difference"] <= MAX_DIFFERENCE

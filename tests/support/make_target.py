@@ -6,7 +6,7 @@ import subprocess
 from tests.support import ROOT
 
 
-def make(target: str, arguments: str, *more: str) -> str:
+def make(target: str, arguments: str, *more: str, timeout_s: float = 280) -> str:
     """Runs a make target to its end; returns what it printed. `more`: further words for make."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
@@ -15,7 +15,7 @@ def make(target: str, arguments: str, *more: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

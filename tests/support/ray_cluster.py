@@ -118,7 +118,7 @@ class RayRun(Run):
         (rank,) = [p for p in ranks if "trainer" in (words := command_of(p)) and "torch.distributed.run" not in words]
         return rank
 
-    def wait_for(self, condition: Callable[[], object], timeout_s: float = 120) -> float:
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = 240) -> float:
         """Waits until it is true; returns the seconds it took."""
         begun_s = time.monotonic()
         while not condition():
