@@ -10,6 +10,8 @@ from async_rl.types import Prompt
 from tests.support.groups import text_responses
 
 GIVEN = [
+    ("5 #### ", "5"),
+    ("$x", "$x$"),
     ("12", r"\boxed{12}"),
     ("12", "9 + 3 = 12"),
     ("12", "The answer is 12."),
