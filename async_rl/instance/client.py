@@ -47,7 +47,7 @@ CONTROL_TIMEOUT_S = 10.0
 VOUCH_TIMEOUT_S = 3.0
 """For reading version and boot id again after an interrupted response: a lost instance must not delay its group."""
 
-START_TIME_METRIC = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,40})\s*$", re.MULTILINE)
+START_TIME_METRIC = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,40})(?:\s|$)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,9 +47,11 @@ def make_score(config: RewardSection) -> RewardFunction:
 
 
 def _gives(gold: Sequence[Any], text: str) -> bool:
-    text = (tagged_in(text) or [text])[-1]
-    given = parse(text, parsing_timeout=None)
-    if _is_number(gold) and not (_is_number(given) and not is_part(_texts(given)[-1], text)):
+    # Also tags that hold nothing, as where the thoughts speak of them.
+    for said in (*tagged_in(text)[-1:], text):
+        if given := parse(said, parsing_timeout=None):
+            break
+    if _is_number(gold) and not (_is_number(given) and not is_part(_texts(given)[-1], said)):
         return False
     return bool(verify(gold, given, timeout_seconds=None))
 

@@ -23,25 +23,36 @@ _UNIT = re.compile(r"(?<=[\d}\s])\s*[a-zA-Z][a-zA-Z/ .]*(?:\^\s*\{?[23]\}?)?$")
 
 _BEFORE = re.compile(
     rf"(?:[\d)}}]|\b[a-zA-Z])[ \t]*(?:[-+/^\u00f7]|(?<!\*)\*|{_TIMES}|\\div)[ \t]*\{{?$"
-    r"|(?:\\sqrt|\u221a)[ \t]*\{?$|\d, ?$|\d:$"
+    r"|(?:\\sqrt|\u221a)[ \t]*\{?$|\([^()\n]*, ?$|\d:$|\d[.,]?$"
 )
 _AFTER = re.compile(
-    rf"[ \t]*(?:!|\^|(?:{_TIMES})[ \t]*\S|\*{{1,2}}[ \t]*\d|[-+/:][ \t]*\d|\\(?:pi|sqrt|div)|[\u03c0\u221a\u00f7])"
-    r"|, ?\d|[eE][-+]?\d| \d+/\d"
+    rf"[ \t]*(?:!(?=[ \t]*[-+*/^=$\\)])|\^|(?:{_TIMES})[ \t]*\S|\*{{1,2}}[ \t]*\d|[-+/:][ \t]*\d|\\(?:pi|sqrt|div)"
+    r"|[\u03c0\u221a\u00f7])|[.,]?\d|, \d|[eE][-+]?\d| \d+/\d"
 )
-
 
 NEAR = 40
 """Letters before a number that may make it a part of something."""
 
+LONGEST = 200
+"""Letters of what may be a number; the value of a longer one is compared as that of any expression."""
+
 
 def is_number(text: str) -> bool:
     """Whether it is one number, perhaps the right side of an equation, with a unit or a currency; no computation."""
+    if len(text) > LONGEST:
+        return False
     said = _DECORATION.sub("", _WRAPPED.sub(r" \1", text.rpartition("=")[2]).strip())
     return any(NUMBER.fullmatch(form.strip().rstrip(".")) for form in (said, _UNIT.sub("", said)))
 
 
 def is_part(number: str, text: str) -> bool:
-    """Whether the last place of a number in a text is in something larger: `5!`, `(3, 4)`, `3 + 4`, `3\\pi`."""
-    before, _, after = text.rpartition(number)
-    return bool(_AFTER.match(after)) or bool(_BEFORE.search(before.rstrip("$")[-NEAR:]))
+    """Whether a number is in something larger wherever a text has it: `5!`, `(3, 4)`, `3 + 4`, `3\\pi`."""
+    places = [(found.start(), found.end()) for found in re.finditer(re.escape(number), text)]
+    return bool(places) and all(_is_part_at(text, *place) for place in places)
+
+
+def _is_part_at(text: str, start: int, end: int) -> bool:
+    while start and text[start - 1] == "$":
+        start -= 1
+    is_all = text[end:].strip() == "!" and not text[:start].strip()
+    return is_all or bool(_AFTER.match(text, end) or _BEFORE.search(text, max(0, start - NEAR), start))

@@ -112,7 +112,7 @@ def test_make_quickstart_leaves_everything_it_promises(tmp_path: Path) -> None:
     """It runs the console script of the module that runs here, whose processes are warm."""
     run_dir = tmp_path / "run"
     arguments = f"--iterations 3 --run-dir {run_dir}"
-    assert make("--dry-run", arguments, "quickstart").splitlines()[-1] == f".venv/bin/async-rl quickstart {arguments}"
+    assert make("quickstart", arguments, "--dry-run").splitlines()[-1] == f".venv/bin/async-rl quickstart {arguments}"
     command = [sys.executable, "-m", "deploy.quickstart", *arguments.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and "held-out accuracy" in done.stdout, done.stdout + done.stderr

@@ -1,15 +1,22 @@
 """The reward `math`: final answers in the forms that rows and policies give them."""
 
 import random
+import time
 
 import pytest
 
 from async_rl.config.reward_section import RewardSection
 from async_rl.rewards.function import RewardFunction, load_function
+from async_rl.rewards.written_numbers import is_number, is_part
 from async_rl.types import Prompt
 from tests.support.groups import text_responses
 
 GIVEN = [
+    ("12", "\\boxed{12}. Check: 12 - 3 = 9"),
+    ("12", "The answer is 12. Indeed 12 / 4 is 3"),
+    ("12", "The answer is 12!"),
+    ("12", "In the end, after 5, 12"),
+    ("12", "Put it in <answer></answer>. \\boxed{12}"),
     ("5 #### ", "5"),
     ("$x", "$x$"),
     ("12", r"\boxed{12}"),
@@ -171,3 +178,9 @@ def test_no_computation_counts_until_its_result_is_said(score: RewardFunction, s
     texts = [*(form.format(task) for form in forms), *given]
     rewards = score(Prompt("row7", (1,), {}), text_responses(*texts), {"answer": str(result)})
     assert rewards == [0.0] * len(forms) + [1.0] * len(given), dict(zip(texts, rewards, strict=True))
+
+
+def test_a_long_text_costs_no_time(score: RewardFunction) -> None:
+    begun_s = time.process_time()
+    assert not is_number("1" + " a" * 100_000 + "#") and not is_part("1", "1" * 100_000 + " 1")
+    assert time.process_time() - begun_s < 5
