@@ -5,7 +5,7 @@ trainer process (producer thread -> queue -> training loop -> ledger).
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from statistics import fmean
@@ -38,6 +38,21 @@ class Prompt:
     stop_token_ids: tuple[int, ...] = ()
     max_response_tokens: int | None = None
     reward: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCheck:
+    """Whether a run's reward can read a row's answer, asked of each row before the run; rows that fail are left out.
+
+    `fault_of` gets a row and the rewards that its part of a mixture names; it says why the answer cannot be read, or
+    None. `identity` is the same for checks that always say the same.
+    """
+
+    identity: str
+    fault_of: Callable[[Mapping[str, Any], tuple[str, ...]], str | None]
+
+
+NO_CHECK = AnswerCheck("", lambda row, of_mixture: None)
 
 
 def part_of(prompt_id: str) -> str:

@@ -15,6 +15,7 @@ LOADED = re.compile(r"""<(?:script|img|link|iframe|source)\b[^>]*?\b(?:src|href)
 IMPORTED = re.compile(r"""@import\s+["'(]|url\(["']?(?:https?:)?//""")
 
 
+@pytest.mark.nightly
 def test_the_site_has_every_page_and_asks_no_other_host(tmp_path: Path) -> None:
     make("docs", f"--site-dir {tmp_path}")
     pages = {path.stem: path.read_text() for path in tmp_path.glob("*.html")}

@@ -30,6 +30,7 @@ from async_rl.publish.probe import Probe
 from async_rl.publish.publisher import Publisher
 from async_rl.publish.snapshot_store import SnapshotStore
 from async_rl.rewards import Reward
+from async_rl.rewards.readable_answers import answer_check
 from async_rl.rollout.producer import Producer
 from async_rl.rollout.program_rollouts import ProgramRollouts, make_program_rollouts
 from async_rl.tracking.records import ROLLOUTS
@@ -132,7 +133,9 @@ class Leader:
         config = self._config
         if not config.evaluation.sets:
             return None
-        sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed, held_out)
+        sets = load_sets(
+            config.evaluation, config.prompts, tokenizer, config.run.seed, held_out, answer_check(config.reward)
+        )
         recorder = EvaluationRecorder(config.run.dir, require_lease, trackers)
         sampler = Sampler(
             self._pool,

@@ -9,6 +9,7 @@ from async_rl.errors import ConfigError, WriteFailed
 from async_rl.programs.user_command import COMMAND
 from async_rl.programs.user_file import PREFIX, file_identity
 from async_rl.rewards.identity import reward_identity
+from async_rl.rewards.readable_answers import answer_check
 from trainer.checkpoint.compatibility import Contents
 from trainer.parallel import Parallel
 
@@ -32,7 +33,9 @@ def load_prompts_and_contents(
     said: tuple[dict[str, Any] | None, tuple[str, bool] | None] | None = None
     if parallel.is_leader:
         try:
-            source = PromptSource.load(config.prompts, tokenizer, config.run.seed, config.run.dir / CACHE)
+            source = PromptSource.load(
+                config.prompts, tokenizer, config.run.seed, config.run.dir / CACHE, answer_check(config.reward)
+            )
             contents = Contents(source.digests, _scoring_identity(config), _algorithm_identity(config))
             said = contents.as_json(), None
         except (ConfigError, WriteFailed) as error:

@@ -8,9 +8,6 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
-
-from transformers import AutoTokenizer
 
 from async_rl.config.sections import Config, RunSection
 from async_rl.data.prompts import PromptSource, Tokenizer
@@ -20,6 +17,7 @@ from async_rl.loop import Rollouts
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.rewards import Reward, make_reward
+from async_rl.tokenizer import load_tokenizer
 from async_rl.tracking.lease import Lease, take_lease
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import cut_run_records, holds_another_run, require_no_records
@@ -86,7 +84,7 @@ def open_session(
         lease = closing.enter_context(_claim(config.run, config.cluster.lease_s)) if parallel.is_main else None
         require_lease = lease.require if lease is not None else _do_nothing
         reward = make_reward(config.reward)
-        tokenizer = _load_tokenizer(config)
+        tokenizer, model_tokens = load_tokenizer(config.model.path, find_checkpoint(config.model.path))
         prompts, contents = load_prompts_and_contents(config, parallel, tokenizer)
         megatron = MegatronTrainer.of(config, parallel)
         # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
@@ -99,7 +97,9 @@ def open_session(
         side = trackers = None
         if parallel.is_leader:
             run = lease.run if lease is not None else None
-            side = Leader(closing, config, parallel, token, pool or InferencePool(config.pool, token, lease_name), run)
+            pool = pool or InferencePool(config.pool, token, lease_name)
+            pool.model_tokens = model_tokens
+            side = Leader(closing, config, parallel, token, pool, run)
         fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
         if side is not None:
             side.wait_for_instances(fleet_url, prompts.longest)
@@ -237,12 +237,3 @@ def _claim(run: RunSection, lease_s: float) -> Iterator[Lease]:
 
 def _do_nothing() -> None:
     return None
-
-
-def _load_tokenizer(config: Config) -> Tokenizer:
-    checkpoint = find_checkpoint(config.model.path)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {config.model.path!r} has no tokenizer that loads: {error}") from error
-    return cast(Tokenizer, tokenizer)

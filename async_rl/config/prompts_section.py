@@ -35,6 +35,15 @@ StopText = Annotated[str, Field(min_length=1)]
 MAX_STOPS = 64
 """Texts of a run, of a mixture's part, of a row, and of a program's turn; a request has those of all four."""
 
+RENDERING = frozenset(
+    {
+        *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt"),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""Arguments of `apply_chat_template` that are no variables of a template's own."""
+
 
 class MixturePart(Section):
     """`[[prompts.mixture]]`: one of several sources of prompts."""
@@ -90,6 +99,11 @@ class PromptsSection(Section):
     column: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
     columns: Columns = Field(default_factory=dict, description=COLUMNS)
     chat_template: bool = Field(True, description="render the prompt with the tokenizer's chat template")
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="what the chat template gets besides the messages, wherever it renders, as { enable_thinking = "
+        "false }",
+    )
     system_prompt: str | None = Field(None, description="put before each prompt, in the chat template's system role")
     num_rows: int = Field(10_000, ge=1, description="how many rows to draw from a reasoning-gym task")
     task_options: dict[str, Any] = Field(default_factory=dict, description="options of the reasoning-gym task")
@@ -110,6 +124,16 @@ class PromptsSection(Section):
     cache_dir: Path | None = Field(
         None, description="where tokenized prompts are kept on disk; by default run.dir/prompts"
     )
+
+    @field_validator("template_arguments")
+    @classmethod
+    def _are_the_templates_own(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(arguments.keys() & RENDERING):
+            raise ValueError(
+                f"template_arguments has {taken[0]}, which the rendering of prompts sets itself: leave it out, and "
+                "name only variables that the chat template reads"
+            )
+        return arguments
 
     @property
     def num_drawn(self) -> int:

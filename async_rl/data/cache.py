@@ -23,10 +23,11 @@ from async_rl.data.row import Rows
 from async_rl.data.table_files import LoadedPart, is_whole, open_table, write_table
 from async_rl.errors import ConfigError
 from async_rl.files import named_write_errors, replace_directory
+from async_rl.types import NO_CHECK, AnswerCheck
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of the files and of what is in them; counted up when either changes."""
 
 IRRELEVANT = (
@@ -50,7 +51,14 @@ class PromptCache:
         self._directory = directory
         self._used: set[str] = set()
 
-    def load(self, part: Part, tokenizer: Tokenizer, seed: int, max_rows: int | None = None) -> LoadedPart:
+    def load(
+        self,
+        part: Part,
+        tokenizer: Tokenizer,
+        seed: int,
+        max_rows: int | None = None,
+        answers: AnswerCheck = NO_CHECK,
+    ) -> LoadedPart:
         """The prompts of the first `max_rows` rows of a part, or of all.
 
         Raises:
@@ -58,10 +66,10 @@ class PromptCache:
             WriteFailed: the files cannot be written, as on a full disk.
         """
         rows = part.rows(seed)
-        key = None if self._directory is None or max_rows is not None else _key(part, rows, tokenizer)
+        key = None if self._directory is None or max_rows is not None else _key(part, rows, tokenizer, answers)
         if self._directory is None or key is None:
             with tempfile.TemporaryDirectory(prefix="async-rl-prompts-") as unnamed:
-                write_table(part, rows, tokenizer, Path(unnamed), max_rows)
+                write_table(part, rows, tokenizer, Path(unnamed), max_rows, answers)
                 return open_table(part, rows, Path(unnamed))
         self._used.add(key)
         with _lock(self._directory):
@@ -69,7 +77,7 @@ class PromptCache:
             if not is_whole(final):
                 if final.exists():
                     logger.warning("%s is damaged: prompts of %r are tokenized again", final, part.source)
-                self._write(part, rows, tokenizer, final)
+                self._write(part, rows, tokenizer, final, answers)
             else:
                 logger.info("prompts of %r are taken from %s", part.source, final)
             return open_table(part, rows, final)
@@ -82,13 +90,13 @@ class PromptCache:
             for path in _tables(self._directory, self._used):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _write(self, part: Part, rows: Rows, tokenizer: Tokenizer, final: Path) -> None:
+    def _write(self, part: Part, rows: Rows, tokenizer: Tokenizer, final: Path, answers: AnswerCheck) -> None:
         partial = final.with_name(f".{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         with named_write_errors(partial):
             partial.mkdir()
         try:
-            write_table(part, rows, tokenizer, partial)
+            write_table(part, rows, tokenizer, partial, answers=answers)
             replace_directory(partial, final)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -98,7 +106,7 @@ def _tables(directory: Path, used: Collection[str]) -> list[Path]:
     return [path for path in directory.iterdir() if path.is_dir() and path.name not in used]
 
 
-def _key(part: Part, rows: Rows, tokenizer: Tokenizer) -> str | None:
+def _key(part: Part, rows: Rows, tokenizer: Tokenizer, answers: AnswerCheck) -> str | None:
     """Names a table; None if rows or tokenizer cannot be identified."""
     try:
         contents = rows.identity()
@@ -111,7 +119,7 @@ def _key(part: Part, rows: Rows, tokenizer: Tokenizer) -> str | None:
         return None
     settings = {name: value for name, value in asdict(part).items() if name not in IRRELEVANT}
     digest = hashlib.sha256()
-    for text in (str(FORMAT), contents, json.dumps(settings, sort_keys=True), backend.to_str()):
+    for text in (str(FORMAT), contents, json.dumps(settings, sort_keys=True), backend.to_str(), answers.identity):
         digest.update(hashlib.sha256(text.encode()).digest())
     # Templates name special tokens, which the backend does not have under these names.
     of_template = [tokenizer.chat_template, getattr(tokenizer, "special_tokens_map", None)]

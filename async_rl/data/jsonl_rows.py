@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from async_rl.data.row import Row
+from async_rl.data.row import Row, without_nulls
 from async_rl.errors import ConfigError
 
 
@@ -87,7 +87,7 @@ class JsonlRows:
             ) from error
         if not isinstance(row, dict):
             raise ConfigError(f"{self._path}, line {number} is {type(row).__name__}: each line must be one JSON object")
-        return row
+        return without_nulls(row)
 
 
 def _digest(file: BinaryIO) -> str:

@@ -27,6 +27,7 @@ class Part:
     column: str
     columns: Mapping[str, str]
     chat_template: bool
+    template_arguments: Mapping[str, Any]
     system_prompt: str | None
     max_prompt_tokens: int
     num_rows: int
@@ -75,6 +76,7 @@ def parts_of(config: PromptsSection) -> tuple[Part, ...]:
             column=config.column,
             columns=config.columns,
             chat_template=config.chat_template,
+            template_arguments=config.template_arguments,
             system_prompt=config.system_prompt,
             max_prompt_tokens=config.max_prompt_tokens,
             num_rows=config.num_rows,
@@ -95,6 +97,7 @@ def _part(config: PromptsSection, part: MixturePart) -> Part:
         column="prompt",
         columns=part.columns,
         chat_template=config.chat_template,
+        template_arguments=config.template_arguments,
         system_prompt=config.system_prompt if part.system_prompt is None else part.system_prompt,
         max_prompt_tokens=config.max_prompt_tokens,
         num_rows=part.num_rows,

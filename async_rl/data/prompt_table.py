@@ -25,7 +25,8 @@ Numbers: TypeAlias = "array[Any] | memoryview"
 class Arrays:
     """Of each prompt its row's number and the end of its tokens; of all prompts the tokens.
 
-    `keys` are 16 bytes for each prompt, equal for equal texts. `difficulties` are empty where no column has them.
+    `keys` are two numbers for each prompt: a digest of it as its row has it, and one of its rendered text.
+    `difficulties` are empty where no column has them.
     """
 
     numbers: Numbers = field(default_factory=lambda: array("q"))

@@ -24,7 +24,7 @@ from async_rl.data.packed import packed, unpacked
 from async_rl.data.part import Part, parts_of
 from async_rl.data.prompt_sequence import PromptSequence
 from async_rl.data.prompt_table import PromptTable
-from async_rl.data.rendering import Tokenizer, conversation_of
+from async_rl.data.rendering import CLOCK, Tokenizer, asks_the_clock, conversation_of
 from async_rl.data.row import Row
 from async_rl.data.selection import Indices, select
 from async_rl.data.table_files import LoadedPart, checked_rows
@@ -32,7 +32,7 @@ from async_rl.data.task_rows import REASONING_GYM
 from async_rl.errors import ConfigError
 from async_rl.group_proof import GroupProof
 from async_rl.seeds import mixed_places
-from async_rl.types import Batch, DrawnBy, Prompt, have_signal
+from async_rl.types import NO_CHECK, AnswerCheck, Batch, DrawnBy, Prompt, have_signal
 
 __all__ = ["REASONING_GYM", "PromptSource", "Subset", "Tokenizer", "conversation_of", "first_rows", "load_prompts"]
 
@@ -114,20 +114,33 @@ class PromptSource:
 
     @classmethod
     def load(
-        cls, config: PromptsSection, tokenizer: Tokenizer, seed: int, cache_dir: Path | None = None
+        cls,
+        config: PromptsSection,
+        tokenizer: Tokenizer,
+        seed: int,
+        cache_dir: Path | None = None,
+        answers: AnswerCheck = NO_CHECK,
     ) -> "PromptSource":
         """Reads, renders and tokenizes the sources; reports and leaves out prompts that cannot be used.
 
         Args:
             cache_dir: where the tokenized prompts are kept, or have been kept by an earlier start; by default in
                 temporary files. `prompts.cache_dir` has precedence.
+            answers: leaves out rows whose answers the reward cannot read.
 
         Raises:
             ConfigError: a source cannot be read or is malformed, or fewer prompts than one batch are left.
             WriteFailed: there is no room for the tokenized prompts.
         """
+        if config.chat_template and asks_the_clock(tokenizer, config.template_arguments):
+            logger.warning(
+                "the tokenizer's chat template asks for the date (%s): on another day it renders other prompts, which "
+                "a run that resumes without its tokenized prompts takes for other data; if the template reads a "
+                "variable instead, name it in prompts.template_arguments",
+                CLOCK,
+            )
         cache = PromptCache(config.cache_dir or cache_dir)
-        loaded = [cache.load(part, tokenizer, seed) for part in parts_of(config)]
+        loaded = [cache.load(part, tokenizer, seed, answers=answers) for part in parts_of(config)]
         if config.cache_dir is None:
             cache.remove_others()
         tables = [each.table for each in loaded]
@@ -204,7 +217,13 @@ class PromptSource:
                 )
 
 
-def load_prompts(config: PromptsSection, tokenizer: Tokenizer, seed: int, max_rows: int | None = None) -> PromptTable:
+def load_prompts(
+    config: PromptsSection,
+    tokenizer: Tokenizer,
+    seed: int,
+    max_rows: int | None = None,
+    answers: AnswerCheck = NO_CHECK,
+) -> PromptTable:
     """The first `max_rows` rows of the only source, or all, rendered and tokenized.
 
     Raises:
@@ -212,7 +231,7 @@ def load_prompts(config: PromptsSection, tokenizer: Tokenizer, seed: int, max_ro
         WriteFailed: there is no room for temporary files.
     """
     (part,) = parts_of(config)
-    return PromptCache(None).load(part, tokenizer, seed, max_rows).table
+    return PromptCache(None).load(part, tokenizer, seed, max_rows, answers).table
 
 
 def first_rows(part: Part, max_rows: int) -> list[Row]:

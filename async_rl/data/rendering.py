@@ -1,5 +1,6 @@
 """From a row's prompt to text: chat messages through the tokenizer's chat template, or text as it is."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
@@ -11,6 +12,12 @@ from async_rl.data.columns import SOURCE
 from async_rl.data.part import Part, parts_of
 from async_rl.data.row import Row, is_unicode
 from async_rl.errors import ConfigError
+
+ASSISTANT = "assistant"
+
+CLOCK = "strftime_now"
+FAILING = "raise_exception"
+"""Functions that transformers has for templates."""
 
 
 class Message(TypedDict):
@@ -27,10 +34,18 @@ class Tokenizer(Protocol):
 
     chat_template: Any
 
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool, return_special_tokens_mask: bool = False
+    ) -> Mapping[str, Any]: ...
 
     def apply_chat_template(
-        self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: list[Any],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        **arguments: Any,
     ) -> list[str]: ...
 
     def batch_decode(self, sequences: list[Any], *, skip_special_tokens: bool) -> list[str]: ...
@@ -48,6 +63,9 @@ def conversation_of(row: Mapping[str, Any], config: PromptsSection) -> list[dict
 def render(rows: Sequence[Row], part: Part, tokenizer: Tokenizer) -> list[str]:
     """The text of the prompt of each row; the rows are renderable.
 
+    A conversation that ends with the assistant is left open there, to be continued: its text is the response's
+    beginning (prefill), which the response does not have. After any other message the assistant's turn is opened.
+
     Raises:
         ConfigError: the tokenizer has no chat template.
     """
@@ -57,7 +75,59 @@ def render(rows: Sequence[Row], part: Part, tokenizer: Tokenizer) -> list[str]:
     if tokenizer.chat_template is None:
         raise ConfigError("the tokenizer has no chat template: set prompts.chat_template = false")
     conversations = [_conversation(value, part) for value in values]
-    return tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+    texts = [""] * len(values)
+    for is_continued in (False, True):
+        places = [i for i, messages in enumerate(conversations) if _is_begun(messages) == is_continued]
+        if places:
+            rendered = tokenizer.apply_chat_template(
+                [conversations[i] for i in places],
+                tokenize=False,
+                add_generation_prompt=not is_continued,
+                **({"continue_final_message": True} if is_continued else {}),
+                **part.template_arguments,
+            )
+            for i, text in zip(places, rendered, strict=True):
+                texts[i] = text
+    return texts
+
+
+def tokenize(texts: Sequence[str], part: Part, tokenizer: Tokenizer) -> list[list[int]]:
+    """The token ids of each text. A plain prompt begins as the tokenizer begins a text (BOS), and is not ended."""
+    if part.chat_template:
+        # A chat template adds the special tokens itself.
+        return list(tokenizer(list(texts), add_special_tokens=False)["input_ids"])
+    encoded = tokenizer(list(texts), add_special_tokens=True, return_special_tokens_mask=True)
+    return [
+        token_ids[: len(mask) - next((i for i, is_added in enumerate(reversed(mask)) if not is_added), 0)]
+        for token_ids, mask in zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+    ]
+
+
+def identity_of(row: Row, part: Part) -> bytes:
+    """What is the same for rows with the same prompt, however it is rendered."""
+    value = row[part.prompt_name]
+    if part.chat_template and isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    return json.dumps(value, sort_keys=True, default=repr).encode()
+
+
+def asks_the_clock(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> bool:
+    """Whether the chat template renders the same conversation otherwise on another day."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or CLOCK not in template:
+        return False
+    try:
+        # It may have a variable for the date, and ask only without.
+        tokenizer.apply_chat_template(
+            [[{"role": "user", "content": "x"}]],
+            tokenize=False,
+            add_generation_prompt=True,
+            chat_template=template.replace(CLOCK, FAILING),
+            **arguments,
+        )
+    except Exception:
+        return True
+    return False
 
 
 def require_place_for_system_prompt(part: Part) -> None:
@@ -91,6 +161,11 @@ def require_renderable(row: Row, number: int, part: Part) -> None:
             f"row {number}: column {column!r} is {value!r:.80}, expected text or a list of chat messages with a "
             f"role: correct {column}{where} ({fault['msg']}), or set prompts.column"
         ) from error
+    if value[-1]["role"] == ASSISTANT and not (_is_begun(value) or value[-1].get("content") == ""):
+        raise ConfigError(
+            f"row {number}: column {column!r} ends with a message of the assistant without text, which cannot be "
+            "continued: leave that message out, or end with a message of another role"
+        )
 
 
 def require_unicode(prompt: str, number: int, part: Part) -> None:
@@ -110,4 +185,12 @@ def _conversation(value: Any, part: Part) -> list[dict[str, Any]]:
     system = [{"role": "system", "content": part.system_prompt}] if part.system_prompt is not None else []
     if isinstance(value, str):
         return [*system, {"role": "user", "content": value}]
-    return value if value[0]["role"] == "system" else [*system, *value]
+    if value[-1]["role"] == ASSISTANT and value[-1].get("content") == "":
+        # Nothing was said yet.
+        value = value[:-1]
+    return value if value and value[0]["role"] == "system" else [*system, *value]
+
+
+def _is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the assistant has begun to say something."""
+    return bool(messages) and messages[-1]["role"] == ASSISTANT and bool(messages[-1].get("content"))

@@ -1,4 +1,7 @@
-"""What a row of any source is, and how sources are read; implemented by `jsonl_rows`, `tabular_rows`, `task_rows`."""
+"""What a row of any source is, and how sources are read; implemented by `jsonl_rows`, `tabular_rows`, `task_rows`.
+
+Rows of files come `without_nulls`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +32,21 @@ class Rows(Protocol):
     def take(self, directory: Path) -> None: ...
 
     def at(self, place: int) -> Row: ...
+
+
+def without_nulls(row: Row) -> Row:
+    """The row without keys whose value is null, at any depth; nulls in lists stay, since they have a place.
+
+    A table has all keys of all rows, and null where a row had none: `{"a": 1}` and `{"a": 1, "b": null}` are the same
+    there, so they are the same in every format.
+    """
+    return {key: _without_nulls(value) for key, value in row.items() if value is not None}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return without_nulls(value)
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def is_unicode(text: str) -> bool:

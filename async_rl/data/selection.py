@@ -1,4 +1,4 @@
-"""Which prompts are trained on and which are held out, over all parts of a mixture: a function of their texts."""
+"""Which prompts are trained on and which are held out, over all parts of a mixture: a function of their rows."""
 
 from array import array
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ class Selection:
 def select(tables: Sequence[PromptTable], *, deduplicate: bool, held_out: float) -> Selection:
     """Divides prompts into those to train on and those held out.
 
-    No text is in both. A prompt is held out by the digest of its text, and without its repetitions; of those that are
-    trained on, the first one stays if they are to be deduplicated, in the order of parts and rows.
+    No text is in both. A prompt is held out by the digest of what its row has, however that is rendered, and without
+    its repetitions, which have the same text; of those that are trained on, the first one stays if they are to be
+    deduplicated, in the order of parts and rows.
 
     Args:
         held_out: a share of the texts if below 1, else their number.
@@ -34,8 +35,11 @@ def select(tables: Sequence[PromptTable], *, deduplicate: bool, held_out: float)
     # Imported here: the pre-flight needs none of it.
     numpy = import_module("numpy")
     keys = numpy.concatenate([numpy.frombuffer(t.arrays.keys, numpy.uint64).reshape(-1, 2) for t in tables])
-    is_first = _first_of_each(numpy, keys)
-    is_held = _held_out(numpy, keys[:, 0], is_first, held_out)
+    of_rows, of_texts = keys[:, 0], keys[:, 1]
+    is_first = _first_of_each(numpy, of_texts)
+    is_held = _held_out(numpy, of_rows, is_first, held_out)
+    # Rows that are written otherwise may be rendered as the same text.
+    is_held |= numpy.isin(of_texts, of_texts[is_held])
     is_trained = ~is_held & is_first if deduplicate else ~is_held
     num_repeated = int((~is_trained & ~(is_held & is_first)).sum())
     trained: list[Indices] = []
@@ -51,11 +55,11 @@ def select(tables: Sequence[PromptTable], *, deduplicate: bool, held_out: float)
 
 def _first_of_each(numpy: Any, keys: Any) -> Any:
     """Whether each prompt is the first one with its key."""
-    order = numpy.lexsort((keys[:, 1], keys[:, 0]))
+    order = numpy.argsort(keys, kind="stable")
     in_order = keys[order]
     is_first = numpy.ones(len(keys), bool)
     # The sort is stable: of equal keys the first one in order is the first one of all.
-    is_first[order[1:]] = (in_order[1:] != in_order[:-1]).any(axis=1)
+    is_first[order[1:]] = in_order[1:] != in_order[:-1]
     return is_first
 
 

@@ -24,14 +24,17 @@ from async_rl.data.part import Part
 from async_rl.data.prompt_table import Arrays, Numbers, PromptTable
 from async_rl.data.rendering import (
     Tokenizer,
+    identity_of,
     render,
     require_place_for_system_prompt,
     require_renderable,
     require_unicode,
+    tokenize,
 )
 from async_rl.data.row import Row, Rows
 from async_rl.errors import ConfigError
 from async_rl.files import named_write_errors
+from async_rl.types import NO_CHECK, AnswerCheck
 
 logger = logging.getLogger(__name__)
 
@@ -105,14 +108,21 @@ def checked_rows(part: Part, rows: Rows, max_rows: int | None) -> Iterator["Numb
         )
 
 
-def write_table(part: Part, rows: Rows, tokenizer: Tokenizer, directory: Path, max_rows: int | None = None) -> None:
+def write_table(
+    part: Part,
+    rows: Rows,
+    tokenizer: Tokenizer,
+    directory: Path,
+    max_rows: int | None = None,
+    answers: AnswerCheck = NO_CHECK,
+) -> None:
     """Reads, renders and tokenizes the first `max_rows` rows of a part, or all, into files of `directory`.
 
     Raises:
         ConfigError: the source cannot be read or is malformed, or no prompt is left.
         WriteFailed: the files cannot be written.
     """
-    left_out = _LeftOut(part.max_prompt_tokens)
+    left_out = _LeftOut(part, answers)
     with named_write_errors(directory):
         with _Writer(directory) as writer:
             for chunk in _chunks(checked_rows(part, rows, max_rows), CHUNK_ROWS):
@@ -199,10 +209,10 @@ class _Writer:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def append(self, prompts: Sequence[tuple[NumberedRow, Sequence[int], str]]) -> None:
-        """Adds prompts: their rows, token ids and texts."""
+    def append(self, prompts: Sequence[tuple[NumberedRow, Sequence[int], bytes]]) -> None:
+        """Adds prompts: their rows, token ids and keys."""
         new: dict[str, array[Any]] = {name: array(kind) for name, (_, kind) in _FILES.items()}
-        for row, token_ids, text in prompts:
+        for row, token_ids, key in prompts:
             if len(token_ids) > self._most_tokens:
                 self._most_tokens, self.longest = len(token_ids), self.num_prompts
             self.num_prompts += 1
@@ -210,7 +220,7 @@ class _Writer:
             new["numbers"].append(row.number)
             new["ends"].append(self._num_tokens)
             new["tokens"].extend(token_ids)
-            new["keys"].frombytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest())
+            new["keys"].frombytes(key)
             new["places"].append(row.place)
             difficulty = row.columns.difficulty(row.row)
             if difficulty is not None:
@@ -223,15 +233,19 @@ def _write_chunk(
     part: Part, chunk: Sequence[NumberedRow], tokenizer: Tokenizer, writer: _Writer, left_out: "_LeftOut"
 ) -> None:
     texts = _rendered(part, chunk, tokenizer)
-    # A chat template adds the special tokens itself.
-    tokenized = tokenizer(texts, add_special_tokens=not part.chat_template)["input_ids"]
+    tokenized = tokenize(texts, part, tokenizer)
     writer.append(
         [
-            (row, token_ids, text)
+            (row, token_ids, _key(identity_of(row.row, part), text.encode("utf-8", "surrogatepass")))
             for row, token_ids, text in zip(chunk, tokenized, texts, strict=True)
             if left_out.accepts(row, token_ids)
         ]
     )
+
+
+def _key(prompt: bytes, text: bytes) -> bytes:
+    """Eight bytes of the prompt as its row has it, by which it is held out, and eight of its rendered text."""
+    return blake2b(prompt, digest_size=8).digest() + blake2b(text, digest_size=8).digest()
 
 
 def _rendered(part: Part, chunk: Sequence[NumberedRow], tokenizer: Tokenizer) -> list[str]:
@@ -259,11 +273,15 @@ def _rendered(part: Part, chunk: Sequence[NumberedRow], tokenizer: Tokenizer) ->
 class _LeftOut:
     """Counts the rows that cannot be used, and remembers the first ones."""
 
-    def __init__(self, max_prompt_tokens: int) -> None:
-        self._limit = max_prompt_tokens
+    def __init__(self, part: Part, answers: AnswerCheck) -> None:
+        self._limit = part.max_prompt_tokens
+        self._reward = part.reward
+        self._answers = answers
         self.num_rows = 0
         self._empty = _Rows()
         self._unanswered = _Rows()
+        self._unreadable = _Rows()
+        self._reason = ""
         self._longer = _Rows()
         self._longest = 0
 
@@ -276,6 +294,9 @@ class _LeftOut:
             self._longest = max(self._longest, len(token_ids))
         elif row.columns.lacks_answer(row.row):
             self._unanswered.add(row.number)
+        elif (reason := self._answers.fault_of(row.row, self._reward)) is not None:
+            self._reason = self._reason or reason
+            self._unreadable.add(row.number)
         else:
             return True
         return False
@@ -290,6 +311,11 @@ class _LeftOut:
                 f"{self._unanswered.count} of {self.num_rows} prompts have no answer and are left out: rows "
                 f"{self._unanswered}"
             )
+        if self._unreadable.count:
+            lines.append(
+                f"{self._unreadable.count} of {self.num_rows} prompts have an answer that the reward cannot read and "
+                f"are left out: rows {self._unreadable}; the first: {self._reason}"
+            )
         if self._longer.count:
             lines.append(f"{self._too_long()}; they are left out")
         return lines
@@ -300,7 +326,7 @@ class _LeftOut:
             return
         if self._longer.count:
             raise ConfigError(f"{self._too_long()}; none is left: raise the limit or shorten the prompts")
-        if self._unanswered.count:
+        if self._unanswered.count or self._unreadable.count:
             raise ConfigError(f"{self.report()[-1]}; none is left: correct the column of answers in prompts.columns")
 
     def _too_long(self) -> str:

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from async_rl.data.row import Row
+from async_rl.data.row import Row, without_nulls
 from async_rl.errors import ConfigError
 from async_rl.files import named_write_errors
 
@@ -79,7 +79,7 @@ class TabularRows:
         assert self._copy is not None, "rows are read before `take`"
         number, offset = divmod(place, BLOCK_ROWS)
         if number != self._block[0]:
-            self._block = number, self._copy.get_batch(number).to_pylist()
+            self._block = number, self._as_rows(self._copy.get_batch(number))
         return self._block[1][offset]
 
     @property
@@ -92,13 +92,12 @@ class TabularRows:
 
     def _as_rows(self, block: Any) -> list[Row]:
         try:
-            rows: list[Row] = block.to_pylist()
+            return [without_nulls(row) for row in block.to_pylist()]
         # Arrow's own errors are ValueErrors; others are of times that Python does not have, and of broken texts.
         except (ValueError, OverflowError) as error:
             raise ConfigError(
                 f"{self._name}: a value cannot be read: {error}; drop the column, or write it as text or number"
             ) from error
-        return rows
 
 
 def parquet_rows(path: Path) -> TabularRows:

@@ -16,12 +16,10 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
 
 from async_rl.config.evaluation_section import EvaluationSection
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
-from async_rl.data.prompts import Tokenizer
 from async_rl.errors import AsyncRLError, ConfigError, InstanceError, NoInstanceLeft, StaleWeights
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.output import Output
@@ -34,7 +32,9 @@ from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import report_failure
 from async_rl.rewards import make_reward
+from async_rl.rewards.readable_answers import answer_check
 from async_rl.rollout.program_rollouts import make_program_rollouts
+from async_rl.tokenizer import load_tokenizer
 from async_rl.types import WeightVersion
 
 log = logging.getLogger("async_rl.evaluation")
@@ -72,13 +72,14 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
     """
     if not config.evaluation.sets:
         raise ConfigError("evaluation.sets is empty: add an [[evaluation.sets]] with a name and a source")
-    tokenizer = _load_tokenizer(config.model.path)
-    sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed)
+    tokenizer, model_tokens = load_tokenizer(config.model.path, config.model.path)
+    sets = load_sets(config.evaluation, config.prompts, tokenizer, config.run.seed, answers=answer_check(config.reward))
     reward = make_reward(config.reward)
     results: list[SetResult] = []
     async with AsyncExitStack() as closing:
         output = closing.enter_context(Output(out, sets))
         pool = InferencePool(config.pool, token)
+        pool.model_tokens = model_tokens
         closing.push_async_callback(pool.close)
         await pool.wait_until_ready(publishes=False)
         version = await _put_in_service(pool)
@@ -120,17 +121,6 @@ def _require_complete(results: Sequence[SetResult], first_failure: str) -> None:
     num_missing = total - sum(result.num_prompts for result in results)
     if num_missing:
         raise InstanceError(f"{num_missing} of {total} prompts could not be evaluated; the first one: {first_failure}")
-
-
-def _load_tokenizer(model: str) -> Tokenizer:
-    # Not with the module: the program names its missing extra itself.
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {model!r} has no tokenizer that loads: {error}") from error
-    return cast(Tokenizer, tokenizer)
 
 
 async def _put_in_service(pool: InferencePool) -> WeightVersion:

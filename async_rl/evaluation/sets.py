@@ -10,7 +10,7 @@ from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.data.prompts import PromptSource, Tokenizer, load_prompts
 from async_rl.errors import ConfigError
 from async_rl.seeds import evaluation_rows_seed
-from async_rl.types import Prompt, part_of
+from async_rl.types import NO_CHECK, AnswerCheck, Prompt, part_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,11 +41,13 @@ def load_sets(
     tokenizer: Tokenizer,
     seed: int,
     held_out: Sequence[Prompt] | None = None,
+    answers: AnswerCheck = NO_CHECK,
 ) -> tuple[LoadedSet, ...]:
     """All sets, in the order of the config; `prompts` defines how a prompt is rendered and its maximum length.
 
     Args:
         held_out: the prompts held out of training; loaded here if they are needed and None.
+        answers: leaves out rows whose answers the reward cannot read.
 
     Raises:
         ConfigError: a set cannot be read or is malformed, or two sets have the same name.
@@ -54,18 +56,23 @@ def load_sets(
     if len(set(names)) < len(names):
         raise ConfigError(f"evaluation.sets have the names {names}: give each a name of its own")
     if held_out is None and any(each.source == HELD_OUT for each in config.sets):
-        held_out = PromptSource.load(prompts, tokenizer, seed).held_out
-    return tuple(_load(each, prompts, tokenizer, seed, held_out or ()) for each in config.sets)
+        held_out = PromptSource.load(prompts, tokenizer, seed, answers=answers).held_out
+    return tuple(_load(each, prompts, tokenizer, seed, held_out or (), answers) for each in config.sets)
 
 
 def _load(
-    config: EvaluationSet, prompts: PromptsSection, tokenizer: Tokenizer, seed: int, held_out: Sequence[Prompt]
+    config: EvaluationSet,
+    prompts: PromptsSection,
+    tokenizer: Tokenizer,
+    seed: int,
+    held_out: Sequence[Prompt],
+    answers: AnswerCheck,
 ) -> LoadedSet:
     loaded: Sequence[Prompt] = held_out
     if config.source != HELD_OUT:
         try:
             own = prompts_of_set(config, prompts)
-            loaded = load_prompts(own, tokenizer, evaluation_rows_seed(seed), config.max_prompts)
+            loaded = load_prompts(own, tokenizer, evaluation_rows_seed(seed), config.max_prompts, answers)
         except ConfigError as error:
             raise ConfigError(f"evaluation set {config.name!r}: {error}") from error
         if not loaded:

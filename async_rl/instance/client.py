@@ -33,6 +33,7 @@ from async_rl.instance.bodies import (
 from async_rl.instance.connections import Connections
 from async_rl.instance.dialect import Dialect, dialect_of
 from async_rl.instance.http import MAX_BODY_BYTES, UNBOUNDED, InstanceHttp, RouteMissing, within
+from async_rl.instance.model_tokens import ModelTokens, SampledTokens
 from async_rl.instance.partial_rollout import PartialRollout, request_of
 from async_rl.instance.patience import while_it_progresses
 from async_rl.instance.response_stream import OnProgress, ResponseStream, event_payloads, whole_body
@@ -102,6 +103,7 @@ class InstanceClient:
         *,
         boot_id: str | None = None,
         on_progress: OnProgress | None = None,
+        model: ModelTokens | None = None,
     ) -> None:
         """Completes the partial rollouts, all of weight version `version`; received tokens stay, also if it fails.
 
@@ -112,6 +114,7 @@ class InstanceClient:
             partials: of one prompt; see `request_of`.
             boot_id: of the process that was put in service with this version; tokens of another process are refused.
             on_progress: called with the tokens and the finished responses that each event brought.
+            model: what the tokens are compared with, if anything.
 
         Raises:
             InstanceUnreachable, InstanceRefused: see errors.py.
@@ -123,7 +126,10 @@ class InstanceClient:
         """
         began_s = time.monotonic()
         says_versions = self.dialect.has_generate
-        answer = ResponseStream(self.url, partials, version, says_versions, sampling.max_tokens, boot_id, on_progress)
+        tokens = SampledTokens(model, sampling)
+        answer = ResponseStream(
+            self.url, partials, version, says_versions, sampling.max_tokens, tokens, boot_id, on_progress
+        )
 
         def last_progress_s() -> float:
             # Before its first token, it may wait in the instance's queue, behind requests that progress.

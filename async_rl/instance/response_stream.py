@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from async_rl.errors import BrokenAnswer, InstanceError, InstanceRestarted, InstanceStalled, StaleWeights
 from async_rl.instance.dialect import DEAD_ENGINE
+from async_rl.instance.model_tokens import SampledTokens
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.protocol.body import ErrorResponse
 from async_rl.types import WeightSpan, WeightVersion
@@ -121,7 +122,7 @@ class ResponseStream:
     """Fills the partial rollouts of one request; choice i of the response belongs to `partials[i]`.
 
     `says_versions`: the response itself reports which weights generated each token; otherwise its reader finds out.
-    `max_tokens`: of a whole response, including the tokens received before this request.
+    `max_tokens`: of a whole response, including the tokens received before this request. `tokens`: what they must be.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class ResponseStream:
         version: WeightVersion,
         says_versions: bool,
         max_tokens: int,
+        tokens: SampledTokens,
         expected_boot_id: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -139,6 +141,7 @@ class ResponseStream:
         self.version = version
         self.says_versions = says_versions
         self._max_tokens = max_tokens
+        self._tokens = tokens
         self._starts = [len(partial.token_ids) for partial in partials]
         self._proven = list(self._starts)
         self._on_progress = on_progress
@@ -188,7 +191,8 @@ class ResponseStream:
 
         Raises:
             StaleWeights: it reports tokens sampled from other weights.
-            BrokenAnswer: a response is longer or shorter than it can be, or a log-prob is not a number.
+            BrokenAnswer: a response is longer or shorter than it can be, a log-prob is not a number, or a token is none
+                of the model's, follows the end, or is said to be the end and is none.
             InstanceError: it does not conform to the protocol, is incomplete, or reports that the request was aborted.
         """
         try:
@@ -255,7 +259,10 @@ class ResponseStream:
             raise self._broken(i, f"more than the {self._max_tokens} tokens asked for")
         if not _are_logprobs(logprobs):
             raise self._broken(i, f"log-probs that no token has, {min(logprobs):g} to {max(logprobs):g}")
+        num_before = len(partial.token_ids)
         partial.token_ids.extend(token_ids)
+        if (fault := self._tokens.fault_of(partial.token_ids, num_before)) is not None:
+            raise self._broken(i, fault)
         partial.logprobs.extend(logprobs)
         self.num_tokens += len(token_ids)
         if token_ids:
@@ -281,6 +288,8 @@ class ResponseStream:
             raise self._broken(
                 i, f"finish_reason 'length' after {len(partial.token_ids)} of the {self._max_tokens} tokens asked for"
             )
+        if reason == "stop" and (fault := self._tokens.fault_of_end(partial.token_ids)) is not None:
+            raise self._broken(i, fault)
         partial.finish_reason, partial.instance = reason, self._url
 
     def _broken(self, i: int, what: str) -> BrokenAnswer:

@@ -93,8 +93,8 @@ class GroupRollout:
             self._roster.router.release(member, request.cost)
         for partial in request.partials:
             # All tokens were received, only the finish reason was not: there is nothing left to generate.
-            if partial.finish_reason is None and len(partial.token_ids) >= self._sampling.max_tokens:
-                partial.finish_reason, partial.instance = "length", member.url
+            if partial.finish_reason is None and (reason := self._end_of(partial)):
+                partial.finish_reason, partial.instance = reason, member.url
         rest = [partial for partial in request.partials if partial.finish_reason is None]
         num_cut = request.num_before + request.num_tokens - sum(len(partial.token_ids) for partial in request.partials)
         for partial in rest:
@@ -117,6 +117,7 @@ class GroupRollout:
                 self._version,
                 request.partials,
                 boot_id=member.boot_id,
+                model=self._roster.model_tokens,
                 on_progress=lambda num_tokens, num_ended: self._note_progress(member, request, num_tokens, num_ended),
             )
         )
@@ -162,6 +163,12 @@ class GroupRollout:
             raise PromptFailed(
                 f"request {self._request_id!r} of {len(self._prompt)} prompt tokens {verdict}"
             ) from error
+
+    def _end_of(self, partial: PartialRollout) -> str | None:
+        """How the last token ends the response, if it does."""
+        if partial.token_ids and partial.token_ids[-1] in self._sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(partial.token_ids) >= self._sampling.max_tokens else None
 
     def _cost(self, partials: Sequence[PartialRollout]) -> int:
         """Expected tokens of a request for these partials."""

@@ -125,6 +125,8 @@ class InferencePool(Roster):
             PromptFailed: several instances in turn failed at it.
         """
         expected = sampling.max_tokens if expected_tokens is None else expected_tokens
+        if self.model_tokens is not None:
+            sampling = self.model_tokens.completed(sampling)
         return await GroupRollout(self, prompt_token_ids, sampling, request_id, version, expected, cached).run()
 
     # Life

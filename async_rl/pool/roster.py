@@ -16,6 +16,7 @@ from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ConfigError, ConnectionLost, InstanceError, InstanceRestarted, UnknownInstance
 from async_rl.instance.client import InstanceClient
 from async_rl.instance.connections import Connections
+from async_rl.instance.model_tokens import ModelTokens
 from async_rl.pool.blame import blame_of
 from async_rl.pool.member import Member
 from async_rl.pool.membership import Event, Membership, Standing, Transition
@@ -49,6 +50,8 @@ class Roster:
         self.members: tuple[Member, ...] = ()
         self.min_model_len = 0
         """The length that an instance must accept; smaller ones that join later stay out of service."""
+        self.model_tokens: ModelTokens | None = None
+        """What responses are compared with, and what else ends them; None before it is set."""
         self.num_drains = 0
         """Drains begun so far."""
         self.drains_known_elsewhere: float = math.inf

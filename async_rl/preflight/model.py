@@ -12,11 +12,16 @@ from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.layout import require_layout
+from async_rl.preflight.model_features import not_held
+from async_rl.preflight.weight_files import HEAD, require_tied_head, stored_tensors
 
 FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 """`model_type` of the models that the trainer supports."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+VALUE_HEADS = ("score.", "v_head.", "value_head.")
+"""Of reward models and critics, which need no other head."""
+
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -114,6 +119,18 @@ class ModelFiles:
         )
 
     @property
+    def highest_token(self) -> int | None:
+        """The highest id that tokenizer.json has; None without one that can be read."""
+        if self.directory is None or not (self.directory / "tokenizer.json").is_file():
+            return None
+        tokenizer = _read_json(f"{self.setting} {self.name!r}", self.directory / "tokenizer.json")
+        model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
+        ids = [*ids, *(each.get("id") for each in added or () if isinstance(each, dict))]
+        return max((token for token in ids if isinstance(token, int)), default=None)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether its tokenizer has one; for a checkpoint on the hub only the trainer can check it."""
         if self.directory is None or "chat_template" in self.tokenizer_config:
@@ -151,8 +168,43 @@ def require_supported(files: ModelFiles, *, is_whole: bool = True) -> None:
             f"{files.setting} {files.name!r} has model_type {family!r}, which the trainer does not support: expected "
             f"one of {', '.join(FAMILIES)}"
         )
+    for found, expected in not_held(files.config):
+        raise ConfigError(
+            f"{files.setting} {files.name!r} has {found} in its config.json, which the trainer does not support: "
+            f"expected {expected}"
+        )
     if is_whole and (missing := files.without_weights()):
         raise missing
+    if is_whole and files.directory is not None:
+        _require_fitting_files(files, files.directory)
+
+
+def _require_fitting_files(files: ModelFiles, directory: Path) -> None:
+    """Checks what is silently left out, or found late, where files and config.json do not belong together."""
+    named, tensors = f"{files.setting} {files.name!r}", stored_tensors(directory)
+    if not tensors:
+        return
+    is_tied, head = files.config.get("tie_word_embeddings", False), tensors.get(HEAD)
+    is_policy = not any(name.startswith(VALUE_HEADS) for name in tensors)
+    if head is None and not is_tied and is_policy:
+        raise ConfigError(
+            f"{named} has no {HEAD}, though its config.json has tie_word_embeddings = false: save the model whole, or "
+            "set tie_word_embeddings to true if its output layer is the embedding"
+        )
+    if is_tied:
+        require_tied_head(named, tensors)
+    biases = sorted(name for name in tensors if name.endswith("_proj.bias"))
+    if biases and files.config.get("model_type") != "qwen2":
+        raise ConfigError(
+            f"{named} has {biases[0]}, which models of its model_type {files.config.get('model_type')!r} do not have: "
+            "name a checkpoint without biases, or one whose config.json is its own"
+        )
+    vocabulary, highest = files.config.get("vocab_size"), files.highest_token
+    if isinstance(vocabulary, int) and highest is not None and highest >= vocabulary:
+        raise ConfigError(
+            f"{named} has a tokenizer with tokens up to {highest}, but the model's vocabulary ends at {vocabulary - 1} "
+            "(vocab_size of config.json): resize the model's embeddings, or save the tokenizer that belongs to it"
+        )
 
 
 def require_fit(config: Config, files: ModelFiles) -> None:

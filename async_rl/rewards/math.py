@@ -31,7 +31,7 @@ def make_score(config: RewardSection) -> RewardFunction:
         gold_s = time.next_s()
         try:
             with time_limit(gold_s):
-                gold = _parsed_answer(row)
+                gold = parsed_answer(row)
         except TookTooLong:
             raise ValueError(f"the row's answer {row['answer']!r:.200} could not be read in {gold_s:.3g} s") from None
         # A few letters may be a number of a billion digits.
@@ -65,7 +65,7 @@ def _texts(parsed: Sequence[Any]) -> list[str]:
     return [each for each in parsed if isinstance(each, str)]
 
 
-def _parsed_answer(row: Mapping[str, Any]) -> list[Any]:
+def parsed_answer(row: Mapping[str, Any]) -> list[Any]:
     """`row["answer"]`: an expression, plain or in LaTeX, with or without `$` or `\\boxed`; or GSM8K's `... #### 42`.
 
     Raises:

@@ -18,7 +18,9 @@ from async_rl.rollout.messages import InvalidRequest, Message, Tool
 from async_rl.rollout.rendering import ParsedCall, ToolParser
 
 
-def make_known_renderer(name: str, tokenizer: Any, model_path: str) -> "KnownRenderer | None":
+def make_known_renderer(
+    name: str, tokenizer: Any, model_path: str, end_token_ids: Sequence[int] = ()
+) -> "KnownRenderer | None":
     """The package's renderer called `name`; for "auto" that of the model, or None for a model it does not know.
 
     Raises:
@@ -27,12 +29,13 @@ def make_known_renderer(name: str, tokenizer: Any, model_path: str) -> "KnownRen
     if name == AUTO:
         # The exact hub name, as the package wants it: the template of a fine-tuned model may be another one.
         found = MODEL_RENDERER_MAP.get(model_path)
-        return None if found is None else make_known_renderer(found, tokenizer, model_path)
+        return None if found is None else make_known_renderer(found, tokenizer, model_path, end_token_ids)
     require_renderer(name)
     config: Any = config_from_name(name)
     try:
         # A template that drops old thinking would make a branch of every turn after a user's message.
-        return KnownRenderer(create_renderer(tokenizer, type(config)(thinking_retention="all")), tokenizer)
+        renderer = create_renderer(tokenizer, type(config)(thinking_retention="all"))
+        return KnownRenderer(renderer, tokenizer, end_token_ids)
     except Exception as error:
         raise ConfigError(f"rollout.renderer {name!r} does not fit the tokenizer of {model_path}: {error}") from error
 
@@ -40,13 +43,12 @@ def make_known_renderer(name: str, tokenizer: Any, model_path: str) -> "KnownRen
 class KnownRenderer:
     """Implements `Renderer` with one of the package's."""
 
-    def __init__(self, renderer: Any, tokenizer: Any) -> None:
+    def __init__(self, renderer: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> None:
+        known = tuple(renderer.get_stop_token_ids())
+        self.stop_token_ids = tuple(dict.fromkeys((*known, *end_token_ids)))
+        self._unknown_ends = frozenset(self.stop_token_ids) - frozenset(known)
         self._renderer = renderer
         self._tokenizer = tokenizer
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return tuple(self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> tuple[int, ...]:
         try:
@@ -72,11 +74,12 @@ class KnownRenderer:
     def parse(
         self, context: tuple[int, ...], sampled: tuple[int, ...], tools: Sequence[Tool] | None
     ) -> tuple[dict[str, Any], list[ParsedCall]]:
-        parsed = self._renderer.parse_response(list(sampled), tools=_list(tools), prompt_ids=list(context))
+        said = sampled[:-1] if sampled and sampled[-1] in self._unknown_ends else sampled
+        parsed = self._renderer.parse_response(list(said), tools=_list(tools), prompt_ids=list(context))
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:
             message["reasoning_content"] = parsed.reasoning_content
-        calls, broken = _calls(parsed.tool_calls, sampled, self._tokenizer)
+        calls, broken = _calls(parsed.tool_calls, said, self._tokenizer)
         message["content"] = "\n".join(filter(None, [parsed.content, *broken]))
         return message, calls
 

@@ -91,7 +91,8 @@ def make_program_rollouts(
     if rollout.program == SINGLE_TURN:
         return None
     program = program or WorkerProgram(rollout)
-    renderer = make_renderer(rollout.renderer, tokenizer, model_path)
+    ends = pool.model_tokens.end_token_ids if pool.model_tokens is not None else ()
+    renderer = make_renderer(rollout.renderer, tokenizer, model_path, ends, prompts.template_arguments)
     sessions = Sessions(pool, tokenizer, renderer, rollout, skip_special_tokens)
     return ProgramRollouts(program, sessions, reward, rollout, prompts, seed)
 

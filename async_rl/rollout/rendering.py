@@ -10,16 +10,20 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, Protocol
 
+from async_rl.errors import ConfigError
 from async_rl.programs.extras import require_extras
-from async_rl.programs.renderer_names import TEMPLATE
+from async_rl.programs.renderer_names import AUTO, TEMPLATE
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
 
 log = logging.getLogger(__name__)
 
 TOOL_MARKUP = "<tool_call>"
 """In templates of models that write each call as JSON between `<tool_call>` and `</tool_call>`."""
+
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,36 +80,60 @@ class ToolParser(Protocol):
         ...
 
 
-def make_renderer(name: str, tokenizer: Any, model_path: str) -> Renderer:
+def make_renderer(
+    name: str,
+    tokenizer: Any,
+    model_path: str,
+    end_token_ids: Sequence[int] = (),
+    template_arguments: Mapping[str, Any] = NO_ARGUMENTS,
+) -> Renderer:
     """The renderer called `name`: auto, template, or one of the `renderers` package.
 
+    Args:
+        end_token_ids: end what the policy says, besides those that the renderer knows.
+        template_arguments: of the chat template, which renders alone where there are some.
+
     Raises:
-        ConfigError: no such renderer, or it does not fit the tokenizer, or the package is not installed.
+        ConfigError: no such renderer, or it does not fit the tokenizer, or the package is not installed, or it takes no
+            arguments of a template.
     """
+    if template_arguments and name not in (AUTO, TEMPLATE):
+        raise ConfigError(
+            f"prompts.template_arguments are set, but rollout.renderer {name!r} renders without the chat template: "
+            f"leave one of them out, or set rollout.renderer = {TEMPLATE!r}"
+        )
+    name = TEMPLATE if template_arguments else name
     if name == TEMPLATE and not _has_tools(tokenizer):
-        return TemplateRenderer(tokenizer)
+        return TemplateRenderer(tokenizer, end_token_ids, template_arguments)
     require_extras(f"rollout.renderer = {name!r}", "agents")
     # Imported here: the package is an extra.
     known = import_module("async_rl.rollout.known_rendering")
-    renderer: Renderer | None = None if name == TEMPLATE else known.make_known_renderer(name, tokenizer, model_path)
+    renderer: Renderer | None = (
+        None if name == TEMPLATE else known.make_known_renderer(name, tokenizer, model_path, end_token_ids)
+    )
     if renderer is not None:
         return renderer
     if name != TEMPLATE:
         log.info("rollout.renderer: %s is rendered by its tokenizer's chat template", model_path)
-    return TemplateRenderer(tokenizer, known.json_tool_parser(tokenizer) if _has_tools(tokenizer) else None)
+    parse_tools = known.json_tool_parser(tokenizer) if _has_tools(tokenizer) else None
+    return TemplateRenderer(tokenizer, end_token_ids, template_arguments, parse_tools)
 
 
 class TemplateRenderer:
     """The chat template of any tokenizer; `parse_tools` finds calls in what was sampled."""
 
-    def __init__(self, tokenizer: Any, parse_tools: ToolParser | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_token_ids: Sequence[int] = (),
+        template_arguments: Mapping[str, Any] = NO_ARGUMENTS,
+        parse_tools: ToolParser | None = None,
+    ) -> None:
+        end = tokenizer.eos_token_id
+        self.stop_token_ids = tuple(dict.fromkeys((*(() if end is None else (end,)), *end_token_ids)))
         self._tokenizer = tokenizer
+        self._arguments = template_arguments
         self._parse_tools = parse_tools
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        end = self._tokenizer.eos_token_id
-        return () if end is None else (end,)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> tuple[int, ...]:
         return self._encode(self._text(messages, tools))
@@ -139,7 +167,11 @@ class TemplateRenderer:
         plain = [_with_objects(message) for message in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                plain, tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+                plain,
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._arguments,
             )
         except Exception as error:
             # The template is a program of its own; it raises whatever it likes.

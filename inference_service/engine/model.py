@@ -1,5 +1,6 @@
 """Loads a Hugging Face checkpoint for the embedded engine, with errors that name a remedy."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from transformers import (
 
 from async_rl.cpu.lean_imports import without_compiler
 from async_rl.cpu.memory import keep_freed_memory
+from async_rl.end_tokens import EndTokens
 from async_rl.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 class Codec:
@@ -24,6 +28,10 @@ class Codec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+
+    @property
+    def eos_token_id(self) -> object:
+        return self._tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text))
@@ -70,10 +78,11 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> LoadedMod
         keep_freed_memory()
     # PreTrainedModel.to returns the model itself, but its annotation hides that.
     torch.nn.Module.to(model, device)
+    codec = _load_codec(path)
     return LoadedModel(
         model.train(False),
-        _load_codec(path),
-        _eos_ids(model),
+        codec,
+        _eos_ids(path, model, codec),
         int(model.config.max_position_embeddings),
     )
 
@@ -87,13 +96,13 @@ def _load_codec(path: str) -> Codec | None:
         raise ConfigError(f"cannot load the tokenizer of {path!r}: {_first_line(error)}") from error
 
 
-def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """EOS of the generation config, which lists all EOS tokens of a chat model, else of the model config."""
-    generation = model.generation_config.eos_token_id if model.generation_config is not None else None
-    eos = model.config.eos_token_id if generation is None else generation
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+def _eos_ids(path: str, model: PreTrainedModel, codec: Codec | None) -> frozenset[int]:
+    generation = {} if model.generation_config is None else model.generation_config.to_dict()
+    config = model.config.to_dict()
+    ends = EndTokens.of(codec and codec.eos_token_id, generation, config, config.get("vocab_size"))
+    if ends.warning:
+        log.warning("the model %r: %s", path, ends.warning)
+    return frozenset(ends.ids)
 
 
 def _first_line(error: Exception) -> str:

@@ -71,6 +71,7 @@ def test_the_whole_loop_runs_on_a_divided_model(undisturbed: Run) -> None:
     assert AutoModelForCausalLM.from_pretrained(undisturbed.dir / "model") is not None
 
 
+@pytest.mark.nightly
 def test_a_reward_that_raises_ends_both_ranks_and_names_prompt_and_reward(disturbed: tuple[Run, End]) -> None:
     """The rank without rollouts learns of it, too, and does not wait for ever."""
     _, end = disturbed

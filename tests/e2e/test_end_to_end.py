@@ -51,6 +51,7 @@ def test_a_critic_and_several_steps_per_batch_run_in_a_pipeline(undisturbed: Run
     assert AutoModelForCausalLM.from_pretrained(undisturbed.dir / "model") is not None
 
 
+@pytest.mark.nightly
 def test_a_run_without_instances_left_ends_in_a_named_error_in_time(starved: tuple[Run, End]) -> None:
     _, end = starved
     assert end.code != 0 and not end.left_processes

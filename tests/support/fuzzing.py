@@ -64,7 +64,8 @@ def fuzz(
     document: Mapping[str, Any],
     token: str | None = None,
     open_paths: frozenset[str] = frozenset(),
-    num_requests: int = 10_000,
+    *,
+    num_requests: int,
 ) -> Counter[int]:
     """Sends `num_requests` bad requests and returns the count of each status; `open_paths` need no token.
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from async_rl.errors import InstanceError
+from async_rl.instance.model_tokens import ModelTokens
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.instance.response_stream import OnProgress
 from async_rl.protocol.inference import SamplingParams
@@ -40,6 +41,7 @@ class SamplingClient:
         *,
         boot_id: str | None = None,
         on_progress: OnProgress | None = None,
+        model: ModelTokens | None = None,
     ) -> None:
         self.num_requests += 1
         fault = self._next_fault()

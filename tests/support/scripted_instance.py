@@ -51,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-END = 2
+END = 1
 """The token that ends a response."""
 
 
@@ -164,7 +164,7 @@ class Instance:
             return await self.stream(request, body)
         choices: list[dict[str, Any]] = []
         for j in range(sampling["n"]):
-            token_ids, logprobs = sample(seed_of(sampling) + j, len(body["token_ids"]), sampling["max_tokens"])
+            token_ids, logprobs = answer_to(sampling, j, len(body["token_ids"]))
             if number == self.script.get("abort_at"):
                 token_ids, logprobs = token_ids[:1], logprobs[:1]
             version = self.script.get("stale", self.script["version"])
@@ -173,7 +173,9 @@ class Instance:
             choices.append(
                 {
                     "index": j,
-                    "finish_reason": "abort" if number == self.script.get("abort_at") else "stop",
+                    "finish_reason": "abort"
+                    if number == self.script.get("abort_at")
+                    else reason_of(token_ids, sampling),
                     "token_ids": token_ids,
                     "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in zip(token_ids, logprobs)]},  # noqa: B905
                     "weight_versions": [*spans, {"version": version, "start": half, "end": len(token_ids)}],
@@ -184,10 +186,8 @@ class Instance:
     async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """Streams all children in parallel, one token of each at a time."""
         sampling = body["sampling_params"]
-        first_seed = seed_of(sampling)
-        seeds = [first_seed + j for j in range(sampling["n"])]
-        max_tokens = sampling["max_tokens"] + self.script.get("surplus", 0)
-        samples = [sample(seed, len(body["token_ids"]), max_tokens) for seed in seeds]
+        surplus = self.script.get("surplus", 0)
+        samples = [answer_to(sampling, j, len(body["token_ids"]), surplus) for j in range(sampling["n"])]
         if "bad_logprob" in self.script:
             samples = [(token_ids, [self.script["bad_logprob"], *rest]) for token_ids, (_, *rest) in samples]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"} | self.identity())
@@ -196,7 +196,7 @@ class Instance:
             await response.write(b": still there\n\ndata: " + json.dumps({"choices": []}).encode() + b"\n\n")
             await asyncio.sleep(0.05)
         if self.script.get("flood"):
-            samples = [([7] * 10**6, [-1.0] * 10**6) for _ in seeds]
+            samples = [([7] * 10**6, [-1.0] * 10**6) for _ in samples]
         async with self.slots:
             await self.send_tokens(request, response, body, samples)
         return response
@@ -234,7 +234,7 @@ class Instance:
         spans = [{"version": version, "start": 0, "end": k + 1}]
         choice = {
             "index": j,
-            "finish_reason": ("stop" if token_ids[k] == END else "length") if is_last else None,
+            "finish_reason": reason_of(token_ids, body["sampling_params"]) if is_last else None,
             "token_ids": [token_ids[k]],
             "logprobs": {"content": [{"token_id": token_ids[k], "logprob": logprobs[k]}]},
             "weight_versions": spans if is_last or not self.script.get("versions_at_end") else None,
@@ -246,8 +246,8 @@ class Instance:
         await self.suffer(body)
         choices = []
         for j in range(body["n"]):
-            token_ids, logprobs = sample(seed_of(body) + j, len(body["prompt"]), body["max_tokens"])
-            answer = {"index": j, "finish_reason": "stop", "logprobs": {"token_logprobs": logprobs}}
+            token_ids, logprobs = answer_to(body, j, len(body["prompt"]))
+            answer = {"index": j, "finish_reason": reason_of(token_ids, body), "logprobs": {"token_logprobs": logprobs}}
             choices.append(answer | {"token_ids": token_ids, "text": ""})
         return web.json_response({"choices": choices})
 
@@ -282,6 +282,18 @@ def sample(seed: int, start: int, max_tokens: int) -> tuple[list[int], list[floa
         token_ids.append(rng.randrange(3, 60) if rng.random() < 0.8 else END)
         logprobs.append(-rng.random())
     return token_ids, logprobs
+
+
+def answer_to(sampling: dict[str, Any], j: int, start: int, surplus: int = 0) -> tuple[list[int], list[float]]:
+    """What child j samples, up to a stop token."""
+    token_ids, logprobs = sample(seed_of(sampling) + j, start, sampling["max_tokens"] + surplus)
+    ends = sampling.get("stop_token_ids") or ()
+    length = next((place for place, token in enumerate(token_ids, start=1) if token in ends), len(token_ids))
+    return token_ids[:length], logprobs[:length]
+
+
+def reason_of(token_ids: list[int], sampling: dict[str, Any]) -> str:
+    return "stop" if token_ids[-1] in (END, *(sampling.get("stop_token_ids") or ())) else "length"
 
 
 def refusal(status: int, message: str, param: str | None = None) -> web.Response:

@@ -17,6 +17,8 @@ Say = Callable[[str, int], str]
 class ScriptedPolicy:
     """`before_answering` is awaited before each answer; `num_cancelled` counts those that were not wanted any more."""
 
+    model_tokens = None
+
     def __init__(self, tokenizer: Any, say: Say, max_model_len: int | None = None) -> None:
         self.max_model_len = max_model_len
         self.say = say

@@ -21,6 +21,8 @@ class ScriptedPool:
         delay_s: of each response.
     """
 
+    model_tokens = None
+
     def __init__(
         self,
         says: Callable[[Sequence[int], int], Sequence[int]] | None = None,

@@ -244,7 +244,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(1, 6), pytest.param(0, marks=pytest.mark.nightly)])
 def test_log_probs_are_the_engines_bit_for_bit(
     checkpoint: Path, exactly: Parallel, threads: Callable[[int], None], seed: int
 ) -> None:

@@ -1,6 +1,7 @@
 """Every layout that is accepted, in real processes over gloo, trains what one rank trains; every other one is refused.
 
-A pairwise cover of the matrix (`layout_matrix.py`) runs by default, that of bfloat16 every night, the whole of it with
+A cover of each kind and value of two ranks runs by default, one of all pairs and that of bfloat16 every night
+(`layout_matrix.py`), the whole of it with
 `make test-layouts`.
 """
 
@@ -31,8 +32,8 @@ from tests.support.trainer.layout_matrix import (
     Placement,
     accepted_placements,
     cases,
+    cover_of,
     in_bfloat16,
-    pairwise_cover,
     placements,
     with_frozen_models,
 )
@@ -105,9 +106,10 @@ def test_no_kind_of_placement_is_accepted_that_the_matrix_does_not_compare() -> 
 @pytest.fixture(scope="session")
 def cover() -> list[Case]:
     """Some seconds of work, so once."""
-    return pairwise_cover(with_frozen_models([*cases(2), *cases(4)]))
+    return cover_of(with_frozen_models([*cases(2), *cases(4)]))
 
 
+@pytest.mark.nightly
 def test_pairwise_cover_holds_every_kind_and_pair_of_the_matrix(cover: list[Case]) -> None:
     candidates = with_frozen_models([*cases(2), *cases(4)])
     assert {case.kind for case in cover} == {case.kind for case in candidates}
@@ -142,6 +144,13 @@ def one_rank(tiny_model: Callable[..., Path], parallel: Parallel, ragged_groups:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(650)
+def test_every_kind_and_setting_of_two_ranks_trains_what_one_rank_trains(one_rank: OneRank, tmp_path: Path) -> None:
+    compare(cover_of(with_frozen_models(cases(2)), strength=1), one_rank, tmp_path, timeout_s=300)
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
 @pytest.mark.timeout(1250)
 def test_a_pairwise_cover_of_the_matrix_trains_what_one_rank_trains(
     cover: list[Case], one_rank: OneRank, tmp_path: Path
@@ -153,7 +162,7 @@ def test_a_pairwise_cover_of_the_matrix_trains_what_one_rank_trains(
 @pytest.mark.distributed
 @pytest.mark.timeout(1250)
 def test_bfloat16_on_two_ranks_stays_within_the_derived_bound(one_rank: OneRank, tmp_path: Path) -> None:
-    compare(pairwise_cover(in_bfloat16(cases(2))), one_rank, tmp_path, timeout_s=600)
+    compare(cover_of(in_bfloat16(cases(2))), one_rank, tmp_path, timeout_s=600)
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
@@ -172,7 +181,7 @@ def test_the_bound_of_bfloat16_finds_a_lost_half_of_the_gradients(experts: bool,
 @pytest.mark.distributed
 @pytest.mark.timeout(3600)
 def test_bfloat16_with_more_ranks_stays_within_the_derived_bound(one_rank: OneRank, tmp_path: Path) -> None:
-    compare(pairwise_cover(in_bfloat16(cases(4))), one_rank, tmp_path, timeout_s=3500)
+    compare(cover_of(in_bfloat16(cases(4))), one_rank, tmp_path, timeout_s=3500)
 
 
 @pytest.mark.layouts
@@ -195,4 +204,4 @@ def test_the_whole_matrix_trains_what_one_rank_trains(
 def test_kinds_of_placements_that_need_more_ranks_train_what_one_rank_trains(
     num_ranks: int, one_rank: OneRank, tmp_path: Path
 ) -> None:
-    compare(pairwise_cover(cases(num_ranks)), one_rank, tmp_path, timeout_s=3600)
+    compare(cover_of(cases(num_ranks)), one_rank, tmp_path, timeout_s=3600)

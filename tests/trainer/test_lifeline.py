@@ -127,7 +127,7 @@ STANDALONE = ("--standalone", "--nproc-per-node", "3")
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.parametrize("stopped", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_stopped_rank_ends_the_others_in_time_though_they_wait_in_a_collective(ranks: Ranks, stopped: int) -> None:
     ranks.start("waits", *STANDALONE)
     pids = [ranks.pid(rank) for rank in range(3)]

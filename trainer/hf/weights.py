@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from async_rl.errors import ConfigError
+from async_rl.preflight.weight_files import HEAD, require_tied_head, stored_tensors
 from trainer.hf.weight_map import VALUE_HEAD, Layout, WeightEntry, tied_head, weight_map
 from trainer.model.gpt import SharedPromptGPT
 
@@ -40,6 +41,8 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
         if model.shape.gives_values and VALUE_HEAD not in files:
             entries, own = ([entry for entry in some if VALUE_HEAD not in entry.hf_shapes] for some in (entries, own))
         _check_names_and_shapes(checkpoint, entries, files, ignores_head=model.shape.tied or model.shape.gives_values)
+        if model.shape.tied and HEAD in files:
+            require_tied_head(f"checkpoint {str(checkpoint)!r}", stored_tensors(checkpoint))
         with torch.no_grad():
             for entry in own:
                 parts = [
@@ -88,7 +91,7 @@ def _check_names_and_shapes(
     for name in files:
         # Older checkpoints may also contain a copy of the tied head, and rotary frequencies, which the config
         # determines.
-        known = name in expected or (ignores_head and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
+        known = name in expected or (ignores_head and name == HEAD) or name.endswith("rotary_emb.inv_freq")
         if not known:
             raise ConfigError(
                 f"checkpoint {str(checkpoint)!r} has the tensor {name!r}, which the trainer has no place for: "

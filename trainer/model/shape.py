@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -10,11 +9,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from async_rl.errors import ConfigError
 from async_rl.preflight.model import FAMILIES
+from async_rl.preflight.model_features import not_held
 
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
-
-_LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants of llama3 rope scaling that are fixed in Megatron's RotaryEmbedding; only the factor can be set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +90,9 @@ def read_model_shape(checkpoint: Path) -> ModelShape:
         raise ConfigError(f"cannot read the model config in {str(checkpoint)!r}: {error}") from error
     if config.model_type not in FAMILIES:
         raise _unsupported(checkpoint, f"model_type {config.model_type!r}", f"one of {', '.join(FAMILIES)}")
-    _refuse_features(checkpoint, config)
+    for found, expected in not_held(config.to_dict()):
+        raise _unsupported(checkpoint, found, expected)
+    rope = config.rope_parameters
     return ModelShape(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -104,50 +103,20 @@ def read_model_shape(checkpoint: Path) -> ModelShape:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocab_size=config.vocab_size,
         norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_parameters["rope_theta"],
-        rope_factor=_rope_factor(checkpoint, config.rope_parameters),
+        rope_theta=rope["rope_theta"],
+        rope_factor=float(rope["factor"]) if rope.get("rope_type") == "llama3" else None,
         tied=config.tie_word_embeddings,
-        experts=_read_experts(checkpoint, config) if config.model_type == "qwen3_moe" else None,
+        experts=_read_experts(config) if config.model_type == "qwen3_moe" else None,
     )
 
 
-def _read_experts(checkpoint: Path, config: PreTrainedConfig) -> Experts:
-    if config.decoder_sparse_step != 1:
-        raise _unsupported(checkpoint, f"decoder_sparse_step {config.decoder_sparse_step}", "1, experts in every layer")
-    if config.mlp_only_layers:
-        raise _unsupported(checkpoint, f"mlp_only_layers {config.mlp_only_layers}", "[], experts in every layer")
-    if config.num_experts_per_tok == 1 and config.norm_topk_prob:
-        # The only weight would always be 1, and the router would get no gradient.
-        raise _unsupported(checkpoint, "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false")
+def _read_experts(config: PreTrainedConfig) -> Experts:
     return Experts(
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
         ffn_size=config.moe_intermediate_size,
         renormalized=config.norm_topk_prob,
     )
-
-
-def _refuse_features(checkpoint: Path, config: PreTrainedConfig) -> None:
-    if config.hidden_act != "silu":
-        raise _unsupported(checkpoint, f"hidden_act {config.hidden_act!r}", "'silu'")
-    for feature in ("attention_bias", "mlp_bias"):
-        if getattr(config, feature, False):
-            raise _unsupported(checkpoint, f"{feature} true", "false")
-    windows = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-    if windows:
-        raise _unsupported(checkpoint, f"layer type {sorted(windows)[0]!r}", "'full_attention' in every layer")
-
-
-def _rope_factor(checkpoint: Path, rope: dict[str, Any]) -> float | None:
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise _unsupported(checkpoint, f"rope_type {kind!r}", "'default' or 'llama3'")
-    for name, expected in _LLAMA3_FIXED.items():
-        if rope[name] != expected:
-            raise _unsupported(checkpoint, f"llama3 rope scaling with {name} {rope[name]}", str(expected))
-    return float(rope["factor"])
 
 
 def _unsupported(checkpoint: Path, found: str, expected: str) -> ConfigError:

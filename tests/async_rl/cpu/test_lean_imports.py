@@ -36,6 +36,7 @@ print(sorted(structure.items()), sorted(models._class_to_module.items()), sorted
 """
 
 
+@pytest.mark.nightly
 def test_transformers_lists_its_models_once_and_as_it_does_by_itself() -> None:
     once, twice = (run(SCANS, each).splitlines() for each in ("once", "twice"))
     assert once[0] == "1"
@@ -81,6 +82,7 @@ assert torch._dynamo.config is config
 """
 
 
+@pytest.mark.nightly
 def test_what_needs_the_compiler_itself_amid_imports_gets_it() -> None:
     assert run(IN_THE_BODY) == "[2.0, 2.0]\n"
 

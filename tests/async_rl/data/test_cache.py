@@ -142,7 +142,7 @@ def test_leaders_that_start_at_once_write_it_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.computes
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=pytest.mark.nightly)])
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path, kind: str) -> None:
     peaks = []
     for num in (4000, 24_000):
@@ -255,7 +255,7 @@ def test_rows_that_are_in_memory_only_share_no_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=pytest.mark.nightly)])
 def test_a_start_that_is_killed_at_any_time_leaves_no_wrong_table(tmp_path: Path, kind: str) -> None:
     config, cache = section(write(tmp_path, 20_000, kind)), tmp_path / "cache"
     expected = load(config, None)

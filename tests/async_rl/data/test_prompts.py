@@ -77,7 +77,7 @@ def test_chat_template_renders_text_and_messages(tmp_path: Path, tokenizer: PreT
     texts = {p.prompt_id: text(tokenizer, p.token_ids) for p in source.batch(0).prompts.values()}
     assert texts == {
         "0": "system: be brief\nuser: hi\n",
-        "1": "system: be brief\nuser: hi\nassistant: yes\n",
+        "1": "system: be brief\nuser: hi\nassistant: yes",
     }
 
 
@@ -134,7 +134,7 @@ def test_settings_that_cannot_work_are_refused(
         ([], r"\[\], .*correct prompt \(List should have at least 1 item"),
         (["hi"], r"correct prompt\[0\] \("),
         ([{"role": "user"}, {"content": "x"}], r"correct prompt\[1\]\['role'\] \(Field required\)"),
-        ([{"role": None}], r"correct prompt\[0\]\['role'\] \(Input should be a valid string\)"),
+        ([{"role": 3}], r"correct prompt\[0\]\['role'\] \(Input should be a valid string\)"),
     ],
 )
 def test_what_is_no_chat_is_refused_with_its_row_and_what_is_wrong_in_it(

@@ -20,8 +20,10 @@ from async_rl.errors import (
 )
 from async_rl.instance import response_stream
 from async_rl.instance.dialect import DEAD_ENGINE
+from async_rl.instance.model_tokens import ModelTokens, SampledTokens
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.instance.response_stream import ResponseStream, event_payloads, whole_body
+from async_rl.protocol.inference import SamplingParams
 from async_rl.types import WeightSpan
 
 URL = "http://a:1"
@@ -69,7 +71,8 @@ def partials_of(num: int, prefix: Sequence[int] = ()) -> list[PartialRollout]:
 
 
 def answer_to(partials: Sequence[PartialRollout], **options: Any) -> ResponseStream:
-    return ResponseStream(URL, partials, VERSION, **({"says_versions": True, "max_tokens": MAX_TOKENS} | options))
+    usual = {"says_versions": True, "max_tokens": MAX_TOKENS, "tokens": SampledTokens(None, SamplingParams())}
+    return ResponseStream(URL, partials, VERSION, **(usual | options))
 
 
 class Bytes:
@@ -364,6 +367,82 @@ def test_tokens_after_the_end_are_an_error() -> None:
     with pytest.raises(InstanceError, match=r"more tokens after its end \('stop'\)"):
         answer.feed(Piece(0, (11,), 2).payload())
     assert partial.response().token_ids == (10,)
+
+
+MODEL = ModelTokens(60, (1,), lambda ids, skip: "".join("" if skip and i == 9 else chr(64 + i) for i in ids).strip())
+
+
+def whole_in_pieces(tokens: tuple[int, ...], size: int, reason: str | None) -> list[Piece]:
+    """The answer in pieces of so many tokens; the last one has the finish reason."""
+    ends = [min(start + size, len(tokens)) for start in range(0, len(tokens), size)]
+    return [
+        Piece(0, tokens[end - 1 - (end - 1) % size : end], end, finish_reason=reason if end == len(tokens) else None)
+        for end in ends
+    ]
+
+
+def read_of(pieces: Sequence[Piece], prefix: Sequence[int] = (), **sampling: Any) -> list[PartialRollout]:
+    """What is kept of an answer of the model's to one response, whose request asked for this."""
+    (partial,) = partials = partials_of(1, prefix)
+    tokens = SampledTokens(MODEL, MODEL.completed(SamplingParams(**sampling)))
+    answer = answer_to(partials, tokens=tokens)
+    try:
+        for piece in pieces:
+            answer.feed(piece.payload())
+    finally:
+        if partial.finish_reason is None:
+            assert tuple(partial.token_ids) == tuple(prefix)
+    return partials
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling"),
+    [
+        ((5, 6, 1), {}),
+        ((5, 6, 7), {"stop_token_ids": [7]}),
+        ((5, 6, 1), {"stop_token_ids": [7]}),
+        ((5, 6, 7), {"stop": ["x", "FG"]}),
+        ((5, 6, 9, 7), {"stop": ["FG"]}),  # 9 is a special token, without text for some servers
+        ((5, 6, 9, 7), {"stop": ["FI"]}),
+        ((5, 6, 7), {"stop": [" EFG"]}),  # a space that the text of the response alone lacks
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10])
+def test_a_response_ends_with_a_token_or_a_text_that_ends_it(
+    tokens: tuple[int, ...], sampling: dict[str, Any], size: int
+) -> None:
+    pieces = whole_in_pieces(tokens, size, "stop")
+    (partial,) = read_of(pieces, **sampling)
+    assert (tuple(partial.token_ids), partial.finish_reason) == (tokens, "stop")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "sampling", "message"),
+    [
+        ((5, 6, 7), "stop", {}, "'stop' after token 7, though only these end a response: tokens 1"),
+        ((5, 6, 7), "stop", {"stop": ["GH"]}, r"tokens 1, texts \['GH'\]"),
+        ((5, 6, 1), "stop", {"ignore_eos": True}, "'stop' after token 1, though only these .* tokens none"),
+        ((5, 1, 7, 1), "stop", {}, "tokens after 1, which ends a response"),
+        ((5, 7, 6), None, {"stop_token_ids": [7]}, "tokens after 7, which ends a response"),
+        ((5, 60, 1), "stop", {}, "token 60, but the model's tokens are 0 to 59"),
+        ((5, 600), None, {}, "the model's tokens are 0 to 59"),
+    ],
+)
+@pytest.mark.parametrize("prefix", [(), PREFIX])
+@pytest.mark.parametrize("size", [1, 10])
+def test_a_response_that_ends_where_nothing_ends_it_or_goes_on_past_its_end_is_broken(
+    tokens: tuple[int, ...],
+    reason: str | None,
+    sampling: dict[str, Any],
+    message: str,
+    prefix: tuple[int, ...],
+    size: int,
+) -> None:
+    pieces = whole_in_pieces(tokens, size, reason)
+    if prefix and 7 in sampling.get("stop_token_ids", ()):
+        prefix = prefix[:2]  # its last token would be the end
+    with pytest.raises(BrokenAnswer, match=message):
+        read_of(pieces, prefix, **sampling)
 
 
 @pytest.mark.parametrize("prefix", [(), PREFIX])

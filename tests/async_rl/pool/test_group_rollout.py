@@ -20,6 +20,7 @@ from async_rl.errors import (
     PromptFailed,
     StaleWeights,
 )
+from async_rl.instance.model_tokens import ModelTokens
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.attempts import MAX_FAILURES
 from async_rl.pool.group_rollout import GroupRollout
@@ -189,19 +190,26 @@ def test_progress_by_a_token_each_time_comes_to_an_end_however_often_it_fails() 
     run(scenario())
 
 
-def test_a_response_with_all_its_tokens_is_not_asked_for_again_because_its_end_was_not_told() -> None:
+@pytest.mark.parametrize(("last", "num_tokens", "reason"), [(6, MAX_TOKENS, "length"), (1, 5, "stop"), (9, 5, "stop")])
+def test_a_response_with_all_its_tokens_is_not_asked_for_again_because_its_end_was_not_told(
+    last: int, num_tokens: int, reason: str
+) -> None:
+    """1 is an end token of the model, 9 one of the request."""
+
     async def scenario() -> None:
         client = SamplingClient("http://a:1")
         stage = Stage(client)
-        rollout = stage.rollout(1)
+        model = ModelTokens(60, (1,), lambda token_ids, skip: "")
+        sampling = model.completed(SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=[9], seed=0))
+        rollout = GroupRollout(stage.roster, PROMPT, sampling, "v1-0", "v1", 10.0)
         (partial,) = rollout._partials
-        partial.token_ids.extend([5] * (MAX_TOKENS - 1))
-        partial.logprobs.extend([-1.0] * (MAX_TOKENS - 1))
+        partial.token_ids.extend([5] * (num_tokens - 1))
+        partial.logprobs.extend([-1.0] * (num_tokens - 1))
         client.tells_ends = False
-        client._extend = lambda partial, *_: (partial.token_ids.append(6), partial.logprobs.append(-1.0))  # type: ignore
+        client._extend = lambda partial, *_: (partial.token_ids.append(last), partial.logprobs.append(-1.0))  # type: ignore
         (response,), num_attempts = await rollout.run()
-        assert (response.finish_reason, response.instance) == ("length", client.url)
-        assert len(response.token_ids) == MAX_TOKENS and client.num_requests == 1 and num_attempts == 2
+        assert (response.finish_reason, response.instance) == (reason, client.url)
+        assert len(response.token_ids) == num_tokens and client.num_requests == 1 and num_attempts == 2
 
     run(scenario())
 

@@ -238,6 +238,19 @@ def test_a_call_that_cannot_be_made_is_shown_as_it_was_said(renderer: Renderer, 
     assert text in message["content"]
 
 
+def test_a_turn_that_ends_at_any_end_token_of_the_model_does_not_show_it(tmp_path: Path) -> None:
+    tokenizer = make_chat_tokenizer(tmp_path)
+    tokenizer.add_tokens(["<|other_end|>"], special_tokens=True)
+    word, other = tokenizer.convert_tokens_to_ids(["z", "<|other_end|>"])
+    for name in ("template", "qwen3"):
+        renderer = make_renderer(name, tokenizer, "a model", (other, tokenizer.eos_token_id))
+        assert {other, tokenizer.eos_token_id} <= set(renderer.stop_token_ids)
+        context = renderer.render([{"role": "user", "content": "hi"}], None)
+        for end in ((other,), (tokenizer.eos_token_id,), ()):
+            message, calls = renderer.parse(context, (word, *end), None)
+            assert (message["content"], calls) == ("z", [])
+
+
 def test_what_was_sampled_otherwise_than_it_would_be_encoded_is_never_encoded_again(tmp_path: Path) -> None:
     tokenizer = make_chat_tokenizer(tmp_path)
     tokenizer.add_tokens(["zz"])

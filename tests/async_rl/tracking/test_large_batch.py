@@ -55,6 +55,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return run_dir, run_iteration(run_dir, NUM_PROMPTS, NUM_RESPONSES_EACH)
 
 
+@pytest.mark.nightly
 def test_records_and_proofs_are_as_small_as_those_of_a_small_batch(
     large: tuple[Path, list[str]], tmp_path: Path
 ) -> None:

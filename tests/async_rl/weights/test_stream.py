@@ -92,7 +92,9 @@ class Workers:
             time.sleep(0.005)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize(
+    "bucket_bytes", [100, *(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 1 << 20))]
+)
 def test_two_receivers_get_every_byte_and_the_same_fingerprint(
     bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
         require_known(tmp_path / "model.gguf")
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_an_index_that_cannot_be_reached_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}

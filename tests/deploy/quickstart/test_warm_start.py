@@ -26,6 +26,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_warm_start_leaves_a_model_that_evaluate_reads(run_dir: Path) -> None:
     rows = run_dir / "data" / "held_out.jsonl"

@@ -198,19 +198,19 @@ def in_bfloat16(some: Iterable[Case]) -> list[Case]:
     return [replace(case, dtype="bfloat16") for case in some if case.placement.pipeline <= 2]
 
 
-def covered(case: Case) -> set[Any]:
-    """A case's contribution to a pairwise cover: its kind of placement, and each pair of its values."""
-    return {case.kind, *combinations(case.factors.items(), 2)}
+def covered(case: Case, strength: int) -> set[Any]:
+    """A case's contribution to a cover: its kind of placement, and each combination of so many of its values."""
+    return {case.kind, *combinations(case.factors.items(), strength)}
 
 
-def pairwise_cover(candidates: Sequence[Case]) -> list[Case]:
-    """A subset of the candidates with the same coverage.
+def cover_of(candidates: Sequence[Case], strength: int = 2) -> list[Case]:
+    """A subset of the candidates with the same coverage, of pairs or of single values.
 
     Greedy: next is the case with the most new coverage per rank; ties are broken arbitrarily, but the same in every
     run.
     """
     shuffled = random.Random(0).sample(sorted(candidates), len(candidates))
-    left = {case: covered(case) for case in shuffled}
+    left = {case: covered(case, strength) for case in shuffled}
     missing = set().union(*left.values())
     chosen: list[Case] = []
     while missing:

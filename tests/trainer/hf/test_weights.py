@@ -110,7 +110,7 @@ def test_llama3_rope_scaling_equals_transformers(
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu', expected 'silu'"),
         ("llama", {"attention_bias": True}, "attention_bias true"),
         ("llama", {"mlp_bias": True}, "mlp_bias true"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer type 'sliding_attention'"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with 'sliding_attention'"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2, expected 1"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\], expected \[\]"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob true"),

@@ -93,7 +93,7 @@ def test_llama3_scaling_is_its_factor() -> None:
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 2},
-            "layer type 'sliding_attention', expected 'full_attention' in every layer",
+            "layer_types with 'sliding_attention', expected 'full_attention' in every layer",
         ),
         ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'linear'"),
         ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0, expected 1.0"),

@@ -123,7 +123,10 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly) if "untied" in name else name for name in MODELS],
+)
 def test_a_stale_copy_of_any_one_class_is_named_and_a_sound_engine_passes(
     name: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer
 ) -> None:
@@ -143,7 +146,7 @@ def test_a_stale_copy_of_any_one_class_is_named_and_a_sound_engine_passes(
     assert same(before, bits(trainer))
 
 
-@pytest.mark.parametrize("name", ["dense, tied", "mixture of experts"])
+@pytest.mark.parametrize("name", ["mixture of experts", pytest.param("dense, tied", marks=pytest.mark.nightly)])
 def test_in_bfloat16_too(name: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer) -> None:
     family, options = MODELS[name]
     path = tiny_model(family, **options)

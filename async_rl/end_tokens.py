@@ -1,0 +1,62 @@
+"""What ends a response: every end token that a checkpoint's tokenizer, generation config and config name.
+
+The three often differ: a chat model's tokenizer names the end of a turn, its config the end of a text. Trainer,
+embedded engine and the requests to vLLM use the union, so that a response ends at the same token wherever it is
+sampled.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class EndTokens:
+    """The end tokens that each source names, ids in the vocabulary only."""
+
+    tokenizer: frozenset[int]
+    generation_config: frozenset[int]
+    config: frozenset[int]
+
+    @classmethod
+    def of(
+        cls, tokenizer: object, generation_config: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int | None
+    ) -> "EndTokens":
+        """Of the tokenizer's `eos_token_id`, and the contents of generation_config.json and config.json."""
+        return cls(
+            _ids(tokenizer, vocab_size),
+            _ids(generation_config.get("eos_token_id"), vocab_size),
+            _ids(config.get("eos_token_id"), vocab_size),
+        )
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The union, ascending."""
+        return tuple(sorted(self.tokenizer | self.generation_config | self.config))
+
+    @property
+    def warning(self) -> str | None:
+        """What a user should know: no source names one, or none of them names all."""
+        union = set(self.ids)
+        if not union:
+            return (
+                "neither the tokenizer nor generation_config.json nor config.json names an end token (eos_token_id): "
+                "responses end at rollout.max_response_tokens only; name it there, or set rollout.stop_token_ids"
+            )
+        if union in (self.tokenizer, self.generation_config, self.config):
+            return None
+        return (
+            f"its end tokens differ: the tokenizer names {sorted(self.tokenizer)}, generation_config.json "
+            f"{sorted(self.generation_config)}, config.json {sorted(self.config)} (eos_token_id); each of them ends a "
+            "response: name all of them in generation_config.json if that is meant"
+        )
+
+
+def _ids(value: object, vocab_size: int | None) -> frozenset[int]:
+    """A token id or a list of them; None and anything else name none."""
+    listed: Sequence[object] = value if isinstance(value, list | tuple) else [value]
+    end = vocab_size or math.inf
+    return frozenset(
+        token for token in listed if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < end
+    )

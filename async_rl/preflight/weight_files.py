@@ -1,0 +1,82 @@
+"""What a checkpoint's safetensors files hold, by their headers: names, sizes and where the bytes are; without torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import ConfigError
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+MAX_HEADER_BYTES = 100 * 2**20
+"""The limit of the format."""
+
+PIECE_BYTES = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file: its bytes are those from `start` to `end`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    def equals(self, other: "StoredTensor") -> bool:
+        """Whether both are the same bit for bit."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        with self.file.open("rb") as mine, other.file.open("rb") as theirs:
+            mine.seek(self.start)
+            theirs.seek(other.start)
+            num_left = self.end - self.start
+            while num_left > 0:
+                size = min(num_left, PIECE_BYTES)
+                if mine.read(size) != theirs.read(size):
+                    return False
+                num_left -= size
+        return True
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """All tensors of a directory's safetensors files; of a damaged file none, which whoever loads it says."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            tensors |= _tensors_of(file)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return tensors
+
+
+def require_tied_head(named: str, tensors: Mapping[str, StoredTensor]) -> None:
+    """Checks that the files of a model whose head is tied to its embedding have no other head.
+
+    Raises:
+        ConfigError: they have one, which would be left out.
+    """
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    if head is not None and embedding is not None and not head.equals(embedding):
+        raise ConfigError(
+            f"{named} has tie_word_embeddings = true in its config.json, but a {HEAD} that is not its {EMBEDDING} and "
+            "would be left out: set tie_word_embeddings to false, or remove the tensor if the embedding is meant"
+        )
+
+
+def _tensors_of(file: Path) -> dict[str, StoredTensor]:
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {size} bytes")
+        header: Mapping[str, Any] = json.loads(opened.read(size))
+    return {
+        name: StoredTensor(
+            file, str(each["dtype"]), tuple(each["shape"]), *(8 + size + int(at) for at in each["data_offsets"])
+        )
+        for name, each in header.items()
+        if name != "__metadata__"
+    }

@@ -1,0 +1,197 @@
+"""Each key of each family's config class, flipped: the model is that of transformers, or the config is refused by name.
+
+A key that changes nothing in transformers changes nothing here either: the weights are the same, and so is the model.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from async_rl.errors import ConfigError
+from async_rl.preflight.model import FAMILIES, ModelFiles, require_supported
+from async_rl.types import Group
+from tests.support.tiny_model import FAMILIES as CLASSES
+from tests.support.tiny_model import MODEL_SIZE, make_tiny_model
+from trainer.forward_backward import make_passes
+from trainer.parallel import Parallel
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
+LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("gelu", "relu", "swish"),
+    "rope_parameters": (
+        {"rope_type": "default", "rope_theta": 77.0},
+        {**LLAMA3, **LLAMA3_CONSTANTS},
+        {**LLAMA3, **LLAMA3_CONSTANTS, "low_freq_factor": 2.0},
+        YARN,
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+    "layer_types": (["full_attention", "sliding_attention"],),
+    "use_sliding_window": (True,),
+    "mlp_only_layers": ([1],),
+    "num_key_value_heads": (4, 1),
+    "num_experts_per_tok": (1, 3),
+    "dtype": ("float32", "bfloat16"),
+    "architectures": (["Other"],),
+    "problem_type": ("regression",),
+}
+"""Values to try where the kind of a value does not tell any."""
+
+WITH = {"use_sliding_window": {"sliding_window": 4, "max_window_layers": 1}, "layer_types": {"sliding_window": 4}}
+"""What a key needs to have an effect."""
+
+NO_MODEL = {"model_type", "transformers_version", "_name_or_path", "id2label", "label2id", "return_dict"}
+"""Names of the file and of other classes, and the form of what is returned: none says anything about the model."""
+
+
+def others_of(key: str, value: Any) -> tuple[Any, ...]:
+    if key in OTHERS:
+        return OTHERS[key]
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int):
+        return (value * 2, value + 1) if value else (1,)
+    if isinstance(value, float):
+        return (value * 3 + 0.1,)
+    return (7,) if value is None else ()
+
+
+def flips() -> Iterator[Any]:
+    for family in FAMILIES:
+        for key, value in tiny_config(family).items():
+            for other in () if key in NO_MODEL else others_of(key, value):
+                yield pytest.param(family, key, other, id=f"{family}-{key}-{other}")
+
+
+@cache
+def tiny_config(family: str) -> dict[str, Any]:
+    config_class, own = CLASSES[family]
+    return config_class(**{**own, **MODEL_SIZE, "tie_word_embeddings": False}).to_dict()
+
+
+@cache
+def base(family: str, root: Path) -> tuple[Path, torch.Tensor]:
+    """A model of the family, and its logits."""
+    path = make_tiny_model(root / family, family)
+    return path, logits_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    return model(torch.arange(3, 33)[None]).logits[0]
+
+
+def model_of(path: Path) -> PreTrainedModel | None:
+    """That of transformers: with the weights of the directory, or random ones if they are of other sizes.
+
+    None if the config is none of any model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        torch.manual_seed(0)
+        fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        weights = load_file(path / "model.safetensors")
+        shapes = {name: parameter.shape for name, parameter in fresh.named_parameters()}
+        logits_of(fresh)
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError):
+        return None
+    if {name: tensor.shape for name, tensor in weights.items()} == shapes or "experts" in str(shapes):
+        try:
+            return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        except RuntimeError:
+            pass
+    return fresh
+
+
+@pytest.mark.parametrize(("family", "key", "other"), list(flips()))
+def test_a_flipped_key_is_held_or_refused_by_name(
+    family: str,
+    key: str,
+    other: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    make_trainer: Callable[..., Any],
+    grpo_in_transformers: Callable[..., Any],
+    ragged_groups: list[Group],
+    parallel: Parallel,
+) -> None:
+    start, logits = base(family, tmp_path_factory.getbasetemp() / "features")
+    path = Path(shutil.copytree(start, tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text()) | WITH.get(key, {}) | {key: other}
+    if key == "num_hidden_layers":
+        config.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(config))
+    try:
+        require_supported(ModelFiles.find(str(path)))
+    except ConfigError as error:
+        assert key in str(error) or (key == "rope_parameters" and ("rope" in str(error) or "rotary" in str(error)))
+        return
+    model = model_of(path)
+    if model is None or torch.equal(logits_of(model), logits):
+        return
+    # It is another model, of other sizes perhaps.
+    model.save_pretrained(path)
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(written | {key: other}))
+    groups = ragged_groups[:1]
+    expected = grpo_in_transformers(path, path, groups)
+    trainer = make_trainer(path)
+    (ours_N,) = make_passes([groups], parallel, 1.0, 8192)[0].logprobs(trainer.models.policy_model)
+    theirs = [value for row in expected.logprobs[0] for value in row]
+    assert ours_N.tolist() == pytest.approx(theirs, abs=2e-5)
+
+
+def test_a_head_that_would_be_left_out_or_is_missing_is_refused(tmp_path: Path) -> None:
+    tied = make_tiny_model(tmp_path / "tied", "qwen3", tied=True)
+    own = make_tiny_model(tmp_path / "own", "qwen3")
+    for path in (tied, own):
+        require_supported(ModelFiles.find(str(path)))
+    weights = load_file(tied / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    save_file({**weights, "lm_head.weight": embedding.clone()}, tied / "model.safetensors")
+    require_supported(ModelFiles.find(str(tied)))
+    save_file({**weights, "lm_head.weight": embedding + 1e-3}, tied / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"a lm_head\.weight that is not its model\.embed_tokens\.weight and would be"
+    ):
+        require_supported(ModelFiles.find(str(tied)))
+    weights = load_file(own / "model.safetensors")
+    biased = {**weights, "model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
+    save_file(biased, own / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"has model\.layers\.0\.self_attn\.q_proj\.bias, which models of its model_"):
+        require_supported(ModelFiles.find(str(own)))
+    del weights["lm_head.weight"]
+    save_file(weights, own / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"has no lm_head\.weight, though its config\.json has tie_word_embeddings ="):
+        require_supported(ModelFiles.find(str(own)))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, "llama")
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 96, "content": "<more>"})
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(
+        ConfigError, match="has a tokenizer with tokens up to 96, but the model's vocabulary ends at 95"
+    ):
+        require_supported(ModelFiles.find(str(path)))
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_rope_by_layer_type_is_refused_by_name(name: str) -> None:
+    config = {"model_type": "llama", name: {"full_attention": {"rope_type": "default"}}}
+    with pytest.raises(ConfigError, match=f"has {name} by layer type in its config.json"):
+        require_supported(ModelFiles("m", None, config, {}), is_whole=False)
