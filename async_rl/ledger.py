@@ -8,9 +8,10 @@ Before a step, `Ledger.require_on_policy` proves from the rows of all data-paral
 
 Both are strict. It also compares the trainer's log-probs of the sampled tokens with the rollout's: every token must
 have both, and noise must explain the differences (`gap_limits.py`). That check is statistical: it finds wrong weights
-that differ by enough, over enough tokens. Each proof, or its violations, is one line of `ledger.jsonl`, whose length
-does not grow with the batch; its `samples` digest is equal in two runs that trained the same tokens. `timeline.jsonl`
-has the rows.
+that differ by enough, over enough tokens. So is the next: that the tokens were drawn from the distribution whose
+log-probs came with them (`draws.py`). Each proof, or its violations, is one line of `ledger.jsonl`, whose length does
+not grow with the batch; its `samples` digest is equal in two runs that trained the same tokens. `timeline.jsonl` has
+the rows.
 """
 
 import json
@@ -25,6 +26,7 @@ from typing import Any
 from async_rl.errors import OnPolicyViolation
 from async_rl.files import append_lines
 from async_rl.group_proof import GroupProof
+from async_rl.proof.draws import Draws
 from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, Unit, unjudged
 from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 from async_rl.proof.prompt_ids import as_runs, digest_of_ids
@@ -64,6 +66,7 @@ class Ledger:
         self._require_lease = require_lease
         self._responses_per_prompt = responses_per_prompt
         self._limits = limits
+        self._draws = Draws()
         self._has_warned = False
 
     def require_on_policy(
@@ -81,9 +84,10 @@ class Ledger:
             OnPolicyViolation: names the violating rows (the first few in the message, more of them in the ledger file).
         """
         by_instance = gaps_by_instance(rows)
+        trained = [row for row in rows if row.is_trained]
+        self._draws.add(by_instance, math.comb(len(batch.prompts), len(trained)) if batch.has_reserve else 1)
         violations = self._violations(batch, publication, rows, num_replicas, by_instance)
         selection = {"selection": selection_record(batch, num_replicas, rows)} if batch.has_reserve else {}
-        trained = [row for row in rows if row.is_trained]
         self._append(batch, publication, trained, by_instance, violations, selection)
         if violations:
             shown = "\n  ".join(violations[:MAX_VIOLATIONS_SHOWN])
@@ -115,7 +119,8 @@ class Ledger:
         found = self._limits.outliers([Unit(url, gaps) for row in rows for url, gaps in row.gaps])
         for instance, gaps in by_instance.items():
             found += self._limits.excesses(_named(instance), gaps)
-        return found + self._limits.excesses("the batch", LogprobGaps.total(by_instance.values()))
+        found += self._limits.excesses("the batch", LogprobGaps.total(by_instance.values()))
+        return found + self._draws.violations
 
     def _row_violations(self, row: GroupProof, batch: Batch, publication: Publication) -> list[str]:
         name = f"group {row.index} (prompt {row.prompt_id!r})"
@@ -184,6 +189,7 @@ class Ledger:
                 "unjudged": power,
                 "instances": {url: gaps.figures() for url, gaps in by_instance.items()},
             },
+            "draws": self._draws.figures(),
             "prompt_ids": as_runs(prompt_ids),
             "prompt_ids_sha256": digest_of_ids(prompt_ids),
             **selection,

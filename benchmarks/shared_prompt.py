@@ -105,7 +105,7 @@ def shared(model: SharedPromptGPT, group: Group, weights_GR: torch.Tensor, max_r
     wrapped = SimpleNamespace(module=model)
     stages.train(
         cast(DistributedDataParallel, wrapped),
-        lambda number, logprobs_N, entropy_N: (logprobs_N * weights[number]).sum(),
+        lambda number, logprobs_N, *_: (logprobs_N * weights[number]).sum(),
     )
 
 

@@ -161,7 +161,7 @@ class Critic:
         advantages: list[torch.Tensor],
         number: int,
         values_N: torch.Tensor,
-        _: torch.Tensor | None,
+        *_: torch.Tensor | None,
     ) -> torch.Tensor:
         """The value loss of a pass's micro-batch, summed; appends its advantages to `advantages`."""
         micro_batch = a_pass.micro_batches[number]

@@ -27,8 +27,9 @@ from trainer.model.gpt import SharedPromptGPT
 from trainer.model.pipeline_shapes import pipeline_arguments
 from trainer.parallel import Parallel
 
-LossOf = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(number of the micro-batch, log-probs [N], entropies [N]; or values [N], None) -> its loss, a sum."""
+LossOf = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(number of the micro-batch, log-probs [N], entropies [N], log-ratios [K, N]: see `response_logprobs`; or values [N],
+None, None) -> its loss, a sum."""
 
 
 class Pass(Protocol):
@@ -87,7 +88,7 @@ class PackedPass:
     def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
         logprobs: list[torch.Tensor] = []
 
-        def keep(number: int, logprobs_N: torch.Tensor, _: None) -> torch.Tensor:
+        def keep(number: int, logprobs_N: torch.Tensor, *_: None) -> torch.Tensor:
             logprobs.append(logprobs_N)
             return logprobs_N.sum()
 
@@ -141,7 +142,7 @@ class TwoStagePass:
             loss_of(number, *outputs)
 
     def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
-        return [logprobs for logprobs, _ in self._forward(model, PromptCache(), with_entropy=False)]
+        return [logprobs for logprobs, *_ in self._forward(model, PromptCache(), with_entropy=False)]
 
     def train(self, policy: DistributedDataParallel, loss_of: LossOf) -> None:
         cache = PromptCache()
@@ -151,7 +152,7 @@ class TwoStagePass:
 
     def _forward(
         self, model: SharedPromptGPT, cache: PromptCache, with_entropy: bool = True
-    ) -> Iterator[tuple[torch.Tensor, Any]]:
+    ) -> Iterator[tuple[torch.Tensor, Any, Any]]:
         prompt_TH = model.rows_for_logits(model.hidden(self._prompt_rows, cache))
         cache.begin_responses(prompt_TH[self._num_prompt_rows - 1 : self._num_prompt_rows])
         for micro_group in self.micro_batches:
@@ -161,7 +162,7 @@ class TwoStagePass:
 
 
 def _with_count(
-    loss_of: Callable[..., torch.Tensor], number: int, outputs: tuple[torch.Tensor, torch.Tensor | None]
+    loss_of: Callable[..., torch.Tensor], number: int, outputs: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """(loss, token count, report) for Megatron's schedule if losses are sums; tokens are counted elsewhere."""
     loss = loss_of(number, *outputs)

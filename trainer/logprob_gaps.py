@@ -1,13 +1,15 @@
 """Compares the trainer's log-probs with the rollout's while groups are trained; for `loss_sums.py`.
 
-Shape legend: N sampled tokens of one micro-batch.
+Shape legend: N sampled tokens of one micro-batch, K other temperatures (`proof.draws.POWERS`).
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from async_rl.group_proof import GroupProof
+from async_rl.proof.draws import POWERS
 from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, SMALLEST, LogprobGaps
 from async_rl.tracking.samples import MAX_TOKENS, FirstGroups, shown_responses
 from async_rl.types import Group, Response
@@ -32,49 +34,59 @@ class GroupGaps:
     def __init__(self, clip: float, num_corrected: Callable[[torch.Tensor], int] = lambda gaps_N: 0) -> None:
         self._clip = clip
         self._num_corrected = num_corrected
-        self._logprobs: dict[int, list[tuple[GroupSlice, torch.Tensor]]] = {}
+        self._facts: dict[int, list[tuple[GroupSlice, torch.Tensor]]] = {}
         self._first = FirstGroups()
 
-    def add(self, micro_batch: MicroBatch, logprobs_N: torch.Tensor) -> None:
-        """Stores the trainer's log-probs of a micro-batch's sampled tokens."""
+    def add(self, micro_batch: MicroBatch, logprobs_N: torch.Tensor, log_ratios_KN: torch.Tensor | None = None) -> None:
+        """Stores the trainer's log-probs of a micro-batch's sampled tokens, and how likely other temperatures make them
+        (see `response_logprobs`), where that is known."""
+        if log_ratios_KN is None:
+            log_ratios_KN = logprobs_N.new_full((len(POWERS), len(logprobs_N)), math.nan)
+        facts = torch.cat([logprobs_N.detach()[None], log_ratios_KN])
         sizes = [sum(response.num_sampled for response in part.responses) for part in micro_batch.slices]
-        for part, logprobs in zip(micro_batch.slices, logprobs_N.detach().split(sizes), strict=True):
-            self._logprobs.setdefault(part.group.index, []).append((part, logprobs))
+        for part, own in zip(micro_batch.slices, facts.split(sizes, dim=1), strict=True):
+            self._facts.setdefault(part.group.index, []).append((part, own))
 
     def take(self, groups: Sequence[Group]) -> list[GroupProof]:
         """The row of each group, with the gaps of the tokens that each instance sampled.
 
         Turns of several requests are under `MIXED`.
         """
-        of_groups = [self._logprobs.pop(group.index) for group in groups]
-        on_host = iter(to_host([logprobs for parts in of_groups for _, logprobs in parts]))
+        of_groups = [self._facts.pop(group.index) for group in groups]
+        on_host = iter(to_host([facts for parts in of_groups for _, facts in parts]))
         return [
-            self._row(group, [(part, next(on_host)) for part, _ in parts])
+            self._row(group, [(part, next(on_host).view_as(facts)) for part, facts in parts])
             for group, parts in zip(groups, of_groups, strict=True)
         ]
 
     def clear(self) -> None:
-        self._logprobs.clear()
+        self._facts.clear()
 
     def _row(self, group: Group, parts: Sequence[tuple[GroupSlice, torch.Tensor]]) -> GroupProof:
-        shown = _shown_logprobs(group, parts) if self._first.offer(group) else ()
+        shown = _shown_logprobs(group, [(part, facts[0]) for part, facts in parts]) if self._first.offer(group) else ()
         return GroupProof.of(group, *self._by_instance(parts), shown)
 
     def _by_instance(self, parts: Sequence[tuple[GroupSlice, torch.Tensor]]) -> tuple[dict[str, LogprobGaps], int]:
         by_instance: dict[str, list[torch.Tensor]] = {}
         num_corrected = 0
-        for part, logprobs in parts:
-            for response, gaps in _gaps_of(part, logprobs.double()):
-                num_corrected += self._num_corrected(gaps)
+        for part, facts in parts:
+            for response, own in _gaps_of(part, facts.double()):
+                num_corrected += self._num_corrected(own[0])
                 instances, lengths = zip(*response.sampled_by, strict=True)
-                for instance, own in zip(instances, gaps.split(lengths), strict=True):
-                    by_instance.setdefault(instance, []).append(own)
-        sums = {instance: sums_of(torch.cat(gaps), self._clip) for instance, gaps in sorted(by_instance.items())}
+                for instance, sampled in zip(instances, own.split(lengths, dim=1), strict=True):
+                    by_instance.setdefault(instance, []).append(sampled)
+        sums = {
+            instance: sums_of(facts[0], self._clip, facts[1:])
+            for instance, facts in sorted((name, torch.cat(sampled, dim=1)) for name, sampled in by_instance.items())
+        }
         return sums, num_corrected
 
 
-def sums_of(gaps_N: torch.Tensor, clip: float) -> LogprobGaps:
-    """The sums over float64 gaps on the host."""
+def sums_of(gaps_N: torch.Tensor, clip: float, log_ratios_KN: torch.Tensor | None = None) -> LogprobGaps:
+    """The sums over float64 gaps on the host, and over log-ratios, NaN where they are not known."""
+    if log_ratios_KN is None:
+        log_ratios_KN = gaps_N.new_empty(len(POWERS), 0)
+    ratios_KN = log_ratios_KN[:, log_ratios_KN.isfinite().all(0)]
     finite = gaps_N[gaps_N.abs() < LARGEST_GAP]
     size, clipped = finite.abs(), finite.clamp(-clip, clip)
     bins = (BINS_PER_OCTAVE * (size / SMALLEST).log2()).ceil().clamp(min=0).long()
@@ -89,6 +101,9 @@ def sums_of(gaps_N: torch.Tensor, clip: float) -> LogprobGaps:
         k3_sum=float((finite.clamp(max=LARGEST_EXPONENT).expm1() - finite).sum()),
         largest=float(size.max()) if len(size) else 0.0,
         bins=tuple((number, count) for number, count in enumerate(torch.bincount(bins).tolist()) if count),
+        num_drawn=ratios_KN.shape[1],
+        hotter_sum=float(ratios_KN[0].sum()),
+        colder_sum=float(ratios_KN[1].sum()),
     )
 
 
@@ -102,9 +117,10 @@ def _shown_logprobs(group: Group, parts: Sequence[tuple[GroupSlice, torch.Tensor
     return tuple(tuple(of_response[index][:MAX_TOKENS].tolist()) for index in shown_responses(group))
 
 
-def _gaps_of(part: GroupSlice, logprobs: torch.Tensor) -> Iterator[tuple[Response, torch.Tensor]]:
-    """The responses of a slice, each with the gaps of its sampled tokens."""
+def _gaps_of(part: GroupSlice, facts: torch.Tensor) -> Iterator[tuple[Response, torch.Tensor]]:
+    """The responses of a slice, each with its sampled tokens' gaps and what else is known of them: [1 + K, N]."""
     responses = part.responses
-    for response, own in zip(responses, logprobs.split([r.num_sampled for r in responses]), strict=True):
-        assert len(response.logprobs) == len(own), f"{len(response.logprobs)} rollout log-probs for {len(own)} tokens"
-        yield response, own - torch.tensor(response.logprobs, dtype=torch.float64)
+    for response, own in zip(responses, facts.split([r.num_sampled for r in responses], dim=1), strict=True):
+        reported = torch.tensor(response.logprobs, dtype=torch.float64)
+        assert len(reported) == own.shape[1], f"{len(reported)} rollout log-probs for {own.shape[1]} tokens"
+        yield response, torch.cat([(own[0] - reported)[None], own[1:]])

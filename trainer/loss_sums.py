@@ -54,6 +54,7 @@ class LossSums:
         micro_batch: MicroBatch,
         logprobs_N: torch.Tensor,
         entropy_N: torch.Tensor,
+        log_ratios_KN: torch.Tensor | None = None,
         old_logprobs_N: torch.Tensor | None = None,
         ref_logprobs_N: torch.Tensor | None = None,
         teacher_logprobs_N: torch.Tensor | None = None,
@@ -61,7 +62,8 @@ class LossSums:
     ) -> torch.Tensor:
         """Adds a micro-batch of begun groups; returns its loss sum.
 
-        Without an old model the policy itself is the old policy, or what the instances reported.
+        Without an old model the policy itself is the old policy, or what the instances reported. `log_ratios_KN` are of
+        the policy that sampled, where this is the one that is trained.
 
         Raises:
             ConfigError: the algorithm, a user's own one, returns no loss.
@@ -72,7 +74,7 @@ class LossSums:
         # Under the model that sampled: the published weights.
         sampler_N = logprobs_N.detach() if old_logprobs_N is None or self._old_policy != "model" else old_logprobs_N
         # A copy: a user's own algorithm that changes its tokens must not change what the proof compares.
-        self._gaps.add(micro_batch, sampler_N.clone())
+        self._gaps.add(micro_batch, sampler_N.clone(), log_ratios_KN)
         if self._old_policy == "rollout":
             old_logprobs_N = rollout_logprobs_N
         tokens = Tokens(

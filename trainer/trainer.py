@@ -108,6 +108,8 @@ class MegatronTrainer:
         self.canary_weights = CanaryWeights(self.models.policy_model)
         self._feed = GroupFeed(parallel, section)
         self._totals: Totals | None = None
+        self._samples = True
+        """Whether the policy is the one that rollouts are sampled from: not after the first of several steps."""
         self._sums = LossSums(self._algorithm, algorithm.old_policy, noise_limits(train, model.dtype).clip)
 
     @classmethod
@@ -217,6 +219,7 @@ class MegatronTrainer:
             for optimizer, norm in zip(self._optimizers, norms, strict=True):
                 optimizer.step(norm)
         self.discard()
+        self._samples = False
         metrics = {
             name.removeprefix("metric/"): value / sums["tokens"]
             for name, value in sums.items()
@@ -242,6 +245,7 @@ class MegatronTrainer:
 
         So does that of the critic's old values.
         """
+        self._samples = True
         if self._old_policy == "model":
             self._refresh_old()
         if self.critic is not None:
@@ -290,10 +294,12 @@ class MegatronTrainer:
         number: int,
         logprobs_N: torch.Tensor,
         entropy_N: torch.Tensor,
+        log_ratios_KN: torch.Tensor,
     ) -> torch.Tensor:
         """The loss of a pass's micro-batch; `others`: what the other models give for each of its micro-batches."""
         of_others = [given[number] if given else None for given in others]
-        return self._sums.add(a_pass.micro_batches[number], logprobs_N, entropy_N, *of_others)
+        log_ratios = log_ratios_KN if self._samples else None
+        return self._sums.add(a_pass.micro_batches[number], logprobs_N, entropy_N, log_ratios, *of_others)
 
     def _with_totals(self, windows: list[Window], together: Callable[[], AbstractContextManager[None]]) -> list[Window]:
         """A mini-batch's windows, of which the totals over all replicas are known from now on."""

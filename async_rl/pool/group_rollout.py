@@ -76,8 +76,9 @@ class GroupRollout:
         ]
         part = Router.part_of(cost, len(members))
         await _all(
-            self._finish_at(member, Request(share, part, num_moves))
+            self._finish_at(member, Request(piece, own_cost, num_moves))
             for member, share in zip(members, shares, strict=True)
+            for piece, own_cost in _fitting(share, part, member.client.max_concurrency)
         )
 
     async def _finish_at(self, member: Member, request: Request) -> None:
@@ -174,6 +175,17 @@ class GroupRollout:
         """Expected tokens of a request for these partials."""
         lengths = (max(1, round(self._expected_tokens) - len(partial.token_ids)) for partial in partials)
         return len(self._prompt) + sum(lengths)
+
+
+def _fitting(
+    share: Sequence[PartialRollout], cost: int, max_responses: int | None
+) -> list[tuple[Sequence[PartialRollout], int]]:
+    """A share in pieces of as many responses as the instance generates at once, and the cost of each: vLLM refuses
+    requests for more."""
+    size = max_responses or len(share)
+    pieces = [share[i : i + size] for i in range(0, len(share), size)]
+    rest = cost - cost // len(pieces) * (len(pieces) - 1)
+    return [(piece, cost // len(pieces) if i else rest) for i, piece in enumerate(pieces)]
 
 
 def _requests(partials: Iterable[PartialRollout]) -> list[list[PartialRollout]]:

@@ -51,6 +51,11 @@ class InferencePool(Roster):
             self.add(url)
 
     @property
+    def is_open(self) -> bool:
+        """Whether instances are expected to come by themselves: found by name, or registered at a known port."""
+        return bool(self._config.dns or self._config.fleet_port)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is running, those of other leaders included."""
         return not self.router.is_waited_for and not any(

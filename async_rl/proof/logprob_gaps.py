@@ -25,7 +25,8 @@ class LogprobGaps:
     """Sums over `count` tokens with a finite d; `num_bad` more have none, because one of the log-probs is not finite.
 
     `clipped_sum` and `clipped_squares` are of d cut at +- the clip of the run (see `gap_limits.NoiseLimits`), which
-    bounds the influence of one token. `bins` has pairs (bin of |d|, tokens in it).
+    bounds the influence of one token. `bins` has pairs (bin of |d|, tokens in it). `hotter_sum` and `colder_sum` are,
+    over `num_drawn` tokens, how much likelier they are at another temperature, in nats (see `draws.py`).
     """
 
     count: int = 0
@@ -38,6 +39,9 @@ class LogprobGaps:
     k3_sum: float = 0.0
     largest: float = 0.0
     bins: tuple[tuple[int, int], ...] = ()
+    num_drawn: int = 0
+    hotter_sum: float = 0.0
+    colder_sum: float = 0.0
 
     @classmethod
     def total(cls, parts: "Iterable[LogprobGaps]") -> "LogprobGaps":

@@ -20,6 +20,7 @@ from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable,
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member
+from async_rl.pool.membership import BootId
 from async_rl.publish.admission import Admission, Offer
 from async_rl.publish.broadcast import Broadcast
 from async_rl.publish.canary import Canary, CanaryTrainer
@@ -64,7 +65,8 @@ class Publisher:
         """Parts that are None are skipped.
 
         Args:
-            wait_s: how long a publish waits for an instance if none responds, or all were lost during it.
+            wait_s: how long a publish waits for an instance if none responds, or all were lost during it; or if all
+                that came refuse, and others may come (`InferencePool.is_open`).
             snapshots: where every version is written; required by the transport "snapshot". Its owner closes it.
             admission: gets every snapshot.
             probe: compares the engines that may hold something else than they received.
@@ -82,6 +84,8 @@ class Publisher:
         self._broadcast = Broadcast(loop, config, backend, self._drop)
         self._worker_counts = WorkerCounts(loop)
         self._dropped: dict[Member, InstanceError] = {}
+        self._refusing: set[tuple[Member, BootId]] = set()
+        """Processes that failed the publish under way for good."""
 
     def publish(
         self,
@@ -108,37 +112,56 @@ class Publisher:
         pause_s = RETRY_S
         if self._admission is not None:
             self._admission.offer = None
+        self._refusing = set()
         while True:
             members = self._reachable(deadline)
             if self._canary is not None and canary_trainer is not None:
                 members = self._let_canary_pass(self._canary, members, canary_trainer, version, specs, make_stream)
             offer, members = self._move(members, version, specs, make_stream)
             if offer is not None:
-                members = self._put_in_service(members, offer, score)
-            if members or not self._is_worth_another_try(deadline):
+                reached = self._put_in_service(members, offer, score)
+                members = self._end(version, reached, offer)
+            else:
+                reached = []
+            if members or not self._is_worth_another_try(deadline, has_lost=bool(reached)):
                 break
             logger.warning("the publish lost every instance on its way, and tries again:%s", self._reasons())
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LOG_INTERVAL_S)
-        if self._admission is not None and offer is not None and offer.info.snapshot is not None:
-            self._admission.offer = offer
-        urls = tuple(member.url for member in members)
-        self._loop.run(self._pool.end_publish(version, urls))
         if offer is None or not members:
+            self._loop.run(self._pool.end_publish(version, ()))
             raise PublishError(f"weight version {version!r} reached no instance:{self._reasons()}")
         num_bytes = sum(spec.num_bytes for spec in specs)
         num_workers = self._worker_counts.total(members)
+        urls = tuple(member.url for member in members)
         return Publication(version, offer.fingerprint, urls, num_bytes, time.monotonic() - started, num_workers)
 
     def close(self) -> None:
         """Leaves the weight group; the instances notice with their next update."""
         self._broadcast.close()
 
-    def _is_worth_another_try(self, deadline: float) -> bool:
+    def _end(self, version: WeightVersion, members: Sequence[Member], offer: Offer) -> list[Member]:
+        """Ends the publish with `members`; returns those that are in service: others may have been removed or drained
+        meanwhile, or started anew."""
+        if not members:
+            return []
+        if self._admission is not None and offer.info.snapshot is not None:
+            self._admission.offer = offer
+        urls = {member.url for member in members}
+        self._loop.run(self._pool.end_publish(version, urls))
+        # One that was removed may have been added again meanwhile: it is the same process with the same weights.
+        return [member for member in self._pool.members if member.url in urls and member.state == "ready"]
+
+    def _is_worth_another_try(self, deadline: float, *, has_lost: bool) -> bool:
         """Whether instances were lost, which others may replace, or broke a group that may hold the next time; what
-        each of them refuses would recur."""
-        is_passing = any(isinstance(e, InstanceUnreachable | WeightGroupBroken) for e in self._dropped.values())
-        return is_passing and time.monotonic() < deadline
+        each of them refuses would recur, but others may come.
+
+        Args:
+            has_lost: whether instances held the weights, and are not in service nevertheless.
+        """
+        passing = {m for m, e in self._dropped.items() if isinstance(e, InstanceUnreachable | WeightGroupBroken)}
+        self._refusing |= {(member, member.standing.boot_id) for member in self._dropped.keys() - passing}
+        return (bool(passing) or has_lost or self._pool.is_open) and time.monotonic() < deadline
 
     def _reachable(self, deadline: float) -> list[Member]:
         """The instances that respond, of those that may receive weights; waits for one if there is none."""
@@ -146,6 +169,7 @@ class Publisher:
         while True:
             self._dropped = {}
             members = self._loop.run(self._pool.begin_publish())
+            members = [member for member in members if (member, member.standing.boot_id) not in self._refusing]
             silent = self._silent(members)
             self._dropped |= silent
             reachable = self._remaining(members)

@@ -28,6 +28,8 @@ class SamplingClient:
         self.has_streamed = True
         self.max_concurrency: int | None = None
         self.num_requests = 0
+        self.sizes: list[int] = []
+        """Responses of each request."""
         self.tells_ends = True
         self._next_fault = next_fault
 
@@ -44,6 +46,7 @@ class SamplingClient:
         model: ModelTokens | None = None,
     ) -> None:
         self.num_requests += 1
+        self.sizes.append(len(partials))
         fault = self._next_fault()
         num_tokens = 0
         while any(partial.finish_reason is None for partial in partials):

@@ -111,7 +111,7 @@ def test_log_probs_and_gradients_equal_unshared_samples(
 
     seen: list[torch.Tensor] = []
 
-    def loss_of(number: int, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> torch.Tensor:
+    def loss_of(number: int, logprobs_N: torch.Tensor, entropy_N: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         seen.append(logprobs_N.detach())
         return weighted(logprobs_N, sum(map(len, seen[:-1])))
 

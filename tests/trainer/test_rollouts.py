@@ -95,7 +95,7 @@ def test_log_probs_and_gradients_equal_each_sequence_alone_in_transformers(
     trained: dict[Label, float] = {}
     for a_pass in passes:
 
-        def loss_of(number: int, logprobs_N: torch.Tensor, _: torch.Tensor, of: Pass = a_pass) -> torch.Tensor:
+        def loss_of(number: int, logprobs_N: torch.Tensor, *_: torch.Tensor, of: Pass = a_pass) -> torch.Tensor:
             labels = list(labels_of(of, number))
             assert not trained.keys() & set(labels), "a token is trained twice"
             trained.update(zip(labels, logprobs_N.tolist(), strict=True))

@@ -30,12 +30,11 @@ from trainer.devices.layer_ops import LayerOps
 from trainer.model.expert_rows import keep_rows_local
 from trainer.model.experts import use_stacked_experts
 from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops, use_linear
-from trainer.model.logprobs import response_logprobs
+from trainer.model.logprobs import Scores, response_logprobs
 from trainer.model.moe import moe_options, use_router
 from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel
 
-Scores = tuple[torch.Tensor, torch.Tensor | None]
 """Log-probs and, where they are wanted, entropies; a critic's values."""
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -119,7 +118,7 @@ class SharedPromptGPT(GPTModel):
         return rows_T1H[:, 0]
 
     def scores(self, rows_TH: torch.Tensor, labels: Labels, temperature: float, with_entropy: bool = True) -> Scores:
-        """Log-probs of the response tokens at `temperature`, with gradient, and entropies, without; float32 [N]."""
+        """See `response_logprobs`."""
         weight_VH = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
         if self.other_head is not None:
             weight_VH = self.other_head

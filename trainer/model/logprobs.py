@@ -1,11 +1,12 @@
-"""Log-probabilities of response tokens from hidden rows, and the entropy of the distributions they were drawn from.
+"""Log-probabilities of response tokens from hidden rows, and facts of the distributions they were drawn from.
 
 Logits are computed in chunks of rows, in forward and again in backward, so that they are never all in memory at once.
 If there is a single chunk, its probabilities are kept for backward, which takes as much memory as computing them again.
 Each tensor-parallel rank has some rows of the output weights, and so a part of the vocabulary; the softmax is over the
 whole vocabulary.
 
-Shape legend: R rows with logits, C rows of one chunk, H hidden size, V vocabulary of this rank, N response tokens.
+Shape legend: R rows with logits, C rows of one chunk, H hidden size, V vocabulary of this rank, N response tokens,
+K other temperatures (`proof.draws.POWERS`).
 """
 
 from collections.abc import Iterator
@@ -15,10 +16,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from async_rl.proof.draws import POWERS
 from trainer.devices.layer_ops import DEFAULT_OPS, LayerOps
 
+Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
 CHUNK_BYTES = 256 * 2**20
-"""Maximum size of one chunk's logits; two more tensors of that size exist at the same time."""
+"""Maximum size of one chunk's logits; three more tensors of that size exist at the same time."""
 
 LEAST_LOGPROB = -1e4
 """exp of it is 0 in every dtype, and times 0 it is 0, as -inf is not."""
@@ -32,20 +36,21 @@ def response_logprobs(
     temperature: float,
     with_entropy: bool = True,
     ops: LayerOps = DEFAULT_OPS,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(log softmax(logits / temperature) of each label at its row; the entropy of the whole row): [N] each.
+) -> Scores:
+    """(log softmax(logits / temperature) of each label at its row; the entropy of the whole row): [N] each; and how
+    much likelier the label is at another temperature, log p^c / sum p^c - log p for each c of `POWERS`, [K, N].
 
-    Both have a gradient; that of the entropy costs nothing until it is used, and then the logits once more. float32, or
-    float64 if the hidden rows are; the products with the weights are in the weights' dtype. One row may have several
-    labels (a prompt's last row has the first token of every response), so the softmax is computed once per row. The
-    entropy, two more passes over the logits, is None without `with_entropy`. The gradient of the hidden rows covers
-    this rank's part of the vocabulary; the caller sums over ranks.
+    The first two have a gradient; that of the entropy costs nothing until it is used, and then the logits once more.
+    float32, or float64 if the hidden rows are; the products with the weights are in the weights' dtype. One row may
+    have several labels (a prompt's last row has the first token of every response), so the softmax is computed once per
+    row. The entropy and the third, some passes over the logits, are None without `with_entropy`. The gradient of the
+    hidden rows covers this rank's part of the vocabulary; the caller sums over ranks.
 
     Args:
         ops: `matmul` computes all products, `log_normalizer` the log-sum-exps.
     """
     # `apply` is untyped in torch.
-    made: tuple[torch.Tensor, torch.Tensor | None] = _ResponseLogprobs.apply(  # type: ignore[no-untyped-call]
+    made: Scores = _ResponseLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_RH, weight_VH, label_rows_N, labels_N, temperature, with_entropy, ops
     )
     return made
@@ -62,12 +67,12 @@ class _ResponseLogprobs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         ops: LayerOps,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Scores:
         group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         first_label = group.rank() * len(weight_VH) if group is not None else 0
         own_labels_N = labels_N - first_label
         label_logits_N = hidden_RH.new_zeros(len(labels_N), dtype=_wide(hidden_RH.dtype))
-        lses, entropies = [], []
+        lses, entropies, sums = [], [], []
         chunks = list(_chunks(hidden_RH, weight_VH))
         for rows in chunks:
             logits_CV = _logits(hidden_RH[rows], weight_VH, temperature, ops)
@@ -79,9 +84,10 @@ class _ResponseLogprobs(torch.autograd.Function):
             if with_entropy:
                 logprobs_CV = logits_CV.sub_(lse_C1)
                 probs_CV = logprobs_CV.exp()
+                sums.append(_power_sums(probs_CV))
                 entropies.append(-logprobs_CV.mul_(probs_CV).sum(-1))
-        entropies_R = torch.cat(entropies) if with_entropy else None
-        lse_R, entropy_R = _over_ranks(torch.cat(lses), entropies_R, label_logits_N, group)
+        facts_R = torch.cat([torch.cat(entropies)[None], torch.cat(sums, 1)]) if with_entropy else None
+        lse_R, facts_R = _over_ranks(torch.cat(lses), facts_R, label_logits_N, group)
         # With one rank they are those of the whole vocabulary.
         is_whole = len(chunks) == 1 and (group is None or group.size() == 1)
         ctx.probs_RV = probs_CV if with_entropy and is_whole and ctx.needs_input_grad[0] else None
@@ -90,13 +96,18 @@ class _ResponseLogprobs(torch.autograd.Function):
         # The entropy's is None, not zeros, unless a loss has it.
         ctx.set_materialize_grads(False)
         logprobs_N = label_logits_N - lse_R[label_rows_N]
-        if entropy_R is None:
-            return logprobs_N, None
+        if facts_R is None:
+            return logprobs_N, None, None
+        entropy_R, *sums_R = facts_R
         ctx.save_for_backward(hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R, entropy_R)
-        return logprobs_N, entropy_R[label_rows_N]
+        log_ratios_KN = torch.stack(
+            [(power - 1) * logprobs_N - sum_R.log()[label_rows_N] for power, sum_R in zip(POWERS, sums_R, strict=True)]
+        )
+        ctx.mark_non_differentiable(log_ratios_KN)
+        return logprobs_N, entropy_R[label_rows_N], log_ratios_KN
 
     @staticmethod
-    def backward(ctx: Any, dlogprobs_N: torch.Tensor | None, dentropy_N: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, dlogprobs_N: torch.Tensor | None, dentropy_N: torch.Tensor | None, _: None) -> Any:
         """d logits = sum over a row's labels of dlogprob (onehot(label) - softmax) - dentropy softmax (logprob + H)."""
         hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R, entropy_R = ctx.saved_tensors
         if dlogprobs_N is None:
@@ -161,21 +172,41 @@ def _label_indices(
     return (row_N.clamp(0, num_rows - 1), column_N.clamp(0, num_columns - 1)), is_here_N
 
 
-def _over_ranks(
-    lse_R: torch.Tensor, entropy_R: torch.Tensor | None, label_logits_N: torch.Tensor, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-sum-exp and any entropy over the whole vocabulary, from each rank's; sums `label_logits_N` in place.
+def _power_sums(probs_CV: torch.Tensor) -> torch.Tensor:
+    """sum p^c of each row for each c of `POWERS`, [K, C]; of square roots and products, which take less than powers."""
+    assert POWERS == (7 / 8, 9 / 8)
+    most_CV = probs_CV.sqrt()
+    part_CV = most_CV.sqrt()
+    most_CV *= part_CV  # p^(3/4)
+    part_CV.sqrt_()  # p^(1/8)
+    return torch.stack([torch.bmm(each_CV[:, None], part_CV[:, :, None])[:, 0, 0] for each_CV in (most_CV, probs_CV)])
 
-    With a rank's share w_k = exp(lse_k - lse) of the probability, the entropy is sum_k w_k (entropy_k - log w_k).
+
+def _over_ranks(
+    lse_R: torch.Tensor, facts_R: torch.Tensor | None, label_logits_N: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-sum-exp, and any entropy and power sums [1 + K, R], over the whole vocabulary, from each rank's; sums
+    `label_logits_N` in place.
+
+    With a rank's share w_k = exp(lse_k - lse) of the probability, the entropy is sum_k w_k (entropy_k - log w_k), the
+    sum of the powers c is sum_k w_k^c sum_k,c.
     """
     if group is None or group.size() == 1:
-        return lse_R, entropy_R
+        return lse_R, facts_R
     highest_R = lse_R.clone()
     dist.all_reduce(highest_R, dist.ReduceOp.MAX, group)
     weight_R = (lse_R - highest_R).exp()
-    weighted_R = lse_R[:0] if entropy_R is None else weight_R * (entropy_R - lse_R + highest_R)
-    sums = torch.cat([weight_R, weighted_R, label_logits_N])
+    weighted = []
+    if facts_R is not None:
+        weighted = [weight_R * (facts_R[0] - lse_R + highest_R)]
+        weighted += [weight_R**power * sum_R for power, sum_R in zip(POWERS, facts_R[1:], strict=True)]
+    sums = torch.cat([weight_R, *weighted, label_logits_N])
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-    total_R, weighted_R, label_sums_N = sums.split([len(lse_R), len(weighted_R), len(label_logits_N)])
+    total_R, *weighted, label_sums_N = sums.split([len(lse_R)] * (1 + len(weighted)) + [len(label_logits_N)])
     label_logits_N.copy_(label_sums_N)
-    return highest_R + total_R.log(), None if entropy_R is None else weighted_R / total_R + total_R.log()
+    lse_R = highest_R + total_R.log()
+    if not weighted:
+        return lse_R, None
+    entropy_R, *sums_R = weighted
+    whole = [sum_R / total_R**power for power, sum_R in zip(POWERS, sums_R, strict=True)]
+    return lse_R, torch.stack([entropy_R / total_R + total_R.log(), *whole])

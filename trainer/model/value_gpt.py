@@ -11,7 +11,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.batching.shared_prompt import Labels
-from trainer.model.gpt import Scores, SharedPromptGPT
+from trainer.model.gpt import SharedPromptGPT
+from trainer.model.logprobs import Scores
 from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel
 
@@ -32,9 +33,9 @@ class ValueGPT(SharedPromptGPT):
         return hidden_T1H[:, 0]
 
     def scores(self, rows_TH: torch.Tensor, labels: Labels, temperature: float, with_entropy: bool = True) -> Scores:
-        """The value before each sampled token, with gradient, float32 (float64 if the rows are) [N]; no entropies."""
+        """The value before each sampled token, with gradient, float32 (float64 if the rows are) [N]; nothing else."""
         values_R = self.output_layer(rows_TH.index_select(0, labels.logit_rows_R))
-        return values_R.index_select(0, labels.label_rows_N), None
+        return values_R.index_select(0, labels.label_rows_N), None, None
 
 
 class ValueHead(torch.nn.Module):

@@ -190,6 +190,23 @@ def test_progress_by_a_token_each_time_comes_to_an_end_however_often_it_fails() 
     run(scenario())
 
 
+@pytest.mark.parametrize(("n", "most", "sizes"), [(72, 64, [64, 8]), (64, 64, [64]), (9, 4, [4, 4, 1]), (3, None, [3])])
+def test_a_group_larger_than_an_instance_generates_at_once_is_asked_for_in_requests_that_fit(
+    n: int, most: int | None, sizes: list[int]
+) -> None:
+    async def scenario() -> None:
+        client = SamplingClient("http://a:1")
+        client.max_concurrency = most
+        stage = Stage(client)
+        responses, num_attempts = await stage.rollout(n).run()
+        require_samples(responses, 0)
+        assert len(responses) == n and num_attempts == 1
+        assert sorted(client.sizes, reverse=True) == sizes
+        stage.require_idle()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(("last", "num_tokens", "reason"), [(6, MAX_TOKENS, "length"), (1, 5, "stop"), (9, 5, "stop")])
 def test_a_response_with_all_its_tokens_is_not_asked_for_again_because_its_end_was_not_told(
     last: int, num_tokens: int, reason: str

@@ -1,6 +1,7 @@
 """Publishing to a pool whose instances come, stop, are started anew, or compute with something else than they got."""
 
 import math
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -180,6 +181,96 @@ def test_a_publish_that_loses_its_last_instance_waits_for_another(
     assert well[0].sums() == sums(5.0)
     assert publish(publisher, "run-1", 6.0) == (well[0].url,)
     assert sorted(path.name for path in tmp_path.glob("run.*")) == ["run.run-0.safetensors", "run.run-1.safetensors"]
+
+
+@pytest.mark.parametrize("leaves", ["remove", "drain"])
+def test_instances_that_leave_amid_a_publish_are_waited_for_like_lost_ones(
+    well: list[Any],
+    make_publisher: MakePublisher,
+    loop: EventLoopThread,
+    caplog: pytest.LogCaptureFixture,
+    leaves: str,
+) -> None:
+    publisher, pool = make_publisher(well[0], wait_s=DEADLINE_S)
+
+    def leave_amid() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        for number, item in enumerate(stream(5.0)):
+            if number == 1 and pool.members[0].url == well[0].url:
+                loop.run(call_on_loop(lambda: getattr(pool, leaves)(pool.members[0].name)))
+            yield item
+
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(publisher.publish, "run-0", SPECS, leave_amid)
+        wait_until(lambda: "lost every instance" in caplog.text)
+        assert not call.done()
+        register(loop, pool, well[1])
+        assert call.result(timeout=DEADLINE_S).instances == (well[1].url,)
+    assert well[1].sums() == sums(5.0)
+    assert [member.state for member in pool.members if member.url == well[1].url] == ["ready"]
+
+
+def test_a_bad_first_instance_does_not_end_the_wait_for_a_good_one(
+    well: list[Any], make_publisher: MakePublisher, loop: EventLoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, pool = make_publisher(well[0], wait_s=DEADLINE_S)
+    well[0].rescript(refuse="update")
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(publish, publisher, "run-0", 3.0)
+        wait_until(lambda: "the publish waits" in caplog.text)
+        assert not call.done()
+        register(loop, pool, well[1])
+        assert call.result(timeout=DEADLINE_S) == (well[1].url,)
+    assert well[1].sums() == sums(3.0)
+    assert pool.members[0].standing.failed_publishes == 1
+
+
+def test_whatever_comes_and_goes_amid_publishes_they_end_with_an_instance_in_service_or_in_time(
+    well: list[Any], make_publisher: MakePublisher, loop: EventLoopThread
+) -> None:
+    """Random orders to the fleet before, during and after the stream; one instance is added again at last."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for number in range(12):
+        publisher, pool = make_publisher(*rng.sample(well, rng.randint(1, 2)), wait_s=DEADLINE_S)
+
+        def disturb(pool: InferencePool = pool) -> None:
+            order = rng.choice(["remove", "drain", "add", "none", "none"])
+            here = [member.url for member in pool.members]
+            if order == "add":
+                for instance in well:
+                    if instance.url not in here:
+                        pool.add(instance.url)
+            elif pool.members and order != "none":
+                getattr(pool, order)(rng.choice(pool.members).name)
+
+        def disturbed(number: int = number, disturb: Callable[[], None] = disturb) -> Iterator[Any]:
+            for item in stream(1.0 + number):
+                loop.run(call_on_loop(disturb))
+                yield item
+
+        with ThreadPoolExecutor(1) as threads:
+            call = threads.submit(publisher.publish, f"run-{number}", SPECS, disturbed)
+            while not call.done():
+                time.sleep(0.2)
+                loop.run(call_on_loop(lambda pool=pool: add_again(pool, well[0].url)))
+            urls = call.result().instances
+        assert urls and set(urls) == {member.url for member in pool.members if member.state == "ready"}
+        for instance in well:
+            assert instance.url not in urls or instance.sums() == sums(1.0 + number)
+
+
+def add_again(pool: InferencePool, url: str) -> None:
+    """In place of one that drains, if it does."""
+    for member in pool.members:
+        if member.url == url and member.state == "draining":
+            pool.remove(member.name)
+    if url not in [member.url for member in pool.members]:
+        pool.add(url)
+
+
+async def call_on_loop(change: Callable[[], object]) -> None:
+    change()
 
 
 def test_a_pool_in_which_nobody_answers_in_time_is_an_error(make_publisher: MakePublisher, well: list[Any]) -> None:

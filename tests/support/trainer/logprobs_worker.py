@@ -22,7 +22,7 @@ def main(inputs_file: str, out: Path) -> None:
     logprobs.CHUNK_BYTES = inputs["chunk_bytes"]
     hidden_RH = inputs["hidden_RH"].requires_grad_()
     weight_VH = inputs["weight_VH"].chunk(2)[parallel.tp_rank].clone().requires_grad_()
-    logprobs_N, entropy_N = logprobs.response_logprobs(
+    logprobs_N, entropy_N, log_ratios_KN = logprobs.response_logprobs(
         copy_to_tensor_model_parallel_region(hidden_RH),
         weight_VH,
         inputs["label_rows_N"],
@@ -30,7 +30,7 @@ def main(inputs_file: str, out: Path) -> None:
         inputs["temperature"],
     )
     logprobs_N.backward(inputs["dlogprobs_N"])
-    results = (logprobs_N.detach(), entropy_N, hidden_RH.grad, weight_VH.grad)
+    results = (logprobs_N.detach(), entropy_N, log_ratios_KN, hidden_RH.grad, weight_VH.grad)
     torch.save(results, out / f"rank{parallel.tp_rank}.pt")
     parallel.close()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from async_rl.proof.draws import POWERS
 from benchmarks.common.memory import allocated
 from trainer.model import logprobs
 from trainer.model.logprobs import response_logprobs
@@ -55,19 +56,21 @@ def plain_logprobs(
     label_rows_N: torch.Tensor,
     labels_N: torch.Tensor,
     temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logprobs_RV = torch.log_softmax(hidden_RH @ weight_VH.T / temperature, dim=-1)
     entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(-1)
-    return logprobs_RV[label_rows_N, labels_N], entropy_R[label_rows_N]
+    logprobs_N = logprobs_RV[label_rows_N, labels_N]
+    others = [(c * logprobs_RV).log_softmax(-1)[label_rows_N, labels_N] - logprobs_N for c in POWERS]
+    return logprobs_N, entropy_R[label_rows_N], torch.stack(others)
 
 
 def results_of(function: object, inputs: Inputs, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Log-probs, entropies and the gradients of hidden rows and weights."""
+    """Log-probs, entropies, log-ratios and the gradients of hidden rows and weights."""
     hidden_RH, weight_VH, *others = inputs.arguments
     leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden_RH, weight_VH)]
-    logprobs_N, entropy_N = function(*leaves, *others)  # type: ignore[operator]
+    logprobs_N, entropy_N, log_ratios_KN = function(*leaves, *others)  # type: ignore[operator]
     gradients = torch.autograd.grad(logprobs_N, leaves, inputs.dlogprobs_N.to(logprobs_N.dtype))
-    return [logprobs_N.detach(), entropy_N.detach(), *gradients]
+    return [logprobs_N.detach(), entropy_N.detach(), log_ratios_KN.detach(), *gradients]
 
 
 def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor], limit: float) -> None:
@@ -92,8 +95,8 @@ def test_equal_plain_log_softmax_in_any_chunks(
             hidden_RH, weight_VH, *_, temperature = inputs.arguments
             limit = 3e-2 + 2**-8 * float((hidden_RH.double() @ weight_VH.double().T).abs().max()) / temperature
         assert_close(actual, results_of(plain_logprobs, inputs, torch.float64), limit)
-        assert [x.dtype for x in actual[2:]] == [dtype, dtype]
-        assert actual[0].dtype == actual[1].dtype == torch.promote_types(dtype, torch.float32)
+        assert [x.dtype for x in actual[3:]] == [dtype, dtype]
+        assert {x.dtype for x in actual[:3]} == {torch.promote_types(dtype, torch.float32)}
 
 
 def test_gradients_are_those_of_finite_differences(rng: random.Random) -> None:
@@ -104,9 +107,9 @@ def test_gradients_are_those_of_finite_differences(rng: random.Random) -> None:
 
 def test_without_entropy_the_log_probs_are_the_same_bits(rng: random.Random) -> None:
     inputs = make_inputs(rng, torch.float32)
-    expected, _ = response_logprobs(*inputs.arguments)
-    logprobs_N, entropy_N = response_logprobs(*inputs.arguments, with_entropy=False)
-    assert entropy_N is None and torch.equal(logprobs_N, expected)
+    expected, *_ = response_logprobs(*inputs.arguments)
+    logprobs_N, *others = response_logprobs(*inputs.arguments, with_entropy=False)
+    assert others == [None, None] and torch.equal(logprobs_N, expected)
 
 
 @pytest.mark.parametrize("uses_logprobs", [True, False])
@@ -119,7 +122,7 @@ def test_the_entropys_gradient_is_that_of_the_plain_one(
     found = []
     for compute in (response_logprobs, plain_logprobs):
         hidden_RH, weight_VH = (tensor.detach().clone().requires_grad_() for tensor in inputs.arguments[:2])
-        logprobs_N, entropy_N = compute(hidden_RH, weight_VH, *inputs.arguments[2:])
+        logprobs_N, entropy_N, _ = compute(hidden_RH, weight_VH, *inputs.arguments[2:])
         loss = entropy_N @ weights
         if uses_logprobs:
             loss = loss + logprobs_N @ inputs.dlogprobs_N
@@ -131,7 +134,7 @@ def test_the_entropys_gradient_is_that_of_the_plain_one(
 def test_an_entropy_of_certain_tokens_has_a_finite_gradient() -> None:
     hidden_RH = torch.tensor([[1e4], [-1e4]], requires_grad=True)
     weight_VH = torch.tensor([[1.0], [-1.0], [0.5]])
-    _, entropy_N = response_logprobs(hidden_RH, weight_VH, torch.tensor([0, 1]), torch.tensor([0, 0]), 1.0)
+    _, entropy_N, _ = response_logprobs(hidden_RH, weight_VH, torch.tensor([0, 1]), torch.tensor([0, 0]), 1.0)
     entropy_N.sum().backward()
     assert hidden_RH.grad is not None and hidden_RH.grad.tolist() == [[0.0], [0.0]]
 
@@ -140,7 +143,7 @@ def test_no_labels_have_no_log_probs_and_zero_gradients(rng: random.Random) -> N
     inputs = make_inputs(rng, torch.float32)
     none = torch.empty(0, dtype=torch.int64)
     hidden_RH = inputs.hidden_RH.requires_grad_()
-    logprobs_N, entropy_N = response_logprobs(hidden_RH, inputs.weight_VH, none, none, 1.0)
+    logprobs_N, entropy_N, _ = response_logprobs(hidden_RH, inputs.weight_VH, none, none, 1.0)
     logprobs_N.sum().backward()
     assert logprobs_N.shape == entropy_N.shape == (0,)
     assert hidden_RH.grad is not None and not hidden_RH.grad.any()
@@ -149,7 +152,7 @@ def test_no_labels_have_no_log_probs_and_zero_gradients(rng: random.Random) -> N
 def test_huge_logits_stay_finite() -> None:
     hidden_RH = torch.tensor([[1e4], [-1e4]], requires_grad=True)
     weight_VH = torch.tensor([[1.0], [-1.0], [0.5]])
-    logprobs_N, entropy_N = response_logprobs(hidden_RH, weight_VH, torch.tensor([0, 1]), torch.tensor([0, 0]), 1.0)
+    logprobs_N, entropy_N, _ = response_logprobs(hidden_RH, weight_VH, torch.tensor([0, 1]), torch.tensor([0, 0]), 1.0)
     logprobs_N.sum().backward()
     assert logprobs_N.tolist() == [0.0, -2e4]
     assert entropy_N.tolist() == [0.0, 0.0]
@@ -191,8 +194,8 @@ def test_two_ranks_with_half_of_the_vocabulary_each_equal_one(rng: random.Random
     )
     ranks = [torch.load(tmp_path / f"rank{i}.pt") for i in range(2)]
     for results in ranks:
-        assert_close([*results[:3]], expected[:3], 1e-11)
-    assert_close([torch.cat([results[3] for results in ranks])], expected[3:], 1e-11)
+        assert_close([*results[:4]], expected[:4], 1e-11)
+    assert_close([torch.cat([results[4] for results in ranks])], expected[4:], 1e-11)
 
 
 def test_a_row_that_is_not_finite_leaves_the_others_finite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,5 +204,5 @@ def test_a_row_that_is_not_finite_leaves_the_others_finite(monkeypatch: pytest.M
     labels_N = torch.tensor([3, 0, 8, 5])
     # One row in each chunk: the labels of the others are outside it.
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", 9 * 4)
-    found_N, _ = logprobs.response_logprobs(hidden_RH, weight_VH, torch.arange(4), labels_N, 1.0)
+    found_N, *_ = logprobs.response_logprobs(hidden_RH, weight_VH, torch.arange(4), labels_N, 1.0)
     assert found_N.isfinite().tolist() == [True, True, False, True]
