@@ -23,6 +23,7 @@ AsyncRLError
 ├── UnknownInstance                 the fleet has no instance of that name
 ├── NoInstanceLeft                  every instance is out of service, for longer than pool.timeout_s
 ├── PublishError                    weights could not be transferred to any instance
+│   └── WeightsRefused              every instance refuses them, or computes otherwise with them
 ├── RewardError                     a reward raised, hung or returned something else than one float per response
 ├── RolloutFailed                   a rollout program raised, exited or generated nothing, too often
 ├── SandboxFailed                   a sandbox did not start or end
@@ -149,6 +150,12 @@ class NoInstanceLeft(AsyncRLError):
 
 class PublishError(AsyncRLError):
     """The weights of an iteration could not be transferred to any instance."""
+
+
+class WeightsRefused(PublishError):
+    """Every instance refuses the weights, or computes something else with them; a restart would meet the same."""
+
+    may_pass = False
 
 
 class RewardError(AsyncRLError):

@@ -7,13 +7,20 @@ Weight snapshots are written elsewhere (`weights/snapshot.py`): streams in share
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from async_rl.errors import WriteFailed
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.EPERM, errno.ESTALE)
+"""What a moment may mend: too many open files, a server of files that was away, a scanner that holds a file."""
+
+PATIENCE_S = 2.0
+PAUSE_S = 0.1
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -25,7 +32,8 @@ def write_file(path: Path, content: str | bytes) -> None:
     if not path.name:
         raise write_failed(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
     partial = path.with_name(f".{path.name}.partial")
-    with named_write_errors(path):
+
+    def write() -> None:
         try:
             with partial.open("wb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
@@ -39,6 +47,9 @@ def write_file(path: Path, content: str | bytes) -> None:
             raise
         sync_directory(path.parent)
 
+    with named_write_errors(path):
+        _patiently(write)
+
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
     """Appends lines, given without line ends, to a file, which is created if it does not exist.
@@ -49,17 +60,41 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
     Raises:
         WriteFailed: none of the lines was added, as far as the file system lets go of them again.
     """
-    left = memoryview("".join(f"{line}\n" for line in lines).encode())
-    # Without a buffer, which would be written once more when the file is closed.
-    with named_write_errors(path), path.open("ab", buffering=0) as file:
-        size = file.tell()
+    whole = memoryview("".join(f"{line}\n" for line in lines).encode())
+
+    def append() -> None:
+        # Without a buffer, which would be written once more when the file is closed.
+        with path.open("ab", buffering=0) as file:
+            size, left = file.tell(), whole
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError as error:
+                try:
+                    file.truncate(size)
+                except OSError:
+                    raise _NotTakenBack(error.errno, error.strerror) from error
+                raise
+
+    with named_write_errors(path):
+        _patiently(append)
+
+
+class _NotTakenBack(OSError):
+    """Lines may have been added in part: they must not be added again."""
+
+
+def _patiently(write: Callable[[], None]) -> None:
+    """Writes, again and again for a moment while it fails for a reason that may pass."""
+    end_s = time.monotonic() + PATIENCE_S
+    while True:
         try:
-            while left:
-                left = left[file.write(left) :]
-        except OSError:
-            with suppress(OSError):
-                file.truncate(size)
-            raise
+            write()
+            return
+        except OSError as error:
+            if isinstance(error, _NotTakenBack) or error.errno not in PASSING or time.monotonic() > end_s:
+                raise
+        time.sleep(PAUSE_S)
 
 
 def replace_directory(partial: Path, final: Path) -> None:

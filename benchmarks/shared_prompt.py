@@ -145,7 +145,7 @@ def run(model: SharedPromptGPT, micro_batches: Sequence[MicroBatch], weights_GR:
     counts = [len(batch.labels.labels_N) for batch in micro_batches]
     weights = weights_GR.flatten()[: sum(counts)].split(counts)
     for batch, weights_N in zip(micro_batches, weights, strict=True):
-        logprobs_N, _ = model(batch, 1.0)
+        logprobs_N, *_ = model(batch, 1.0)
         (logprobs_N * weights_N).sum().backward()
 
 

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from async_rl.cpu.reproducible import use_reproducible_products
 from async_rl.errors import ConfigError
+from async_rl.net.bounded_http import BoundedHttp
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
 from inference_service.api.app import ServerInfo, make_app
 from inference_service.engine.cache_size import plan_cache
@@ -122,7 +123,9 @@ def _run(app: FastAPI, engine: TransformersEngine, listener: socket.socket, regi
     except OSError as error:
         address = url_of(listener).removeprefix("http://")
         raise ConfigError(f"cannot listen at {address}: {error.strerror}; choose another --port") from error
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_CONNECTIONS_S)
+    config = uvicorn.Config(
+        app, http=BoundedHttp, log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_CONNECTIONS_S
+    )
     Server(config, engine, url_of(listener), registration).run(sockets=[listener])
     if registration is not None:
         registration.require_fleet()

@@ -54,11 +54,12 @@ class LossSums:
         micro_batch: MicroBatch,
         logprobs_N: torch.Tensor,
         entropy_N: torch.Tensor,
-        log_ratios_KN: torch.Tensor | None = None,
         old_logprobs_N: torch.Tensor | None = None,
         ref_logprobs_N: torch.Tensor | None = None,
         teacher_logprobs_N: torch.Tensor | None = None,
         advantages_N: torch.Tensor | None = None,
+        *,
+        log_ratios_KN: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Adds a micro-batch of begun groups; returns its loss sum.
 

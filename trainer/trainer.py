@@ -299,7 +299,7 @@ class MegatronTrainer:
         """The loss of a pass's micro-batch; `others`: what the other models give for each of its micro-batches."""
         of_others = [given[number] if given else None for given in others]
         log_ratios = log_ratios_KN if self._samples else None
-        return self._sums.add(a_pass.micro_batches[number], logprobs_N, entropy_N, log_ratios, *of_others)
+        return self._sums.add(a_pass.micro_batches[number], logprobs_N, entropy_N, *of_others, log_ratios_KN=log_ratios)
 
     def _with_totals(self, windows: list[Window], together: Callable[[], AbstractContextManager[None]]) -> list[Window]:
         """A mini-batch's windows, of which the totals over all replicas are known from now on."""

@@ -4,9 +4,8 @@ The page is open, the records are what a token protects: a browser sends no toke
 answers from it for `async-rl dashboard`, `async_rl.fleet.dashboard_routes` at the fleet endpoint of a live run.
 """
 
-import ipaddress
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from importlib.resources import files
@@ -154,19 +153,6 @@ class Events:
 
 
 EVENTS_PATH = f"{PREFIX}api/events"
-
-
-def is_address(host: str, names: Collection[str] = ()) -> bool:
-    """Whether a request's host is an address, localhost, or one of these names.
-
-    A page of another site that lets its own name mean this machine's address could otherwise read the records.
-    """
-    name = host.lower() if host.endswith("]") else host.lower().rsplit(":", 1)[0]
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return name in ("localhost", *names)
-    return True
 
 
 def static_file(name: str) -> str:

@@ -9,7 +9,8 @@ from types import TracebackType
 
 from aiohttp import web
 
-from async_rl.dashboard.page import EVENTS_PATH, HEADERS, POLL_S, PREFIX, Answer, Dashboard, Events, is_address
+from async_rl.dashboard.page import EVENTS_PATH, HEADERS, POLL_S, PREFIX, Answer, Dashboard, Events
+from async_rl.net.http_guard import is_address
 
 
 class DashboardServer:

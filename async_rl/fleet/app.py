@@ -14,7 +14,7 @@ from async_rl.fleet.dashboard_routes import add_dashboard
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
 from async_rl.fleet.run_guard import RunGuard
-from async_rl.net.http_guard import BearerToken, BodyLimit, error_response, invalid_request
+from async_rl.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response, invalid_request
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol import routes
 from async_rl.protocol.fleet import (
@@ -72,6 +72,8 @@ def make_app(
         app.add_middleware(RunGuard, run=run)
     if token is not None:
         app.add_middleware(BearerToken, token=token, open_paths=(*OPEN_PATHS, *Dashboard.open_paths()))
+    else:
+        app.add_middleware(NoForeignNames)
     return app
 
 

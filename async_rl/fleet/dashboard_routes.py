@@ -20,9 +20,9 @@ from async_rl.dashboard.page import (
     Dashboard,
     Events,
     error_answer,
-    is_address,
 )
 from async_rl.dashboard.run_records import RunRecords
+from async_rl.net.http_guard import is_address
 
 
 def add_dashboard(app: FastAPI, run_dir: Path, has_token: bool) -> None:

@@ -13,6 +13,7 @@ from async_rl.files import write_file
 from async_rl.fleet.app import make_app
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
+from async_rl.net.bounded_http import BoundedHttp
 from async_rl.net.listener import is_open_to_network, listen, url_for_others
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.fleet import ADDRESS_FILE, FleetAddress
@@ -70,6 +71,7 @@ class FleetServer:
             _warn(self.url, self._has_token)
         config = uvicorn.Config(
             self._app,
+            http=BoundedHttp,
             lifespan="off",
             log_config=None,
             log_level="error",

@@ -1,9 +1,10 @@
-"""Wrappers around the routes of our HTTP servers: the bearer token, the size limit, errors in one format.
+"""Wrappers around the routes of our HTTP servers: the bearer token, names, the size limit, errors in one format.
 
 The inference service and the trainer's fleet endpoint wrap their applications in them.
 """
 
 import hmac
+import ipaddress
 from collections.abc import Collection
 from http import HTTPStatus
 
@@ -71,6 +72,40 @@ class BearerToken:
         scheme, _, token = header.partition(b" ")
         # Constant time: the response time must not show how much of a guess was right.
         return scheme.lower() == b"bearer" and hmac.compare_digest(token, self._expected)
+
+
+def is_address(host: str, names: Collection[str] = ()) -> bool:
+    """Whether a request's host is an address, localhost, or one of these names.
+
+    A page of another site that lets its own name mean this machine's address could otherwise read the records.
+    """
+    name = host.lower() if host.endswith("]") else host.lower().rsplit(":", 1)[0]
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return name in ("localhost", *names)
+    return True
+
+
+class NoForeignNames:
+    """Responds 403 to a browser that addresses the server by a name, as 127.0.0.1 is none; for servers without a token.
+
+    A page of another site may let its own name mean this server's address (DNS rebinding), and then send it requests.
+    Browsers say what they are; programs, which use names of clusters, do not.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            is_browser = "sec-fetch-mode" in headers or headers.get("user-agent", "").startswith("Mozilla/")
+            if is_browser and not is_address(headers.get("host", "")):
+                message = "without a token this server is open to browsers by its address only, not by a name"
+                await error_response(message, HTTPStatus.FORBIDDEN)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

@@ -16,7 +16,14 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from async_rl.config.pool_section import PublishSection
-from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, PublishError, WeightGroupBroken
+from async_rl.errors import (
+    InstanceError,
+    InstanceRefused,
+    InstanceUnreachable,
+    PublishError,
+    WeightGroupBroken,
+    WeightsRefused,
+)
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member
@@ -130,7 +137,9 @@ class Publisher:
             pause_s = min(2 * pause_s, LOG_INTERVAL_S)
         if offer is None or not members:
             self._loop.run(self._pool.end_publish(version, ()))
-            raise PublishError(f"weight version {version!r} reached no instance:{self._reasons()}")
+            would_recur = bool(self._dropped) and not any(map(_may_pass, self._dropped.values()))
+            kind = WeightsRefused if would_recur else PublishError
+            raise kind(f"weight version {version!r} reached no instance:{self._reasons()}")
         num_bytes = sum(spec.num_bytes for spec in specs)
         num_workers = self._worker_counts.total(members)
         urls = tuple(member.url for member in members)
@@ -297,3 +306,10 @@ class Publisher:
         """A line for each instance of the pool that does not take part in this publish."""
         reasons = {member: self._dropped.get(member) or member.reason for member in self._pool.members}
         return "".join(f"\n  {member.url}: {why}" for member, why in reasons.items()) or " the pool has no instance"
+
+
+def _may_pass(error: InstanceError) -> bool:
+    """Whether the same instance, started again with the trainer, may do without the error."""
+    if isinstance(error, InstanceRefused):
+        return error.status >= 500
+    return isinstance(error, InstanceUnreachable | WeightGroupBroken)

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 from fastapi import Body, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from async_rl.net.http_guard import BearerToken, BodyLimit, error_response
+from async_rl.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response
 from async_rl.protocol import routes
 from async_rl.protocol.inference import FinishUpdateRequest, InitRequest, RpcRequest, RpcResponse, UpdateRequest
 from inference_service.api import errors, generation_routes
@@ -59,6 +59,8 @@ def make_app(
     app.add_middleware(TermGuard)
     if token is not None:
         app.add_middleware(BearerToken, token=token, open_paths=routes.OPEN_PATHS)
+    else:
+        app.add_middleware(NoForeignNames)
     app.add_middleware(Identity, headers=identity or identity_headers(new_boot_id(), None))
     return app
 

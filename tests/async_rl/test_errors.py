@@ -10,6 +10,7 @@ import async_rl.errors
 from async_rl.errors import AsyncRLError
 
 LASTING = {
+    "WeightsRefused",
     "ConfigError",
     "Fenced",
     "FleetLost",

@@ -1,12 +1,17 @@
 """Files that are written whole or not at all, on disks that are full, gone or closed to us."""
 
+import errno
+import io
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from async_rl import files
 from async_rl.errors import WriteFailed
 from async_rl.files import append_lines, replace_directory, write_file
 from tests.support.full_disk import largest_file
@@ -49,6 +54,56 @@ def test_lines_after_a_full_disk_continue_no_broken_one(tmp_path: Path) -> None:
         append_lines(path, ["two" * 10, "three" * 100])
     append_lines(path, ["four"])
     assert path.read_text() == "one\nfour\n"
+
+
+@pytest.mark.parametrize(
+    "write", [lambda p: write_file(p, "x\n"), lambda p: append_lines(p, ["x"])], ids=["file", "lines"]
+)
+@pytest.mark.parametrize(("code", "is_passing"), [(errno.EMFILE, True), (errno.EPERM, True), (errno.ENOENT, False)])
+def test_what_a_moment_mends_ends_nothing(
+    write: Callable[[Path], None], code: int, is_passing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: list[float] = []
+    opened = Path.open
+
+    def failing(path: Path, *arguments: Any, **options: Any) -> Any:
+        times.append(time.monotonic())
+        if times[-1] - times[0] < 0.5:
+            raise OSError(code, os.strerror(code))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", failing)
+    if is_passing:
+        write(tmp_path / "record")
+        monkeypatch.undo()
+        assert (tmp_path / "record").read_text() == "x\n"
+        return
+    with pytest.raises(WriteFailed, match="No such file"):
+        write(tmp_path / "record")
+    assert len(times) == 1
+
+
+def test_what_does_not_pass_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EMFILE, "too many files")))
+    with pytest.raises(WriteFailed, match="too many files"):
+        append_lines(tmp_path / "record", ["x"])
+
+
+def test_lines_that_may_be_there_in_part_are_not_added_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class HalfWritten(io.FileIO):
+        def write(self, data: Any) -> int:
+            super().write(bytes(data[:2]))
+            raise OSError(errno.EAGAIN, "try again")
+
+        def truncate(self, size: int | None = None) -> int:
+            raise OSError(errno.EINVAL, "it cannot be cut")
+
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: HalfWritten(str(path), "a"))
+    with pytest.raises(WriteFailed, match="try again"):
+        append_lines(tmp_path / "record", ["abcdef"])
+    monkeypatch.undo()
+    assert (tmp_path / "record").read_text() == "ab"
 
 
 def test_a_directory_takes_the_name_of_an_older_one(tmp_path: Path) -> None:

@@ -5,50 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from async_rl.errors import OnPolicyViolation
 from async_rl.ledger import Ledger
 from async_rl.proof.gap_limits import NoiseLimits, noise_scale
-from async_rl.types import Batch, Group, Prompt, Publication, Response, WeightSpan
-from tests.support.groups import make_group
+from async_rl.types import Batch, Prompt, Publication
+from tests.support.trainer.drawn_groups import drawn_groups
 from trainer.trainer import MegatronTrainer
 
 TEMPERATURE = 0.9
 NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS = 6, 8, 40
 PUBLICATION = Publication(version="v1", fingerprint="f", instances=("http://a:1",), num_bytes=1, seconds=0.1)
-
-
-@torch.no_grad()
-def sample(path: Path, factor: float) -> list[Group]:
-    """Responses of a tiny model at `factor` times the temperature, with the log-probs of the temperature itself; they
-    end at token 1, as those of an engine."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    groups = []
-    for index in range(NUM_GROUPS):
-        prompt = (5 + index, 7, 9)
-        tokens = torch.tensor([prompt] * NUM_RESPONSES)
-        reported = []
-        for _ in range(NUM_TOKENS):
-            logits = model(tokens).logits[:, -1] / TEMPERATURE
-            drawn = (logits / factor).softmax(-1).multinomial(1)
-            reported.append(logits.log_softmax(-1).gather(1, drawn))
-            tokens = torch.cat([tokens, drawn], 1)
-        responses = []
-        for own, logprobs in zip(tokens[:, 3:].tolist(), torch.cat(reported, 1).tolist(), strict=True):
-            length = own.index(1) + 1 if 1 in own else NUM_TOKENS
-            responses.append(
-                Response(
-                    token_ids=tuple(own[:length]),
-                    logprobs=tuple(logprobs[:length]),
-                    text="",
-                    finish_reason="stop" if 1 in own else "length",
-                    weight_spans=(WeightSpan("v1", 0, length),),
-                    instance="http://a:1",
-                )
-            )
-        groups.append(make_group(index, responses, prompt=prompt, version="v1"))
-    return groups
 
 
 @pytest.mark.parametrize(("factor", "kind"), [(1.0, None), (1.6, "a higher temperature"), (0.6, "a lower temperature")])
@@ -63,7 +30,7 @@ def test_a_batch_is_proven_only_if_its_tokens_were_drawn_as_reported(
 ) -> None:
     path = tiny_model("qwen3")
     torch.seed()
-    groups = sample(path, factor)
+    groups = drawn_groups(path, NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS, temperature=TEMPERATURE, factor=factor, end=1)
     old = {"old_policy": "model", "steps_per_batch": 2} if steps == 2 else {}
     trainer = make_trainer(path, temperature=TEMPERATURE, **old)
     trainer.before_publish()

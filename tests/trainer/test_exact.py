@@ -365,7 +365,7 @@ def test_gradients_are_the_ordinary_ones(checkpoint: Path, exactly: Parallel, pa
     gradients = []
     for of, recompute in ((parallel, "none"), (exactly, "none"), (exactly, "full")):
         model = load(checkpoint, of, recompute)
-        logprobs_N, _ = model(make_micro_batch(slices_of(groups), torch.device("cpu"), ROW_MULTIPLE), 0.8)
+        logprobs_N, *_ = model(make_micro_batch(slices_of(groups), torch.device("cpu"), ROW_MULTIPLE), 0.8)
         (logprobs_N * torch.arange(1.0, 1.0 + len(logprobs_N)).sin()).sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, expected in gradients[0].items():

@@ -53,6 +53,35 @@ def test_a_run_with_vllm_is_on_policy_and_its_log_probs_are_the_trainers(run: Ru
     assert all(proof == proof | expected for proof in run.lines("ledger.jsonl"))
 
 
+FAMILIES = {
+    "qwen3_moe": {"moe_intermediate_size": 64},
+    "qwen2": {"hidden_size": 128},
+    "llama": {"hidden_size": 128},
+}
+"""Beside qwen3, which the other tests have: of sizes that vLLM's kernels on CPU take."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "qwen3_moe" else pytest.mark.nightly) for name in FAMILIES]
+)
+def test_every_publish_of_every_family_leaves_the_trainers_model_in_vllm(
+    family: str, tmp_path: Path, vllm_python: str
+) -> None:
+    """Four iterations: vLLM loads new weights several times over the same model."""
+    run = Run(tmp_path, make_tiny_model(tmp_path / "model", family, head_dim=32, **FAMILIES[family]))
+    rows = [f"{i} and {7 * i}" for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    run.start(
+        *("--inference.engine", "vllm", "--inference.python", vllm_python, "--train.iterations", "4"),
+        *("--prompts.prompts_per_batch", "4", "--rollout.responses_per_prompt", "4"),
+        *("--rollout.max_response_tokens", "32", "--optimizer.learning_rate", "1e-3"),
+    )
+    assert run.finish(FINISH_TIMEOUT_S) == 0, run.everything_said()
+    proofs = run.lines("ledger.jsonl")
+    assert len(proofs) == 4 and all(proof["on_policy"] for proof in proofs)
+    assert all(proof["logprob_gaps"]["rms"] < 0.2 * noise_scale("float32") for proof in proofs)
+
+
 PROGRAM = '''
 async def rollout(prompt, policy):
     """One to three turns with a tool's answers between them; half of the rollouts then change their first message."""

@@ -221,3 +221,11 @@ def test_an_instance_that_asks_for_leave_gets_it_when_it_is_idle(instances, make
     pool.find("pod-2").outstanding_tokens = 0
     leaving.join()
     assert registration.leave_requested.is_set() and [member.url for member in pool.members] == [first.url]
+
+
+def test_a_page_of_another_site_that_takes_the_endpoints_address_is_refused_without_a_token(make_pool, serve) -> None:
+    headers = {"Host": "evil.example:1", "User-Agent": "Mozilla/5.0"}
+    body = {"url": "http://10.6.6.6:1", "name": "evil", "boot_id": "b"}
+    for path, sent in (("/fleet", None), ("/fleet/register", body), ("/metrics", None)):
+        status, answer = serve(make_pool("http://10.0.0.1:8000")).ask(path, sent, **headers)
+        assert status == 403 and "by its address only" in answer["error"]["message"]

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from async_rl.net.http_guard import BearerToken, BodyLimit, error_response
+from async_rl.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response
 
 RIGHT = {"Authorization": b"Bearer s3cret"}
 
@@ -71,3 +71,33 @@ def test_a_longer_body_is_413_whether_it_says_so_or_not() -> None:
 def test_an_error_can_repeat_what_utf8_cannot_carry_and_is_cut_where_it_is_long() -> None:
     body = error_response("\ud800" + "x" * 100_000, HTTPStatus.BAD_REQUEST, "na\udfffme").body
     assert len(body) < 5_000 and b"\\\\ud800xxx" in body
+
+
+BROWSER = {"User-Agent": "Mozilla/5.0 (X11) Firefox/140"}
+
+
+@pytest.mark.parametrize(
+    ("host", "headers", "status"),
+    [
+        ("evil.example:8000", BROWSER, 403),
+        ("evil.example", {"Sec-Fetch-Mode": "cors"}, 403),
+        ("trainer", BROWSER, 403),
+        ("127.0.0.1:8000", BROWSER, 200),
+        ("[::1]:8000", BROWSER, 200),
+        ("localhost:8000", BROWSER, 200),
+        ("10.0.0.7", BROWSER, 200),
+        # Programs use the names of a cluster.
+        ("trainer.ns.svc.cluster.local:8000", {"User-Agent": "python-httpx/1"}, 200),
+        ("trainer", {"User-Agent": ""}, 200),
+    ],
+)
+def test_without_a_token_browsers_are_let_in_by_an_address_only(
+    host: str, headers: dict[str, str], status: int
+) -> None:
+    app = NoForeignNames(Starlette(routes=[Route("/length", _length, methods=["POST"])]))
+
+    async def call() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            return await client.post("/length", headers={"Host": host, **headers})
+
+    assert asyncio.run(call()).status_code == status

@@ -57,7 +57,7 @@ def train_step(parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
     grad_norm = optimizer.gradient_norm()
     optimizer.step(grad_norm)
     with torch.no_grad():
-        after, _ = model(micro_batch, 0.8)
+        after, *_ = model(micro_batch, 0.8)
     return {"before": before.tolist(), "after": after.tolist(), "grad_norm": grad_norm}
 
 

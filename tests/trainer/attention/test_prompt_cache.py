@@ -129,7 +129,7 @@ def test_one_micro_batch_of_several_groups_equals_unshared_samples(rng: random.R
     weights = torch.randn(len(batch.labels.labels_N), dtype=torch.float64)
     rows_RH = stack.hidden(batch.rows)[batch.labels.logit_rows_R]
     labels = batch.labels
-    logprobs, _ = response_logprobs(rows_RH, stack.head_VH, labels.label_rows_N, labels.labels_N, 1.0)
+    logprobs, *_ = response_logprobs(rows_RH, stack.head_VH, labels.label_rows_N, labels.labels_N, 1.0)
     (logprobs * weights).sum().backward()
     shared = gradients(stack)
 

@@ -61,7 +61,7 @@ def npu_on_cpu() -> NPUOnCPU:
 
 def answer(model: SharedPromptGPT, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
     """Log-probs, entropies and gradients of all weights."""
-    logprobs, entropies = model(micro_batch, 0.7)
+    logprobs, entropies, _ = model(micro_batch, 0.7)
     (logprobs * logprobs.detach().sin()).sum().backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     return {"logprobs": logprobs.detach(), "entropies": entropies, **gradients}

@@ -37,7 +37,7 @@ def kernels_of(shape: ModelShape, parallel: Parallel, groups: list[Group]) -> in
         torch.nn.init.normal_(parameter, std=0.1)
     traffic.put_on_device([*model.parameters(), model.rotary_pos_emb.inv_freq])
     with traffic.watch():
-        logprobs_N, _ = model(make_micro_batch(slices_of(groups), device.DEVICE), 1.0)
+        logprobs_N, *_ = model(make_micro_batch(slices_of(groups), device.DEVICE), 1.0)
         logprobs_N.sum().backward()
     assert traffic.mixed == traffic.waits == traffic.blocking_copies == []
     return len(traffic.kernels)

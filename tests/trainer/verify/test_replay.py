@@ -15,7 +15,7 @@ from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import OnPolicyViolation
 from async_rl.types import Batch, Group, Response
-from tests.support.groups import random_group
+from tests.support.trainer.drawn_groups import drawn_groups
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
 from trainer.verify.recorded_groups import write_share
@@ -46,10 +46,11 @@ def make_config(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[...
 
 
 def make_groups(config: Config, parallel: Parallel) -> list[Group]:
-    """Groups in an order of completion, with log-probs of the model that the config names."""
+    """Groups in an order of completion, drawn from the model that the config names, with its log-probs."""
     rng = random.Random(3)
-    rewards = [rng.random() for _ in range(NUM_RESPONSES)]
-    groups = [random_group(index, 5, [LENGTH] * NUM_RESPONSES, rng, rewards=rewards) for index in (3, 0, 4, 1, 2)]
+    rewards = tuple(rng.random() for _ in range(NUM_RESPONSES))
+    drawn = drawn_groups(Path(config.model.path), NUM_GROUPS, NUM_RESPONSES, LENGTH, version="v0")
+    groups = [replace(drawn[index], rewards=rewards) for index in (3, 0, 4, 1, 2)]
     scored = iter(Scorer(config, parallel, MegatronTrainer.of(config, parallel)).by_policy(groups, 1.0).tolist())
 
     def with_scores(response: Response) -> Response:
