@@ -13,6 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from async_rl.config.other_names import translated
+
 CLOSE = 0.6
 """Similarity from which a key is suggested for a misspelt one; difflib's own default."""
 
@@ -59,7 +61,8 @@ def find_key(model: type[BaseModel], name: str) -> Key | None:
 
 
 def explain_unknown(model: type[BaseModel], path: Sequence[str | int]) -> str:
-    """A suggestion for the unknown key at `path`: the nearest key, and the keys of its section."""
+    """A suggestion for the unknown key at `path`: what another trainer's setting is here, or the nearest key; and the
+    keys of its section."""
     name = ".".join(map(str, path))
     if any(isinstance(part, int) for part in path):
         return _explain_in_list(model, path)
@@ -71,9 +74,14 @@ def explain_unknown(model: type[BaseModel], path: Sequence[str | int]) -> str:
         # A key of exactly this name in another section is more likely meant than one that is only similar.
         near = next((key for key in keys if key.endswith("." + name.rpartition(".")[2])), near)
     meant = f"did you mean {near!r}? " if near else "correct its spelling or remove it; "
+    last = str(path[-1])
+    if (other := translated(last)) is not None and not (near and near.endswith(f".{last}")):
+        meant = f"{other}; "
     if in_section:
         return f"{meant}[{section}] has {', '.join(key.partition('.')[2] for key in in_section)}"
     sections = dict.fromkeys(key.section for key in keys.values())
+    if "." not in name and (near_section := nearest(section, sections)) is not None:
+        meant = f"did you mean [{near_section}]? "
     return f"{meant}the sections are {', '.join(sections)}"
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel
 
 from async_rl.config.keys import Key, explain_unknown, find_key, keys_of, nearest
+from async_rl.config.other_names import translated
 
 USAGE_ERROR = 2
 """Exit code of every mistake on the command line and in the config."""
@@ -128,6 +129,8 @@ class Parser(argparse.ArgumentParser):
         # A bare --iterations means the key of that name in some section.
         same = [key for key in keys if key.endswith("." + name.removeprefix("--"))]
         near = nearest(name, own) or (same[0] if same else nearest(name, keys))
+        if self._config is not None and not same and (other := translated(name.lstrip("-").replace("-", "_"))):
+            self.error(f"unknown option {name!r}: {other}")
         self.error(f"unknown option {name!r}: {f'did you mean {near!r}?' if near else 'there are ' + ', '.join(own)}")
 
 
