@@ -14,11 +14,11 @@ from tests.support.trainer.drawn_groups import drawn_groups
 from trainer.trainer import MegatronTrainer
 
 TEMPERATURE = 0.9
-NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS = 6, 8, 40
+NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS = 6, 16, 60
 PUBLICATION = Publication(version="v1", fingerprint="f", instances=("http://a:1",), num_bytes=1, seconds=0.1)
 
 
-@pytest.mark.parametrize(("factor", "kind"), [(1.0, None), (1.6, "a higher temperature"), (0.6, "a lower temperature")])
+@pytest.mark.parametrize(("factor", "kind"), [(1.0, None), (2.0, "a higher temperature"), (0.5, "a lower temperature")])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_batch_is_proven_only_if_its_tokens_were_drawn_as_reported(
     factor: float,

@@ -30,6 +30,24 @@ class Rows:
     segments: Segments
 
 
+JUDGED_EVERY = 4
+"""Of each response every so manieth sampled token, from the first on, tells whether it was drawn as reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The tokens whose draws are judged (`async_rl.proof.draws`), chosen by their place in the response alone: what is
+    drawn must not decide what is counted.
+
+    `rows` are the J rows of logits that give them, ascending, on the host, and `rows_J` on the device; `index_N` has
+    for each label its row's place among them, or -1.
+    """
+
+    rows: tuple[int, ...]
+    rows_J: torch.Tensor
+    index_N: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Labels:
     """Which rows give the log-prob of which sampled token; all int64.
@@ -44,6 +62,7 @@ class Labels:
     labels_N: torch.Tensor
     lengths_G: torch.Tensor
     rollout_lengths_G: torch.Tensor
+    judged: Judged | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +147,14 @@ def _micro_batch(
     device: torch.device,
 ) -> MicroBatch:
     """A micro-batch of these tokens and positions, and of the fields of `Labels`."""
-    tokens_T, positions_T, *of_labels = _integers((*rows, *labels), device)
-    return MicroBatch(tuple(slices), Rows(tokens_T, positions_T, segments), Labels(*of_labels))
+    tokens_T, positions_T, *of_labels, rows_J, index_N = _integers((*rows, *labels), device)
+    logit_rows_R, label_rows_N, labels_N, lengths_G, rollout_lengths_G = of_labels
+    judged = Judged(tuple(labels[-2]), rows_J, index_N)
+    return MicroBatch(
+        tuple(slices),
+        Rows(tokens_T, positions_T, segments),
+        Labels(logit_rows_R, label_rows_N, labels_N, lengths_G, rollout_lengths_G, judged),
+    )
 
 
 def _self_part(lens: Sequence[int], device: torch.device) -> Part:
@@ -145,7 +170,7 @@ def _cross_part(attended: Sequence[GroupSlice], prompt_lens: Sequence[int], devi
 def _labels(
     slices: Sequence[GroupSlice], prompt_ends: dict[int, int], first_rows: dict[int, int]
 ) -> tuple[list[int], ...]:
-    """The fields of the `Labels` of `slices`, whose prompts end before row `prompt_ends`.
+    """The fields of the `Labels` of `slices`, whose prompts end before row `prompt_ends`; the last two are of `Judged`.
 
     Their responses begin at `first_rows`.
     """
@@ -154,6 +179,7 @@ def _labels(
     labels: list[int] = []
     lengths: list[int] = []
     rollout_lengths: list[int] = []
+    places: list[int] = []
     for part in slices:
         prompt_row: int | None = None
         first_row = first_rows[id(part)]
@@ -171,9 +197,13 @@ def _labels(
                 labels += response.token_ids[run.start : run.stop]
             first_row += len(response.token_ids) - 1
             lengths.append(response.num_sampled)
+            places += range(response.num_sampled)
         of_rollouts = part.group.rollout_lengths
         rollout_lengths += [of_rollouts[rollout] for rollout in part.rollouts]
-    return logit_rows, label_rows, labels, lengths, rollout_lengths
+    judged = sorted({row for row, place in zip(label_rows, places, strict=True) if place % JUDGED_EVERY == 0})
+    order = {row: i for i, row in enumerate(judged)}
+    # A row may give a judged token and others: only a prompt's last one does, and all of its tokens are first ones.
+    return logit_rows, label_rows, labels, lengths, rollout_lengths, judged, [order.get(row, -1) for row in label_rows]
 
 
 def _require_labels(part: GroupSlice) -> None:

@@ -124,7 +124,14 @@ class SharedPromptGPT(GPTModel):
             weight_VH = self.other_head
         hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
         return response_logprobs(
-            hidden_RH, weight_VH, labels.label_rows_N, labels.labels_N, temperature, with_entropy, self._ops
+            hidden_RH,
+            weight_VH,
+            labels.label_rows_N,
+            labels.labels_N,
+            temperature,
+            with_entropy,
+            self._ops,
+            labels.judged,
         )
 
     def _rotation(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

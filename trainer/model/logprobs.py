@@ -6,9 +6,10 @@ Each tensor-parallel rank has some rows of the output weights, and so a part of 
 whole vocabulary.
 
 Shape legend: R rows with logits, C rows of one chunk, H hidden size, V vocabulary of this rank, N response tokens,
-K other temperatures (`proof.draws.POWERS`).
+J judged rows, K other temperatures (`proof.draws.POWERS`).
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from async_rl.proof.draws import POWERS
+from trainer.batching.shared_prompt import Judged
 from trainer.devices.layer_ops import DEFAULT_OPS, LayerOps
 
 Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -36,22 +38,25 @@ def response_logprobs(
     temperature: float,
     with_entropy: bool = True,
     ops: LayerOps = DEFAULT_OPS,
+    judged: Judged | None = None,
 ) -> Scores:
     """(log softmax(logits / temperature) of each label at its row; the entropy of the whole row): [N] each; and how
-    much likelier the label is at another temperature, log p^c / sum p^c - log p for each c of `POWERS`, [K, N].
+    much likelier the label is at another temperature, log p^c / sum p^c - log p for each c of `POWERS`, [K, N], NaN for
+    labels that are not judged.
 
     The first two have a gradient; that of the entropy costs nothing until it is used, and then the logits once more.
     float32, or float64 if the hidden rows are; the products with the weights are in the weights' dtype. One row may
     have several labels (a prompt's last row has the first token of every response), so the softmax is computed once per
-    row. The entropy and the third, some passes over the logits, are None without `with_entropy`. The gradient of the
-    hidden rows covers this rank's part of the vocabulary; the caller sums over ranks.
+    row. The entropy, two more passes over the logits, and the third, a few over the judged rows', are None without
+    `with_entropy`, the third also without `judged`. The gradient of the hidden rows covers this rank's part of the
+    vocabulary; the caller sums over ranks.
 
     Args:
         ops: `matmul` computes all products, `log_normalizer` the log-sum-exps.
     """
     # `apply` is untyped in torch.
     made: Scores = _ResponseLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, weight_VH, label_rows_N, labels_N, temperature, with_entropy, ops
+        hidden_RH, weight_VH, label_rows_N, labels_N, temperature, with_entropy, ops, judged
     )
     return made
 
@@ -67,6 +72,7 @@ class _ResponseLogprobs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         ops: LayerOps,
+        judged: Judged | None,
     ) -> Scores:
         group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         first_label = group.rank() * len(weight_VH) if group is not None else 0
@@ -84,10 +90,14 @@ class _ResponseLogprobs(torch.autograd.Function):
             if with_entropy:
                 logprobs_CV = logits_CV.sub_(lse_C1)
                 probs_CV = logprobs_CV.exp()
-                sums.append(_power_sums(probs_CV))
+                if judged is not None:
+                    first, end = (bisect_left(judged.rows, bound) for bound in (rows.start, rows.stop))
+                    sums.append(_power_sums(probs_CV.index_select(0, judged.rows_J[first:end] - rows.start)))
                 entropies.append(-logprobs_CV.mul_(probs_CV).sum(-1))
-        facts_R = torch.cat([torch.cat(entropies)[None], torch.cat(sums, 1)]) if with_entropy else None
-        lse_R, facts_R = _over_ranks(torch.cat(lses), facts_R, label_logits_N, group)
+        entropies_R = torch.cat(entropies) if with_entropy else None
+        sums_KJ = torch.cat(sums, 1) if sums else None
+        rows_J = judged.rows_J if judged is not None else None
+        lse_R, entropy_R, sums_KJ = _over_ranks(torch.cat(lses), entropies_R, sums_KJ, rows_J, label_logits_N, group)
         # With one rank they are those of the whole vocabulary.
         is_whole = len(chunks) == 1 and (group is None or group.size() == 1)
         ctx.probs_RV = probs_CV if with_entropy and is_whole and ctx.needs_input_grad[0] else None
@@ -96,13 +106,15 @@ class _ResponseLogprobs(torch.autograd.Function):
         # The entropy's is None, not zeros, unless a loss has it.
         ctx.set_materialize_grads(False)
         logprobs_N = label_logits_N - lse_R[label_rows_N]
-        if facts_R is None:
+        if entropy_R is None:
             return logprobs_N, None, None
-        entropy_R, *sums_R = facts_R
         ctx.save_for_backward(hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R, entropy_R)
-        log_ratios_KN = torch.stack(
-            [(power - 1) * logprobs_N - sum_R.log()[label_rows_N] for power, sum_R in zip(POWERS, sums_R, strict=True)]
-        )
+        if judged is None or sums_KJ is None:
+            return logprobs_N, entropy_R[label_rows_N], None
+        # The last one is that of labels that are not judged.
+        log_sums_KJ = torch.cat([sums_KJ.log(), sums_KJ.new_full((len(POWERS), 1), torch.nan)], 1)
+        powers_K1 = sums_KJ.new_tensor(POWERS)[:, None]
+        log_ratios_KN = (powers_K1 - 1) * logprobs_N - log_sums_KJ[:, judged.index_N]
         ctx.mark_non_differentiable(log_ratios_KN)
         return logprobs_N, entropy_R[label_rows_N], log_ratios_KN
 
@@ -139,7 +151,7 @@ class _ResponseLogprobs(torch.autograd.Function):
             part_VH = ctx.ops.matmul(dscores_CV.T, hidden_RH[rows])
             dweight_VH = part_VH.to(_wide(part_VH.dtype)) if dweight_VH is None else dweight_VH.add_(part_VH)
         assert dweight_VH is not None, "no rows with logits"
-        return torch.cat(dhidden), dweight_VH.to(weight_VH.dtype), None, None, None, None, None
+        return torch.cat(dhidden), dweight_VH.to(weight_VH.dtype), None, None, None, None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -183,30 +195,35 @@ def _power_sums(probs_CV: torch.Tensor) -> torch.Tensor:
 
 
 def _over_ranks(
-    lse_R: torch.Tensor, facts_R: torch.Tensor | None, label_logits_N: torch.Tensor, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-sum-exp, and any entropy and power sums [1 + K, R], over the whole vocabulary, from each rank's; sums
+    lse_R: torch.Tensor,
+    entropy_R: torch.Tensor | None,
+    sums_KJ: torch.Tensor | None,
+    rows_J: torch.Tensor | None,
+    label_logits_N: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Log-sum-exp, any entropy, and any power sums of the rows J, over the whole vocabulary, from each rank's; sums
     `label_logits_N` in place.
 
     With a rank's share w_k = exp(lse_k - lse) of the probability, the entropy is sum_k w_k (entropy_k - log w_k), the
     sum of the powers c is sum_k w_k^c sum_k,c.
     """
     if group is None or group.size() == 1:
-        return lse_R, facts_R
+        return lse_R, entropy_R, sums_KJ
     highest_R = lse_R.clone()
     dist.all_reduce(highest_R, dist.ReduceOp.MAX, group)
     weight_R = (lse_R - highest_R).exp()
-    weighted = []
-    if facts_R is not None:
-        weighted = [weight_R * (facts_R[0] - lse_R + highest_R)]
-        weighted += [weight_R**power * sum_R for power, sum_R in zip(POWERS, facts_R[1:], strict=True)]
-    sums = torch.cat([weight_R, *weighted, label_logits_N])
+    weighted_R = lse_R[:0] if entropy_R is None else weight_R * (entropy_R - lse_R + highest_R)
+    weighted_KJ = lse_R.new_empty(len(POWERS), 0)
+    if sums_KJ is not None:
+        weighted_KJ = sums_KJ * torch.stack([weight_R[rows_J] ** power for power in POWERS])
+    sums = torch.cat([weight_R, weighted_R, weighted_KJ.flatten(), label_logits_N])
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-    total_R, *weighted, label_sums_N = sums.split([len(lse_R)] * (1 + len(weighted)) + [len(label_logits_N)])
+    total_R, weighted_R, weighted, label_sums_N = sums.split(
+        [len(lse_R), len(weighted_R), weighted_KJ.numel(), len(label_logits_N)]
+    )
     label_logits_N.copy_(label_sums_N)
-    lse_R = highest_R + total_R.log()
-    if not weighted:
-        return lse_R, None
-    entropy_R, *sums_R = weighted
-    whole = [sum_R / total_R**power for power, sum_R in zip(POWERS, sums_R, strict=True)]
-    return lse_R, torch.stack([entropy_R / total_R + total_R.log(), *whole])
+    if sums_KJ is not None:
+        sums_KJ = weighted.view_as(sums_KJ) / torch.stack([total_R[rows_J] ** power for power in POWERS])
+    entropy_R = None if entropy_R is None else weighted_R / total_R + total_R.log()
+    return highest_R + total_R.log(), entropy_R, sums_KJ

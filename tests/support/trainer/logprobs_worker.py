@@ -18,7 +18,7 @@ from trainer.parallel import init_parallel
 def main(inputs_file: str, out: Path) -> None:
     torch.set_num_threads(1)
     parallel = init_parallel(choose_device("cpu"), 0, TrainerSection(tensor_parallel=2))
-    inputs = torch.load(inputs_file)
+    inputs = torch.load(inputs_file, weights_only=False)
     logprobs.CHUNK_BYTES = inputs["chunk_bytes"]
     hidden_RH = inputs["hidden_RH"].requires_grad_()
     weight_VH = inputs["weight_VH"].chunk(2)[parallel.tp_rank].clone().requires_grad_()
@@ -28,9 +28,12 @@ def main(inputs_file: str, out: Path) -> None:
         inputs["label_rows_N"],
         inputs["labels_N"],
         inputs["temperature"],
+        judged=inputs["judged"],
     )
     logprobs_N.backward(inputs["dlogprobs_N"])
-    results = (logprobs_N.detach(), entropy_N, log_ratios_KN, hidden_RH.grad, weight_VH.grad)
+    assert log_ratios_KN is not None
+    ratios = log_ratios_KN[:, inputs["judged"].index_N >= 0]
+    results = (logprobs_N.detach(), entropy_N, ratios, hidden_RH.grad, weight_VH.grad)
     torch.save(results, out / f"rank{parallel.tp_rank}.pt")
     parallel.close()
 

@@ -15,6 +15,7 @@ import torch
 
 from async_rl.proof.draws import POWERS
 from benchmarks.common.memory import allocated
+from trainer.batching.shared_prompt import Judged
 from trainer.model import logprobs
 from trainer.model.logprobs import response_logprobs
 
@@ -30,6 +31,7 @@ class Inputs:
     labels_N: torch.Tensor
     temperature: float
     dlogprobs_N: torch.Tensor
+    judged: Judged
 
     @property
     def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]:
@@ -40,13 +42,19 @@ def make_inputs(rng: random.Random, dtype: torch.dtype) -> Inputs:
     """Several labels in many rows, some of them the same label twice; no label in some rows."""
     num_rows, num_labels, hidden, vocab = rng.randint(1, 20), rng.randint(1, 60), rng.randint(1, 30), rng.randint(2, 40)
     wide = torch.promote_types(dtype, torch.float32)
+    label_rows_N = torch.randint(num_rows, (num_labels,))
+    rows = sorted(rng.sample(range(num_rows), rng.randint(0, num_rows)))
+    order = {row: i for i, row in enumerate(rows)}
+    index_N = torch.tensor([order.get(row, -1) for row in label_rows_N.tolist()])
+    judged = Judged(tuple(rows), torch.tensor(rows, dtype=torch.int64), index_N)
     return Inputs(
         torch.randn(num_rows, hidden, dtype=torch.float64).to(dtype),
         torch.randn(2 * vocab, hidden, dtype=torch.float64).to(dtype),
-        torch.randint(num_rows, (num_labels,)),
+        label_rows_N,
         torch.randint(2 * vocab, (num_labels,)),
         rng.choice([0.5, 1.0, 1.7]),
         torch.randn(num_labels, dtype=torch.float64).to(wide),
+        judged,
     )
 
 
@@ -68,16 +76,21 @@ def results_of(function: object, inputs: Inputs, dtype: torch.dtype) -> list[tor
     """Log-probs, entropies, log-ratios and the gradients of hidden rows and weights."""
     hidden_RH, weight_VH, *others = inputs.arguments
     leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden_RH, weight_VH)]
-    logprobs_N, entropy_N, log_ratios_KN = function(*leaves, *others)  # type: ignore[operator]
+    options = {"judged": inputs.judged} if function is response_logprobs else {}
+    logprobs_N, entropy_N, log_ratios_KN = function(*leaves, *others, **options)  # type: ignore[operator]
+    is_judged_N = inputs.judged.index_N >= 0
+    if options:
+        assert log_ratios_KN[:, ~is_judged_N].isnan().all()
     gradients = torch.autograd.grad(logprobs_N, leaves, inputs.dlogprobs_N.to(logprobs_N.dtype))
-    return [logprobs_N.detach(), entropy_N.detach(), log_ratios_KN.detach(), *gradients]
+    return [logprobs_N.detach(), entropy_N.detach(), log_ratios_KN.detach()[:, is_judged_N], *gradients]
 
 
 def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor], limit: float) -> None:
     """Errors at most `limit` of the largest value, or of 1."""
     for a, e in zip(actual, expected, strict=True):
         assert a.shape == e.shape
-        assert float((a.to(e.dtype) - e).abs().max()) <= limit * max(1.0, float(e.abs().max()))
+        if a.numel():
+            assert float((a.to(e.dtype) - e).abs().max()) <= limit * max(1.0, float(e.abs().max()))
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 10**6])
