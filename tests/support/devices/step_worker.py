@@ -48,7 +48,7 @@ def train_step(parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
     section = OptimizerSection(learning_rate=1e-2, clip_grad_norm=1e9)
     optimizer = PolicyOptimizer(section, TrainSection(iterations=1), policy, False)
     micro_batch = make_micro_batch(slices_of(_groups()), parallel.device.DEVICE)
-    before, _ = policy(micro_batch, 0.8)
+    before, *_ = policy(micro_batch, 0.8)
     # Some responses should become more likely and some less likely.
     signs_N = torch.arange(len(before), device=before.device).remainder(3).sub(1).to(before.dtype)
     (before * signs_N).sum().backward()
