@@ -87,7 +87,7 @@ def make_policy(size: str, mode: str, parallel: Parallel) -> SharedPromptGPT:
 def train(policy: SharedPromptGPT, batch: MicroBatch) -> float:
     """Processor milliseconds of a group."""
     begun_s = time.process_time()
-    logprobs_N, _ = policy(batch, 1.0)
+    logprobs_N, *_ = policy(batch, 1.0)
     logprobs_N.sum().backward()
     spent_s = time.process_time() - begun_s
     policy.zero_grad()

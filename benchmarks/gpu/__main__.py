@@ -124,7 +124,7 @@ class Bench:
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         for micro_batch in micro_batches:
-            logprobs_N, _ = self.trainer.models.policy(micro_batch, 1.0)
+            logprobs_N, *_ = self.trainer.models.policy(micro_batch, 1.0)
             (-logprobs_N.sum()).backward()
 
     def step(self, groups: Sequence[Group]) -> None:
