@@ -340,7 +340,9 @@ def test_discarded_groups_leave_no_trace_in_the_critic(
         trainer.discard()
         trainer.accumulate([ragged_groups])
         stats.append(trainer.optimizer_step())
-    assert stats[0] == stats[1]
+    # But for the memory of this process, whose peak the second one may raise.
+    first, second = (replace(each, memory_peak_bytes=None) for each in stats)
+    assert first == second
 
 
 def test_another_vocabulary_is_refused(tiny_model: Callable[..., Path], make_trainer: MakeTrainer) -> None:

@@ -113,7 +113,9 @@ def test_discarded_groups_leave_no_trace(
         for group in ragged_groups:
             trainer.accumulate([[group]])
         stats.append(trainer.optimizer_step())
-    assert stats[0] == stats[1]
+    # But for the memory of this process, whose peak the second one may raise.
+    first, second = (replace(each, memory_peak_bytes=None) for each in stats)
+    assert first == second
 
 
 def test_ledger_row_names_versions_counts_and_the_gap(
