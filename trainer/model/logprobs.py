@@ -113,8 +113,7 @@ class _ResponseLogprobs(torch.autograd.Function):
             return logprobs_N, entropy_R[label_rows_N], None
         # The last one is that of labels that are not judged.
         log_sums_KJ = torch.cat([sums_KJ.log(), sums_KJ.new_full((len(POWERS), 1), torch.nan)], 1)
-        powers_K1 = sums_KJ.new_tensor(POWERS)[:, None]
-        log_ratios_KN = (powers_K1 - 1) * logprobs_N - log_sums_KJ[:, judged.index_N]
+        log_ratios_KN = torch.stack([(power - 1) * logprobs_N for power in POWERS]) - log_sums_KJ[:, judged.index_N]
         ctx.mark_non_differentiable(log_ratios_KN)
         return logprobs_N, entropy_R[label_rows_N], log_ratios_KN
 
