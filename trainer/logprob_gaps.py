@@ -83,10 +83,15 @@ class GroupGaps:
 
 
 def sums_of(gaps_N: torch.Tensor, clip: float, log_ratios_KN: torch.Tensor | None = None) -> LogprobGaps:
-    """The sums over float64 gaps on the host, and over log-ratios, NaN where they are not known."""
+    """The sums over float64 gaps on the host, and over log-ratios, NaN where they are not known.
+
+    The log-ratios are to the trainer's log-probs; with the gap added they are to those reported, which is what tokens
+    are drawn from: noise between the two does not count as another distribution.
+    """
     if log_ratios_KN is None:
-        log_ratios_KN = gaps_N.new_empty(len(POWERS), 0)
-    ratios_KN = log_ratios_KN[:, log_ratios_KN.isfinite().all(0)]
+        log_ratios_KN = gaps_N.new_full((len(POWERS), len(gaps_N)), math.nan)
+    ratios_KN = log_ratios_KN + gaps_N
+    ratios_KN = ratios_KN[:, ratios_KN.isfinite().all(0)]
     finite = gaps_N[gaps_N.abs() < LARGEST_GAP]
     size, clipped = finite.abs(), finite.clamp(-clip, clip)
     bins = (BINS_PER_OCTAVE * (size / SMALLEST).log2()).ceil().clamp(min=0).long()

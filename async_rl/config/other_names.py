@@ -12,86 +12,84 @@ class OtherName:
     note: str = ""
 
 
+def _names_of(trainer: str, *rows: tuple[str, tuple[str, ...], str]) -> dict[str, OtherName]:
+    return {name: OtherName(trainer, keys, note) for name, keys, note in rows}
+
+
 _ALL_TOKENS = "tokens would have other probabilities than the trainer computes; sets of [[evaluation.sets]] have it"
 
-TRL: dict[str, OtherName] = {
-    name: OtherName("TRL", keys, note)
-    for name, keys, note in (
-        ("model_name_or_path", ("model.path",), ""),
-        ("train_dataset", ("prompts.source",), ""),
-        ("dataset_name", ("prompts.source",), ""),
-        ("reward_funcs", ("reward.name",), ""),
-        ("reward_weights", ("reward.parts",), ""),
-        ("output_dir", ("run.dir",), ""),
-        ("per_device_train_batch_size", ("prompts.prompts_per_batch",), "of all devices together"),
-        ("gradient_accumulation_steps", ("prompts.prompts_per_batch", "trainer.micro_batch_tokens"), ""),
-        ("num_generations", ("rollout.responses_per_prompt",), ""),
-        ("max_prompt_length", ("prompts.max_prompt_tokens",), ""),
-        ("max_completion_length", ("rollout.max_response_tokens",), ""),
-        ("beta", ("algorithm.kl_coef",), ""),
-        ("epsilon", ("algorithm.clip_low", "algorithm.clip_high"), ""),
-        ("epsilon_high", ("algorithm.clip_high",), ""),
-        ("loss_type", ("algorithm.name", "algorithm.normalize"), ""),
-        ("scale_rewards", ("algorithm.scale_by_std",), ""),
-        ("num_train_epochs", ("train.iterations",), "count batches: rows x epochs / prompts.prompts_per_batch"),
-        ("max_steps", ("train.iterations",), ""),
-        ("num_iterations", (), "each batch is passed through once"),
-        ("steps_per_generation", ("train.steps_per_batch",), ""),
-        ("lr_scheduler_type", ("optimizer.min_learning_rate_ratio",), "linear; 1 keeps it constant"),
-        ("warmup_steps", ("optimizer.warmup_iterations",), ""),
-        ("adam_beta2", ("optimizer.beta2",), ""),
-        ("max_grad_norm", ("optimizer.clip_grad_norm",), ""),
-        ("bf16", ("model.dtype",), ""),
-        ("fp16", ("model.dtype",), "bfloat16 or float32"),
-        ("gradient_checkpointing", ("trainer.recompute",), ""),
-        ("save_steps", ("checkpoint.every",), ""),
-        ("save_total_limit", ("checkpoint.keep",), ""),
-        ("resume_from_checkpoint", ("run.resume",), ""),
-        ("chat_template_kwargs", ("prompts.template_arguments",), ""),
-        ("vllm_mode", ("pool.instances",), "instances are always servers beside the trainer: none shares its device"),
-        ("report_to", ("tracking.trackers",), ""),
-        ("peft_config", (), "all weights are trained"),
-        ("top_p", (), _ALL_TOKENS),
-        ("top_k", (), _ALL_TOKENS),
-        ("min_p", (), _ALL_TOKENS),
-    )
-}
+TRL = _names_of(
+    "TRL",
+    ("model_name_or_path", ("model.path",), ""),
+    ("train_dataset", ("prompts.source",), ""),
+    ("dataset_name", ("prompts.source",), ""),
+    ("reward_funcs", ("reward.name",), ""),
+    ("reward_weights", ("reward.parts",), ""),
+    ("output_dir", ("run.dir",), ""),
+    ("per_device_train_batch_size", ("prompts.prompts_per_batch",), "of all devices together"),
+    ("gradient_accumulation_steps", ("prompts.prompts_per_batch", "trainer.micro_batch_tokens"), ""),
+    ("num_generations", ("rollout.responses_per_prompt",), ""),
+    ("max_prompt_length", ("prompts.max_prompt_tokens",), ""),
+    ("max_completion_length", ("rollout.max_response_tokens",), ""),
+    ("beta", ("algorithm.kl_coef",), ""),
+    ("epsilon", ("algorithm.clip_low", "algorithm.clip_high"), ""),
+    ("epsilon_high", ("algorithm.clip_high",), ""),
+    ("loss_type", ("algorithm.name", "algorithm.normalize"), ""),
+    ("scale_rewards", ("algorithm.scale_by_std",), ""),
+    ("num_train_epochs", ("train.iterations",), "count batches: rows x epochs / prompts.prompts_per_batch"),
+    ("max_steps", ("train.iterations",), ""),
+    ("num_iterations", (), "each batch is passed through once"),
+    ("steps_per_generation", ("train.steps_per_batch",), ""),
+    ("lr_scheduler_type", ("optimizer.min_learning_rate_ratio",), "linear; 1 keeps it constant"),
+    ("warmup_steps", ("optimizer.warmup_iterations",), ""),
+    ("adam_beta2", ("optimizer.beta2",), ""),
+    ("max_grad_norm", ("optimizer.clip_grad_norm",), ""),
+    ("bf16", ("model.dtype",), ""),
+    ("fp16", ("model.dtype",), "bfloat16 or float32"),
+    ("gradient_checkpointing", ("trainer.recompute",), ""),
+    ("save_steps", ("checkpoint.every",), ""),
+    ("save_total_limit", ("checkpoint.keep",), ""),
+    ("resume_from_checkpoint", ("run.resume",), ""),
+    ("chat_template_kwargs", ("prompts.template_arguments",), ""),
+    ("vllm_mode", ("pool.instances",), "instances are always servers beside the trainer: none shares its device"),
+    ("report_to", ("tracking.trackers",), ""),
+    ("peft_config", (), "all weights are trained"),
+    ("top_p", (), _ALL_TOKENS),
+    ("top_k", (), _ALL_TOKENS),
+    ("min_p", (), _ALL_TOKENS),
+)
 
-VERL: dict[str, OtherName] = {
-    name: OtherName("verl", keys, note)
-    for name, keys, note in (
-        ("train_files", ("prompts.source",), ""),
-        ("val_files", ("evaluation.sets",), ""),
-        ("test_freq", ("evaluation.every",), ""),
-        ("train_batch_size", ("prompts.prompts_per_batch",), ""),
-        ("max_response_length", ("rollout.max_response_tokens",), ""),
-        ("ppo_mini_batch_size", ("train.steps_per_batch",), "prompts.prompts_per_batch divided by it"),
-        ("ppo_epochs", (), "each batch is passed through once"),
-        ("ppo_max_token_len_per_gpu", ("trainer.micro_batch_tokens",), ""),
-        ("adv_estimator", ("algorithm.name",), ""),
-        ("kl_loss_coef", ("algorithm.kl_coef",), ""),
-        ("clip_ratio", ("algorithm.clip_low", "algorithm.clip_high"), ""),
-        ("clip_ratio_high", ("algorithm.clip_high",), ""),
-        ("loss_agg_mode", ("algorithm.normalize",), ""),
-        ("max_num_seqs", ("inference.max_concurrency",), ""),
-        ("gpu_memory_utilization", ("inference.engine_options",), ""),
-        ("tensor_model_parallel_size", ("trainer.tensor_parallel",), "inference.tensor_parallel of the instances"),
-        ("total_training_steps", ("train.iterations",), ""),
-        ("save_freq", ("checkpoint.every",), ""),
-        ("default_local_dir", ("run.dir",), ""),
-    )
-}
+VERL = _names_of(
+    "verl",
+    ("train_files", ("prompts.source",), ""),
+    ("val_files", ("evaluation.sets",), ""),
+    ("test_freq", ("evaluation.every",), ""),
+    ("train_batch_size", ("prompts.prompts_per_batch",), ""),
+    ("max_response_length", ("rollout.max_response_tokens",), ""),
+    ("ppo_mini_batch_size", ("train.steps_per_batch",), "prompts.prompts_per_batch divided by it"),
+    ("ppo_epochs", (), "each batch is passed through once"),
+    ("ppo_max_token_len_per_gpu", ("trainer.micro_batch_tokens",), ""),
+    ("adv_estimator", ("algorithm.name",), ""),
+    ("kl_loss_coef", ("algorithm.kl_coef",), ""),
+    ("clip_ratio", ("algorithm.clip_low", "algorithm.clip_high"), ""),
+    ("clip_ratio_high", ("algorithm.clip_high",), ""),
+    ("loss_agg_mode", ("algorithm.normalize",), ""),
+    ("max_num_seqs", ("inference.max_concurrency",), ""),
+    ("gpu_memory_utilization", ("inference.engine_options",), ""),
+    ("tensor_model_parallel_size", ("trainer.tensor_parallel",), "inference.tensor_parallel of the instances"),
+    ("total_training_steps", ("train.iterations",), ""),
+    ("save_freq", ("checkpoint.every",), ""),
+    ("default_local_dir", ("run.dir",), ""),
+)
 
-PRIME_RL: dict[str, OtherName] = {
-    name: OtherName("prime-rl", keys, note)
-    for name, keys, note in (
-        ("rollouts_per_example", ("rollout.responses_per_prompt",), ""),
-        ("batch_size", ("prompts.prompts_per_batch",), "of prompts, not of rollouts"),
-        ("seq_len", ("rollout.max_context_tokens",), ""),
-        ("max_async_level", (), "nothing is older than the weights in training"),
-        ("lr", ("optimizer.learning_rate",), ""),
-    )
-}
+PRIME_RL = _names_of(
+    "prime-rl",
+    ("rollouts_per_example", ("rollout.responses_per_prompt",), ""),
+    ("batch_size", ("prompts.prompts_per_batch",), "of prompts, not of rollouts"),
+    ("seq_len", ("rollout.max_context_tokens",), ""),
+    ("max_async_level", (), "nothing is older than the weights in training"),
+    ("lr", ("optimizer.learning_rate",), ""),
+)
 
 OTHER_NAMES = PRIME_RL | VERL | TRL
 

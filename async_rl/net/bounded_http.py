@@ -16,22 +16,27 @@ SILENCE_S = 10.0
 
 CHECK_S = 1.0
 
+GRACE_S = 1.0
+"""So long a new connection may be silent: its first request is on the way, also where hundreds come at once."""
+
 SHARE = 4
-"""Connections take this part of the process's descriptors at most; the rest are its own files and clients."""
+"""Connections that wait for their peer take this part of the process's descriptors, all connections three of them; the
+rest are its own files and clients."""
 
 MOST = 4096
 
 
-def most_connections() -> int:
-    """Of one server of this process, by its limit of open files."""
+def most_waiting() -> int:
+    """Connections of one server that wait for their peer, by this process's limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else max(16, min(MOST, soft // SHARE))
 
 
 class BoundedHttp(H11Protocol):
-    """One connection. If there are too many, the one that waits for its peer for the longest time ends.
+    """One connection. If too many wait for their peer, the one that does so for the longest time ends.
 
-    That is one without a complete request: silent, half sent, or kept alive after a response.
+    These are without a complete request: silent, half sent, or kept alive after a response. One whose request is being
+    answered is never ended.
     """
 
     heard_s = 0.0
@@ -40,13 +45,18 @@ class BoundedHttp(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.heard_s = time.monotonic()
+        self._make_room()
+        asyncio.get_running_loop().call_later(CHECK_S, self._require_words)
+
+    def _make_room(self) -> None:
         # Aborted ones are among them until the loop has told them so.
         of_server: set[Any] = self.connections
         others = [each for each in of_server if isinstance(each, BoundedHttp) and not each.transport.is_closing()]
-        if len(others) > most_connections():
-            waiting = [each for each in others if each.waits]
-            min(waiting, key=lambda each: each.heard_s, default=self).transport.abort()
-        asyncio.get_running_loop().call_later(CHECK_S, self._require_words)
+        waiting = [each for each in others if each.waits]
+        if len(waiting) > most_waiting():
+            oldest = min(waiting, key=lambda each: each.heard_s)
+            if self.heard_s - oldest.heard_s > GRACE_S or len(others) > (SHARE - 1) * most_waiting():
+                oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self.heard_s = time.monotonic()

@@ -182,6 +182,7 @@ def _fitting(
 ) -> list[tuple[Sequence[PartialRollout], int]]:
     """A share in pieces of as many responses as the instance generates at once, and the cost of each: vLLM refuses
     requests for more."""
+    assert share, "an instance gets no empty part of a group"
     size = max_responses or len(share)
     pieces = [share[i : i + size] for i in range(0, len(share), size)]
     rest = cost - cost // len(pieces) * (len(pieces) - 1)

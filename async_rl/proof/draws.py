@@ -3,11 +3,11 @@
 An engine may report the log-probs of the whole distribution and draw from another one: at another temperature, or from
 the likeliest tokens only. Log-probs then equal the trainer's, and every comparison of them holds. What differs is how
 often likely tokens come. For a power c, q(x) = p(x)^c / sum p^c is the distribution at 1/c times the temperature. The
-likelihood ratio of drawn tokens, the product of q(x) / p(x), has the mean 1 if they were drawn from p, whatever each
-response had before, and whenever it ended: it is a martingale (Ville 1939; e-processes, Ramdas et al. 2023). So it
-exceeds 1/a with a probability of at most a, for any number of tokens. The trainer computes it for each token
-(`trainer/model/logprobs.py`); here it is multiplied over the tokens of an instance, from the batch on that makes it
-largest (Page's CUSUM).
+likelihood ratio of drawn tokens, the product of q(x) / r(x), has the mean 1 if they were drawn from r as reported,
+whatever each response had before, and whenever it ended: it is a martingale (Ville 1939; e-processes, Ramdas et al.
+2023). So it exceeds 1/a with a probability of at most a, for any number of tokens, and whatever noise lies between r
+and the trainer's p. The trainer computes q / p (`trainer/model/logprobs.py`), to which p / r, the gap, is added; here
+it is multiplied over the tokens of an instance, from the batch on that makes it largest (Page's CUSUM).
 """
 
 import math

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from async_rl.net import bounded_http
-from async_rl.net.bounded_http import most_connections
+from async_rl.net.bounded_http import BoundedHttp, most_waiting
 from tests.support.fleet_endpoint import Endpoint
 
 HALF = b"POST /fleet/register HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"
@@ -57,14 +57,29 @@ def is_open(connection: socket.socket) -> bool:
 def test_strangers_do_not_keep_others_out_however_many_they_are(
     words: str, endpoint: Endpoint, strangers: Callable[[bytes], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_http, "most_connections", lambda: 20)
+    monkeypatch.setattr(bounded_http, "most_waiting", lambda: 20)
     monkeypatch.setattr(bounded_http, "SILENCE_S", 60.0)
     made = []
     for _ in range(15):
         made += [strangers(WORDS[words]) for _ in range(10)]
         assert endpoint.ask("/fleet")[0] == 200
-    assert sum(map(is_open, made)) <= 20
+    assert sum(map(is_open, made)) <= 60, "nobody's request was on the way"
     assert is_open(made[-1]), "the oldest ones had to go"
+    monkeypatch.setattr(bounded_http, "GRACE_S", 0.0)
+    for _ in range(60):
+        assert endpoint.ask("/health")[0] == 200
+    assert sum(map(is_open, made)) <= 20
+
+
+def test_requests_that_are_being_answered_are_not_bounded(
+    endpoint: Endpoint, strangers: Callable[[bytes], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy instance has more streams than strangers may have connections."""
+    monkeypatch.setattr(bounded_http, "most_waiting", lambda: 2)
+    monkeypatch.setattr(BoundedHttp, "waits", False)
+    made = [strangers(b"") for _ in range(50)]
+    assert endpoint.ask("/fleet")[0] == 200
+    assert all(map(is_open, made))
 
 
 @pytest.mark.parametrize("words", WORDS)
@@ -83,4 +98,4 @@ def test_who_says_nothing_more_is_let_go(
 def test_a_part_of_the_descriptors_is_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((400, 100), (40, 16), (10**6, 4096), (resource.RLIM_INFINITY, 4096)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, soft))
-        assert most_connections() == most
+        assert most_waiting() == most

@@ -9,6 +9,7 @@ import torch
 
 from async_rl.proof.draws import ALL, LIMIT, POWERS, Draws
 from async_rl.proof.logprob_gaps import LogprobGaps
+from trainer.logprob_gaps import sums_of
 
 NUM_ROWS, VOCABULARY = 400, 300
 TOKENS_EACH = 1500
@@ -69,6 +70,27 @@ def test_two_thousand_sound_batches_give_no_alarm(logprobs_RV: torch.Tensor) -> 
         assert draws.violations == []
         largest = max(largest, draws.figures()["log_ratio"])  # type: ignore[type-var]
     assert largest < LIMIT / 2
+
+
+@pytest.mark.parametrize(
+    "own",
+    [lambda logprobs: (logprobs + 0.5 * torch.randn_like(logprobs)).log_softmax(-1), at(1.25), at(0.8)],
+    ids=["noise", "hotter", "colder"],
+)
+def test_an_engine_that_draws_from_what_it_reports_tells_no_lie_however_far_it_is_from_the_trainer(
+    own: Sampler, logprobs_RV: torch.Tensor
+) -> None:
+    """As a quantized engine, or one with other weights: that is for the gaps to find."""
+    own_RV = own(logprobs_RV)
+    draws = Draws()
+    for _ in range(200):
+        drawn_RN = own_RV.exp().multinomial(TOKENS_EACH // NUM_ROWS + 1, replacement=True)
+        mine_RN, reported_RN = logprobs_RV.gather(1, drawn_RN), own_RV.gather(1, drawn_RN)
+        ratios = [(power * logprobs_RV).log_softmax(-1).gather(1, drawn_RN) - mine_RN for power in POWERS]
+        sums = sums_of((mine_RN - reported_RN).flatten(), 8.0, torch.stack(ratios).flatten(1))
+        assert sums.num_drawn == drawn_RN.numel()
+        draws.add({URL: sums})
+        assert draws.violations == []
 
 
 def test_small_sound_batches_give_no_alarm_either(logprobs_RV: torch.Tensor) -> None:
