@@ -18,7 +18,7 @@ import torch
 from async_rl.cpu.reproducible import use_reproducible_products
 from async_rl.errors import ConfigError
 from tests.support.process_gate import ProcessGate
-from tests.support.tiers import is_nightly, spread
+from tests.support.tiers import ALWAYS, beyond_a_cover, is_nightly, spread
 from tests.support.tiny_model import make_tiny_model
 from tests.support.warm.client import WarmStarts
 
@@ -37,9 +37,15 @@ for number in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 
+LEFT_OUT_OR_ALL = {"nightly", "layouts", ALWAYS}
+
 GATE = ProcessGate()
 WARM = WarmStarts(None, os.environ)
 WARM.install()
+
+
+def marks_of(item: pytest.Item) -> set[str]:
+    return {marker.name for marker in item.iter_markers()}
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -47,20 +53,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     """Says what `make test` and `make test-fast` leave out before markers are selected by, and orders what several
     workers run."""
     for item in items:
-        if is_nightly(item.path, {marker.name for marker in item.iter_markers()}):
+        if is_nightly(item.path, marks_of(item)):
             item.add_marker("nightly")
         if "parallel" in getattr(item, "fixturenames", ()):
             item.add_marker("computes")
+    for item in _beyond_covers(items):
+        item.add_marker("nightly")
     yield
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = spread(dict.fromkeys(item.path for item in items))
         items.sort(key=lambda item: place[item.path])
 
 
+def _beyond_covers(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of each test with several parameters, what `make test` does not need to have each of their values once."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not LEFT_OUT_OR_ALL & marks_of(item):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        for place in beyond_a_cover([case.callspec._idlist for case in cases]):
+            yield cases[place]
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
     """Before the first fixture of a test is made, those of its module and session included."""
-    markers = {marker.name for marker in item.iter_markers()}
+    markers = marks_of(item)
     GATE.close(item.nodeid, markers)
     WARM.is_on = "cold" not in markers
     yield

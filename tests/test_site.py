@@ -30,6 +30,7 @@ def test_the_site_has_every_page_and_asks_no_other_host(tmp_path: Path) -> None:
     assert not [name for name, text in pages.items() if re.search(r">\w+\.md</a>", text)]
 
 
+@pytest.mark.nightly
 def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")

@@ -28,10 +28,3 @@ def test_an_unknown_command_is_named_with_what_was_expected() -> None:
     answer = run("qickstart")
     assert answer.returncode == 2
     assert "unknown command 'qickstart': did you mean 'quickstart'? expected one of quickstart, init," in answer.stderr
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_shows_its_own_help(command: str) -> None:
-    answer = run(command, "--help")
-    assert answer.returncode == 0, answer.stderr
-    assert "usage:" in answer.stdout

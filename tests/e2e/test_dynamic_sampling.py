@@ -90,6 +90,7 @@ def test_a_run_that_lost_an_instance_and_was_resumed_trains_what_an_undisturbed_
     assert histories(run) == histories(undisturbed)
 
 
+@pytest.mark.nightly
 def test_every_order_and_mode_selects_the_same_groups(make_run: Callable[[str], Run]) -> None:
     """By two leaders, each of which selects from its share; one of them is killed."""
     synchronous, completion = make_run("synchronous"), make_run("completion")

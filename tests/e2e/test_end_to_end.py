@@ -58,6 +58,7 @@ def test_a_run_without_instances_left_ends_in_a_named_error_in_time(starved: tup
     assert "NoInstanceLeft" in end.output or "PublishError" in end.output, end.output
 
 
+@pytest.mark.nightly
 def test_a_killed_run_with_a_critic_goes_on_as_if_it_had_not_been(starved: tuple[Run, End], undisturbed: Run) -> None:
     run, end = starved
     assert 1 <= end.num_trained < 5 and run.restarts()["trainer"] == 1

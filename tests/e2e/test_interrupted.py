@@ -191,6 +191,7 @@ def test_the_newest_two_checkpoints_are_left_of_a_run_and_no_process(undisturbed
     assert not [p for p in psutil.process_iter() if str(undisturbed.dir) in " ".join(command_of(p))]
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_under_another_layout(undisturbed: Run, tmp_path: Path) -> None:
     run = undisturbed.copied_to(tmp_path / "run")
     more = ("--train.iterations", str(ITERATIONS + 2), "--trainer.tensor_parallel=2")

@@ -1,7 +1,7 @@
 """Which tests `make test` leaves to `make test-all`, and which come first."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +35,23 @@ def is_nightly(path: Path, markers: set[str]) -> bool:
 def _place_in(names: tuple[str, ...], path: Path) -> int:
     """The number of the first of these files and folders in which it is; their count, if it is in none."""
     return next((i for i, name in enumerate(names) if path.is_relative_to(ROOT / "tests" / name)), len(names))
+
+
+def beyond_a_cover(cases: Sequence[Sequence[str]]) -> list[int]:
+    """The places of those cases of one test without which each value of each parameter is still in a case.
+
+    A case is the names of its values, in the order of its parameters. Greedy, and the same in every run: next is the
+    case with the most values that none before it has. Three values of one parameter and two of another take three cases
+    of six; what one list of tuples gives is one parameter, and stays whole.
+    """
+    values = [set(enumerate(case)) for case in cases]
+    left = random.Random(0).sample(range(len(cases)), len(cases))
+    missing = set().union(*values)
+    while missing:
+        best = max(left, key=lambda place: len(values[place] & missing))
+        left.remove(best)
+        missing -= values[best]
+    return sorted(left)
 
 
 def spread(files: Iterable[Path]) -> dict[Path, float]:

@@ -412,6 +412,7 @@ def test_what_a_critic_was_trained_with_must_not_change() -> None:
     require_same_run(older, run_config("model"), "iteration-000001")
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_run_with_a_critic_goes_on_bit_for_bit_under_another_layout(
     tiny_model: Callable[..., Path], reward_model: Callable[..., Path], parallel: Parallel, tmp_path: Path

@@ -191,7 +191,7 @@ def test_a_batch_equals_transformers_with_baselines_and_lengths_of_whole_rollout
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [
-        ("qwen3", ("TP2", "TP2+SP", "PP2", "DP2")),
+        pytest.param("qwen3", ("TP2", "TP2+SP", "PP2", "DP2"), marks=pytest.mark.nightly),
         ("qwen3_moe", ("TP2+SP", "TP2+SP EP2", "PP2", "DP2 EP2")),
     ],
 )

@@ -141,6 +141,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_layouts_agree_on_what_is_not_trained(
     tiny_model: Callable[..., Path], parallel: Parallel, mixed: list[Group], tmp_path: Path

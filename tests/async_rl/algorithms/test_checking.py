@@ -22,6 +22,7 @@ def check(algorithm: Algorithm, num_batches: int = 2, **options: Any) -> None:
     check_algorithm(algorithm, max_response_tokens=MAX_RESPONSE_TOKENS, num_batches=num_batches, **options)
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_shipped_algorithm_streams(name: str) -> None:
     seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))

@@ -32,6 +32,7 @@ def gradients_of(loss: torch.Tensor, batch: Sequence[RandomGroup]) -> list[torch
     return [torch.zeros_like(leaf) if own is None else own for own, leaf in zip(found, leaves, strict=True)]
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_loss_and_gradient_equal_the_formulas_written_out_per_token(name: str) -> None:
     seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))

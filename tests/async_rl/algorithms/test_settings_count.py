@@ -51,6 +51,7 @@ def outcome(name: str, settings: dict[str, Any]) -> torch.Tensor | None:
     return torch.cat(found)
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize(("name", "choices"), CASES, ids=[f"{name}-{number}" for number, (name, _) in enumerate(CASES)])
 def test_whatever_is_accepted_makes_a_difference(name: str, choices: tuple[dict[str, Any], ...]) -> None:
     """Between any two of the choices, of which the defaults are one where there is a single other."""

@@ -141,6 +141,7 @@ def test_leaders_that_start_at_once_write_it_once(tmp_path: Path) -> None:
     assert digests[0] == digests[1] == digests[2] and len(tables(cache)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.computes
 @pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=pytest.mark.nightly)])
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path, kind: str) -> None:
@@ -257,7 +258,7 @@ def test_rows_that_are_in_memory_only_share_no_table(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=pytest.mark.nightly)])
 def test_a_start_that_is_killed_at_any_time_leaves_no_wrong_table(tmp_path: Path, kind: str) -> None:
-    config, cache = section(write(tmp_path, 20_000, kind)), tmp_path / "cache"
+    config, cache = section(write(tmp_path, 8_000, kind)), tmp_path / "cache"
     expected = load(config, None)
 
     def start(directory: Path) -> Any:

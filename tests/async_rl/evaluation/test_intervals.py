@@ -54,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.computes
 def test_intervals_cover_the_truth_for_small_and_large_sets() -> None:
     shares = {case: covered(*case, num_sets=SETS) for case in CASES}
     # Seeds are fixed. Of 108 cases of 200 sets the lowest is expected at 0.89 for an interval that covers 95%, and

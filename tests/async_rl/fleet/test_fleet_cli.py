@@ -151,9 +151,3 @@ def test_what_a_removed_instance_began_goes_on_at_another(instances, make_pool, 
     assert fleet("remove", first.url, "--url", serve(pool).url)[0] == 0
     responses, _ = rollout.result(timeout=60)
     assert {response.instance for response in responses} == {second.url}
-
-
-def test_every_command_explains_itself() -> None:
-    for arguments in (("--help",), ("ls", "--help"), ("add", "--help"), ("drain", "--help"), ("remove", "--help")):
-        code, output, _ = fleet(*arguments)
-        assert code == 0 and "usage: async-rl fleet" in output

@@ -1,11 +1,14 @@
 """Bad requests by the thousand against a fleet endpoint."""
 
+import pytest
+
 from async_rl.fleet.app import OPEN_PATHS
 from tests.support.fuzzing import fuzz
 
 A = "http://10.0.0.1:8000"
 
 
+@pytest.mark.computes
 def test_no_bad_request_breaks_the_endpoint_or_changes_the_fleet(make_pool, serve) -> None:
     pool = make_pool(A)
     endpoint = serve(pool, token="secret")

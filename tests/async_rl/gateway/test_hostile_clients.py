@@ -223,6 +223,7 @@ def test_one_rollout_with_a_thousand_requests_at_once_leaves_room_for_others(rig
     assert greedy.end().num_turns == statuses[:-1].count(200) >= 64
 
 
+@pytest.mark.computes
 def test_a_thousand_rollouts_at_once_are_all_served(rig: GatewayRig) -> None:
     rollouts = [rig.open(seed) for seed in range(1000)]
     rig.policy.before_answering = lambda: asyncio.sleep(0.3)

@@ -120,6 +120,7 @@ def tokens(groups: list[Group]) -> list[Any]:
     return [[(r.prompt_ids, r.token_ids, r.observed) for r in group.responses] for group in groups]
 
 
+@pytest.mark.nightly
 def test_a_black_box_agent_trains_the_tokens_that_were_sampled(groups, model: Path, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     program = f"command:{sys.executable} {tmp_path / 'agent.py'}"

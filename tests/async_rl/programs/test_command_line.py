@@ -193,7 +193,15 @@ WITHOUT_KEYS = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("module", [*WITH_KEYS, *WITHOUT_KEYS])
+@pytest.mark.parametrize(
+    "module",
+    [
+        module
+        if module in ("deploy.local.run", "async_rl.fleet.cli")
+        else pytest.param(module, marks=pytest.mark.nightly)
+        for module in (*WITH_KEYS, *WITHOUT_KEYS)
+    ],
+)
 def test_help_names_the_command_and_every_key_without_loading_anything_heavy(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, module, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -61,6 +61,7 @@ def accusations(batch: list[Unit]) -> list[str]:
     return found + BF16.outliers(batch)
 
 
+@pytest.mark.computes
 def test_a_sound_bf16_pool_is_not_accused_in_thousands_of_batches(generator: torch.Generator) -> None:
     # All the noise that rounding explains. Batches draw from some thousand groups, shared out at random.
     pool = [sums_of(honest(TOKENS_EACH, BF16.noise, generator), BF16.clip) for _ in range(4000)]
@@ -71,6 +72,7 @@ def test_a_sound_bf16_pool_is_not_accused_in_thousands_of_batches(generator: tor
         assert not accusations([Unit(f"http://{i % NUM_INSTANCES}", gaps) for i, gaps in enumerate(drawn)])
 
 
+@pytest.mark.nightly
 def test_instances_of_two_kinds_are_not_accused_for_their_kinds_noise(generator: torch.Generator) -> None:
     for _ in range(NUM_BATCHES // 10):
         assert not accusations(units(lambda i: BF16.noise / (1.5 if i % 2 else 1.0), generator))

@@ -58,6 +58,7 @@ def results(place: Place | None) -> Any:
     return get
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(("user", "backend"), COMBINATIONS)
 @pytest.mark.parametrize("name", REACHING)
 def test_a_program_reaches_nothing_of_its_caller(results: Any, user: str, backend: str, name: str) -> None:
@@ -65,6 +66,7 @@ def test_a_program_reaches_nothing_of_its_caller(results: Any, user: str, backen
     assert (ended["status"], ended["stdout"]) == ("ok", "[]\n"), ended
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(("user", "backend"), COMBINATIONS)
 @pytest.mark.parametrize("name", [*BREAKING, *IN_MEMORY])
 def test_a_program_that_breaks_its_limits_is_ended(results: Any, user: str, backend: str, name: str) -> None:

@@ -67,6 +67,7 @@ def test_records_and_proofs_are_as_small_as_those_of_a_small_batch(
     assert all(sizes[name] < 1.2 * small[name] + 100 for name in sizes), f"{sizes}, and of a small batch {small}"
 
 
+@pytest.mark.computes
 def test_samples_are_a_few_groups_by_place_cut_to_a_readable_length(large: tuple[Path, list[str]]) -> None:
     run_dir, prompt_ids = large
     samples = list(SAMPLES.read(run_dir))

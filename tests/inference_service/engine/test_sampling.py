@@ -51,6 +51,7 @@ def test_noise_follows_the_number_of_tokens_wherever_the_prompt_ends() -> None:
     assert len({sample.token_id for sample in whole.samples}) > 1
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_tokens_come_as_often_as_their_probability(temperature: float) -> None:
     counts = Counter(sample.token_id for sample in draw(20_000, temperature=temperature))

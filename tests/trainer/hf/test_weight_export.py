@@ -74,6 +74,7 @@ def test_two_ranks_stream_the_original_bytes_and_hold_a_parcel_at_a_time(
             assert peak <= MOST_BYTES, case
 
 
+@pytest.mark.nightly
 def test_four_ranks_stream_the_original_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     models = [
         ("qwen3", True, {**TP2, **PP2}),

@@ -146,6 +146,7 @@ def test_a_stale_copy_of_any_one_class_is_named_and_a_sound_engine_passes(
     assert same(before, bits(trainer))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mixture of experts", pytest.param("dense, tied", marks=pytest.mark.nightly)])
 def test_in_bfloat16_too(name: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer) -> None:
     family, options = MODELS[name]
