@@ -22,8 +22,6 @@ TRACKERS_VENV := .venv-trackers
 TRACKERS_READY := $(TRACKERS_VENV)/.ready
 # Its theme announces its successor with each build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
-# Tests of processes wait for them, the others do not.
-TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 ALL := not vllm and not agents and not trackers and not gpu and not npu
 VLLM := vllm and not nightly
@@ -47,7 +45,7 @@ test: $(READY)
 
 # Everything that starts no processes and trains no model.
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "$(FAST)" $(TWO) $(ARGS)
+	$(BIN)/python -m pytest -m "$(FAST)" $(THREE) $(ARGS)
 
 # Everything that needs no accelerator: several hours. What runs in other environments follows, and has its own targets.
 test-all: $(READY)

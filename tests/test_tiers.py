@@ -2,12 +2,14 @@
 
 import itertools
 import random
-from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
-from tests.support.tiers import beyond_a_cover, spread
+from tests.support.tiers import beyond_a_cover
+
+
+def values(cases: list[list[str]]) -> set[tuple[int, str]]:
+    return {value for case in cases for value in enumerate(case)}
 
 
 def test_each_value_of_each_parameter_stays_and_most_combinations_do_not() -> None:
@@ -18,9 +20,7 @@ def test_each_value_of_each_parameter_stays_and_most_combinations_do_not() -> No
         cases = rng.sample(cases, rng.randint(1, len(cases)))
         left = beyond_a_cover(cases)
         kept = [case for place, case in enumerate(cases) if place not in left]
-        assert {pair for case in kept for pair in enumerate(case)} == {
-            pair for case in cases for pair in enumerate(case)
-        }
+        assert values(kept) == values(cases)
         assert len(kept) <= sum(sizes)
         assert beyond_a_cover(cases) == left
     assert len(beyond_a_cover([[a, b] for a in "abc" for b in "xyz"])) >= 4
@@ -37,10 +37,3 @@ def test_pytest_names_one_value_per_parameter(
 ) -> None:
     # What tests/conftest.py takes for the cases.
     assert request.node.callspec._idlist == ["2", "1-x-y"]
-
-
-def test_files_are_spread_the_same_way_in_every_worker() -> None:
-    files = [ROOT / "tests" / name for name in ("e2e/a.py", "trainer/test_exact.py", "async_rl/b.py", "c.py")]
-    places = spread(files)
-    assert sorted(places) == sorted(files) and spread(reversed(sorted(files, key=str))).keys() == places.keys()
-    assert all(isinstance(path, Path) for path in places)

@@ -196,10 +196,8 @@ WITHOUT_KEYS = {
 @pytest.mark.parametrize(
     "module",
     [
-        module
-        if module in ("deploy.local.run", "async_rl.fleet.cli")
-        else pytest.param(module, marks=pytest.mark.nightly)
-        for module in (*WITH_KEYS, *WITHOUT_KEYS)
+        pytest.param(name, marks=() if name in ("deploy.local.run", "async_rl.fleet.cli") else pytest.mark.nightly)
+        for name in (*WITH_KEYS, *WITHOUT_KEYS)
     ],
 )
 def test_help_names_the_command_and_every_key_without_loading_anything_heavy(module: str) -> None:
