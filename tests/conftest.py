@@ -1,5 +1,6 @@
 """What every test has: small models, few threads, no hub."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from trainer.parallel import Parallel
 
 torch.set_num_threads(1)
+
+# A tenth of what collecting tests takes; see `pytest_collection_finish`.
+gc.disable()
 
 # For tests of exact mode: a process chooses its kernels before it computes anything.
 with suppress(ConfigError):
@@ -63,6 +67,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = spread(dict.fromkeys(item.path for item in items))
         items.sort(key=lambda item: place[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: no collection of garbage goes through it again."""
+    gc.freeze()
+    gc.enable()
 
 
 def _beyond_covers(items: list[pytest.Item]) -> Iterator[pytest.Item]:
