@@ -1,15 +1,18 @@
 """Writes docs/commands.md from the help of every command: `python -m tests.support.commands_page`.
 
-tests/test_commands_page.py fails while the page says something else than the commands do.
+tests/test_commands_page.py fails while the page says something else than the commands do; it names another file.
 """
 
+import contextlib
+import io
 import os
 import re
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-from async_rl.cli import PROGRAMS
+from async_rl.cli import PROGRAMS, USAGE
 from async_rl.programs.command_line import KEYS_TITLE
 from tests.support import ROOT
 
@@ -33,20 +36,25 @@ WIDTH = "100"
 
 def commands_page() -> str:
     """The page as it should be: the usage, then every command and its subcommands, in their order in the usage."""
-    sections = [HEADER.format(usage=help_of().rstrip())]
+    sections = [HEADER.format(usage=USAGE)]
     sections += [section for command in PROGRAMS for section in _sections(command)]
     return "\n".join(sections)
 
 
-def help_of(*words: str) -> str:
-    """What `async-rl WORDS --help` prints."""
-    return subprocess.run(
-        [sys.executable, "-m", "async_rl.cli", *words, "--help"],
-        env={**os.environ, "COLUMNS": WIDTH, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
+def help_of(command: str, *words: str) -> str:
+    """What `async-rl COMMAND WORDS --help` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            _run(sys.executable, ["", "-m", PROGRAMS[command][0], *words, "--help"])
+        except SystemExit as end:
+            assert not end.code, (command, words, end.code)
+    return printed.getvalue()
+
+
+def _run(python: str, command: list[str]) -> None:
+    """`python -m MODULE ARGUMENTS` in this process."""
+    _, _, module, *sys.argv[1:] = command
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _sections(*words: str) -> Iterator[str]:
@@ -58,4 +66,8 @@ def _sections(*words: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(commands_page())
+    os.environ["COLUMNS"] = WIDTH
+    # A command that another one replaces itself by, too.
+    os.execv = _run  # type: ignore[assignment]
+    path = Path(sys.argv[1]) if sys.argv[1:] else PAGE
+    path.write_text(commands_page())

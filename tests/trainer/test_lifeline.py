@@ -163,6 +163,7 @@ def test_ranks_that_compute_load_and_end_at_different_times_are_not_lost(ranks: 
     assert "RankLost" not in ranks.said()
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_cut_link_ends_the_ranks_on_both_sides(ranks: Ranks) -> None:
     if (reason := why_not()) is not None:

@@ -127,6 +127,7 @@ OF_RANKS = {"transformers.modeling_utils", "transformers.generation.utils", "acc
 OF_INSTANCES = {"megatron", "aiohttp", "tensorboard", "trainer"}
 
 
+@pytest.mark.nightly
 def test_a_rank_does_not_load_what_it_does_not_use() -> None:
     weights, modules = run(RANK).splitlines()
     assert sorted({*UNUSED, *OF_RANKS} & {*modules.split()}) == []
@@ -139,6 +140,7 @@ def test_a_rank_does_not_load_what_it_does_not_use() -> None:
     assert weights == str(weight.tolist()), "AdamW steps as it does with the compiler loaded"
 
 
+@pytest.mark.nightly
 def test_an_instance_does_not_load_what_it_does_not_use(tiny_model: Callable[..., Path]) -> None:
     *_, modules = run(INSTANCE, tiny_model("qwen3")).splitlines()
     assert sorted({*UNUSED, *OF_INSTANCES} & {*modules.split()}) == []

@@ -28,6 +28,7 @@ def page_faults(call: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has mallopt")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
