@@ -60,15 +60,12 @@ VISIBLE = 6.0
 MARGIN = 1.5
 """Factor by which a class must be more visible on the prompt's tokens, as it may be less so on sampled ones."""
 
-CLEARLY = 2.0
+CLEARLY = 4.0
 """An engine's log-probs are clearly nearer to one set than to another if the distance is this many times smaller."""
 
 DISTINCT = 3.0
 """A class shows that an engine has it right if leaving it out would move log-probs by this many times the distance from
 the expected ones. A tensor that is loaded in a wrong order moves them at least as much as one that is left out."""
-
-CURED = 4.0
-"""Constant tensors mend a fault if the distance is this many times smaller with them, and no larger than rounding."""
 
 EVERYTHING = "every tensor"
 UNCLEAR = "unclear"
@@ -318,7 +315,7 @@ class Canary:
             expected = trainer.score(self._prompt, [tokens for tokens, _ in samples])
             distance = _distance(_flat(logprobs for _, logprobs in samples), _flat(expected))
             log.info("canary: %s with constant %s: %.3g nats per token", member.url, ", ".join(constant), distance)
-            return distance <= min(self._rounding, own / CURED)
+            return distance <= min(self._rounding, own / CLEARLY)
 
         num_judged = len(units) - 1
         try:

@@ -27,8 +27,8 @@ CLASS_OF = {
     "self_attn.k_norm.weight": "k norm",
     "self_attn.v_proj.weight": "v",
     "self_attn.v_proj.bias": "v bias",
-    "self_attn.o_proj.weight": "o",
     "input_layernorm.weight": "input norm",
+    "self_attn.o_proj.weight": "o",
     "mlp.gate_proj.weight": "gate",
     "mlp.up_proj.weight": "up",
     "mlp.down_proj.weight": "down",
@@ -40,8 +40,8 @@ CLASS_OF = {
 }
 """Class of a tensor by the end of its Hugging Face name; classes of experts are prefixed with `EXPERT`.
 
-In the order of `CanaryTrainer.classes`: a constant embedding makes all positions alike, which hides attention, so it
-comes late, and a constant head hides everything.
+In the order of `CanaryTrainer.classes`: a constant o hides attention, so it comes after all of that; a constant
+embedding makes all positions alike, which hides attention too; a constant head hides everything.
 """
 
 ORDER = tuple(CLASS_OF.values())
@@ -64,15 +64,19 @@ def class_of(hf_name: str) -> str:
 
 
 def constant_of(hf_name: str, hf_shape: tuple[int, ...], *, tells_experts: bool) -> float:
-    """The value that a constant tensor has: it gives outputs of the usual size, whatever the layout of the ranks.
+    """The value that a constant tensor has, whatever the layout of the ranks: its outputs are of a usual size, but what
+    it adds to the residual stream is small or nothing, since that is the same in all places, and would hide the rest.
 
     With `tells_experts` neighbouring experts have different ones, so that the router's choice shows.
     """
     name = class_of(hf_name)
     if name.endswith("norm"):
         return 1.0
+    if name == "o":
+        return 0.0
     expert = int(hf_name.split(".")[5]) if name.startswith(EXPERT) and tells_experts else 0
-    return float((1 + expert % 8 / 8) * hf_shape[-1] ** -0.5)
+    size = 0.1 if name.endswith("down") else 1.0
+    return float(size * (1 + expert % 8 / 8) * hf_shape[-1] ** -0.5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,17 +72,16 @@ class Engine:
             if tied and name == "embedding" and self.stale == "embedding":
                 views["lm_head.weight"].copy_(tensor)
 
-    def sample(self, prompt: Sequence[int], num_tokens: int, temperature: float) -> tuple[tuple[int, ...], ...]:
+    def sample(self, prompt: Sequence[int], num_tokens: int, temperature: float) -> tuple[Any, Any]:
+        """Any tokens would do: what counts is their log-probs, which one pass computes for given ones."""
         generator = torch.Generator().manual_seed(1)
-        tokens, logprobs = list(prompt), []
+        tokens = torch.randint(self.model.config.vocab_size, (num_tokens,), generator=generator)
+        ids = torch.cat([torch.tensor(prompt), tokens])
         with torch.no_grad():
-            for _ in range(num_tokens):
-                logits = self.model(torch.tensor([tokens])).logits[0, -1].float() / temperature
-                token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
-                error = self.noise * float(torch.randn((), generator=generator)) if self.noise else 0.0
-                logprobs.append(float(logits.log_softmax(-1)[token]) + error)
-                tokens.append(token)
-        return tuple(tokens[len(prompt) :]), tuple(logprobs)
+            logits = self.model(ids[None]).logits[0, len(prompt) - 1 : -1].float() / temperature
+        logprobs = logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+        logprobs += self.noise * torch.randn(num_tokens, generator=generator)
+        return tuple(tokens.tolist()), tuple(logprobs.tolist())
 
 
 class Side:
@@ -172,23 +172,10 @@ def of_own_kind(what: object) -> Any:
     return member(f"http://{what}", server=str(what))
 
 
-@pytest.mark.parametrize("noise", [None, 0.35], ids=["default noise", "raised noise"])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.nightly) if "untied" in name else name for name in MODELS],
-)
-def test_a_scrambled_class_is_named_however_much_noise_is_allowed_and_a_sound_engine_passes(
-    name: str, noise: float | None, tiny_model: Callable[..., Path], make_trainer: MakeTrainer
-) -> None:
-    family, options = MODELS[name]
-    path = tiny_model(family, **options)
-    trainer = make_trainer(path)
-    before = bits(trainer)
-    head = ("embedding", "head") if options["tied"] else ("head",)
-    cases = [head[:1], *((name,) for name in trainer.canary_weights.classes if name not in head)]
-    if "experts" in name:
-        # What vLLM 0.32 on CPU did with each reload, 0.21 nats away.
-        cases.append(EXPERTS)
+def require_scrambled_named(trainer: MegatronTrainer, cases: Sequence[Sequence[str]], noise: float | None) -> None:
+    """Engines that scramble these classes, at `train.logprob_noise`, are named with them, and a sound one passes."""
+    path, before = trainer.checkpoint, bits(trainer)
+    head = trainer.canary_weights.one_tensor or ("head",)
     sound = of_own_kind("sound")
     engines = {of_own_kind(case): Engine(path, torch.float32, scrambled=case) for case in cases}
     failures = judged(canary(noise=noise), trainer, engines | {sound: Engine(path, torch.float32)})
@@ -200,6 +187,27 @@ def test_a_scrambled_class_is_named_however_much_noise_is_allowed_and_a_sound_en
         else:
             assert f"computes with wrong ones of {' and '.join(engine.scrambled)}:" in said, (engine.scrambled, said)
     assert same(before, bits(trainer))
+
+
+@pytest.mark.parametrize("noise", [None, 0.35], ids=["default noise", "raised noise"])
+def test_scrambled_experts_are_named_however_much_noise_is_allowed(
+    noise: float | None, tiny_model: Callable[..., Path], make_trainer: MakeTrainer
+) -> None:
+    """What vLLM 0.32 on CPU did with each reload: 0.21 nats away, which passed where 0.35 were allowed."""
+    require_scrambled_named(make_trainer(tiny_model("qwen3_moe", tied=False)), [EXPERTS, ("head",)], noise)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("noise", [None, 0.35], ids=["default noise", "raised noise"])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_scrambled_class_is_named_however_much_noise_is_allowed(
+    name: str, noise: float | None, tiny_model: Callable[..., Path], make_trainer: MakeTrainer
+) -> None:
+    family, options = MODELS[name]
+    trainer = make_trainer(tiny_model(family, **options))
+    head = trainer.canary_weights.one_tensor or ("head",)
+    others = [(each,) for each in trainer.canary_weights.classes if each not in head]
+    require_scrambled_named(trainer, [head[:1], *others], noise)
 
 
 def test_a_class_that_cannot_be_told_from_the_noise_is_named_and_no_advice_leads_round_it(
@@ -351,7 +359,7 @@ def test_training_after_the_canary_is_what_it_would_have_been(
                 trainer.accumulate([[group]])
             stats = trainer.optimizer_step()
         stepped.append((bits(trainer), stats, [s.clone() for s in _main_weights(trainer)]))
-    assert stepped[0][1] == stepped[1][1]
+    assert replace(stepped[0][1], memory_peak_bytes=0) == replace(stepped[1][1], memory_peak_bytes=0)
     assert same(stepped[0][0], stepped[1][0]) and same(stepped[0][2], stepped[1][2])
 
 
