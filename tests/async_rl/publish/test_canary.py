@@ -103,7 +103,7 @@ def test_a_pool_that_fails_the_canary_as_a_whole_ends_the_publish_with_the_class
 def test_one_that_no_stale_copy_explains_is_asked_again_alone_with_constant_classes(
     start_receivers_once: Callable[..., list[Any]], publishing: Publishing
 ) -> None:
-    sound, broken = start_receivers_once({}, {"shift": 5.0, "server": "0.33.0"})
+    sound, broken = start_receivers_once({}, {"shift": -5.0, "server": "0.33.0"})
     publisher, pool = publishing.make(sound, broken, canary=make_canary(), probe_tokens=0)
     trainer = ScriptedTrainer()
     assert publisher.publish("run-0", SPECS, trainer.stream, canary_trainer=trainer).instances == (sound.url,)
