@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from async_rl.errors import ConfigError, FleetLost, ProcessFailed
 from async_rl.programs.error_text import error_text
-from async_rl.programs.extras import require_extras
+from async_rl.programs.extras import SERVES_WITH, require_extras
 from async_rl.programs.failure_report import report_failure
 from async_rl.programs.loading import loading
 from inference_service.options import TOKEN_VARIABLE, Options, parse_options, require_checkpoint
@@ -37,8 +37,8 @@ def main() -> int:
         if options.engine == "transformers":
             require_extras("async-rl serve", "serve")
         if options.check:
-            if options.engine == "vllm":
-                find_vllm(options.device)
+            engine = f"vLLM {find_vllm(options.device)}" if options.engine == "vllm" else "transformers"
+            print(f"{SERVES_WITH} {engine}", flush=True)
             return 0
         listener = _bind(options)
         if options.engine == "vllm":

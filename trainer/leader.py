@@ -23,7 +23,7 @@ from async_rl.fleet.follower import FleetFollower
 from async_rl.fleet.server import FleetServer
 from async_rl.gateway.programs import make_program
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.proof.gap_limits import noise_limits
+from async_rl.proof.gap_limits import noise_limits, noise_scale
 from async_rl.publish.admission import Admission
 from async_rl.publish.canary import Canary
 from async_rl.publish.probe import Probe
@@ -196,8 +196,15 @@ class Leader:
         snapshots = admission = probe = canary = None
         if config.publish.canary != "off":
             noise, dtype = noise_limits(config.train, config.model.dtype).noise, config.model.dtype
-            exact = config.train.exact
-            canary = Canary(config.publish, config.rollout, probe_prompt.token_ids, noise, dtype, exact=exact)
+            canary = Canary(
+                config.publish,
+                config.rollout,
+                probe_prompt.token_ids,
+                noise,
+                dtype,
+                rounding=noise_scale(dtype),
+                exact=config.train.exact,
+            )
         if config.publish.snapshot_dir is not None:
             snapshots = SnapshotStore(config.publish.snapshot_dir, run_id)
             self._closing.callback(snapshots.close)

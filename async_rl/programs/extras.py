@@ -9,6 +9,9 @@ from importlib.util import find_spec
 
 from async_rl.errors import ConfigError
 
+SERVES_WITH = "this Python serves with"
+"""Begins the line by which `python -m inference_service --check` answers: a program that is no Python prints none."""
+
 MODULES = {
     "trainer": (
         "fastapi",

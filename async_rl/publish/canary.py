@@ -3,14 +3,20 @@
 Before the first batch the publisher sends a copy of the weights in which every class (embedding, head, each norm, q,
 k, v, ...) is changed, and samples tokens from the instances. The trainer computes these tokens' log-probs under the
 same weights, and under those in which one class is unchanged: the result of an engine with a stale copy of that class.
-An engine passes if it is nearer to the first than to any of the others, and otherwise is named with the nearest class.
+An engine whose log-probs differ from the first by more than rounding passes only if every class, left unchanged, moves
+them by far more; how much noise the run allows does not matter. One that is near to another is named with that class.
+
+Of one that is near to none the class is found by further publishes to it alone, in which classes are constant: a
+constant tensor is right in whatever order or place it is loaded, so the engine agrees once the wrong ones are constant.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from async_rl.config.pool_section import PublishSection
@@ -33,8 +39,14 @@ In exact mode each process is of its own kind: what bits it computes also depend
 Samples = Sequence[tuple[tuple[int, ...], tuple[float, ...]]]
 """(tokens, log-probs) of each response."""
 
+Sample = Callable[[Sequence[Member]], Mapping[Member, Samples]]
+"""Publishes the trainer's weights as they are to these instances, and samples from them; without those that fail."""
+
 ALL_STRENGTHS = 3
 """The largest strength of a class's change; 1 is the smallest."""
+
+CONSTANT = -1
+"""In place of a strength: all values of a tensor are the same."""
 
 NUM_TOKENS = 64
 """Sampled from each instance: enough that a few tokens with a different MoE routing are not decisive."""
@@ -48,10 +60,15 @@ VISIBLE = 6.0
 MARGIN = 1.5
 """Factor by which a class must be more visible on the prompt's tokens, as it may be less so on sampled ones."""
 
-CLEARLY = 2.0
+CLEARLY = 4.0
 """An engine's log-probs are clearly nearer to one set than to another if the distance is this many times smaller."""
 
+DISTINCT = 3.0
+"""A class shows that an engine has it right if leaving it out would move log-probs by this many times the distance from
+the expected ones. A tensor that is loaded in a wrong order moves them at least as much as one that is left out."""
+
 EVERYTHING = "every tensor"
+UNCLEAR = "unclear"
 SEED = 0
 
 
@@ -59,12 +76,15 @@ class CanaryTrainer(Protocol):
     """The trainer as the canary uses it: between two batches, from the main thread of the main rank."""
 
     @property
-    def classes(self) -> Sequence[str]: ...
+    def classes(self) -> Sequence[str]:
+        """In an order in which the later ones still show in log-probs where the earlier ones are constant."""
+        ...
+
     @property
     def one_tensor(self) -> Sequence[str]: ...
 
     def change(self, strengths: Mapping[str, int]) -> None:
-        """Changes classes of the weights, each by its strength; the classes left out have their true values."""
+        """Changes classes of the weights, by a strength or to `CONSTANT`; those left out have their true values."""
         ...
 
     def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -86,17 +106,21 @@ class Canary:
         noise: float,
         dtype: str,
         *,
+        rounding: float | None = None,
         exact: bool = False,
     ) -> None:
         """Args:
-        noise: RMS of log-prob differences of correct engines, see `gap_limits.NoiseLimits`.
+        noise: RMS of log-prob differences of correct engines, see `gap_limits.NoiseLimits`. Classes are changed
+            by enough to be visible beside it.
         dtype: of the published weights.
+        rounding: RMS of the differences that rounding explains, `gap_limits.noise_scale`; `noise` by default.
         exact: whether log-probs must be equal.
         """
         self._is_always = config.canary == "always"
         self._timeout_s = config.timeout_s
         self._prompt = list(prompt_token_ids)[:MAX_PROMPT_TOKENS]
         self._noise = noise
+        self._rounding = noise if rounding is None else min(noise, rounding)
         self._dtype = dtype
         self._exact = exact
         self._passed: set[Kind] = set()
@@ -146,7 +170,9 @@ class Canary:
         yield
         trainer.change({})
 
-    def judge(self, answers: Mapping[Member, Samples], trainer: CanaryTrainer) -> dict[Member, InstanceError]:
+    def judge(
+        self, answers: Mapping[Member, Samples], trainer: CanaryTrainer, sample: Sample
+    ) -> dict[Member, InstanceError]:
         """Errors of the instances that do not compute with the weights sent. Notes the kinds of those that do."""
         responses = list(dict.fromkeys(tokens for samples in answers.values() for tokens, _ in samples))
         if not responses:
@@ -155,14 +181,25 @@ class Canary:
             name: dict(zip(responses, self._score(trainer, left_out, responses), strict=True))
             for name, left_out in (("", ()), *self._signatures(trainer).items())
         }
-        self._warn_of_hidden(scores)
         failures: dict[Member, InstanceError] = {}
+        apart = [(name,) for name in trainer.classes if name not in trainer.one_tensor]
+        units = apart + ([tuple(trainer.one_tensor)] if trainer.one_tensor else [])
+        wrong: dict[Kind, tuple[str, ...]] = {}
         for member, samples in answers.items():
-            problem = self._problem(samples, scores)
+            found, kind = _compare(samples, scores), self.kinds[member]
+            problem = self._problem(found)
+            if problem == UNCLEAR:
+                # Engines of a kind load in the same way, so one of them tells what the others do.
+                if kind not in wrong:
+                    wrong[kind] = self._locate(member, found.own, units, trainer, sample)
+                problem = self._unclear(found, wrong[kind], units)
             if problem is not None:
                 failures[member] = InstanceError(f"instance {member.url} {problem}")
-            else:
-                log.info("canary: %s (%s) computes with the weights it receives", member.url, self.kinds[member])
+                continue
+            log.info("canary: %s (%s) computes with the weights it receives", member.url, kind)
+            if hidden := found.hidden:
+                text = "canary: the tokens sampled from %s cannot show whether it takes over %s"
+                log.warning(text, member.url, ", ".join(hidden))
         passed = {self.kinds[member] for member in answers if member not in failures}
         self._passed |= passed - {self.kinds[member] for member in failures}
         return failures
@@ -206,47 +243,137 @@ class Canary:
                 self._strengths[name] += 1
         trainer.change(self._strengths)
 
-    def _problem(self, samples: Samples, scores: Mapping[str, Mapping[tuple[int, ...], list[float]]]) -> str | None:
-        """Why an instance's log-probs fail the check, or None."""
-        answered = [logprob for _, logprobs in samples for logprob in logprobs]
-        expected, *others = ([lp for tokens, _ in samples for lp in scores[name][tokens]] for name in scores)
-        own = _distance(answered, expected)
-        if not math.isfinite(own):
+    def _problem(self, found: "_Comparison") -> str | None:
+        """Why an instance's log-probs fail the check, None if they pass, `UNCLEAR` if only a search can tell."""
+        if not math.isfinite(found.own):
             return "answers with log-probs that are no finite numbers"
-        if self._exact and own > 0:
-            return (
-                f"answers with log-probs {own:.3g} nats per token from those of the weights it was sent, and "
-                "train.exact allows no difference: start it with --exact, on the trainer's kind of processor and "
-                "release of torch"
-            )
-        names = [name for name in scores if name]
-        distances = {name: _distance(answered, other) for name, other in zip(names, others, strict=True)}
-        visible = [name for name, other in zip(names, others, strict=True) if self._is_visible(other, expected)]
-        nearest = min(names, key=distances.__getitem__)
-        distance = distances[nearest]
-        is_stale = CLEARLY * distance < own
-        if own <= self._noise or (not is_stale and all(CLEARLY * own < distances[name] for name in visible)):
+        if found.own <= self._rounding or (not found.is_stale and not found.hidden):
+            if self._exact and found.own > 0:
+                return (
+                    f"answers with log-probs {found.own:.3g} nats per token from those of the weights it was sent, and "
+                    "train.exact allows no difference: start it with --exact, on the trainer's kind of processor and "
+                    "release of torch"
+                )
             return None
-        figures = f"{own:.3g} nats per token from the weights it was sent, {distance:.3g} from those with"
-        if is_stale:
-            return (
-                f"received the weights, but computes with a stale copy of {nearest}: its log-probs are {figures} "
-                f"{nearest} as before; its loader does not put that tensor where it is used"
-            )
+        if not found.is_stale:
+            return UNCLEAR
+        nearest = found.nearest
         return (
-            f"does not clearly compute with the weights it was sent: its log-probs are {figures} {nearest} as before; "
-            "check its dtype and engine options, or set train.logprob_noise if it is meant to be so noisy"
+            f"received the weights, but computes with a stale copy of {nearest}: its log-probs are {found.own:.3g} "
+            f"nats per token from the weights it was sent, {found.distances[nearest]:.3g} from those with {nearest} "
+            "as before; its loader does not put that tensor where it is used"
         )
 
-    def _warn_of_hidden(self, scores: Mapping[str, Mapping[tuple[int, ...], list[float]]]) -> None:
-        """Logs the classes that the sampled tokens, all together, cannot check."""
-        flat = {name: [lp for logprobs in scored.values() for lp in logprobs] for name, scored in scores.items()}
-        hidden = [name for name, other in flat.items() if name and not self._is_visible(other, flat[""])]
-        if hidden:
-            log.warning("canary: the tokens sampled cannot show whether engines take over %s", ", ".join(hidden))
+    def _unclear(self, found: "_Comparison", wrong: Sequence[str], units: Sequence[Sequence[str]]) -> str:
+        """The text for an instance that computes with neither the weights sent nor a stale copy of a class.
 
-    def _is_visible(self, other: Sequence[float], expected: Sequence[float]) -> bool:
-        return _distance(other, expected) >= VISIBLE * self._noise
+        Args:
+            wrong: what `_locate` found in `units`.
+        """
+        own = f"its log-probs are {found.own:.3g} nats per token from the weights it was sent"
+        loader = "its loader puts these tensors in another order or place than its kernels expect"
+        if wrong and wrong != units[-1]:
+            return (
+                f"received the weights, but computes with wrong ones of {' and '.join(wrong)}: {own}, and agree if all "
+                f"values of these tensors are equal; {loader}"
+            )
+        text = f"does not clearly compute with the weights it was sent: {own}"
+        if wrong:
+            others = "its dtype, temperature or engine options are others than the trainer's"
+            text += f", and equal values of no other class than {' and '.join(wrong)} mend that; {loader}, or {others}"
+        if found.own > self._noise:
+            return f"{text}; if it is meant to be so noisy (quantised), set train.logprob_noise to the noise's RMS"
+        weakest = min(found.hidden, key=found.effects.__getitem__)
+        effect = found.effects[weakest]
+        return (
+            f"{text}. train.logprob_noise = {self._noise:g} allows so much noise, but then nothing shows whether it "
+            f"takes over {', '.join(found.hidden)}: {weakest} left as it was would move log-probs by {effect:.3g} nats "
+            f"per token, so that the noise must be below {effect / DISTINCT:.2g}; use an engine that computes in "
+            "model.dtype, or do without this proof (publish.canary = 'off')"
+        )
+
+    def _locate(
+        self,
+        member: Member,
+        own: float,
+        units: Sequence[tuple[str, ...]],
+        trainer: CanaryTrainer,
+        sample: Sample,
+    ) -> tuple[str, ...]:
+        """The classes that the engine has wrong, found by publishes to it alone; none if it is lost meanwhile.
+
+        Makes the first units constant, as few as mend the log-probs: the last of these is wrong. Then the last ones of
+        these, as few as mend them: the first of these is wrong too, and nothing outside is.
+        """
+
+        def agrees(units: Sequence[tuple[str, ...]]) -> bool:
+            constant = [name for unit in units for name in unit]
+            trainer.change(self._strengths | dict.fromkeys(constant, CONSTANT))
+            samples = sample([member]).get(member)
+            if samples is None:
+                raise _Lost
+            expected = trainer.score(self._prompt, [tokens for tokens, _ in samples])
+            distance = _distance(_flat(logprobs for _, logprobs in samples), _flat(expected))
+            log.info("canary: %s with constant %s: %.3g nats per token", member.url, ", ".join(constant), distance)
+            return distance <= min(self._rounding, own / CLEARLY)
+
+        num_judged = len(units) - 1
+        try:
+            # The last unit has the head: constant, that hides everything.
+            last = bisect_left(range(num_judged), True, key=lambda end: agrees(units[: end + 1]))
+            if last == num_judged:
+                return units[last]
+            first = last - bisect_left(range(last), True, key=lambda size: agrees(units[last - size : last + 1]))
+        except _Lost:
+            log.warning("canary: %s was lost in the search for the class that it has wrong", member.url)
+            return ()
+        return tuple(name for unit in units[first : last + 1] for name in unit)
+
+
+class _Lost(Exception):
+    """An instance failed while it was searched for the class that it has wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Distances of an engine's log-probs, in nats per token. A signature is a class, or several, left as they were."""
+
+    own: float
+    """From those of the weights sent."""
+
+    effects: Mapping[str, float]
+    """By signature: how far its log-probs are from those of the weights sent, by the trainer alone."""
+
+    distances: Mapping[str, float]
+    """By signature: from its log-probs."""
+
+    @property
+    def nearest(self) -> str:
+        return min(self.distances, key=self.distances.__getitem__)
+
+    @property
+    def is_stale(self) -> bool:
+        return CLEARLY * self.distances[self.nearest] < self.own
+
+    @property
+    def hidden(self) -> list[str]:
+        """Signatures too weak to show that this engine does not have them."""
+        return [name for name, effect in self.effects.items() if not effect > DISTINCT * self.own]
+
+
+def _compare(samples: Samples, scores: Mapping[str, Mapping[tuple[int, ...], list[float]]]) -> _Comparison:
+    answered = _flat(logprobs for _, logprobs in samples)
+    scored = {name: _flat(scores[name][tokens] for tokens, _ in samples) for name in scores}
+    expected = scored.pop("")
+    return _Comparison(
+        _distance(answered, expected),
+        {name: _distance(other, expected) for name, other in scored.items()},
+        {name: _distance(answered, other) for name, other in scored.items()},
+    )
+
+
+def _flat(logprobs: Iterable[Sequence[float]]) -> list[float]:
+    return [lp for each in logprobs for lp in each]
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ incomplete stream.
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any, TypeVar
 
 from async_rl.config.pool_section import PublishSection
@@ -30,7 +31,7 @@ from async_rl.pool.member import Member
 from async_rl.pool.membership import BootId
 from async_rl.publish.admission import Admission, Offer
 from async_rl.publish.broadcast import Broadcast
-from async_rl.publish.canary import Canary, CanaryTrainer
+from async_rl.publish.canary import Canary, CanaryTrainer, Samples
 from async_rl.publish.instance_calls import InstanceCalls
 from async_rl.publish.instance_update import announcement, put_in_service, receive
 from async_rl.publish.probe import Probe, Score
@@ -219,15 +220,21 @@ class Publisher:
     ) -> list[Member]:
         """Those of `members` that may serve; the others did not compute with the changed weights."""
         due = [member for member, is_due in self._ask(members, canary.due).items() if is_due]
+        timeout_s, numbers = self._config.timeout_s, count(1)
+
+        def sample(among: Sequence[Member]) -> dict[Member, Samples]:
+            """What they sample from the trainer's weights as these are now."""
+            trial = f"{version}-canary-{next(numbers)}"
+            offer, among = self._move(among, trial, specs, make_stream)
+            if offer is None:
+                return {}
+            fingerprint = offer.fingerprint
+            self._ask(among, lambda member: put_in_service(member.client, fingerprint, trial, timeout_s))
+            return self._ask(self._remaining(among), lambda member: canary.ask(member.client, trial))
+
         if due:
-            trial, timeout_s = f"{version}-canary", self._config.timeout_s
             with canary.changed(trainer):
-                offer, due = self._move(due, trial, specs, make_stream)
-                if offer is not None:
-                    fingerprint = offer.fingerprint
-                    self._ask(due, lambda member: put_in_service(member.client, fingerprint, trial, timeout_s))
-                    answers = self._ask(self._remaining(due), lambda member: canary.ask(member.client, trial))
-                    self._drop(canary.judge(answers, trainer))
+                self._drop(canary.judge(sample(due), trainer, sample))
         return self._remaining(members)
 
     def _move(

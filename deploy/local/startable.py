@@ -1,5 +1,6 @@
 """What `async-rl run` checks right before it starts a config's processes, and `async-rl check` without starting any."""
 
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from async_rl.errors import ConfigError
 from async_rl.net.free_ports import free_ports
 from async_rl.net.listener import listen
 from async_rl.preflight import require_sound
-from async_rl.programs.extras import require_extras
+from async_rl.programs.extras import SERVES_WITH, require_extras
 from deploy.cluster.process import Process
 from deploy.local.machine import this_machine
 from deploy.local.plan import Plan, num_ports, plan
@@ -20,6 +21,9 @@ HOW_TO_GET_VLLM = (
     "give the Python of an environment with vLLM; `make vllm` in a checkout of async-rl makes .venv-vllm/bin/python, "
     "for CPU"
 )
+
+CHECK_TIMEOUT_S = 120.0
+"""A Python that looks up its packages takes a second; on a busy machine with a slow disk far more."""
 
 
 def make_plan(config_path: Path, config: Config, overrides: Sequence[str]) -> Plan:
@@ -80,10 +84,22 @@ def require_engine(config: Config, instance: Process) -> None:
         return  # The launcher's own interpreter, whose extras were checked.
     separator = instance.argv.index("--") if "--" in instance.argv else len(instance.argv)
     argv = [*instance.argv[:separator], "--check", *instance.argv[separator:]]
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    what = f"inference.engine is {config.inference.engine!r} with inference.python = {python!r}, which"
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=CHECK_TIMEOUT_S
+        )
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be started ({error.strerror}): {HOW_TO_GET_VLLM}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{what} did not say within {CHECK_TIMEOUT_S:g} s whether it can serve: {HOW_TO_GET_VLLM}"
+        ) from error
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it says nothing"]
+        raise ConfigError(f"{what} cannot serve: {said[0].removeprefix('inference_service: ')}")
+    if not any(line.startswith(SERVES_WITH) for line in done.stdout.splitlines()):
         raise ConfigError(
-            f"inference.engine is {config.inference.engine!r} with inference.python = {python!r}, which cannot serve: "
-            f"{said[0].removeprefix('inference_service: ')}"
+            f"{what} is no Python with async-rl's inference_service: `{shlex.join(argv)}` ended well, but without the "
+            f"line {SERVES_WITH + ' ...'!r}; {HOW_TO_GET_VLLM}"
         )

@@ -24,6 +24,7 @@ CAUSES = {
 """Names of faults by those of `trainer.verify.diagnosis`."""
 
 STALE_COPY = re.compile(r"computes with a stale copy of ([^:]+):")
+WRONG_COPY = re.compile(r"computes with wrong ones of ([^:]+):")
 OTHER_DTYPE = re.compile(r"has dtype '\w+', the model expects '\w+'")
 """In the reasons that a publish gives: of the canary, and of an instance that refuses the tensors."""
 
@@ -76,7 +77,9 @@ def _cause(url: str, why: str, found: Found) -> str:
     if OTHER_DTYPE.search(why):
         return CAUSES["dtype"]
     diagnosis = (found.get(url) or {}).get("diagnosis") or {}
-    return CAUSES[diagnosis["cause"]] if diagnosis.get("cause") else CAUSES["weights"]
+    if diagnosis.get("cause"):
+        return CAUSES[diagnosis["cause"]]
+    return f"wrong {match[1]}" if (match := WRONG_COPY.search(why)) else CAUSES["weights"]
 
 
 def _judge(url: str, figures: Mapping[str, Any] | None, takes_first: bool) -> list[Finding]:

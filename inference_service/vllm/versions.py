@@ -29,6 +29,9 @@ class VllmRelease:
 
     number: tuple[int, int]
 
+    def __str__(self) -> str:
+        return _text(self.number)
+
     @property
     def has_scale_out(self) -> bool:
         return self.number >= FIRST_WITH_SCALE_OUT

@@ -5,9 +5,11 @@ The files are in the order in which the server `vllm` can pass them: it is fresh
 
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -23,6 +25,7 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_TIMEOUT_S = 600.0
 """Twenty seconds on a quiet machine; more than four minutes were seen on a busy one."""
 TOKEN = "s3cret"
+StartVllm = Callable[[], AbstractContextManager[Instance]]
 NO_REUSE = httpx.Limits(max_keepalive_connections=0)
 """vLLM closes a connection after an answer of 500 without saying so in its headers."""
 
@@ -40,9 +43,22 @@ def vllm_model(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm(vllm_python: str, vllm_model: Path) -> Iterator[Instance]:
-    """The server; it asks for TOKEN, which `client` sends."""
-    with running_vllm(vllm_python, vllm_model) as instance:
+def vllm_tmpdir() -> Iterator[Path]:
+    """TMPDIR of the servers: short enough for the sockets below it."""
+    with tempfile.TemporaryDirectory(prefix="vllm-", dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="session")
+def start_vllm(vllm_python: str, vllm_model: Path, vllm_tmpdir: Path) -> StartVllm:
+    """Starts a server that asks for TOKEN, which `client` sends."""
+    return partial(running_vllm, vllm_python, vllm_model, vllm_tmpdir)
+
+
+@pytest.fixture(scope="session")
+def vllm(start_vllm: StartVllm) -> Iterator[Instance]:
+    """The server that these tests share."""
+    with start_vllm() as instance:
         yield instance
 
 
@@ -119,11 +135,11 @@ BY_HAND_ENVIRONMENT = {
 
 
 @contextmanager
-def running_vllm(python: str, model: Path) -> Iterator[Instance]:
+def running_vllm(python: str, model: Path, tmpdir: Path) -> Iterator[Instance]:
     process = launch(
         *("--engine", "vllm", "--model", str(model), "--port", "0", "--served-model-name", "tiny"),
         *("--max-concurrency", "8"),
-        env={"ASYNC_RL_TOKEN": TOKEN},
+        env={"ASYNC_RL_TOKEN": TOKEN, "TMPDIR": str(tmpdir)},
         python=python,
     )
     try:

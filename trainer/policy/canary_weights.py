@@ -4,39 +4,47 @@ A weight is changed by flipping one of its bits, so a second flip restores it, b
 depends only on the requested strength, so ranks need no coordination: every layout of the model, and every replica,
 changes the same weights in the same way. About half of them grow and half shrink, depending on their own bits, so that
 no class is merely scaled, which a following norm or softmax would undo.
+
+Constant tensors, which a search for a wrong class needs, are the exception: the true ones are kept on the host.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from async_rl.publish.canary import ALL_STRENGTHS
+from async_rl.publish.canary import ALL_STRENGTHS, CONSTANT
 from trainer.hf.weight_map import Fusion, Layout, tied_head, weight_map
 from trainer.model.gpt import SharedPromptGPT
 
-HEAD, EMBEDDING = "head", "embedding"
+HEAD, EMBEDDING, ROUTER, EXPERT = "head", "embedding", "router", "expert "
 CLASS_OF = {
-    "model.embed_tokens.weight": EMBEDDING,
-    "lm_head.weight": HEAD,
-    "model.norm.weight": "final norm",
-    "input_layernorm.weight": "input norm",
-    "post_attention_layernorm.weight": "post-attention norm",
-    "self_attn.q_norm.weight": "q norm",
-    "self_attn.k_norm.weight": "k norm",
     "self_attn.q_proj.weight": "q",
     "self_attn.k_proj.weight": "k",
-    "self_attn.v_proj.weight": "v",
-    "self_attn.o_proj.weight": "o",
     "self_attn.q_proj.bias": "q bias",
     "self_attn.k_proj.bias": "k bias",
+    "self_attn.q_norm.weight": "q norm",
+    "self_attn.k_norm.weight": "k norm",
+    "self_attn.v_proj.weight": "v",
     "self_attn.v_proj.bias": "v bias",
+    "input_layernorm.weight": "input norm",
+    "self_attn.o_proj.weight": "o",
     "mlp.gate_proj.weight": "gate",
     "mlp.up_proj.weight": "up",
     "mlp.down_proj.weight": "down",
-    "mlp.gate.weight": "router",
+    "mlp.gate.weight": ROUTER,
+    "post_attention_layernorm.weight": "post-attention norm",
+    "model.embed_tokens.weight": EMBEDDING,
+    "model.norm.weight": "final norm",
+    "lm_head.weight": HEAD,
 }
-"""Class of a tensor by the end of its Hugging Face name; classes of experts are prefixed with "expert"."""
+"""Class of a tensor by the end of its Hugging Face name; classes of experts are prefixed with `EXPERT`.
+
+In the order of `CanaryTrainer.classes`: a constant o hides attention, so it comes after all of that; a constant
+embedding makes all positions alike, which hides attention too; a constant head hides everything.
+"""
+
+ORDER = tuple(CLASS_OF.values())
 
 MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7}
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -51,8 +59,24 @@ def class_of(hf_name: str) -> str:
         return CLASS_OF[hf_name]
     within_layer = hf_name.split(".", 3)[3]
     if within_layer.startswith("mlp.experts."):
-        return "expert " + CLASS_OF["mlp." + within_layer.split(".", 3)[3]]
+        return EXPERT + CLASS_OF["mlp." + within_layer.split(".", 3)[3]]
     return CLASS_OF[within_layer]
+
+
+def constant_of(hf_name: str, hf_shape: tuple[int, ...], *, tells_experts: bool) -> float:
+    """The value that a constant tensor has, whatever the layout of the ranks: its outputs are of a usual size, but what
+    it adds to the residual stream is small or nothing, since that is the same in all places, and would hide the rest.
+
+    With `tells_experts` neighbouring experts have different ones, so that the router's choice shows.
+    """
+    name = class_of(hf_name)
+    if name.endswith("norm"):
+        return 1.0
+    if name == "o":
+        return 0.0
+    expert = int(hf_name.split(".")[5]) if name.startswith(EXPERT) and tells_experts else 0
+    size = 0.1 if name.endswith("down") else 1.0
+    return float(size * (1 + expert % 8 / 8) * hf_shape[-1] ** -0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +85,7 @@ class _Parameter:
 
     bits: torch.Tensor
     fusion: Fusion
+    hf_shapes: Mapping[str, tuple[int, ...]]
     classes: tuple[str, ...]
     first: tuple[int, ...]
     is_zero: tuple[bool, ...]
@@ -74,34 +99,64 @@ class CanaryWeights:
         self._dtype = next(model.parameters()).dtype
         self._strengths: dict[str, int] = {}
         self._parameters: list[_Parameter] | None = None
-        names = [name for entry in weight_map(model.shape) for name in entry.hf_shapes]
-        self.classes: tuple[str, ...] = tuple(dict.fromkeys(map(class_of, names))) + (HEAD,) * model.shape.tied
+        self._true: dict[int, torch.Tensor] = {}
+        """The bits of each parameter that has constant parts, by its index, on the host."""
+        names = {class_of(name) for entry in weight_map(model.shape) for name in entry.hf_shapes}
+        self.classes: tuple[str, ...] = tuple(sorted(names | ({HEAD} if model.shape.tied else set()), key=_place))
         """All classes of the model, the same on every rank."""
         self.one_tensor: tuple[str, ...] = (EMBEDDING, HEAD) if model.shape.tied else ()
         """Classes that are published as one tensor, but may be two copies in an engine."""
 
     def change(self, strengths: Mapping[str, int]) -> None:
-        """Sets every class to its strength, 1 to `ALL_STRENGTHS`; classes left out get their true weights."""
+        """Sets every class to its strength, 1 to `ALL_STRENGTHS`, or makes its tensors `CONSTANT`; classes left out get
+        their true weights."""
         if self._parameters is None:
             self._parameters = self._read_parameters()
-        for parameter in self._parameters:
-            masks = [
-                self._mask(self._strengths.get(name, 0), zero) ^ self._mask(strengths.get(name, 0), zero)
-                for name, zero in zip(parameter.classes, parameter.is_zero, strict=True)
-            ]
-            _flip(parameter, masks)
+        for index, parameter in enumerate(self._parameters):
+            before, after = (
+                [these.get(name, 0) for name in parameter.classes] for these in (self._strengths, strengths)
+            )
+            if CONSTANT in before:
+                self._put_back(index)
+                before = [0] * len(before)
+            if CONSTANT in after:
+                _flip(parameter, self._masks(parameter, before))
+                self._true[index] = parameter.bits.to("cpu", copy=True)
+                self._set_constant(parameter, after, strengths)
+            else:
+                flips = zip(self._masks(parameter, before), self._masks(parameter, after), strict=True)
+                _flip(parameter, [a ^ b for a, b in flips])
         self._strengths = dict(strengths)
         self._set_head()
 
     def restore(self) -> None:
         """Restores the true weights wherever an error or a signal left a change; needs no other rank."""
-        for parameter in self._parameters or ():
+        for index, parameter in enumerate(self._parameters or ()):
+            self._put_back(index)
             now = _first_bits(parameter.bits, parameter.fusion)
             _flip(parameter, [a ^ b for a, b in zip(now, parameter.first, strict=True)])
         # Read again next time: training changes the weights until then.
         self._parameters = None
         self._strengths = {}
         self._model.other_head = None
+
+    def _put_back(self, index: int) -> None:
+        """Restores a parameter with constant parts; a signal finds it constant and kept, or true."""
+        assert self._parameters is not None
+        if index in self._true:
+            self._parameters[index].bits.copy_(self._true[index])
+            del self._true[index]
+
+    def _set_constant(self, parameter: _Parameter, strengths: Sequence[int], of_all: Mapping[str, int]) -> None:
+        """Changes a true parameter, of which parts become constant, in one operation."""
+        tells_experts = of_all.get(ROUTER) != CONSTANT
+        parts = parameter.fusion.split(parameter.bits)
+        changed = []
+        masks = self._masks(parameter, strengths)
+        for part, strength, mask, hf in zip(parts, strengths, masks, parameter.hf_shapes.items(), strict=True):
+            value = self._bits_of(constant_of(*hf, tells_experts=tells_experts))
+            changed.append(torch.full_like(part, value) if strength == CONSTANT else part ^ mask)
+        parameter.bits.copy_(parameter.fusion.merge(changed))
 
     def _read_parameters(self) -> list[_Parameter]:
         model = self._model
@@ -115,7 +170,8 @@ class CanaryWeights:
                 parts = entry.fusion.split(bits)
                 classes = (HEAD,) if entry is head else tuple(map(class_of, entry.hf_shapes))
                 is_zero = tuple(not bool(part.any()) for part in parts)
-                found.append(_Parameter(bits, entry.fusion, classes, _first_bits(bits, entry.fusion), is_zero))
+                first = _first_bits(bits, entry.fusion)
+                found.append(_Parameter(bits, entry.fusion, entry.hf_shapes, classes, first, is_zero))
         return found
 
     def _set_head(self) -> None:
@@ -129,14 +185,25 @@ class CanaryWeights:
             bits = model.shared_embedding_or_output_weight().detach().view(BITS[self._dtype])
             model.other_head = (bits ^ mask).view(self._dtype)
 
+    def _masks(self, parameter: _Parameter, strengths: Sequence[int]) -> list[int]:
+        return [self._mask(*each) for each in zip(strengths, parameter.is_zero, strict=True)]
+
+    def _bits_of(self, value: float) -> int:
+        return int(torch.tensor(value, dtype=self._dtype).view(BITS[self._dtype]))
+
     def _mask(self, strength: int, is_zero: bool) -> int:
         """The bits that a strength flips: it changes a weight by 12-25%, by 25-50%, or by a factor of 2, up or down."""
-        assert 0 <= strength <= ALL_STRENGTHS, strength
-        if not strength:
+        assert CONSTANT <= strength <= ALL_STRENGTHS, strength
+        if strength in (0, CONSTANT):
             return 0
         if is_zero:
-            return int(torch.tensor(ZERO_VALUES[strength - 1], dtype=self._dtype).view(BITS[self._dtype]))
+            return self._bits_of(ZERO_VALUES[strength - 1])
         return 1 << (MANTISSA_BITS[self._dtype] - 3 + strength)
+
+
+def _place(name: str) -> int:
+    """Of a class in `CanaryTrainer.classes`; experts are there in place of one gate, up and down projection."""
+    return ORDER.index(name.removeprefix(EXPERT))
 
 
 def _flip(parameter: _Parameter, masks: list[int]) -> None:

@@ -100,6 +100,20 @@ def test_a_pool_that_fails_the_canary_as_a_whole_ends_the_publish_with_the_class
 
 
 @pytest.mark.distributed
+def test_one_that_no_stale_copy_explains_is_asked_again_alone_with_constant_classes(
+    start_receivers_once: Callable[..., list[Any]], publishing: Publishing
+) -> None:
+    sound, broken = start_receivers_once({}, {"shift": -5.0, "server": "0.33.0"})
+    publisher, pool = publishing.make(sound, broken, canary=make_canary(), probe_tokens=0)
+    trainer = ScriptedTrainer()
+    assert publisher.publish("run-0", SPECS, trainer.stream, canary_trainer=trainer).instances == (sound.url,)
+    assert "equal values of no other class than q mend that" in str(pool.members[1].reason)
+    # The canary and one search; the canary and the true weights.
+    assert [each.seen()["calls"].count("/update_weights") for each in (broken, sound)] == [2, 2]
+    assert trainer.strengths == {}
+
+
+@pytest.mark.distributed
 def test_in_exact_mode_an_instance_with_any_difference_fails_the_canary(
     start_receivers_once: Callable[..., list[Any]], publishing: Publishing
 ) -> None:
@@ -132,7 +146,7 @@ def test_in_exact_mode_every_process_has_to_pass_the_canary_itself(exact: bool, 
     assert asyncio.run(canary.due(first))
     tokens, logprobs = sample(0, len(PROMPT), 24)
     with canary.changed(trainer):
-        assert not canary.judge({first: [(tuple(tokens), tuple(logprobs))]}, trainer)
+        assert not canary.judge({first: [(tuple(tokens), tuple(logprobs))]}, trainer, lambda members: {})
     assert not asyncio.run(canary.due(first))
     # Nothing that they report says whether they were started with --exact, or which processor they have.
     assert asyncio.run(canary.due(peer)) == is_due

@@ -225,6 +225,15 @@ MISTAKES = {
     "a Python without vLLM": Mistake(
         (*VLLM, "--inference.python", sys.executable), says=("inference.engine is 'vllm'", "this Python has no vLLM")
     ),
+    "a program that is no Python": Mistake(
+        (*VLLM, "--inference.python", "echo"),
+        says=("inference.engine is 'vllm' with inference.python = 'echo', which is no Python with", "make vllm"),
+    ),
+    "a file that is no program": Mistake(
+        (*VLLM, "--inference.python", "./python"),
+        files={"python": "print(1)\n"},
+        says=("inference.python = './python', which cannot be started (Exec format error)", "make vllm"),
+    ),
     "no devices": Mistake(
         ("--trainer.device", "cuda"),
         says=("needs 2 devices: trainer.num_processes = 1", "there are none", "nvidia-smi"),
@@ -233,7 +242,13 @@ MISTAKES = {
     "joining at once without a place": Mistake(("--pool.join", "now"), says=("publish.snapshot_dir is not set",)),
 }
 
-ASKED = ("a Python without vLLM", "no devices", "the embedded engine on an NPU")
+ASKED = (
+    "a Python without vLLM",
+    "a program that is no Python",
+    "a file that is no program",
+    "no devices",
+    "the embedded engine on an NPU",
+)
 """Another program has to be asked whether these are mistakes."""
 
 
@@ -264,6 +279,7 @@ def make(workplace: Path, mistake: Mistake) -> None:
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, errors="surrogateescape")
+            path.chmod(0o755 if name == "python" else 0o644)
 
 
 @pytest.mark.parametrize(

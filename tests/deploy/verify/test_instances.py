@@ -114,6 +114,9 @@ def test_what_log_probs_say_of_an_instance_explains_an_unclear_canary() -> None:
     found = {URL: figures({"cause": "temperature"})}
     assert judge_canary([URL], unclear, found)[0].cause == "wrong temperature"
     assert judge_canary([URL], unclear, {})[0].cause == "other weights"
+    wrong = {URL: "received the weights, but computes with wrong ones of expert up and expert down: its log-probs"}
+    assert judge_canary([URL], wrong, found)[0].cause == "wrong temperature"
+    assert judge_canary([URL], wrong, {})[0].cause == "wrong expert up and expert down"
 
 
 def test_files_that_were_not_written_have_nothing(tmp_path: Any) -> None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,15 +19,20 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.server import FleetServer
 from async_rl.pool.inference_pool import InferencePool
 from inference_service.vllm.command import Command
-from inference_service.vllm.server import VllmProcess
+from inference_service.vllm.scratch import PREFIX, SEGMENTS_FILE, Scratch
+from inference_service.vllm.server import VllmProcess, supervise
 
 pytestmark = pytest.mark.distributed
 
 STAND_IN = """
-import http.server, pathlib, signal, subprocess, sys
+import http.server, multiprocessing.shared_memory, pathlib, signal, subprocess, sys, tempfile, time
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-if sys.argv[2] == "deaf":
+if sys.argv[2] in ("deaf", "loses its engine"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[2] == "litters":
+    tempfile.mkstemp()
+    segment = multiprocessing.shared_memory.SharedMemory(create=True, size=8)
+    pathlib.Path(sys.argv[1]).with_suffix(".segment").write_text(segment.name)
 started = pathlib.Path(sys.argv[1])
 started.with_suffix(".part").write_text(str(worker.pid))
 started.with_suffix(".part").rename(started)
@@ -40,19 +46,29 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[3])), Handler).serve_forever()
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[3])), Handler)
+if sys.argv[2] == "loses its engine":
+    server.handle_request()
+    # As vLLM does while a request waits for the engine.
+    server.server_close()
+    time.sleep(300)
+server.serve_forever()
 """
 
 SUPERVISOR = """
 import logging, os, signal, sys
 from inference_service.registration import Registration
 from inference_service.vllm.command import Command
+from inference_service.vllm.scratch import Scratch
 from inference_service.vllm.server import supervise
 
 logging.basicConfig(level=logging.INFO)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 url, fleet_url, *argv = sys.argv[1:]
-supervise(Command(tuple(argv), os.environ), url, Registration(fleet_url, url, "stand-in") if fleet_url else None)
+registration = Registration(fleet_url, url, "stand-in") if fleet_url else None
+with Scratch(os.environ) as scratch:
+    command = Command(tuple(argv), {**os.environ, "TMPDIR": str(scratch.path)})
+    supervise(command, url, registration, scratch)
 """
 
 
@@ -60,6 +76,12 @@ supervise(Command(tuple(argv), os.environ), url, Registration(fleet_url, url, "s
 def started(tmp_path: Path) -> Path:
     """Is there once the stand-in has started its worker, and holds that one's process id."""
     return tmp_path / "started"
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Scratch]:
+    with Scratch({"TMPDIR": str(tmp_path)}) as scratch:
+        yield scratch
 
 
 @pytest.fixture
@@ -97,10 +119,10 @@ def keep_signal_handlers() -> object:
 
 @pytest.mark.parametrize("how", ["obeys", "deaf"])
 def test_leaving_the_context_ends_the_server_and_its_worker(
-    how: str, command: Callable[[str], Command], started: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, command: Callable[[str], Command], started: Path, scratch: Scratch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inference_service.vllm.server.GRACE_S", 0.5)
-    with VllmProcess(command(how)) as vllm:
+    with VllmProcess(command(how), scratch) as vllm:
         vllm.wait_until(started.exists)
         worker = psutil.Process(int(started.read_text()))
         (server,) = worker.parents()[:1]
@@ -108,13 +130,55 @@ def test_leaving_the_context_ends_the_server_and_its_worker(
 
 
 def test_a_server_that_ends_by_itself_is_an_error_and_leaves_no_worker(
-    command: Callable[[str], Command], started: Path
+    command: Callable[[str], Command], started: Path, scratch: Scratch
 ) -> None:
-    with pytest.raises(ProcessFailed, match="exit code 7"), VllmProcess(command("dies")) as vllm:
+    with pytest.raises(ProcessFailed, match="exit code 7"), VllmProcess(command("dies"), scratch) as vllm:
         wait_until(started.exists)
         worker = psutil.Process(int(started.read_text()))
         vllm.wait_until(lambda: False)
     assert_gone([worker])
+
+
+def test_a_server_that_closes_its_listener_and_hangs_is_killed_soon(
+    command: Callable[[str], Command], started: Path, port: int, scratch: Scratch
+) -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(ProcessFailed, match=r"lost its engine \(it takes no more connections: Connection refused\)"):
+        supervise(command("loses its engine"), f"http://127.0.0.1:{port}", None, scratch)
+    # Far less than the 150 s for which vLLM was seen to hang, and than SIGTERM and its grace would take on top.
+    assert time.monotonic() - begun_s < 30
+    worker = int(started.read_text())
+    wait_until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory has names in /dev/shm on Linux only")
+def test_what_a_killed_vllm_leaves_is_removed_by_the_next_start_and_its_own_at_its_end(
+    command: Callable[[str], Command], started: Path, port: int
+) -> None:
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    arguments = [sys.executable, "-c", SUPERVISOR, f"http://127.0.0.1:{port}", "", *command("litters").argv]
+    env = {**os.environ, "TMPDIR": str(place)}
+    first = subprocess.Popen(arguments, env=env)
+    wait_until(lambda: started.exists() and any(place.glob(f"{PREFIX}*/{SEGMENTS_FILE}")))
+    segment = Path("/dev/shm") / started.with_suffix(".segment").read_text()
+    family = psutil.Process(first.pid).children(recursive=True)
+    # The server before its supervisor, whose end would let it end in order; and what would remove its segments.
+    for process in family:
+        process.kill()
+    first.kill()
+    first.wait()
+    assert_gone(family)
+    (left,) = place.iterdir()
+    assert len(list(left.iterdir())) == 2 and segment.exists()
+    started.unlink()
+    second = subprocess.Popen(arguments, env=env)
+    wait_until(started.exists)
+    assert not left.exists() and not segment.exists()
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(30) == 0
+    assert list(place.iterdir()) == []
+    assert not (Path("/dev/shm") / started.with_suffix(".segment").read_text()).exists()
+    place.rmdir()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")

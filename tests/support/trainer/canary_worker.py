@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.publish.canary import CONSTANT
 from async_rl.publish.publisher import Publisher
 from async_rl.types import Publication
 from async_rl.weights.stream import Fingerprint
@@ -55,6 +56,9 @@ class CanaryOnly:
         for stale in ("head", "embedding", "o"):
             canary_trainer.change({name: strength for name, strength in every.items() if name != stale})
             self.scores[stale] = canary_trainer.score(PROMPT, RESPONSES)
+        constant = [name for name in canary_trainer.classes if name.split()[-1] in ("k", "o", "gate", "up", "down")]
+        canary_trainer.change(every | dict.fromkeys(constant, CONSTANT))
+        self.scores["constant"] = canary_trainer.score(PROMPT, RESPONSES)
         canary_trainer.change({})
         read()
         # The weights are changed when the publish ends: every rank restores its own.
