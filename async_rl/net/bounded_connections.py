@@ -25,15 +25,15 @@ GRACE_S = 1.0
 """So long a new connection may be silent: its first request is on the way, also where hundreds come at once."""
 
 SHARE = 4
-"""Connections of a server that wait for their peer take this part of the process's descriptors. No connection gets one
-of the last part: these are for the process's own files and clients."""
+"""Connections of a server that wait for their peer take this part of the process's descriptors, twice as many where
+they come at once. No connection gets one of the last part: these are for the process's own files and clients."""
 
 MOST = 8192
 
 AT_ONCE = 64
 """This part of the connections that may wait ends together."""
 
-ACCEPTS = 16
+ACCEPTS = 8
 """Connections taken in one turn of the loop: too many are noticed, and ended, in the turns between."""
 
 BACKLOG = 4096
@@ -58,29 +58,31 @@ def most_waiting() -> int:
 
 
 def first_reserved() -> float:
-    """The first descriptor that no connection gets. The system gives the lowest free one, so all before it are taken."""
+    """The first descriptor that no connection gets: the system gives the lowest free one, so all before it are taken."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return float("inf") if soft == resource.RLIM_INFINITY else soft - soft // SHARE
 
 
 def make_room(newest: Connection, of_server: Collection[Connection]) -> None:
-    """If too many wait for their peer, those end that do so for the longest time; the newest may be one of them.
+    """If too many wait for their peer, those end that do so for the longest time.
 
     These are without a complete request: silent, half sent, or kept alive after a response. One whose request is being
-    answered is never ended.
+    answered is never ended. The newest ends where there is no descriptor for it.
 
     Args:
         of_server: all connections of its server, and the newest.
     """
-    is_crowded = int(newest.transport.get_extra_info("socket").fileno()) >= first_reserved()
-    if len(of_server) <= most_waiting() and not is_crowded:
+    if newest.transport.get_extra_info("socket").fileno() >= first_reserved():
+        newest.transport.abort()
+    most = most_waiting()
+    if len(of_server) <= most:
         return
     # Aborted ones are among them until the loop has told them so.
     waiting = [each for each in of_server if each.waits and not each.transport.is_closing()]
-    if is_crowded or len(waiting) > most_waiting():
-        # Several, since looking for them takes a while.
-        for each in heapq.nsmallest(1 + most_waiting() // AT_ONCE, waiting, key=lambda each: each.heard_s):
-            if is_crowded or newest.heard_s - each.heard_s > GRACE_S:
+    if len(waiting) > most:
+        # Two for one, so that they become less; and several, since looking for them takes a while.
+        for each in heapq.nsmallest(2 + most // AT_ONCE, waiting, key=lambda each: each.heard_s):
+            if len(waiting) > 2 * most or newest.heard_s - each.heard_s > GRACE_S:
                 each.transport.abort()
 
 

@@ -97,10 +97,10 @@ def missing_loopback(host: str, setting: str | None = None) -> str | None:
     if host not in (LOOPBACK, LOOPBACK_6) or _has(host):
         return None
     other = LOOPBACK if host == LOOPBACK_6 else LOOPBACK_6
-    if not _has(other):
-        return "this host's loopback interface has no address: `ip link set lo up` starts it"
     prefix = 8 if host == LOOPBACK else 128
-    give = f"give it this address too (`ip address add {host}/{prefix} dev lo`)"
+    give = f"give it {host} (`ip address add {host}/{prefix} dev lo`)"
+    if not _has(other):
+        return f"this host's loopback interface has no address: {give}"
     found = f"this host's loopback interface has {other} only: "
     return found + (give if setting is None else f"set {setting} to {other!r}, or {give}")
 
