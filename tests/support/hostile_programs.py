@@ -268,7 +268,7 @@ BREAKING = {
         "while True: pass",
         {"timeout", "error"},
     ),
-    "huge file": ("file = open('x', 'wb')\nwhile True: file.write(bytes(10**6))", {"error"}),
+    "huge file": ("file = open('x', 'wb')\nwhile True: file.write(bytes(10**6))", {"error", "memory"}),
     "sparse file": ("open('x', 'wb').truncate(10**15)", {"error"}),
     "closes its descriptors": ("os.closerange(0, 256)\nwhile True: pass", {"timeout"}),
     "closes its output": ("os.close(1)\nos.close(2)\ntime.sleep(10**6)", {"timeout"}),
