@@ -3,8 +3,8 @@
 torch makes one for each group, and Megatron some twenty groups, also for a single rank. Each device is a thread, which
 gloo wakes every 10 ms to see whether it shall end: 2,000 times a second in a rank that waits for rollouts.
 
-torch (2.7 to 2.13) takes a group's devices in its constructor only, which `new_group` calls by the name that is replaced
-here. It can go when `new_group` takes devices, or when gloo's threads sleep until there is something to do.
+torch (2.7 to 2.13) takes a group's devices in its constructor only, which `new_group` calls by the name that is
+replaced here. It can go when `new_group` takes devices, or when gloo's threads sleep until there is something to do.
 """
 
 import os
@@ -19,7 +19,7 @@ INTERFACES = "GLOO_SOCKET_IFNAME"
 _devices: list[Any] = []
 
 
-class SharingGloo(dist.ProcessGroupGloo):  # type: ignore[misc]
+class SharingGloo(dist.ProcessGroupGloo):
     """Gloo's group, on the devices of this process."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:

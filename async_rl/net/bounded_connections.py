@@ -1,4 +1,4 @@
-"""Bounds on the connections of our servers: strangers who connect and say nothing take no descriptors from anybody else.
+"""Bounds on the connections of our servers: strangers who connect and say nothing take no descriptors from others.
 
 Without bounds they take all descriptors of the process. asyncio then logs each failed accept with its traceback, a
 million lines a minute, and whatever else the process opens fails. `bounded_http.py` bounds servers of uvicorn,
@@ -58,7 +58,7 @@ def most_waiting() -> int:
 
 
 def first_reserved() -> float:
-    """The first descriptor that no connection gets: the system gives the lowest free one, so all before it are taken."""
+    """The first descriptor that no connection gets: the system gives the lowest free one, so the ones before are taken."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return float("inf") if soft == resource.RLIM_INFINITY else soft - soft // SHARE
 

@@ -26,7 +26,7 @@ WATCH_S = 0.1
 """Between looks at the memory in use: what is written meanwhile is far below a machine's memory."""
 
 MAX_OPEN_FILES = 128
-"""Of each process. Pipes and sockets have buffers, and as many sockets of a user as this may be on their way in others."""
+"""Of each process: pipes and sockets have buffers. As many sockets of a user may be on their way in other sockets."""
 
 MAX_SIGNALS = 1024
 """That wait for the processes of a user, or that its timers keep."""

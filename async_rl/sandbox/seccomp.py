@@ -6,9 +6,9 @@ and priorities of other processes of the same user, and calls that are only a la
 namespaces.
 
 Memory that no limit counts: shared anonymous pages, which stay as long as one page of their mapping does; files of
-`memfd`, System V's segments and queues; pages that a pipe holds after `vmsplice`; huge pages; the queue of a socket that
-listens, or of one for datagrams; watches and rules that the kernel keeps. Connected pairs of sockets are left, with
-buffers of a size that is known: `usage.py` counts them.
+`memfd`, System V's segments and queues; pages that a pipe holds after `vmsplice`; huge pages; the queue of a socket
+that listens, or of one for datagrams; watches and rules that the kernel keeps. Connected pairs of sockets are left,
+with buffers of a size that is known: `usage.py` counts them.
 """
 
 import errno
@@ -44,7 +44,16 @@ _NAMES = (
     *("kcmp", "syslog", "chroot", "pivot_root", "mount", "umount2", "swapon", "swapoff", "reboot", "acct", "quotactl"),
     *("init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "add_key", "request_key"),
     *("keyctl", "unshare", "setns", "perf_event_open", "name_to_handle_at", "open_by_handle_at", "bpf", "userfaultfd"),
-    *("move_pages", "migrate_pages", "socket", "setsockopt", "vmsplice", "inotify_add_watch", "fanotify_init", "io_setup"),
+    *(
+        "move_pages",
+        "migrate_pages",
+        "socket",
+        "setsockopt",
+        "vmsplice",
+        "inotify_add_watch",
+        "fanotify_init",
+        "io_setup",
+    ),
 )
 
 _NUMBERS = {

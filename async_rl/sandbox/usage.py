@@ -77,17 +77,17 @@ def _own_bytes(status: Iterable[str]) -> int:
 
 
 def _held(pid: int, *, deleted: bool) -> Held:
-    """By its descriptors, with `deleted` files; where we may not look at them, each is taken for a socket of its own."""
+    """By its descriptors, with `deleted` files; where we may not look, each is taken for a socket of its own."""
     descriptors = PROC / str(pid) / "fd"
     try:
-        numbers = os.listdir(descriptors)
+        links = list(descriptors.iterdir())
     except PermissionError:
         # Their number, or 0 before Linux 6.2.
         return {(-pid, number): send_bytes() for number in range(descriptors.stat().st_size)}
     found: dict[tuple[int, int], int] = {}
-    for number in numbers:
+    for link in links:
         with suppress(OSError):
-            opened = os.stat(descriptors / number)
+            opened = link.stat()
             if stat.S_ISSOCK(opened.st_mode):
                 num_bytes = send_bytes()
             elif stat.S_ISFIFO(opened.st_mode):

@@ -208,4 +208,3 @@ def test_a_program_with_few_descriptors_answers_and_logs_nothing(
             process.wait()
         log.seek(0)
         assert log.read() == ""
-

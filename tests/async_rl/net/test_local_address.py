@@ -195,9 +195,7 @@ print(port_finding("pool.fleet_port", sys.argv[1], 8600).remedy)
     ],
     ids=["only IPv6", "only IPv4", "neither"],
 )
-def test_who_lacks_an_address_of_loopback_is_told_what_helps(
-    commands: list[str], host: str, other: str | None
-) -> None:
+def test_who_lacks_an_address_of_loopback_is_told_what_helps(commands: list[str], host: str, other: str | None) -> None:
     """In a network namespace of its own; what is advised is done there, and helps."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
