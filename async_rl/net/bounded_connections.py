@@ -58,7 +58,7 @@ def most_waiting() -> int:
 
 
 def first_reserved() -> float:
-    """The first descriptor that no connection gets: the system gives the lowest free one, so the ones before are taken."""
+    """The first descriptor that no connection gets: the system gives the lowest free one, so those before are taken."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return float("inf") if soft == resource.RLIM_INFINITY else soft - soft // SHARE
 

@@ -44,16 +44,8 @@ _NAMES = (
     *("kcmp", "syslog", "chroot", "pivot_root", "mount", "umount2", "swapon", "swapoff", "reboot", "acct", "quotactl"),
     *("init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "add_key", "request_key"),
     *("keyctl", "unshare", "setns", "perf_event_open", "name_to_handle_at", "open_by_handle_at", "bpf", "userfaultfd"),
-    *(
-        "move_pages",
-        "migrate_pages",
-        "socket",
-        "setsockopt",
-        "vmsplice",
-        "inotify_add_watch",
-        "fanotify_init",
-        "io_setup",
-    ),
+    *("move_pages", "migrate_pages", "socket", "setsockopt", "vmsplice"),
+    *("inotify_add_watch", "fanotify_init", "io_setup"),
 )
 
 _NUMBERS = {
