@@ -16,6 +16,7 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from async_rl.errors import ConfigError, FleetLost, ProcessFailed
+from async_rl.net.local_address import missing_loopback
 from async_rl.programs.error_text import error_text
 from async_rl.programs.extras import SERVES_WITH, require_extras
 from async_rl.programs.failure_report import report_failure
@@ -92,9 +93,8 @@ def _bind(options: Options) -> socket.socket:
     try:
         listener.bind((options.host, options.port))
     except OSError as error:
-        raise ConfigError(
-            f"cannot bind {options.host}:{options.port}: {error.strerror}; choose another --port, or 0 for a free one"
-        ) from error
+        remedy = missing_loopback(options.host, "--host") or "choose another --port, or 0 for a free one"
+        raise ConfigError(f"cannot bind {options.host}:{options.port}: {error.strerror}; {remedy}") from error
     return listener
 
 

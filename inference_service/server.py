@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from async_rl.cpu.reproducible import use_reproducible_products
 from async_rl.errors import ConfigError
+from async_rl.net.bounded_connections import ACCEPTS, BACKLOG
 from async_rl.net.bounded_http import BoundedHttp
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
 from inference_service.api.app import ServerInfo, make_app
@@ -51,6 +52,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self._engine.start()
         await super().startup(sockets=sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
         logger.info("ready at %s", self._url)
         if self._registration is not None:
             self._registration.start()
@@ -124,7 +127,12 @@ def _run(app: FastAPI, engine: TransformersEngine, listener: socket.socket, regi
         address = url_of(listener).removeprefix("http://")
         raise ConfigError(f"cannot listen at {address}: {error.strerror}; choose another --port") from error
     config = uvicorn.Config(
-        app, http=BoundedHttp, log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_CONNECTIONS_S
+        app,
+        http=BoundedHttp,
+        backlog=ACCEPTS,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=CLOSE_CONNECTIONS_S,
     )
     Server(config, engine, url_of(listener), registration).run(sockets=[listener])
     if registration is not None:

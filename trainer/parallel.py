@@ -22,6 +22,7 @@ from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.net.local_address import choose_interface_towards
 from trainer.devices import Device
+from trainer.gloo_device import forget_device, share_device
 
 TIMEOUT = timedelta(hours=2)
 """How long a rank waits for another rank: long enough for the slowest rollout of a batch and its training."""
@@ -137,6 +138,7 @@ class Parallel:
                 work.wait(CLOSE_TIMEOUT)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        forget_device()
 
 
 def init_parallel(device: Device, seed: int, section: TrainerSection) -> Parallel:
@@ -149,6 +151,7 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
     """
     # Every group needs both kinds of tensors: model tensors on the device, messages on the host.
     backend = device.BACKEND if device.BACKEND == "gloo" else f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
+    share_device()
     if dist.is_torchelastic_launched():
         _choose_interface(device.BACKEND)
         dist.init_process_group(backend, timeout=TIMEOUT)

@@ -10,6 +10,7 @@ from types import TracebackType
 from aiohttp import web
 
 from async_rl.dashboard.page import EVENTS_PATH, HEADERS, POLL_S, PREFIX, Answer, Dashboard, Events
+from async_rl.net.bounded_connections import BoundedSite
 from async_rl.net.http_guard import is_address
 
 
@@ -25,7 +26,6 @@ class DashboardServer:
         self, dashboard: Dashboard, listener: socket.socket, token: str | None = None, hosts: Collection[str] = ()
     ) -> None:
         self._dashboard = dashboard
-        self._listener = listener
         self._token = token
         self._hosts = {socket.gethostname().lower(), *(host.lower() for host in hosts)}
         app = web.Application()
@@ -33,17 +33,17 @@ class DashboardServer:
         app.router.add_get(EVENTS_PATH, self._events)
         app.router.add_get(PREFIX + "{path:.*}", self._answer)
         # A page that stays open must not delay the end.
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        self._site = BoundedSite(runner, listener)
 
     async def __aenter__(self) -> "DashboardServer":
-        await self._runner.setup()
-        await web.SockSite(self._runner, self._listener).start()
+        await self._site.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._runner.cleanup()
+        await self._site.stop()
 
     async def _answer(self, request: web.Request) -> web.Response:
         if (refusal := self._refusal(request)) is not None:

@@ -13,6 +13,7 @@ from async_rl.files import write_file
 from async_rl.fleet.app import make_app
 from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
+from async_rl.net.bounded_connections import ACCEPTS, BACKLOG
 from async_rl.net.bounded_http import BoundedHttp
 from async_rl.net.listener import is_open_to_network, listen, url_for_others
 from async_rl.pool.inference_pool import InferencePool
@@ -72,6 +73,7 @@ class FleetServer:
         config = uvicorn.Config(
             self._app,
             http=BoundedHttp,
+            backlog=ACCEPTS,
             lifespan="off",
             log_config=None,
             log_level="error",
@@ -83,6 +85,7 @@ class FleetServer:
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(START_POLL_S)
         assert self._server.started, "a server on an open socket starts"
+        listener.listen(BACKLOG)
         if self._address_file is not None:
             write_file(self._address_file, self._address_line())
         logger.info("the fleet endpoint listens at %s", self.url)

@@ -5,7 +5,6 @@ and recorded token for token. The key is bound to the session, and with it to th
 version; it ends with the rollout.
 """
 
-import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from async_rl.gateway.ignored_fields import IgnoredFields
 from async_rl.gateway.keys import Keys
 from async_rl.gateway.line import Line
 from async_rl.gateway.server import make_app
+from async_rl.net.bounded_connections import BoundedSite
 from async_rl.net.listener import is_open_to_network, listen, url_for_others
 from async_rl.rollout.session import RolloutSession
 
@@ -34,14 +34,9 @@ HTTP_LOG.setLevel(logging.CRITICAL)
 MODEL = "policy"
 """The name under which the policy is listed; any other name means it, too."""
 
-MAX_CONNECTIONS = 8192
-"""Further ones are closed at once; about so many, since those of one moment are counted together."""
-
 IDLE_S = 75.0
-"""A connection without a whole request is closed after this time; also one whose headers never end."""
-
-BACKLOG = 4096
-"""All agents of a batch may connect at once."""
+"""A connection without a whole request is closed after this time; also one whose headers never end. Longer than other
+servers wait: agents keep connections while their tools run."""
 
 CLOSE_CONNECTIONS_S = 1.0
 """How long running requests may take when the gateway stops."""
@@ -72,8 +67,7 @@ class Gateway:
         self._address = address
         self._keys = Keys()
         self._lines: dict[str, Line] = {}
-        self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | None = None
+        self._site: BoundedSite | None = None
 
     async def start(self) -> None:
         """Listens.
@@ -91,7 +85,7 @@ class Gateway:
                 self.url,
             )
         app = make_app(self._find_line, IgnoredFields(rollout.temperature), self._decode, MODEL)
-        self._runner = web.AppRunner(
+        runner = web.AppRunner(
             app,
             handle_signals=False,
             access_log=None,
@@ -101,16 +95,15 @@ class Gateway:
             keepalive_timeout=IDLE_S,
             shutdown_timeout=CLOSE_CONNECTIONS_S,
         )
-        await self._runner.setup()
-        self._server = await asyncio.get_running_loop().create_server(self._connection, sock=listener, backlog=BACKLOG)
+        self._site = BoundedSite(runner, listener, IDLE_S)
+        await self._site.start()
         log.info("the gateway for agents listens at %s", self.url)
 
     async def stop(self) -> None:
         """Closes all connections; does nothing if it was not started."""
-        if self._server is not None and self._runner is not None:
-            self._server.close()
-            await self._runner.cleanup()
-            self._server = self._runner = None
+        if self._site is not None:
+            await self._site.stop()
+            self._site = None
 
     @contextmanager
     def serving(self, session: RolloutSession) -> Iterator[Access]:
@@ -130,16 +123,5 @@ class Gateway:
             raise ApiError(HTTPStatus.UNAUTHORIZED, "invalid_api_key", message)
         return line
 
-    def _connection(self) -> asyncio.BaseProtocol:
-        assert self._runner is not None and self._runner.server is not None, "it listens"
-        if len(self._runner.server.connections) >= MAX_CONNECTIONS:
-            return _Refused()
-        return self._runner.server()
-
     def _decode(self, token_ids: Sequence[int]) -> Sequence[str]:
         return self._tokenizer.batch_decode([[token_id] for token_id in token_ids], skip_special_tokens=False)
-
-
-class _Refused(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()

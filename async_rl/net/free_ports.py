@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from async_rl.errors import ConfigError
-
-LOOPBACK = "127.0.0.1"
+from async_rl.net.local_address import LOOPBACK, missing_loopback
 
 LOWEST_PORT, HIGHEST_PORT = 20000, 65535
 """Ray's workers listen below."""
@@ -45,9 +44,10 @@ def free_ports(count: int, host: str = LOOPBACK, outgoing: tuple[int, int] | Non
                 if error.errno in (errno.EADDRINUSE, errno.EACCES):
                     each.close()
                     continue
+                remedy = missing_loopback(host) or "lower inference.num_instances, or raise `ulimit -n`"
                 raise ConfigError(
                     f"this run needs {count} free ports, one for each instance, and this process can have {len(ports)} "
-                    f"of {host} ({error.strerror}): lower inference.num_instances, or raise `ulimit -n`"
+                    f"of {host} ({error.strerror}): {remedy}"
                 ) from error
             ports.append(port)
     if len(ports) < count:

@@ -4,7 +4,13 @@ import socket
 
 from async_rl.errors import ConfigError
 from async_rl.net.http_client import http_url
-from async_rl.net.local_address import address_for_others, addresses_of, is_loopback, is_unspecified
+from async_rl.net.local_address import (
+    address_for_others,
+    addresses_of,
+    is_loopback,
+    is_unspecified,
+    missing_loopback,
+)
 
 
 def listen(name: str, host: str, port: int, settings: str | None) -> socket.socket:
@@ -30,9 +36,9 @@ def listen(name: str, host: str, port: int, settings: str | None) -> socket.sock
             raise
     except OSError as error:
         of_host, of_port = (f"{settings}_host", f"{settings}_port") if settings else ("--host", "--port")
+        remedy = missing_loopback(host, of_host) or "name an address of this host and a free port, or 0 for any"
         raise ConfigError(
-            f"{name} cannot listen at {of_host} = {host!r}, {of_port} = {port}: {error.strerror}; name an "
-            "address of this host and a free port, or 0 for any free port"
+            f"{name} cannot listen at {of_host} = {host!r}, {of_port} = {port}: {error.strerror}; {remedy}"
         ) from error
     return listener
 

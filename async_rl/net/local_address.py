@@ -3,6 +3,7 @@
 The host's own name is not reliable: Debian resolves it to 127.0.1.1, others to the network that was configured first.
 """
 
+import errno
 import fcntl
 import ipaddress
 import os
@@ -12,7 +13,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
 
 ANY_REMOTE_ADDRESS = "203.0.113.1"
 """In a network reserved for documentation, so it is routed like any other address of the internet."""
@@ -85,6 +86,33 @@ def address_for_others() -> str:
 def is_loopback(address: str) -> bool:
     """Whether only programs on this host can reach the address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def missing_loopback(host: str, setting: str | None = None) -> str | None:
+    """What helps on a host whose loopback interface lacks the address `host`; None if that is not what is missing.
+
+    Args:
+        setting: that may name another address; None where `host` is fixed.
+    """
+    if host not in (LOOPBACK, LOOPBACK_6) or _has(host):
+        return None
+    other = LOOPBACK if host == LOOPBACK_6 else LOOPBACK_6
+    prefix = 8 if host == LOOPBACK else 128
+    give = f"give it {host} (`ip address add {host}/{prefix} dev lo`)"
+    if not _has(other):
+        return f"this host's loopback interface has no address: {give}"
+    found = f"this host's loopback interface has {other} only: "
+    return found + (give if setting is None else f"set {setting} to {other!r}, or {give}")
+
+
+def _has(address: str) -> bool:
+    """Whether a server could listen at an address of this host."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        return error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    return True
 
 
 def is_unspecified(address: str) -> bool:

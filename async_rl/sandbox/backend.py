@@ -30,7 +30,7 @@ class Launch:
 
     Attributes:
         python: the interpreter, as it is called inside.
-        scratch: the file system in memory where programs write, as it is called inside; None: they write to a disk.
+        scratch: where programs write: a file system in memory, as it is called inside, or else a directory on a disk.
         uid: the user that a program started as root becomes inside: one of its own, so that its processes are counted
             alone; None where it is somebody else already.
         ends_by: the signal with which the command ends all that it started.
@@ -40,7 +40,8 @@ class Launch:
 
     command: tuple[str, ...]
     python: str
-    scratch: str | None
+    scratch: str
+    in_memory: bool
     fds: tuple[int, ...] = ()
     uid: int | None = None
     ends_by: signal.Signals = signal.SIGKILL

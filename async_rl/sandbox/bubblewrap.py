@@ -63,7 +63,7 @@ class Bubblewrap:
         command += ["--remount-ro", "/", "--chdir", "/tmp"]
         with readable(filter_program()) as fd:
             command += ["--seccomp", str(fd), "--"]
-            yield Launch(tuple(command), python, "/tmp", (fd,), own_uid() if self.as_root else None)
+            yield Launch(tuple(command), python, "/tmp", True, (fd,), own_uid() if self.as_root else None)
 
 
 def _system() -> list[str]:

@@ -14,7 +14,7 @@ from async_rl.errors import SandboxFailed
 from async_rl.sandbox.backend import FLAGS, Backend, Launch
 from async_rl.sandbox.boot import READY, SOURCE, request
 from async_rl.sandbox.limits import Limits, Status
-from async_rl.sandbox.usage import bytes_used
+from async_rl.sandbox.usage import usage_of
 
 START_TIMEOUT_S = 60.0
 """An interpreter starts within milliseconds; on a machine that swaps, or with hundreds starting, it takes seconds."""
@@ -25,7 +25,11 @@ END_TIMEOUT_S = 10.0
 WATCH_S = 0.1
 """Between looks at the memory in use: what is written meanwhile is far below a machine's memory."""
 
-MAX_OPEN_FILES = 256
+MAX_OPEN_FILES = 128
+"""Of each process: pipes and sockets have buffers. As many sockets of a user may be on their way in other sockets."""
+
+MAX_SIGNALS = 1024
+"""That wait for the processes of a user, or that its timers keep."""
 
 
 class SandboxProcess:
@@ -214,8 +218,13 @@ class SandboxProcess:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
-            num_bytes, num_files = bytes_used(self._process.pid, self._launch.scratch)
-            if num_bytes > self._limits.memory_bytes or num_files > self._limits.num_files:
+            launch, limits = self._launch, self._limits
+            used = usage_of(self._process.pid, launch.scratch, limits.num_files, in_memory=launch.in_memory)
+            if (
+                used.memory_bytes > limits.memory_bytes
+                or used.file_bytes > limits.file_bytes
+                or used.num_files > limits.num_files
+            ):
                 self._exceed("memory")
 
     def _exceed(self, limit: Status) -> None:
@@ -250,6 +259,8 @@ def _confinement(launch: Launch, limits: Limits) -> dict[str, Any]:
         ("RLIMIT_FSIZE", limits.file_bytes, limits.file_bytes),
         ("RLIMIT_NOFILE", MAX_OPEN_FILES, MAX_OPEN_FILES),
         ("RLIMIT_CORE", 0, 0),
+        ("RLIMIT_MEMLOCK", 0, 0),
+        ("RLIMIT_SIGPENDING", MAX_SIGNALS, MAX_SIGNALS),
     ]
     if not launch.counts_processes:
         rlimits.append(("RLIMIT_NPROC", limits.num_processes, limits.num_processes))

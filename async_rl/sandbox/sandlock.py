@@ -1,5 +1,5 @@
 """Isolation by sandlock (Landlock and seccomp), for machines that allow no namespaces: slower to start, and without a
-file system in memory, so that the number and the total size of a program's files are limited by its disk alone.
+file system in memory, so that the number and the total size of a program's files are looked at, not limited.
 
 Its supervisor is a process of its own, `sandlock_process.py`, which ends all that it started when it is told to or when
 this process has ended.
@@ -7,8 +7,10 @@ this process has ended.
 
 import json
 import os
+import secrets
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +36,9 @@ class Sandlock:
 
     @contextmanager
     def launch(self, limits: Limits) -> Iterator[Launch]:
+        scratch = f"{tempfile.gettempdir()}/async-rl-sandbox-{secrets.token_hex(8)}"
         policy = {
+            "scratch": scratch,
             "readable": [path for path in (*READABLE, str(PREFIX)) if Path(path).exists()],
             "writable": ["/dev/null"],
             "num_processes": limits.num_processes,
@@ -44,7 +48,8 @@ class Sandlock:
         yield Launch(
             command,
             str(PYTHON),
-            None,
+            scratch,
+            in_memory=False,
             ends_by=signal.SIGTERM,
             filter=filter_program(keeps_metadata=True),
             counts_processes=True,

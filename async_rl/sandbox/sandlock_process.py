@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from types import FrameType
 from typing import Any
@@ -40,10 +39,10 @@ def main(policy: dict[str, Any], command: list[str]) -> int:
     if os.getppid() != parent:
         return 1
     codes: list[int] = []
-    scratch = ""
+    scratch = policy["scratch"]
     try:
         signal.signal(signal.SIGTERM, _end)
-        scratch = tempfile.mkdtemp(prefix="async-rl-sandbox-")
+        os.mkdir(scratch, 0o700)
         sandbox = sandlock.Sandbox(
             fs_readable=policy["readable"],
             fs_writable=[scratch, *policy["writable"]],
@@ -62,7 +61,16 @@ def main(policy: dict[str, Any], command: list[str]) -> int:
         return 128 + signal.SIGTERM
     finally:
         _end_children()
-        shutil.rmtree(scratch, ignore_errors=True)
+        _remove(scratch)
+
+
+def _remove(scratch: str) -> None:
+    """A program may have made directories that nobody may read."""
+    for folder, names, _ in os.walk(scratch):
+        for path in (os.path.join(folder, name) for name in names):
+            if not os.path.islink(path):
+                os.chmod(path, 0o700)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _exit_code(result: Any) -> int:

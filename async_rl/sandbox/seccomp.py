@@ -1,8 +1,14 @@
 """System calls that no program in a sandbox may make, as a seccomp filter in BPF.
 
-Namespaces, or Landlock, hide files, processes and networks. The filter refuses what they do not cover: socket families
-that have no namespace (a virtual machine's vsock reaches its host), memory that no limit counts, limits and priorities
-of other processes of the same user, and calls that are only a larger surface of the kernel, such as more namespaces.
+Namespaces, or Landlock, hide files, processes and networks. The filter refuses what they do not cover: memory that no
+limit counts, sockets, whose families reach further than namespaces do (vsock reaches a virtual machine's host), limits
+and priorities of other processes of the same user, and calls that are only a larger surface of the kernel, such as more
+namespaces.
+
+Memory that no limit counts: shared anonymous pages, which stay as long as one page of their mapping does; files of
+`memfd`, System V's segments and queues; pages that a pipe holds after `vmsplice`; huge pages; the queue of a socket
+that listens, or of one for datagrams; watches and rules that the kernel keeps. Connected pairs of sockets are left,
+with buffers of a size that is known: `usage.py` counts them.
 """
 
 import errno
@@ -12,8 +18,9 @@ import struct
 CLONE_NEW = 0x7E020000 | 0x80
 """Every flag of clone that makes a namespace."""
 
-ALLOWED_FAMILIES = (1, 2, 10)
-"""AF_UNIX, AF_INET, AF_INET6: the sandbox has a network namespace without interfaces."""
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
+F_SETPIPE_SZ = 1031
+AF_UNIX, SOCK_STREAM, SOCK_TYPES = 1, 1, 0xF
 
 _SAME_EVERYWHERE = {
     "pidfd_open": 434,
@@ -29,6 +36,7 @@ _SAME_EVERYWHERE = {
     "pidfd_getfd": 438,
     "mount_setattr": 442,
     "memfd_secret": 447,
+    "landlock_create_ruleset": 444,
 }
 
 _NAMES = (
@@ -36,7 +44,8 @@ _NAMES = (
     *("kcmp", "syslog", "chroot", "pivot_root", "mount", "umount2", "swapon", "swapoff", "reboot", "acct", "quotactl"),
     *("init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "add_key", "request_key"),
     *("keyctl", "unshare", "setns", "perf_event_open", "name_to_handle_at", "open_by_handle_at", "bpf", "userfaultfd"),
-    *("move_pages", "migrate_pages"),
+    *("move_pages", "migrate_pages", "socket", "setsockopt", "vmsplice"),
+    *("inotify_add_watch", "fanotify_init", "io_setup"),
 )
 
 _NUMBERS = {
@@ -44,11 +53,13 @@ _NUMBERS = {
         *(29, 64, 68, 240, 319, 101, 310, 311, 312, 103, 161, 155, 165),
         *(166, 167, 168, 169, 163, 179, 175, 313, 176, 246, 320, 248),
         *(249, 250, 272, 308, 298, 303, 304, 321, 323, 279, 256),
+        *(41, 54, 278, 254, 300, 206),
     ),
     "aarch64": (
         *(194, 190, 186, 180, 279, 117, 270, 271, 272, 116, 51, 41, 40),
         *(39, 224, 225, 142, 89, 60, 105, 273, 106, 104, 294, 217),
         *(218, 219, 97, 268, 241, 264, 265, 280, 282, 239, 238),
+        *(198, 208, 75, 27, 262, 0),
     ),
 }
 """The numbers of `_NAMES` on each machine."""
@@ -73,12 +84,12 @@ _CHANGES_METADATA = {
 }
 """chmod, chown, utime, setxattr, removexattr and their kin, up to file_setattr."""
 
-# machine -> (AUDIT_ARCH, clone, socket); clone3 is 435 on both.
-_MACHINES = {"x86_64": (0xC000003E, 56, 41), "aarch64": (0xC00000B7, 220, 198)}
+# machine -> (AUDIT_ARCH, clone, mmap, fcntl, socketpair); clone3 is 435 on both.
+_MACHINES = {"x86_64": (0xC000003E, 56, 9, 72, 53), "aarch64": (0xC00000B7, 220, 222, 25, 199)}
 _CLONE3 = 435
 _X32 = 0x40000000
 
-_LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _NR, _ARCH, _ARGUMENT_0 = 0, 4, 16
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
@@ -96,7 +107,7 @@ def filter_program(*, keeps_metadata: bool = False) -> bytes:
             every file of the user.
     """
     machine = platform.machine()
-    arch, clone, socket = _MACHINES[machine]
+    arch, clone, mmap, fcntl, socketpair = _MACHINES[machine]
     denied = [*_NUMBERS[machine], *_SAME_EVERYWHERE.values(), *(_CHANGES_METADATA[machine] if keeps_metadata else ())]
     code = [
         _op(_LOAD, _ARCH),
@@ -110,17 +121,37 @@ def filter_program(*, keeps_metadata: bool = False) -> bytes:
     for number in denied:
         code += _refuse_if(_JUMP_EQ, number, errno.EPERM)
     for (_, argument), number in zip(_OWN, _OWN_NUMBERS[machine], strict=True):
-        code += [_op(_JUMP_EQ, number, 0, 4), _op(_LOAD, _ARGUMENT_0 + 8 * argument)]
-        code += [_op(_JUMP_EQ, 0, 0, 1), _op(_RETURN, _ALLOW), _op(_RETURN, _ERRNO | errno.EPERM)]
+        code += _with_argument(number, argument, *_refuse_unless(0, errno.EPERM))
     code += [
-        *(_op(_JUMP_EQ, clone, 0, 4), _op(_LOAD, _ARGUMENT_0), _op(_JUMP_SET, CLONE_NEW, 0, 1)),
-        *(_op(_RETURN, _ERRNO | errno.EPERM), _op(_RETURN, _ALLOW)),
-        *(_op(_JUMP_EQ, socket, 1, 0), _op(_RETURN, _ALLOW), _op(_LOAD, _ARGUMENT_0)),
+        *_with_argument(clone, 0, *_refuse_if(_JUMP_SET, CLONE_NEW, errno.EPERM)),
+        *_with_argument(
+            *(mmap, 3),
+            *_refuse_if(_JUMP_SET, MAP_HUGETLB, errno.EPERM),
+            *(_op(_JUMP_SET, MAP_ANONYMOUS, 0, 2), *_refuse_if(_JUMP_SET, MAP_SHARED, errno.EPERM)),
+        ),
+        *_with_argument(fcntl, 1, *_refuse_if(_JUMP_EQ, F_SETPIPE_SZ, errno.EPERM)),
+        *_with_argument(
+            *(socketpair, 0),
+            *_refuse_unless(AF_UNIX, errno.EAFNOSUPPORT),
+            *(_op(_LOAD, _ARGUMENT_0 + 8), _op(_AND, SOCK_TYPES), *_refuse_unless(SOCK_STREAM, errno.EPERM)),
+        ),
+        _op(_RETURN, _ALLOW),
     ]
-    for family in ALLOWED_FAMILIES:
-        code += [_op(_JUMP_EQ, family, 0, 1), _op(_RETURN, _ALLOW)]
-    code.append(_op(_RETURN, _ERRNO | errno.EAFNOSUPPORT))
     return b"".join(code)
+
+
+def _with_argument(number: int, argument: int, *code: bytes) -> list[bytes]:
+    """`code` about an argument of this call, which is allowed at its end; for any other call nothing."""
+    return [
+        _op(_JUMP_EQ, number, 0, len(code) + 2),
+        _op(_LOAD, _ARGUMENT_0 + 8 * argument),
+        *code,
+        _op(_RETURN, _ALLOW),
+    ]
+
+
+def _refuse_unless(value: int, error: int) -> list[bytes]:
+    return [_op(_JUMP_EQ, value, 1, 0), _op(_RETURN, _ERRNO | error)]
 
 
 def _refuse_if(jump: int, value: int, error: int) -> list[bytes]:

@@ -29,9 +29,11 @@ PROOF_TIMEOUT_S = 5.0
 """How long an unauthenticated connection may stay open."""
 
 MAX_STRANGERS = 64
-"""Concurrent connections without a proof; a further one is closed, and a member then retries."""
+"""Concurrent connections without a proof; beyond that the oldest ends. A member needs milliseconds to prove itself."""
 
 RETRY_S = 0.05
+"""Between attempts to connect, and to accept where no descriptor is free."""
+
 ANSWER_MARGIN_S = 5.0
 
 
@@ -170,7 +172,8 @@ class StoreServer:
         self._secret = secret
         self._values = _Values()
         self._lock = threading.Lock()
-        self._strangers: set[socket.socket] = set()
+        # In the order in which they came.
+        self._strangers: dict[socket.socket, None] = {}
         self._members: set[socket.socket] = set()
         self._is_closed = False
         try:
@@ -201,14 +204,20 @@ class StoreServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
-            with self._lock:
-                is_welcome = not self._is_closed and len(self._strangers) < MAX_STRANGERS
-                if is_welcome:
-                    self._strangers.add(connection)
-            if not is_welcome:
-                connection.close()
+                if self._is_closed:
+                    return
+                time.sleep(RETRY_S)
                 continue
+            with self._lock:
+                if self._is_closed:
+                    connection.close()
+                    return
+                if len(self._strangers) == MAX_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    # Its thread closes it.
+                    shut(oldest)
+                self._strangers[connection] = None
             threading.Thread(target=self._serve, args=(connection,), name="async-rl-rendezvous", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -218,7 +227,7 @@ class StoreServer:
                 is_member = admit(connection, self._secret, time.monotonic() + PROOF_TIMEOUT_S)
             finally:
                 with self._lock:
-                    self._strangers.discard(connection)
+                    self._strangers.pop(connection, None)
             if not is_member:
                 return
             with self._lock:

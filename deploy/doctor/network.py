@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from async_rl.config.sections import Config
-from async_rl.net.local_address import address_for_others, interface_of, is_loopback
+from async_rl.net.local_address import address_for_others, interface_of, is_loopback, missing_loopback
 from deploy.cluster.plan import FLEET_PORT
 from deploy.doctor.finding import Finding
 
@@ -55,7 +55,10 @@ def port_finding(key: str, host: str, port: int) -> Finding:
         if error.errno == errno.EADDRINUSE:
             remedy = f"ss -ltnp 'sport = :{port}' shows by whom: end it, or set {key} to another port"
             return Finding(f"port {port}", "fault", f"{where} ({key}) is taken", remedy)
-        remedy = f"set {key}, or the host beside it, to what this user may bind"
+        remedy = (
+            missing_loopback(host, key.replace("_port", "_host"))
+            or f"set {key}, or the host beside it, to what this user may bind"
+        )
         return Finding(f"port {port}", "fault", f"{where} ({key}): {error.strerror or error}", remedy)
     return Finding(f"port {port}", "ok", f"{where} ({key}) is free")
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.errors import ConfigError
+from async_rl.net.local_address import LOOPBACK
 
-HOST = "127.0.0.1"
+HOST = LOOPBACK
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """Environment variable with the devices that a process may use, by `trainer.device`."""

@@ -155,16 +155,50 @@ for name in ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_NOFILE", "RLIMIT_FSIZE", "RLIMIT
 say()
 """,
     "hides memory from its limits": """
+import mmap
 MiB = 2**20
-def shared():
+x86 = os.uname().machine == "x86_64"
+def call(name, x86_64, aarch64, *arguments):
+    attack(name, libc.syscall, x86_64 if x86 else aarch64, *arguments)
+
+def system_v():
     number = libc.shmget(0, 2048 * MiB, 0o1600)
     return number if number == -1 else (libc.shmat(number, 0, 0), 0)[1]
-attack("System V", shared)
-def in_memory():
-    file = os.memfd_create("x")
-    for _ in range(300):
-        os.write(file, bytes(MiB))
-attack("memfd", in_memory)
+attack("System V", system_v)
+call("message queue", 68, 186, 0, 0o1600)
+attack("memfd", os.memfd_create, "x")
+call("memfd_secret", 447, 447, 0)
+# Its pages would stay with the last page of the mapping, however little of it is.
+attack("shared anonymous", mmap.mmap, -1, MiB)
+libc.mmap.restype = ctypes.c_ssize_t
+MAP_HUGETLB, MAP_LOCKED, ANONYMOUS, READ_WRITE = 0x40000, 0x2000, 0x20, 3
+for name, flags in {"shared": 1, "validated": 3, "huge": 2 | MAP_HUGETLB, "locked": 2 | MAP_LOCKED}.items():
+    attack("map " + name, libc.mmap, None, ctypes.c_size_t(2 * MiB), READ_WRITE, ANONYMOUS | flags, -1, 0)
+own = ctypes.create_string_buffer(MiB)
+attack("mlock", libc.mlock, own, MiB)
+attack("mlockall", libc.mlockall, 1)
+say()
+""",
+    "hides memory in buffers": """
+import fcntl
+x86 = os.uname().machine == "x86_64"
+source, sink = os.pipe()
+attack("larger pipe", fcntl.fcntl, sink, fcntl.F_SETPIPE_SZ, 2**20)
+class Part(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+own = ctypes.create_string_buffer(4096)
+attack("pages of a pipe", libc.vmsplice, sink, ctypes.byref(Part(ctypes.addressof(own), 4096)), 1, 0)
+for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16, 17, 40):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_RAW):
+        attack(f"socket {family} {kind}", socket.socket, family, kind)
+        if (family, kind) != (socket.AF_UNIX, socket.SOCK_STREAM):
+            attack(f"pair {family} {kind}", socket.socketpair, family, kind)
+ours, theirs = socket.socketpair()
+attack("larger buffer", ours.setsockopt, socket.SOL_SOCKET, socket.SO_SNDBUF, 2**30)
+attack("listen", lambda: (ours.bind("name"), ours.listen(4096)))
+for name, x86_64, aarch64 in (("inotify", 254, 27), ("fanotify", 300, 262), ("io_setup", 206, 0)):
+    attack(name, libc.syscall, x86_64 if x86 else aarch64, 1, b".", 1, 0, 0)
+attack("Landlock", libc.syscall, 444, 0, 0, 1)
 say()
 """,
     "keeps what it was started with": """
@@ -194,6 +228,35 @@ BREAKING = {
         "for _ in range(3): os.fork()\nx = b'x' * (60 * 2**20)\ntime.sleep(99)",
         {"memory"},
     ),
+    "pages of forks": (
+        "for _ in range(3): os.fork()\nx = bytearray(60 * 2**20)\nfor i in range(0, len(x), 4096): x[i] = 1\n"
+        "libc.prctl(4, 0)\ntime.sleep(99)",
+        {"memory"},
+    ),
+    "sockets of many": (
+        "for _ in range(23):\n    if os.fork() == 0: break\npairs = []\n"
+        "while True:\n    try: pairs.append(socket.socketpair())\n    except OSError: time.sleep(99)",
+        {"memory"},
+    ),
+    "full sockets and pipes of many": (
+        "for _ in range(23):\n    if os.fork() == 0: break\nends = []\nwhile True:\n    try:\n"
+        "        pair, pipe = socket.socketpair(), os.pipe()\n        ends += [pair, pipe]\n"
+        "        for number in (pair[0].fileno(), pipe[1]):\n            os.set_blocking(number, False)\n"
+        "            try:\n                while True: os.write(number, bytes(4096))\n"
+        "            except BlockingIOError: pass\n    except OSError: time.sleep(99)",
+        {"memory"},
+    ),
+    "stacks of threads": (
+        "import threading\nthreading.stack_size(60 * 2**20)\nsys.setrecursionlimit(10**9)\ndef f(): f()\n"
+        "for _ in range(9): threading.Thread(target=f).start()",
+        {"memory", "error", "timeout"},
+    ),
+    "shared memory": (
+        "from multiprocessing import shared_memory\nparts = []\n"
+        "while True:\n    parts.append(shared_memory.SharedMemory(create=True, size=10 * 2**20))\n"
+        "    parts[-1].buf[:] = bytes(parts[-1].size)",
+        {"memory", "error"},
+    ),
     "endless list": ("x = []\nwhile True: x.append(bytes(10**6))", {"memory", "error"}),
     "flood of output": ("while True: os.write(1, b'x' * 65536)", {"output"}),
     "flood of errors": ("while True: os.write(2, b'x' * 65536)", {"output"}),
@@ -205,7 +268,7 @@ BREAKING = {
         "while True: pass",
         {"timeout", "error"},
     ),
-    "huge file": ("file = open('x', 'wb')\nwhile True: file.write(bytes(10**6))", {"error"}),
+    "huge file": ("file = open('x', 'wb')\nwhile True: file.write(bytes(10**6))", {"error", "memory"}),
     "sparse file": ("open('x', 'wb').truncate(10**15)", {"error"}),
     "closes its descriptors": ("os.closerange(0, 256)\nwhile True: pass", {"timeout"}),
     "closes its output": ("os.close(1)\nos.close(2)\ntime.sleep(10**6)", {"timeout"}),
@@ -227,15 +290,21 @@ BREAKING = {
     "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP)", {"timeout"}),
     "garbage": ("os.write(1, bytes(range(256)) * 1000)\nos.write(2, b'\\xff\\x00' * 1000)", {"ok"}),
     "surrogates": ("print('\\ud800')", {"error"}),
+    "many files": ("i = 0\nwhile True:\n    open(str(i), 'w').close()\n    i += 1", {"memory"}),
+    "many large files": ("for i in range(100): open(str(i), 'wb').write(bytes(10**7))", {"error", "memory"}),
+    "deleted files": (
+        "files = []\nwhile True:\n    files.append(open('x', 'wb'))\n    os.unlink('x')\n"
+        "    files[-1].write(bytes(10**7))\n    files[-1].flush()",
+        {"error", "memory"},
+    ),
+    "files behind a closed door": (
+        "i = 0\nwhile True:\n    os.mkdir(str(i), 0o300)\n    os.chdir(str(i))\n"
+        "    open('x', 'wb').write(bytes(10**6))\n    i += 1",
+        {"error", "memory"},
+    ),
     "deletes its files": ("os.rmdir(os.getcwd())", {"error", "ok"}),
 }
 """Program, and how it may end."""
-
-IN_MEMORY = {
-    "many files": ("i = 0\nwhile True:\n    open(str(i), 'w').close()\n    i += 1", {"memory"}),
-    "many large files": ("for i in range(100): open(str(i), 'wb').write(bytes(10**7))", {"error", "memory"}),
-}
-"""The same, for a backend whose files are in memory."""
 
 DAEMON = """
 import os, sys, time

@@ -22,9 +22,9 @@ from async_rl.sandbox import Limits, Program, Sandbox
 from async_rl.sandbox.backend import Backend
 from async_rl.sandbox.bubblewrap import Bubblewrap, find_bubblewraps
 from async_rl.sandbox.sandlock import Sandlock
-from tests.support.hostile_programs import BREAKING, DAEMON, IN_MEMORY, PRELUDE, REACHING
+from tests.support.hostile_programs import BREAKING, DAEMON, PRELUDE, REACHING
 
-LIMITS = Limits(wall_s=2.5, cpu_s=10.0, memory_bytes=256 * 2**20, num_processes=32, num_files=2000)
+LIMITS = Limits(wall_s=2.5, cpu_s=10.0, memory_bytes=160 * 2**20, num_processes=32, num_files=2000)
 """For what may end by its time."""
 
 PATIENT = replace(LIMITS, wall_s=60.0, cpu_s=60.0)
@@ -45,7 +45,7 @@ asyncio.run(Sandbox(backend_named(backend)).run(Program(source, stdin=mark.encod
 
 
 def limits_of(name: str) -> Limits:
-    _, statuses = (BREAKING | IN_MEMORY).get(name, ("", {"ok"}))
+    _, statuses = BREAKING.get(name, ("", {"ok"}))
     return LIMITS if "timeout" in statuses else PATIENT
 
 
@@ -139,9 +139,7 @@ async def main(backend: Backend) -> None:
     sandbox = Sandbox(backend)
     ended: dict[str, dict[str, Any]] = {}
     harmless: list[dict[str, Any]] = []
-    sources = {**REACHING, **{name: program for name, (program, _) in (BREAKING | IN_MEMORY).items()}}
-    if backend.name == "sandlock":
-        sources = {name: source for name, source in sources.items() if name not in IN_MEMORY}
+    sources = {**REACHING, **{name: program for name, (program, _) in BREAKING.items()}}
     with attacked() as facts:
         turns = asyncio.Semaphore(AT_ONCE)
 

@@ -146,7 +146,7 @@ def test_a_client_that_does_not_take_its_answer_is_left(rigs, monkeypatch, event
     monkeypatch.setattr("async_rl.gateway.line.RETRY_GRACE_S", 1.0)
     # More than the buffers of a connection hold.
     rig = rigs(lambda context, seed: "a" * 10_000, max_response_tokens=20_000)
-    rig.gateway._server.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    rig.gateway._site._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     rollout = rig.open()
     connection = raw(rig)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -245,20 +245,6 @@ def at_once(rollouts: list[Rollout]) -> list[int]:
             return list(await asyncio.gather(*(send(session, rollout) for rollout in rollouts)))
 
     return asyncio.run(send_all())
-
-
-def test_connections_beyond_the_limit_are_closed_at_once(rig: GatewayRig, monkeypatch) -> None:
-    rollout = rig.open()
-    monkeypatch.setattr("async_rl.gateway.gateway.MAX_CONNECTIONS", 3)
-    connections = []
-    for _ in range(4):
-        connections.append(raw(rig))
-        time.sleep(0.1)  # those of one moment are all accepted
-    assert connections[-1].recv(1) == b""
-    for connection in connections:
-        connection.close()
-    time.sleep(0.2)
-    assert post(rollout).status_code == 200
 
 
 def test_a_gateway_that_is_open_to_the_network_says_so(rigs, caplog) -> None:

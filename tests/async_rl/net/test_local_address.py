@@ -1,6 +1,9 @@
 """Which address of this host leads where, as far as one host can show it; tests/multihost has several."""
 
+import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,8 @@ from async_rl.net.local_address import (
     is_loopback,
     leads_to_this_host,
 )
+from benchmarks.common.hosts import why_not
+from tests.support import ROOT
 
 
 @pytest.mark.parametrize(
@@ -155,3 +160,60 @@ def test_ranks_take_the_interface_of_their_rendezvous_and_never_loopback(
     told = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
     choose_interface_towards(towards, "nccl", told)
     assert told == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+
+
+TRIES = """
+import sys
+from async_rl.errors import ConfigError
+from async_rl.net.free_ports import free_ports
+from async_rl.net.listener import listen
+from deploy.doctor.network import port_finding
+from inference_service.__main__ import _bind
+from inference_service.options import parse_options
+
+for attempt in (
+    lambda: listen("the fleet endpoint", sys.argv[1], 0, "pool.fleet"),
+    lambda: listen("the dashboard", sys.argv[1], 0, None),
+    lambda: _bind(parse_options(["--model", "m", "--host", sys.argv[1]])),
+    lambda: free_ports(2, sys.argv[1]),
+):
+    try:
+        print(attempt())
+    except ConfigError as error:
+        print(error)
+print(port_finding("pool.fleet_port", sys.argv[1], 8600).remedy)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("commands", "host", "other"),
+    [
+        (["ip link set lo up", "ip address del 127.0.0.1/8 dev lo"], "127.0.0.1", "::1"),
+        (["ip link set lo up", "ip address del ::1/128 dev lo"], "::1", "127.0.0.1"),
+        (["ip link set lo up", "ip address flush dev lo"], "127.0.0.1", None),
+    ],
+    ids=["only IPv6", "only IPv4", "neither"],
+)
+def test_who_lacks_an_address_of_loopback_is_told_what_helps(commands: list[str], host: str, other: str | None) -> None:
+    """In a network namespace of its own; what is advised is done there, and helps."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+
+    def tries(*more: str, at: str = host) -> list[str]:
+        script = "; ".join([*commands, *more, 'exec "$@"'])
+        command = ["unshare", "--net", "sh", "-ec", script, "sh", sys.executable, "-c", TRIES, at]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    said = tries()
+    if other is None:
+        assert all("loopback interface has no address" in line for line in said)
+    else:
+        for line, setting in zip(said, ("pool.fleet_host", "--host", "--host", None, "pool.fleet_host"), strict=True):
+            assert f"loopback interface has {other} only" in line
+            assert setting is None or f"set {setting} to '{other}'" in line
+        assert not any("interface" in line for line in tries(at=other)[:3])
+    advised = set(re.findall(r"`(ip [^`]*)`", "\n".join(said)))
+    assert not any("interface" in line for line in tries(*advised)), advised

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT
-from tests.support.hostile_programs import BREAKING, IN_MEMORY, REACHING
+from tests.support.hostile_programs import BREAKING, REACHING
 from tests.support.other_user import NOBODY, Place, place_for_everybody
 from tests.support.sandbox_worker import limits_of
 
@@ -68,12 +68,10 @@ def test_a_program_reaches_nothing_of_its_caller(results: Any, user: str, backen
 
 @pytest.mark.always
 @pytest.mark.parametrize(("user", "backend"), COMBINATIONS)
-@pytest.mark.parametrize("name", [*BREAKING, *IN_MEMORY])
+@pytest.mark.parametrize("name", BREAKING)
 def test_a_program_that_breaks_its_limits_is_ended(results: Any, user: str, backend: str, name: str) -> None:
-    if backend == "sandlock" and name in IN_MEMORY:
-        return  # Its files are on a disk: docs/sandbox.md.
     ended = results(user, backend)["ended"][name]
-    _, statuses = (BREAKING | IN_MEMORY)[name]
+    _, statuses = BREAKING[name]
     assert ended["status"] in statuses, ended
     assert ended["seconds"] < limits_of(name).wall_s + START_AND_END_S, ended
 

@@ -24,7 +24,7 @@ class Bare:
 
     @contextmanager
     def launch(self, limits: Limits) -> Iterator[Launch]:
-        yield Launch(self.command, str(PYTHON), None)
+        yield Launch(self.command, str(PYTHON), "/none", in_memory=False)
 
 
 def take(monkeypatch: pytest.MonkeyPatch, *backends: Backend) -> None:

@@ -17,6 +17,7 @@ from async_rl.weights.store import MAX_STRANGERS, StoreServer, join_rendezvous
 from async_rl.weights.store_wire import NotInvited
 from async_rl.weights.stream import WeightGroup
 from tests.support.lost_store import lose
+from tests.support.open_files import room_for_files
 
 HOST = "127.0.0.1"
 SECRET = "of this meeting" * 3
@@ -187,6 +188,28 @@ def test_strangers_learn_nothing_and_keep_no_member_out(server: StoreServer, mon
         other = thread.submit(WeightGroup, member, 1, 2, "gloo", TIMEOUT_S)
         WeightGroup(server.store(TIMEOUT_S), 0, 2, "gloo", TIMEOUT_S).close()
         other.result(TIMEOUT_S).close()
+
+
+def test_silent_strangers_keep_no_member_out_for_as_long_as_they_may_be_silent(server: StoreServer) -> None:
+    silent = []
+    for _ in range(3):
+        silent += [socket.create_connection((HOST, server.port)) for _ in range(MAX_STRANGERS)]
+        begun = time.monotonic()
+        assert join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S).check([])
+        assert time.monotonic() - begun < weight_store.PROOF_TIMEOUT_S / 2
+    wait_until(lambda: len(server._strangers) <= MAX_STRANGERS)
+    for each in silent:
+        each.close()
+
+
+def test_it_accepts_again_when_descriptors_are_free_again(server: StoreServer) -> None:
+    with socket.socket() as early:
+        with room_for_files(0):
+            early.connect((HOST, server.port))
+            time.sleep(3 * weight_store.RETRY_S)
+        early.settimeout(TIMEOUT_S)
+        assert len(early.recv(32)) == 32, "its nonce"
+    assert join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S).check([])
 
 
 def test_whoever_takes_a_members_connection_without_the_secret_gets_no_weights(server: StoreServer) -> None:

@@ -1,0 +1,194 @@
+"""Bounds on the connections of our servers: strangers who connect and say nothing take no descriptors from others.
+
+Without bounds they take all descriptors of the process. asyncio then logs each failed accept with its traceback, a
+million lines a minute, and whatever else the process opens fails. `bounded_http.py` bounds servers of uvicorn,
+`BoundedSite` those of aiohttp.
+"""
+
+import asyncio
+import heapq
+import resource
+import socket
+import time
+from collections.abc import Collection
+from typing import Protocol
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+SILENCE_S = 10.0
+"""From a connection, or from the last bytes of a request that is not complete, to its end."""
+
+CHECK_S = 1.0
+
+GRACE_S = 1.0
+"""So long a new connection may be silent: its first request is on the way, also where hundreds come at once."""
+
+SHARE = 4
+"""Connections of a server that wait for their peer take this part of the process's descriptors, twice as many where
+they come at once. No connection gets one of the last part: these are for the process's own files and clients."""
+
+MOST = 8192
+
+AT_ONCE = 64
+"""This part of the connections that may wait ends together."""
+
+ACCEPTS = 8
+"""Connections taken in one turn of the loop: too many are noticed, and ended, in the turns between."""
+
+BACKLOG = 4096
+"""Further ones wait: all agents of a batch may connect at once."""
+
+
+class Connection(Protocol):
+    transport: asyncio.Transport
+    heard_s: float
+    """`time.monotonic()` of its last bytes, or of its beginning."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is the peer's turn: no request is complete and unanswered."""
+        ...
+
+
+def most_waiting() -> int:
+    """Connections of one server that wait for their peer, by this process's limit of open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else max(16, min(MOST, soft // SHARE))
+
+
+def first_reserved() -> float:
+    """The first descriptor that no connection gets: the system gives the lowest free one, so those before are taken."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return float("inf") if soft == resource.RLIM_INFINITY else soft - soft // SHARE
+
+
+def make_room(newest: Connection, of_server: Collection[Connection]) -> None:
+    """If too many wait for their peer, those end that do so for the longest time.
+
+    These are without a complete request: silent, half sent, or kept alive after a response. One whose request is being
+    answered is never ended. The newest ends where there is no descriptor for it.
+
+    Args:
+        of_server: all connections of its server, and the newest.
+    """
+    if newest.transport.get_extra_info("socket").fileno() >= first_reserved():
+        newest.transport.abort()
+    most = most_waiting()
+    if len(of_server) <= most:
+        return
+    # Aborted ones are among them until the loop has told them so.
+    waiting = [each for each in of_server if each.waits and not each.transport.is_closing()]
+    if len(waiting) > most:
+        # Two for one, so that they become less; and several, since looking for them takes a while.
+        for each in heapq.nsmallest(2 + most // AT_ONCE, waiting, key=lambda each: each.heard_s):
+            if len(waiting) > 2 * most or newest.heard_s - each.heard_s > GRACE_S:
+                each.transport.abort()
+
+
+def require_words(connection: Connection, silence_s: float, unread: float = float("inf")) -> None:
+    """From now on ends a connection whose peer, if it is its turn, says nothing for `silence_s`, nor reads.
+
+    Args:
+        unread: bytes of ours that the peer had not taken when it was looked at last.
+    """
+    transport = connection.transport
+    if transport.is_closing():
+        return
+    left = transport.get_write_buffer_size()
+    due_s = connection.heard_s + silence_s - time.monotonic()
+    if connection.waits and due_s < 0 and not 0 < left < unread:
+        transport.abort()
+        return
+    asyncio.get_running_loop().call_later(max(CHECK_S, due_s), require_words, connection, silence_s, left or unread)
+
+
+class BoundedSite:
+    """Serves an application of aiohttp at a listening socket, with bounds.
+
+    Args:
+        runner: of the application, not set up yet.
+        silence_s: how long a peer may say nothing; None: `SILENCE_S`.
+    """
+
+    def __init__(self, runner: web.AppRunner, listener: socket.socket, silence_s: float | None = None) -> None:
+        self._runner = runner
+        self._listener = listener
+        self._silence_s = SILENCE_S if silence_s is None else silence_s
+        self._connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+        runner.app.middlewares.append(_answering)
+
+    async def start(self) -> None:
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connect, sock=self._listener, backlog=ACCEPTS)
+        self._listener.listen(BACKLOG)
+
+    async def stop(self) -> None:
+        """Closes all connections; does nothing if it was not started."""
+        if self._server is not None:
+            self._server.close()
+            await self._runner.cleanup()
+            self._server = None
+
+    def _connect(self) -> asyncio.Protocol:
+        assert self._runner.server is not None, "it is set up"
+        return _Connection(self._runner.server(), self._connections, self._silence_s)
+
+
+class _Connection(asyncio.Protocol):
+    """Passes everything on to aiohttp's own protocol."""
+
+    transport: asyncio.Transport
+    heard_s = 0.0
+
+    def __init__(self, inner: asyncio.Protocol, of_server: "set[_Connection]", silence_s: float) -> None:
+        self.answering: web.Request | None = None
+        """Whose handler runs."""
+        self._inner = inner
+        self._of_server = of_server
+        self._silence_s = silence_s
+
+    @property
+    def waits(self) -> bool:
+        return self.answering is None or not self.answering.content.is_eof()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.heard_s = time.monotonic()
+        self._of_server.add(self)
+        self._inner.connection_made(transport)
+        make_room(self, self._of_server)
+        require_words(self, self._silence_s)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_s = time.monotonic()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._of_server.discard(self)
+        self._inner.connection_lost(error)
+
+
+@web.middleware
+async def _answering(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tells the connection that one of its requests is being answered."""
+    connection = request.transport and request.transport.get_protocol()
+    if not isinstance(connection, _Connection):
+        return await handler(request)
+    connection.answering = request
+    try:
+        return await handler(request)
+    finally:
+        connection.answering = None
