@@ -60,7 +60,7 @@ def why_elsewhere(config: Config) -> str | None:
     if config.cluster.training_nodes > 1:
         return f"cluster.training_nodes is {config.cluster.training_nodes}: start it with async-rl launch"
     if config.pool.instances or config.pool.dns:
-        return "its instances run elsewhere (pool.instances, pool.dns): start the trainer with torchrun -m trainer"
+        return "its instances run elsewhere (pool.instances, pool.dns): start the trainer with torchrun -m async_rl.trainer"
     return None
 
 

@@ -213,7 +213,7 @@ class Run:
     def ranks(self) -> list[psutil.Process]:
         """The training ranks."""
         no_rank = {"torch.distributed.run", "async_rl.programs.process_guard"}
-        return [p for p in self.descendants() if "trainer" in (words := command_of(p)) and not no_rank & set(words)]
+        return [p for p in self.descendants() if "async_rl.trainer" in (words := command_of(p)) and not no_rank & set(words)]
 
     def members(self) -> list[InstanceInfo]:
         """The instances of its pool."""

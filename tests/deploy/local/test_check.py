@@ -67,7 +67,7 @@ def test_a_config_that_can_run_is_shown_with_sources_and_forecast(
     assert time.process_time() - begun_s < 10
     shown = capsys.readouterr().out
     assert "run.toml:15" in shown and "command line" in shown and "default" in shown
-    assert "-m trainer run.toml --inference.num_instances=2" in shown
+    assert "-m async_rl.trainer run.toml --inference.num_instances=2" in shown
     assert "instance-0" in shown and "instance-1" in shown
     assert "memory of each training rank, of 1" in shown and "memory of each instance, of 2" in shown
     assert "up to 768 sampled" in shown  # 4 prompts x 8 responses x 24 tokens
