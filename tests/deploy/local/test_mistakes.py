@@ -217,7 +217,8 @@ MISTAKES = {
         ("--inference.tensor_parallel", "2"), says=("inference.tensor_parallel is 2", "inference.engine to 'vllm'")
     ),
     "instances of one's own": Mistake(
-        ("--pool.instances", '["http://a:1"]'), says=("pool.instances is ['http://a:1']", "torchrun -m async_rl.trainer")
+        ("--pool.instances", '["http://a:1"]'),
+        says=("pool.instances is ['http://a:1']", "torchrun -m async_rl.trainer"),
     ),
     "no Python for vLLM": Mistake(
         (*VLLM, "--inference.python", "no/python"), says=("inference.python is 'no/python'", "make vllm")
@@ -343,6 +344,7 @@ def test_every_program_says_it_in_one_message(workplace: Path, name: str) -> Non
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
+@pytest.mark.distributed
 def test_a_dry_run_prints_the_plan_and_starts_nothing(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "run.toml", "--inference.num_instances", "2"]) == 0
     shown = capsys.readouterr().out
