@@ -1,4 +1,4 @@
-"""`torchrun -m async_rl.trainer CONFIG [--section.key VALUE ...]`: one rank of the training pool, see `trainer.__main__`.
+"""`torchrun -m async_rl.trainer CONFIG [--section.key VALUE ...]`: one training rank, see `trainer.__main__`.
 
 torchrun starts ranks with the working directory first on Python's search path, where it would find a `trainer.py` of
 the user in place of the installed package. By this name the rank is the same whatever the directory holds.

@@ -1,4 +1,4 @@
-"""`python -m async_rl.programs.start MODULE ARGUMENTS`: as `python -m MODULE`; for `async_rl.cli` and `async_rl.trainer`.
+"""`python -m async_rl.programs.start MODULE ARGUMENTS`: as `python -m MODULE`; for `async-rl` and `async_rl.trainer`.
 
 Ctrl-C while the module's imports go on ends the process silently, as it ends any other program; Python would print a
 traceback of an import. From when the arguments are parsed it is a KeyboardInterrupt (`command_line.Parser`).

@@ -202,7 +202,7 @@ class TrainerRun:
     def kill(self) -> None:
         """Ends the trainer as a lost machine would; `finish` starts it again."""
         self._is_killed = True
-        for process in (*self.processes("torch.distributed.run"), *self.processes("trainer")):
+        for process in (*self.processes("torch.distributed.run"), *self.processes("async_rl.trainer")):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
 

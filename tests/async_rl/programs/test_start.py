@@ -52,7 +52,7 @@ COMMANDS = {
 )
 def test_a_command_is_ours_whatever_the_working_directory_holds(name: str, tmp_path: Path) -> None:
     for decoy in DECOYS:
-        (tmp_path / f"{decoy}.py").write_text(f"raise SystemExit('the user\'s {decoy}.py')\n")
+        (tmp_path / f"{decoy}.py").write_text(f"raise SystemExit('the user's {decoy}.py')\n")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     done = subprocess.run(
         [sys.executable, *COMMANDS[name], "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True

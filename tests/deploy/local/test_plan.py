@@ -125,7 +125,9 @@ def test_a_plan_is_described_with_all_that_would_be_started() -> None:
     assert re.findall(r"^\S+", text, flags=re.MULTILINE) == ["instance-0", "trainer"]
     assert re.findall(r"devices  (.*)", text) == ["5", "0, 2"]
     assert "port     8001" in text and "log      runs/one/logs/trainer.log" in text
-    assert re.search(r"command  OMP_NUM_THREADS=\d+ .*ASCEND_RT_VISIBLE_DEVICES=0,2 .* -m async_rl.trainer c.toml", text)
+    assert re.search(
+        r"command  OMP_NUM_THREADS=\d+ .*ASCEND_RT_VISIBLE_DEVICES=0,2 .* -m async_rl.trainer c.toml", text
+    )
 
 
 def test_torchrun_leaves_its_folders_in_the_run_and_not_in_tmp() -> None:
@@ -133,7 +135,7 @@ def test_torchrun_leaves_its_folders_in_the_run_and_not_in_tmp() -> None:
     cluster = tuple(plan_cluster(Path("c.toml"), make_config(), []).training_argv(node_rank="0", master_address="h"))
     for argv in (local, cluster):
         assert option(argv, "--log-dir") == "runs/one/logs/torchrun"
-        assert argv.index("--log-dir") < argv.index("trainer"), "it is torchrun's option"
+        assert argv.index("--log-dir") < argv.index("async_rl.trainer"), "it is torchrun's option"
 
 
 @pytest.mark.parametrize("pool", [{"instances": ["http://h:1"]}, {"dns": "instances:8000"}])

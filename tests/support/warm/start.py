@@ -29,8 +29,8 @@ STARTS_OTHERS = (
 LEAVES = (
     *("async_rl.evaluation", "async_rl.trainer", "inference_service", "trainer", "trainer.export", "trainer.verify"),
     *("deploy.quickstart.warm_start", "trainer.verify.distance"),
-    *("async_rl.rewards.worker", "tests.support.receiving_instance", "tests.support.scripted_instance"),
-    "tests.support.warm.facts",
+    *("async_rl.preflight.trial", "async_rl.rewards.worker", "tests.support.receiving_instance"),
+    *("tests.support.scripted_instance", "tests.support.warm.facts"),
 )
 """Programs whose children, if any, are started in the ordinary way."""
 
@@ -107,7 +107,7 @@ def start_of(
     module = texts[len(options) + 1] if options[-1:] == ["-m"] and len(texts) > len(options) + 1 else ""
     is_known = module in STARTS_OTHERS or module in LEAVES or module.startswith(TRAINING_RANKS)
     where = Path.cwd() / (directory or "")
-    if texts[0] != sys.executable or not is_known or _of_imports(environment, where) != _of_imports(warm):
+    if texts[0] != sys.executable or not is_known or not _has_imports_of(warm, environment, str(where)):
         return None
     name = None if before is None else _name_of(before)
     if not where.is_dir() or _has_its_own(where, module) or (before is not None and name is None):
@@ -135,16 +135,21 @@ def _has_its_own(directory: Path, module: str) -> bool:
     return any(file.exists() and file.resolve().parent != ROOT for file in files)
 
 
-def _of_imports(environment: Mapping[str, str], directory: Path | None = None) -> dict[str, str]:
-    """But for a working directory that PYTHONPATH begins with, which is searched in any case."""
-    found = {
+def _has_imports_of(warm: Mapping[str, str], environment: Mapping[str, str], directory: str) -> bool:
+    """Whether imports read the same in both, but for a working directory that PYTHONPATH begins with."""
+    expected, given = _of_imports(warm), _of_imports(environment)
+    if given != expected and _begins_with(given, directory):
+        _, _, rest = given.pop(PATH).partition(os.pathsep)
+        given |= {PATH: rest} if rest else {}
+    return given == expected
+
+
+def _of_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
         name: value
         for name, value in environment.items()
         if name.startswith(READ_BY_IMPORTS) and not name.startswith(READ_LATER)
     }
-    if directory is not None and _begins_with(found, str(directory)):
-        _, _, found[PATH] = found[PATH].partition(os.pathsep)
-    return {name: value for name, value in found.items() if value or name != PATH}
 
 
 def _begins_with(environment: Mapping[str, str], directory: str) -> bool:
@@ -212,7 +217,7 @@ def prepare_interpreter(start: Start, path: Sequence[str]) -> None:
     sys.stderr = sys.__stderr__ = _stream(sys.stderr, _output(2), unbuffered, True)  # type: ignore[misc]
     sys.orig_argv = list(start.words)
     sys.argv = ["-m", *start.words[start.words.index("-m") + 2 :]]
-    in_directory = _begins_with(start.environment, start.directory)
+    in_directory = _begins_with(start.environment, start.directory) and list(path[:1]) != [start.directory]
     of_module = not start.environment.get("PYTHONSAFEPATH")
     sys.path[:] = [*[start.directory] * (in_directory + of_module), *path]
     importlib.invalidate_caches()
