@@ -69,7 +69,7 @@ class GroupProof:
             num_turns=sum(facts.num_turns for facts in group.rollouts),
             num_branches=len(group.responses) - len(group.rollouts),
             num_truncated=sum(facts.status == "truncated" for facts in group.rollouts),
-            reward_parts=group.reward_parts,
+            reward_parts=(*group.reward_parts, *group.reward_metrics),
             num_corrected=num_corrected,
             rollout_lengths=group.rollout_lengths,
             shown_logprobs=shown_logprobs,

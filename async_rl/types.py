@@ -131,7 +131,9 @@ class Response:
 
 
 RewardParts = tuple[tuple[str, tuple[float, ...]], ...]
-"""Of a composed reward: each part's label, and its reward of each rollout, before its weight; else empty."""
+"""Of a composed reward: each part's label, and its reward of each rollout, before its weight; else empty.
+
+Or of any reward: the name of each metric that it reports, and its value for each rollout."""
 
 CorrectAt = float | Mapping[str, float] | None
 """The least reward of a correct response: of the whole reward, or by label of parts, of which the first one that scored
@@ -140,10 +142,17 @@ the prompt counts; None if no response is correct or incorrect."""
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a reward gives the responses of one prompt, in their order."""
+    """What a reward gives the responses of one prompt, in their order; metrics are shown, and nothing is trained on
+    them."""
 
     rewards: tuple[float, ...]
     parts: RewardParts = ()
+    metrics: RewardParts = ()
+
+    @property
+    def shown(self) -> RewardParts:
+        """All that figures have of it beside the rewards."""
+        return (*self.parts, *self.metrics)
 
 
 def have_signal(rewards: Sequence[float]) -> bool:
@@ -160,7 +169,7 @@ def num_correct(correct_at: CorrectAt, rewards: Sequence[float], parts: RewardPa
 
 
 def reward_part_means(groups: Iterable[RewardParts]) -> dict[str, float]:
-    """`reward/LABEL` -> the mean of this part's rewards over all responses that it scored."""
+    """`reward/LABEL` -> the mean of this part's rewards, or this metric's values, over all responses that have it."""
     values: dict[str, list[float]] = {}
     for parts in groups:
         for label, rewards in parts:
@@ -200,7 +209,8 @@ class Group:
 
     `responses` are those of all rollouts, in the order of these; `rewards` and `rollouts` have one entry per rollout.
     By default each response is a rollout of a single turn. Advantages, baselines and lengths are those of rollouts,
-    however many branches these have. `reward_parts` are those of a composed reward, if it scored every rollout.
+    however many branches these have. `reward_parts` are those of a composed reward, `reward_metrics` what a reward
+    reports beside, if it scored every rollout.
 
     `index` is the prompt's index in its batch. `started_s` and `finished_s` are `time.monotonic()` seconds of the
     dispatch and of the last score; `attempts` counts how often the group was sent to an instance (1 = no retry).
@@ -217,6 +227,7 @@ class Group:
     attempts: int = 1
     rollouts: tuple[RolloutFacts, ...] = ()
     reward_parts: RewardParts = ()
+    reward_metrics: RewardParts = ()
 
     def __post_init__(self) -> None:
         if not self.rollouts:
@@ -228,7 +239,7 @@ class Group:
             f"{num_responses} of {len(self.responses)} responses have a rollout"
         )
         assert len(self.rewards) == len(self.rollouts), f"{len(self.rewards)} rewards, {len(self.rollouts)} rollouts"
-        for label, values in self.reward_parts:
+        for label, values in (*self.reward_parts, *self.reward_metrics):
             assert len(values) == len(self.rollouts), f"{len(values)} of {label!r}, {len(self.rollouts)} rollouts"
 
     @property

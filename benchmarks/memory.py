@@ -128,7 +128,7 @@ def _note_peaks(pid: int, peaks: dict[str, int]) -> None:
 
 
 def _is_rank(words: Sequence[str]) -> bool:
-    return "trainer" in words and "torch.distributed.run" not in words
+    return "async_rl.trainer" in words and "torch.distributed.run" not in words
 
 
 def _peak_bytes(pid: int) -> int:

@@ -97,6 +97,17 @@ def is_known(option: str, usage: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(name)}\b", usage) is not None
 
 
+SHADOWED = ("trainer", "inference_service", "deploy")
+"""Installed packages with names that files of a user have, too; `benchmarks` and `tests` run in a checkout only."""
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_command_that_a_document_names_runs_our_module_in_every_folder(doc: Path) -> None:
+    for command, module in re.findall(r"((?:python|torchrun)\b[^`\n]*?) -m ([a-z_]\w*)", doc.read_text()):
+        is_shadowed = module in SHADOWED and not command.endswith(" -P")
+        assert not is_shadowed, f"{command} -m {module}: a {module}.py of the working directory would run in its place"
+
+
 @pytest.mark.parametrize(
     "doc", [doc for doc in DOCS if doc.name != "commands.md"], ids=lambda path: path.relative_to(ROOT).as_posix()
 )

@@ -1,4 +1,4 @@
-"""`torchrun -m trainer CONFIG [--section.key VALUE ...]`: one rank of the training pool.
+"""`torchrun -m async_rl.trainer CONFIG [--section.key VALUE ...]`: one rank of the training pool.
 
 A run that ends early, by a fault of the run or by SIGTERM, saves its last complete iteration first; a second SIGTERM
 ends it at once.
@@ -94,7 +94,7 @@ def _say(error: AsyncRLError, logs: Path | None) -> None:
 
 def make_parser() -> Parser:
     parser = Parser(
-        "torchrun -m trainer",
+        "torchrun -m async_rl.trainer",
         "Trains a config with the instances that it names (pool.instances, pool.dns) or that register themselves.",
         "CONFIG [--section.key VALUE ...]",
         Config,

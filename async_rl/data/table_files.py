@@ -32,15 +32,22 @@ from async_rl.data.rendering import (
     tokenize,
 )
 from async_rl.data.row import Row, Rows
+from async_rl.data.task_rows import REASONING_GYM
 from async_rl.errors import ConfigError
 from async_rl.files import named_write_errors
-from async_rl.types import NO_CHECK, AnswerCheck
+from async_rl.types import NO_CHECK, AnswerCheck, Prompt
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 CHUNK_ROWS = 1024
+
+ALL_MEASURED, MEASURED_EVERY, LAST_MEASURED = 2_000, 50, 50_000
+"""Of rows that are measured without a table: all of the first ones, then one of so many, up to a last one; seconds."""
+
+TASKS_MEASURED = 100
+"""Of rows that are generated, which takes longer."""
 
 MAX_NAMED_IDS = 10
 
@@ -67,6 +74,35 @@ class LoadedPart:
     num_rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredPart:
+    """What is known of a part without a table: its first prompt that can be used, how many there are among the rows
+    that were measured, whether these are all, and what was left out, a line for each reason."""
+
+    first: Prompt
+    num_left: int
+    is_whole: bool
+    report: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedRow:
+    """A row by its number in the source, and the place where the source has it; `columns` have mapped it."""
+
+    number: int
+    place: int
+    row: Row
+    columns: RowColumns
+
+    def prompt(self, part: Part, token_ids: Sequence[int]) -> Prompt:
+        """The prompt of a row that is in no table."""
+        ends = self.columns.sampling(self.row)
+        name = f"{part.name}/{self.number}" if part.name else str(self.number)
+        return Prompt(
+            *(name, tuple(token_ids), self.row, ends.stop, ends.stop_token_ids, ends.max_response_tokens), part.reward
+        )
+
+
 class _RowsAt(Sequence[Row]):
     """Rows that are read on access."""
 
@@ -81,7 +117,7 @@ class _RowsAt(Sequence[Row]):
         return self._rows.at(self._places[index])
 
 
-def checked_rows(part: Part, rows: Rows, max_rows: int | None) -> Iterator["NumberedRow"]:
+def checked_rows(part: Part, rows: Rows, max_rows: int | None) -> Iterator[NumberedRow]:
     """The first `max_rows` rows of a part, or all, checked as far as possible without a tokenizer.
 
     Raises:
@@ -89,6 +125,7 @@ def checked_rows(part: Part, rows: Rows, max_rows: int | None) -> Iterator["Numb
     """
     require_place_for_system_prompt(part)
     columns: RowColumns | None = None
+    number = -1
     try:
         for number, (place, row) in enumerate(islice(rows.scan(), max_rows)):
             columns = columns or RowColumns(part, row)
@@ -101,7 +138,7 @@ def checked_rows(part: Part, rows: Rows, max_rows: int | None) -> Iterator["Numb
         ) from error
     if columns is None:
         raise ConfigError(f"prompts.source {part.source!r} has no rows")
-    if columns.unused and max_rows is None:
+    if columns.unused and (max_rows is None or number + 1 < max_rows):
         raise ConfigError(
             f"prompts.source {part.source!r}: no row has a value for {sorted(columns.unused)} of its columns "
             f"({dict(part.columns)}): correct them"
@@ -134,6 +171,37 @@ def write_table(
         (directory / ABOUT).write_text(json.dumps({**about, "files": _sums(directory)}))
 
 
+def measure_part(
+    part: Part, rows: Rows, tokenizer: Tokenizer, answers: AnswerCheck, max_rows: int | None = None
+) -> MeasuredPart:
+    """What `write_table` would find, of the first rows and a sample of the following ones; it writes nothing.
+
+    Raises:
+        ConfigError: the source cannot be read or is malformed, or no prompt is left.
+    """
+    limit = min(max_rows or LAST_MEASURED, TASKS_MEASURED if part.source.startswith(REASONING_GYM) else LAST_MEASURED)
+    left_out = _LeftOut(part, answers)
+    first: Prompt | None = None
+    num_read = num_left = 0
+
+    def chosen() -> Iterator[NumberedRow]:
+        nonlocal num_read
+        for row in checked_rows(part, rows, limit):
+            num_read += 1
+            if row.number < ALL_MEASURED or row.number % MEASURED_EVERY == 0:
+                yield row
+
+    for chunk in _chunks(chosen(), CHUNK_ROWS):
+        for row, token_ids in zip(chunk, tokenize(_rendered(part, chunk, tokenizer), part, tokenizer), strict=True):
+            if left_out.accepts(row, token_ids):
+                num_left += 1
+                first = first or row.prompt(part, token_ids)
+    left_out.require_some(num_left)
+    if first is None:
+        raise ConfigError(f"prompts.source {part.source!r} has only empty prompts: correct its prompts")
+    return MeasuredPart(first, num_left, num_read < min(limit, ALL_MEASURED), left_out.report())
+
+
 def is_whole(directory: Path) -> bool:
     """Whether a directory has a table's files as they were written: a disk may lose or change them."""
     try:
@@ -159,16 +227,6 @@ def open_table(part: Part, rows: Rows, directory: Path) -> LoadedPart:
     for line in about["report"]:
         logger.warning("%s", line)
     return LoadedPart(part, _open(part, rows, directory), about["digests"], about["longest"], about["rows"])
-
-
-@dataclass(frozen=True, slots=True)
-class NumberedRow:
-    """A row by its number in the source, and the place where the source has it; `columns` have mapped it."""
-
-    number: int
-    place: int
-    row: Row
-    columns: RowColumns
 
 
 def _open(part: Part, rows: Rows, directory: Path) -> PromptTable:

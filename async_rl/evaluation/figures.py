@@ -23,7 +23,7 @@ class ScoredPrompt:
     def of(cls, responses: Sequence[Response], scores: Scores) -> "ScoredPrompt":
         return cls(
             rewards=scores.rewards,
-            reward_parts=scores.parts,
+            reward_parts=scores.shown,
             num_tokens=sum(len(response.token_ids) for response in responses),
             num_truncated=sum(response.finish_reason == "length" for response in responses),
         )
@@ -32,7 +32,7 @@ class ScoredPrompt:
     def of_trajectories(cls, trajectories: Sequence[Trajectory], scores: Scores) -> "ScoredPrompt":
         return cls(
             rewards=scores.rewards,
-            reward_parts=scores.parts,
+            reward_parts=scores.shown,
             num_tokens=sum(trajectory.num_tokens for trajectory in trajectories),
             num_truncated=sum(trajectory.status == "truncated" for trajectory in trajectories),
         )

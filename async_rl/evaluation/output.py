@@ -51,7 +51,7 @@ class Output:
             self._progress.write(json.dumps({"set": loaded.name, "total_prompts": self._total}) + "\n")
         key = (loaded.name, prompt.prompt_id)
         if key in self._shown:
-            labels, values = [label for label, _ in scores.parts], [rewards for _, rewards in scores.parts]
+            labels, values = [label for label, _ in scores.shown], [rewards for _, rewards in scores.shown]
             self._shown[key] = {
                 "set": loaded.name,
                 "prompt_id": prompt.prompt_id,

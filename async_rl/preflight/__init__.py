@@ -1,7 +1,7 @@
 """Checks a config, its model, algorithm, data and reward before a run's processes start; reports all errors together.
 
 It is fast by design: it imports neither torch nor transformers, reads the first rows only, and executes nothing of a
-reward. The trainer performs the slower checks, such as the length of every prompt, before it trains.
+reward. `trial.py` has the slower checks of `async-rl check`; the trainer measures every prompt before it trains.
 """
 
 from collections.abc import Callable

@@ -1,16 +1,18 @@
 """Checks that a reward exists and has what it needs; nothing of it is executed."""
 
+import ast
 from importlib.util import find_spec
 
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.reward_service import warn_if_unreachable
-from async_rl.preflight.user_file import PREFIX, require_function
+from async_rl.preflight.user_file import PREFIX, require_function, signature_of
 from async_rl.rewards.base import USED_SHARE
 from async_rl.rewards.built_in import BUILT_IN, EXPECTED, PACKAGES
 from async_rl.rewards.rubric import Rubric
 from async_rl.rewards.service_settings import model_of, read_token, url_of
+from async_rl.rewards.signatures import form_of
 from async_rl.sandbox.probe import require_installed
 
 
@@ -48,7 +50,9 @@ def require_time_for_tests(config: Config) -> None:
 
 def _require(config: RewardSection, name: str) -> None:
     if name.startswith(PREFIX):
-        require_function("reward.name", name)
+        definition = require_function("reward.name", name)
+        if definition is not None and not definition.decorator_list:
+            _require_form(name, definition)
     elif name not in BUILT_IN:
         raise ConfigError(f"reward.name is {name!r}: expected {EXPECTED}")
     elif name == "code":
@@ -57,6 +61,15 @@ def _require(config: RewardSection, name: str) -> None:
         _require_service(config, name)
     elif name in PACKAGES and find_spec(PACKAGES[name].replace("-", "_")) is None:
         raise ConfigError(f"reward.name {name!r} needs {PACKAGES[name]}: install async-rl[tasks]")
+
+
+def _require_form(name: str, definition: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    try:
+        form_of(signature_of(definition))
+    except ValueError as error:
+        raise ConfigError(
+            f"reward.name {name!r}: line {definition.lineno}: {error}; write it in one of these forms"
+        ) from error
 
 
 def _require_service(config: RewardSection, name: str) -> None:

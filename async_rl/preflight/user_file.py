@@ -6,6 +6,7 @@ Errors during the loading of the file are reported by the process that runs it.
 import ast
 from collections.abc import Iterator
 from importlib.util import find_spec
+from inspect import Parameter, Signature
 from pathlib import Path
 
 from async_rl.errors import ConfigError
@@ -32,6 +33,25 @@ def require_function(setting: str, name: str) -> ast.FunctionDef | ast.AsyncFunc
     found = [definition for definition in definitions if definition.name == named]
     is_only_one = list(_bound_names(module)).count(named) == len(found) == 1
     return found[0] if is_only_one and not _is_open_ended(module) else None
+
+
+def signature_of(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
+    """The parameters of a function as its text has them; a default stands for any."""
+    given = definition.args
+    first, others = len(given.posonlyargs), [*given.posonlyargs, *given.args]
+    num_needed = len(others) - len(given.defaults)
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.POSITIONAL_ONLY)
+    parameters = [
+        Parameter(each.arg, kinds[i < first], default=Parameter.empty if i < num_needed else None)
+        for i, each in enumerate(others)
+    ]
+    parameters += [Parameter(each.arg, Parameter.VAR_POSITIONAL) for each in (given.vararg,) if each]
+    parameters += [
+        Parameter(each.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None)
+        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    parameters += [Parameter(each.arg, Parameter.VAR_KEYWORD) for each in (given.kwarg,) if each]
+    return Signature(parameters)
 
 
 def require_class(setting: str, name: str) -> None:

@@ -17,6 +17,8 @@ from async_rl.errors import ConfigError
 
 PREFIX = "python:"
 
+PACKAGE = Path(__file__).resolve().parents[1]
+
 
 def find_file(setting: str, name: str) -> tuple[Path, str]:
     """The file and the function's name of `python:path/to/file.py:function`, the value of `setting`.
@@ -81,6 +83,14 @@ def traceback_from(path: Path, error: BaseException) -> str:
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != path.resolve():
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def traceback_of_user(error: BaseException) -> str:
+    """The traceback from the first frame that is not ours; of an error in our own code all of it."""
+    trace = error.__traceback__
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve().is_relative_to(PACKAGE):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
 
 
 def _load(setting: str, name: str, path: Path) -> Any:

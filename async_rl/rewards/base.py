@@ -1,13 +1,15 @@
 """The producer's interface of a reward, and the result that every reward must return: one finite float per response."""
 
+import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
-from async_rl.types import CorrectAt, Prompt, Response, Scores
+from async_rl.types import CorrectAt, Prompt, Response, RewardParts, Scores
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 LARGEST_REWARD = 1e30
 """The sum of its squares over a group is far below float64's maximum (2e308), and it is far below float32's (3e38)."""
@@ -20,6 +22,14 @@ CORRECT_AT = "correct_at"
 
 PER_RESPONSE = "per_response"
 """The attribute of a reward function that makes a request for each response."""
+
+
+SCORE = "score"
+"""The reward in a mapping that a reward function returns for a response; its other numbers are metrics."""
+
+
+class NotRewards(ValueError):
+    """A reward function asks for what there is not, or returned something else than one finite float per response."""
 
 
 class Reward(Protocol):
@@ -68,35 +78,67 @@ def correct_at(threshold: float) -> Callable[[F], F]:
     return declare
 
 
+async def gathered(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all calls; the first failure cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as siblings:
+            tasks = [siblings.create_task(call) for call in calls]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 def as_rewards(returned: object, num_responses: int) -> list[float]:
-    """A reward function's return value, as floats.
+    """A reward function's return value, as floats, without its metrics.
 
     Raises:
-        ValueError: it is not one finite float per response.
+        NotRewards: it is not one finite float per response.
+    """
+    return list(as_scores(returned, num_responses).rewards)
+
+
+def as_scores(returned: object, num_responses: int) -> Scores:
+    """A reward function's return value: rewards and, where it has a mapping for each response, metrics.
+
+    Raises:
+        NotRewards: it is not one finite float, or one mapping with such a `score`, per response.
     """
     expected = f"expected {num_responses} finite floats of at most {LARGEST_REWARD:g}, one per response"
     # What a mapping iterates over are its keys, and a set has no order.
     if isinstance(returned, (str, bytes, Mapping, Set)) or not hasattr(returned, "__iter__"):
-        raise ValueError(f"it returned {returned!r:.200}, {expected}")
+        raise NotRewards(f"it returned {returned!r:.200}, {expected}")
     # One more than expected is enough to detect too many: an iterator may never end.
     values = list(islice(iter(returned), num_responses + 1))
     if len(values) != num_responses:
         many = "more" if len(values) > num_responses else f"{len(values)} values"
-        raise ValueError(f"it returned {many}, {expected}")
-    floats = [as_float(value) for value in values]
+        raise NotRewards(f"it returned {many}, {expected}")
+    floats = [as_float(value.get(SCORE) if isinstance(value, Mapping) else value) for value in values]
     for value, number in zip(values, floats, strict=True):
         if not is_reward(number):
-            raise ValueError(f"it returned {value!r:.200} among its values, {expected}")
-    return floats
+            more = f" or a mapping with such a {SCORE!r}" if isinstance(value, Mapping) else ""
+            raise NotRewards(f"it returned {value!r:.200} among its values, {expected}{more}")
+    return Scores(tuple(floats), metrics=_metrics(values))
+
+
+def _metrics(values: Sequence[Any]) -> RewardParts:
+    """The numbers beside the score that the mappings of all responses have; anything else in them is not shown."""
+    if not values or not all(isinstance(value, Mapping) for value in values):
+        return ()
+    numbers = {
+        name: tuple(as_float(value.get(name)) for value in values)
+        for name in values[0]
+        if isinstance(name, str) and name != SCORE
+    }
+    return tuple((name, each) for name, each in numbers.items() if all(map(is_reward, each)))
 
 
 def as_float(value: Any) -> float:
-    """NaN for what is no number, and for an integer that no float can hold."""
+    """NaN for what is no number, as an array of several, and for an integer that no float can hold."""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         return math.nan
     try:
         return float(value)
-    except OverflowError:
+    except (OverflowError, TypeError, ValueError):
         return math.nan
 
 

@@ -1,17 +1,14 @@
 """A weighted sum of rewards, each in processes of its own."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from async_rl.config.reward_section import RewardSection
 from async_rl.errors import RewardError
-from async_rl.rewards.base import as_rewards
+from async_rl.rewards.base import as_rewards, gathered
 from async_rl.rewards.process_reward import ProcessReward
 from async_rl.rewards.row_parts import labels_of
 from async_rl.types import CorrectAt, Prompt, Response, Scores
-
-T = TypeVar("T")
 
 
 class ComposedReward:
@@ -38,7 +35,7 @@ class ComposedReward:
 
     async def start(self) -> None:
         try:
-            await _all(part.start() for part in self._parts.values())
+            await gathered(part.start() for part in self._parts.values())
         except BaseException:
             await self.close()
             raise
@@ -48,25 +45,20 @@ class ComposedReward:
             labels = labels_of(self._config, prompt.row, prompt.reward)
         except ValueError as error:
             raise RewardError(f"prompt {prompt.prompt_id}: {error}") from error
-        scored = await _all(self._parts[label].score(prompt, responses) for label in labels)
+        scored = await gathered(self._parts[label].score(prompt, responses) for label in labels)
         parts = tuple((label, scores.rewards) for label, scores in zip(labels, scored, strict=True))
         totals = [0.0] * len(responses)
         for label, rewards in parts:
             totals = [total + self._weights[label] * reward for total, reward in zip(totals, rewards, strict=True)]
+        metrics = tuple(
+            (f"{label}/{name}", values)
+            for label, scores in zip(labels, scored, strict=True)
+            for name, values in scores.metrics
+        )
         try:
-            return Scores(tuple(as_rewards(totals, len(responses))), parts)
+            return Scores(tuple(as_rewards(totals, len(responses))), parts, metrics)
         except ValueError as error:
             raise RewardError(f"prompt {prompt.prompt_id}: the sum of the parts of its reward: {error}") from error
 
     async def close(self) -> None:
         await asyncio.gather(*(part.close() for part in self._parts.values()))
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all calls; the first failure cancels the others and is raised."""
-    try:
-        async with asyncio.TaskGroup() as siblings:
-            tasks = [siblings.create_task(call) for call in calls]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -11,6 +11,7 @@ from async_rl.errors import ConfigError
 from async_rl.programs import user_file
 from async_rl.programs.user_file import PREFIX, is_async, load_from_file
 from async_rl.rewards.base import CORRECT_AT, PER_RESPONSE, is_reward
+from async_rl.rewards.signatures import adapted
 
 SETTING = "reward.name"
 
@@ -52,12 +53,16 @@ def load_function(config: RewardSection) -> RewardFunction:
     """The function of a built-in reward or of `python:path/to/file.py:function`.
 
     Raises:
-        ConfigError: the file or function does not exist, or loading it failed (with its traceback).
+        ConfigError: the file or function does not exist, loading it failed (with its traceback), or it is no reward.
     """
     name = config.name
     assert name is not None, "without a reward nothing is loaded"
     if name.startswith(PREFIX):
-        return load_from_file(SETTING, name)
+        loaded = load_from_file(SETTING, name)
+        try:
+            return adapted(loaded)
+        except ValueError as error:
+            raise ConfigError(f"{SETTING} {name!r}: {error}; write it in one of these forms") from error
     module = importlib.import_module(f"async_rl.rewards.{name}")
     function: RewardFunction = module.make_score(config) if hasattr(module, "make_score") else module.score
     return function

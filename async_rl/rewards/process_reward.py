@@ -76,7 +76,7 @@ class ProcessReward:
         attempt = 1
         while True:
             try:
-                return Scores(tuple(await self._attempt(prompt, tuple(responses))))
+                return await self._attempt(prompt, tuple(responses))
             except _AttemptFailed as error:
                 what = f"reward {self._name!r}, prompt {prompt.prompt_id}"
                 if self._max_attempts > 1:
@@ -90,14 +90,15 @@ class ProcessReward:
     async def close(self) -> None:
         await asyncio.gather(*(worker.process.close() for worker in self._workers))
 
-    async def _attempt(self, prompt: Prompt, responses: tuple[Response, ...]) -> list[float]:
+    async def _attempt(self, prompt: Prompt, responses: tuple[Response, ...]) -> Scores:
         """One call; repeated whenever its process was killed because of another call."""
         timeout_s = self._config.timeout_s
         try:
             while True:
                 async with self._worker(len(responses)) as worker:
                     try:
-                        return as_rewards(await worker.score(prompt, responses, timeout_s), len(responses))
+                        scores = await worker.score(prompt, responses, timeout_s)
+                        return Scores(tuple(as_rewards(scores.rewards, len(responses))), metrics=scores.metrics)
                     except WorkerStopped:
                         continue
         except WorkerTimeout as error:

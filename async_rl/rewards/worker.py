@@ -19,14 +19,19 @@ from typing import Any, BinaryIO
 
 from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError
+from async_rl.programs.user_file import traceback_of_user
 from async_rl.programs.user_process import LENGTH, take_pipes
-from async_rl.rewards.base import as_rewards
+from async_rl.rewards import signatures
+from async_rl.rewards.base import NotRewards, as_scores
 from async_rl.rewards.function import Traits, load_function
 from async_rl.rewards.worker_process import LOADED, Outcome
 from async_rl.types import Prompt, Response
 
 STUCK_AFTER_S = 0.3
 """A cancelled call that has not ended after this time is reported with its traceback; the parent then kills us."""
+
+OURS = (__file__, signatures.__file__)
+"""What calls the function of a reward."""
 
 Call = tuple[Prompt, tuple[Response, ...]] | None
 """The parent's request for a call number: to score this, or (None) to end."""
@@ -83,9 +88,9 @@ def _serve(function: Any, requests: BinaryIO, answers: Answers, ready: Callable[
     while True:
         number, prompt, responses = calls.get()
         try:
-            scores = as_rewards(function(prompt, responses, prompt.row), len(responses))
-        except BaseException:
-            answers.end(number, "failed", traceback.format_exc())
+            scores = as_scores(function(prompt, responses, prompt.row), len(responses))
+        except BaseException as error:
+            answers.end(number, "failed", _said(error))
         else:
             answers.end(number, "scored", scores)
 
@@ -98,9 +103,9 @@ def _serve_async(function: Any, requests: BinaryIO, answers: Answers, ready: Cal
 
     async def score(number: int, prompt: Prompt, responses: tuple[Response, ...]) -> None:
         try:
-            scores = as_rewards(await function(prompt, responses, prompt.row), len(responses))
-        except BaseException:
-            answers.end(number, "failed", traceback.format_exc())
+            scores = as_scores(await function(prompt, responses, prompt.row), len(responses))
+        except BaseException as error:
+            answers.end(number, "failed", _said(error))
         else:
             answers.end(number, "scored", scores)
 
@@ -149,9 +154,16 @@ def _start_reader(requests: BinaryIO, answers: Answers, receive: Callable[[int, 
     threading.Thread(target=read, daemon=True).start()
 
 
+def _said(error: BaseException) -> str:
+    """What is wrong with a call: what the function returned, or its traceback from its own frames on."""
+    return str(error) if isinstance(error, NotRewards) else traceback_of_user(error)
+
+
 def _where(thread: int) -> str:
-    """The current traceback of a thread."""
-    return "".join(traceback.format_stack(sys._current_frames()[thread]))
+    """Where the function is in a thread, from its own frames on."""
+    stack = traceback.extract_stack(sys._current_frames()[thread])
+    first = max((i + 1 for i, frame in enumerate(stack) if frame.filename in OURS), default=0)
+    return "".join(traceback.format_list(stack[first:] or stack))
 
 
 if __name__ == "__main__":

@@ -24,13 +24,16 @@ from async_rl.programs.user_process import (
     start_process,
 )
 from async_rl.rewards.function import Traits
-from async_rl.types import Prompt, Response
+from async_rl.types import Prompt, Response, Scores
 
 LOADED = 0
 """The number under which a worker reports that it has loaded its reward; calls have the following numbers."""
 
+PIPES_TIMEOUT_S = 0.5
+"""How long the pipes of a killed process may take to end; a process that it started may keep them open."""
+
 Outcome = Literal["scored", "failed", "stuck"]
-"""Of a call: its floats; its traceback; or, if it did not end when asked to, its current traceback."""
+"""Of a call: its scores; its traceback; or, if it did not end when asked to, its current traceback."""
 
 
 class WorkerFailed(Exception):
@@ -91,7 +94,7 @@ class WorkerProcess:
             raise
         return traits
 
-    async def score(self, prompt: Prompt, responses: tuple[Response, ...], timeout_s: float) -> list[float]:
+    async def score(self, prompt: Prompt, responses: tuple[Response, ...], timeout_s: float) -> Scores:
         """The reward function's result for the group; the timeout starts now.
 
         Cancelling it ends the call, so that it does not delay the next one.
@@ -113,7 +116,7 @@ class WorkerProcess:
             self._spawn(self._end(process, number, future))
             raise
         self._calls.pop(number, None)
-        scores: list[float] = _answer(*future.result())
+        scores: Scores = _answer(*future.result())
         return scores
 
     def kill(self) -> None:
@@ -124,13 +127,18 @@ class WorkerProcess:
         self._fail(WorkerStopped("its process was ended because of another call"))
 
     async def close(self) -> None:
-        """Kills the process and waits for its end, at most `REAP_TIMEOUT_S`."""
+        """Kills the process and waits for its end, at most `REAP_TIMEOUT_S`, and for that of its pipes."""
         process = self._process
         self.kill()
         if process is not None:
+            if process.stdin is not None:
+                process.stdin.close()
             await reap(process)
-        for task in self._background:
-            task.cancel()
+        if self._background:
+            # The event loop may be closed next, and open pipes could not be closed after it.
+            _, late = await asyncio.wait(self._background, timeout=PIPES_TIMEOUT_S)
+            for task in late:
+                task.cancel()
 
     async def _end(self, process: Process, number: int, future: "asyncio.Future[tuple[Outcome, Any]]") -> str:
         """Ends a call that is not needed any more, or its process; returns where the call was."""

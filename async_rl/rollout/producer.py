@@ -140,6 +140,7 @@ class Producer:
             responses=responses,
             rewards=scores.rewards,
             reward_parts=scores.parts,
+            reward_metrics=scores.metrics,
             weight_version=version,
             started_s=started_s,
             finished_s=time.monotonic(),

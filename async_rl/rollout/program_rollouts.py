@@ -166,6 +166,7 @@ class ProgramRollouts:
             responses=tuple(response for trajectory in trajectories for response in trajectory.responses),
             rewards=scores.rewards,
             reward_parts=scores.parts,
+            reward_metrics=scores.metrics,
             weight_version=version,
             started_s=started_s,
             finished_s=time.monotonic(),
@@ -282,16 +283,17 @@ class ProgramRollouts:
     async def _scores(self, places: Sequence[_Place], trajectories: Sequence[Trajectory]) -> Scores:
         """Each rollout's own reward, else that of `[reward]`, else that of truncated rollouts.
 
-        With parts only where `[reward]` scored all of them.
+        With parts and metrics only where `[reward]` scored all of them.
         """
         parts: RewardParts = ()
+        metrics: RewardParts = ()
         if all(trajectory.reward is not None for trajectory in trajectories):
             scores: Sequence[float | None] = [None] * len(trajectories)
         elif not isinstance(self._reward, NoReward):
             given = await self._reward.score(places[0].prompt, [trajectory.last for trajectory in trajectories])
             scores = given.rewards
             if all(trajectory.reward is None for trajectory in trajectories):
-                parts = given.parts
+                parts, metrics = given.parts, given.metrics
         else:
             scores = [
                 self._rollout.truncated_reward if trajectory.status == "truncated" else None
@@ -306,4 +308,4 @@ class ProgramRollouts:
                     "reward.name is set: return a number, or set reward.name"
                 )
             rewards.append(reward)
-        return Scores(tuple(rewards), parts)
+        return Scores(tuple(rewards), parts, metrics)

@@ -90,7 +90,7 @@ class Sampled:
 
 def _response(group: Group, index: int, decode: Decode | None, of_trainer: Sequence[float]) -> dict[str, Any]:
     response, number = group.responses[index], group.rollout_of[index]
-    facts, parts = group.rollouts[number], group.reward_parts
+    facts, parts = group.rollouts[number], (*group.reward_parts, *group.reward_metrics)
     return {
         "text": shorten(response.text),
         "reward": group.rewards[number],

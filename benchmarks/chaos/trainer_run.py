@@ -202,7 +202,7 @@ class TrainerRun:
     def kill(self) -> None:
         """Ends the trainer as a lost machine would; `finish` starts it again."""
         self._is_killed = True
-        for process in (*self.processes("torch.distributed.run"), *self.processes("trainer")):
+        for process in (*self.processes("torch.distributed.run"), *self.processes("async_rl.trainer")):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
 
@@ -238,7 +238,7 @@ class TrainerRun:
 
     def _process(self) -> Process:
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        argv += ["--nproc-per-node", "1", "-m", "trainer", str(self._config), "--run.resume", "true"]
+        argv += ["--nproc-per-node", "1", "-m", "async_rl.trainer", str(self._config), "--run.resume", "true"]
         env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
         return Process("trainer", "trainer", tuple(argv), self.dir / "logs" / "trainer.log", env=env)
 

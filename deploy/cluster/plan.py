@@ -72,7 +72,7 @@ class ClusterPlan:
             *("--master-addr", master_address, "--master-port", str(self.master_port)),
             *("--shutdown-timeout", str(math.ceil(self.config.checkpoint.grace_s + GRACE_S))),
             *("--log-dir", str(torchrun_dir(self.config.run.dir))),
-            *("-m", "trainer", str(self.config_path), *self.overrides),
+            *("-m", "async_rl.trainer", str(self.config_path), *self.overrides),
             *(f"--pool.fleet_host={ANY_HOST}", f"--pool.fleet_port={self.fleet_port}", "--run.resume=true"),
         ]
 

@@ -28,8 +28,8 @@ RUN apt-get update \
     && install -d -o 10001 -g 10001 /runs
 COPY --from=packages /opt/async-rl /opt/async-rl
 COPY --chmod=755 deploy/docker/with_cann.sh /usr/local/bin/with_cann
-ENV PATH=/opt/async-rl/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/async-rl/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
 WORKDIR /runs
 USER 10001:10001
 ENTRYPOINT ["tini", "--", "with_cann"]
-CMD ["python", "-m", "trainer", "--help"]
+CMD ["python", "-m", "async_rl.trainer", "--help"]

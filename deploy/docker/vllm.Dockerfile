@@ -18,7 +18,7 @@ RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     && useradd --uid 10001 --user-group --create-home async-rl \
     && install -d -o 10001 -g 10001 /runs \
     && ln -sf "$(command -v python3)" /usr/local/bin/python
-ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
 WORKDIR /runs
 USER 10001:10001
 # Replaces the base's, which is vLLM's server; the words after it are the command.

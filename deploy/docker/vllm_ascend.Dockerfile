@@ -17,7 +17,7 @@ RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     && install -d -o 10001 -g 10001 /runs \
     && ln -sf "$(command -v python3)" /usr/local/bin/python
 COPY --chmod=755 deploy/docker/with_cann.sh /usr/local/bin/with_cann
-ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
 WORKDIR /runs
 USER 10001:10001
 ENTRYPOINT ["with_cann"]

@@ -1,10 +1,12 @@
 """`async-rl check CONFIG`: what a run would be and need, and everything that is wrong with it; starts nothing.
 
-`async-rl run --dry-run` is the same. It imports neither torch nor transformers, and reads no weights. Exit code 0 if
-the config can run, 2 if it cannot.
+`async-rl run --dry-run` is the same. It reads no weights, and imports neither torch nor transformers: a process of its
+own renders rows and calls the reward once. Exit code 0 if the config can run, 2 if it cannot.
 """
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +62,10 @@ def why_elsewhere(config: Config) -> str | None:
     if config.cluster.training_nodes > 1:
         return f"cluster.training_nodes is {config.cluster.training_nodes}: start it with async-rl launch"
     if config.pool.instances or config.pool.dns:
-        return "its instances run elsewhere (pool.instances, pool.dns): start the trainer with torchrun -m trainer"
+        return (
+            "its instances run elsewhere (pool.instances, pool.dns): start the trainer with "
+            "torchrun -m async_rl.trainer"
+        )
     return None
 
 
@@ -106,6 +111,8 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
             misfits = find_misfits(config, forecast, capacity)
             errors += misfits.errors
             warnings += misfits.warnings
+    if not (errors or elsewhere or missing):
+        _try_out(config_path, overrides, errors, warnings)
     values = (*sourced_values(config_path, config, overrides), *environment_values(os.environ))
     return Check(values, plan, cluster_plan, forecast, capacity, tuple(errors), tuple(warnings))
 
@@ -124,6 +131,18 @@ def check_config(config_path: Path, config: Config, overrides: Sequence[str], *,
     if check.errors:
         raise ConfigError("\n".join(map(str, check.errors)))
     return 0
+
+
+def _try_out(config_path: Path, overrides: Sequence[str], errors: list[ConfigError], warnings: list[str]) -> None:
+    """Rows and reward, as a process of its own tries them: see `async_rl.preflight.trial`."""
+    argv = [sys.executable, "-m", "async_rl.preflight.trial", str(config_path), *overrides]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        warnings.append(f"rows and reward could not be tried: the process ended with code {done.returncode}")
+        return
+    trial = json.loads(done.stdout)
+    errors += map(ConfigError, trial["errors"])
+    warnings += trial["warnings"]
 
 
 def _forecast(config: Config, errors: list[ConfigError]) -> RunForecast | None:

@@ -41,7 +41,7 @@ def plan(
     *,
     machine: Machine,
     ports: Sequence[int],
-    program: Sequence[str] = ("trainer",),
+    program: Sequence[str] = ("async_rl.trainer",),
 ) -> Plan:
     """The processes of a run on one host.
 
@@ -61,7 +61,7 @@ def plan(
         raise ConfigError(
             f"pool.instances is {list(config.pool.instances)} and pool.dns is {config.pool.dns!r}, but this launcher "
             f"starts its own {config.inference.num_instances}: remove the keys, or start the trainer alone with "
-            "torchrun -m trainer"
+            "torchrun -m async_rl.trainer"
         )
     if config.cluster.training_nodes > 1:
         raise ConfigError(
@@ -170,7 +170,13 @@ def _trainer(
 def _process(
     config: Config, name: str, role: Literal["instance", "trainer"], argv: Sequence[str], share: Share
 ) -> Process:
-    env = {"OMP_NUM_THREADS": str(share.threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    env = {
+        "OMP_NUM_THREADS": str(share.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        # Files of the working directory must not replace modules of the same name.
+        "PYTHONSAFEPATH": "1",
+    }
     if share.devices:
         env[VISIBLE[config.trainer.device]] = ",".join(share.devices)
     return Process(name, role, tuple(argv), log_path(config.run.dir, name), share.cores, env, share.devices)

@@ -117,7 +117,7 @@ def _too_few(config: Config, machine: Machine, needed: int, with_trainer: bool) 
     have = f"{len(machine.devices)} ({', '.join(machine.devices)})" if machine.devices else "none"
     remedy = (
         f"let {VISIBLE[kind]} name more, ask for fewer, or start the instances on another host and name them in "
-        "pool.instances (torchrun -m trainer)"
+        "pool.instances (torchrun -m async_rl.trainer)"
     )
     if not machine.devices:
         tool = "nvidia-smi" if kind == "cuda" else "npu-smi info"

@@ -153,6 +153,8 @@ class Ground:
         return subprocess.Popen(
             [sys.executable, "-m", "deploy.local.run", "config.toml", *overrides],
             cwd=self.path,
+            # What the working directory holds is not run in place of the installed programs.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(self.path), os.environ.get("PYTHONPATH", "")])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

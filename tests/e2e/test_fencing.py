@@ -54,7 +54,7 @@ class Trainers:
             "--nproc-per-node",
             "2",
             "-m",
-            "trainer",
+            "async_rl.trainer",
             str(self.run.config),
         ]
         words += [f"--cluster.lease_s={LEASE_S}", f"--pool.fleet_port={port}", "--pool.timeout_s=120"]
@@ -95,7 +95,7 @@ class Trainers:
 
 
 def ranks_of(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    return [part for part in psutil.Process(launcher.pid).children() if "trainer" in command_of(part)]
+    return [part for part in psutil.Process(launcher.pid).children() if "async_rl.trainer" in command_of(part)]
 
 
 def test_a_second_trainer_is_refused_and_a_stopped_one_is_replaced_and_ends_when_it_goes_on(

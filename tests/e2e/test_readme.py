@@ -48,7 +48,7 @@ def is_plain_run(block: str) -> bool:
 @pytest.mark.distributed
 @pytest.mark.parametrize("block", list(filter(is_plain_run, shell_blocks("async-rl"))))
 def test_a_run_of_other_settings_can_be_started(workplace: Path, block: str) -> None:
-    assert "-m trainer run.toml" in run_in(workplace, f"{block.rstrip()} --dry-run")
+    assert "-m async_rl.trainer run.toml" in run_in(workplace, f"{block.rstrip()} --dry-run")
 
 
 def run_in(workplace: Path, block: str) -> str:

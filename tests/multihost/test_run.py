@@ -52,7 +52,7 @@ def test_a_run_between_three_hosts_is_on_policy(
         "train.iterations": 2,
     }
     overrides = [f"--{name}={value}" for name, value in settings.items()]
-    launcher = ["torch.distributed.run", "--nproc-per-node", "1", "--standalone", "-m", "trainer"]
+    launcher = ["torch.distributed.run", "--nproc-per-node", "1", "--standalone", "-m", "async_rl.trainer"]
     trainer = programs.start_module(hosts["trainer"], [*launcher, str(run.config), *overrides], run.output)
     register = ["--register", f"http://10.78.2.1:{FLEET_PORT}", "--name", "coming"]
     coming = programs.start_module(hosts["coming"], [*serve, *register], coming_log)

@@ -83,7 +83,7 @@ def test_base_shows_the_help_of_every_command(base: Environment, command: str) -
         (("async-rl", "export", "run", "--to", "exported"), "trainer"),
         (("async-rl", "serve", "--model", "org/model"), "serve"),
         (("async-rl", "eval", "org/model", "--data", "rows.jsonl", "--reward", "math"), "trainer,serve"),
-        (("python", "-m", "trainer", "run.toml"), "trainer"),
+        (("python", "-m", "async_rl.trainer", "run.toml"), "trainer"),
         (("python", "-m", "async_rl.evaluation", "run.toml", "--out", "out"), "trainer"),
         (("python", "-m", "deploy.ray", "run.toml"), "ray"),
     ],
@@ -128,7 +128,7 @@ def test_serve_brings_the_embedded_engine_and_no_trainer(with_serve: Environment
 def test_trainer_brings_the_trainer(with_trainer: Environment) -> None:
     done = with_trainer.run("python", "-c", "import trainer.session, trainer.ending, trainer.checkpoint.policy_export")
     assert done.returncode == 0, done.stdout
-    done = with_trainer.run("python", "-m", "trainer", "--help")
+    done = with_trainer.run("python", "-m", "async_rl.trainer", "--help")
     assert done.returncode == 0, done.stdout
 
 

@@ -115,7 +115,9 @@ class RayRun(Run):
     def rank(self) -> psutil.Process:
         """The process of the only training rank."""
         ranks = self.guard_of("torch.distributed.run").children(recursive=True)
-        (rank,) = [p for p in ranks if "trainer" in (words := command_of(p)) and "torch.distributed.run" not in words]
+        (rank,) = [
+            p for p in ranks if "async_rl.trainer" in (words := command_of(p)) and "torch.distributed.run" not in words
+        ]
         return rank
 
     def wait_for(self, condition: Callable[[], object], timeout_s: float = 240) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from async_rl.types import Group, Prompt, Response, RolloutFacts, Status, WeightSpan
+from async_rl.types import Group, Prompt, Response, RewardParts, RolloutFacts, Status, WeightSpan
 
 
 def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]:
@@ -52,6 +52,7 @@ def _header(group: Group) -> dict[str, Any]:
         "prompt_len": len(group.prompt.token_ids),
         "rewards": group.rewards,
         "reward_parts": group.reward_parts,
+        "reward_metrics": group.reward_metrics,
         "weight_version": group.weight_version,
         "times": (group.started_s, group.finished_s),
         "attempts": group.attempts,
@@ -99,13 +100,18 @@ def _group(header: dict[str, Any], token: Iterator[int], logprob: Iterator[float
         prompt=prompt,
         responses=responses,
         rewards=tuple(header["rewards"]),
-        reward_parts=tuple((label, tuple(values)) for label, values in header["reward_parts"]),
+        reward_parts=_parts(header["reward_parts"]),
+        reward_metrics=_parts(header["reward_metrics"]),
         weight_version=header["weight_version"],
         started_s=started_s,
         finished_s=finished_s,
         attempts=header["attempts"],
         rollouts=tuple(_facts(*fields) for fields in header["rollouts"]),
     )
+
+
+def _parts(values: Sequence[tuple[str, Sequence[float]]]) -> RewardParts:
+    return tuple((label, tuple(each)) for label, each in values)
 
 
 def _facts(num_responses: int, num_turns: int, status: Status, turn_rewards: Sequence[float]) -> RolloutFacts:

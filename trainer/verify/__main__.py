@@ -1,8 +1,8 @@
 """`torchrun -m trainer.verify record|record-all|replay DIR CONFIG [--section.key VALUE ...]`, for `async-rl verify`.
 
-`record` trains as `torchrun -m trainer` does, writes the groups of each iteration to DIR, and what their log-probs
-say of each instance to `run.dir`; with `record-all` every instance must serve from the first publish on. `replay`
-trains the groups in DIR, without instances. Exit codes are those of `trainer.__main__`.
+`record` trains as `torchrun -m async_rl.trainer` does, writes the groups of each iteration to DIR, and what their
+log-probs say of each instance to `run.dir`; with `record-all` every instance must serve from the first publish on.
+`replay` trains the groups in DIR, without instances. Exit codes are those of `trainer.__main__`.
 """
 
 import sys

@@ -24,8 +24,8 @@ def require(folder: Path, text: str, function: str = "score") -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "def score(): ...",
-        "async def score(): ...",
+        "def score(*_): ...",
+        "async def score(*_): ...",
         "score = print",
         "score: object = print",
         "a, (score, b) = 1, (2, 3)",
@@ -33,7 +33,7 @@ def require(folder: Path, text: str, function: str = "score") -> None:
         "from json import dumps as score",
         "from neighbour import score",
         "from neighbour import *",
-        "import package\ndef score(): ...",
+        "import package\ndef score(*_): ...",
         "if True:\n    import json as score",
         "if (score := print): ...",
         "with open('x') as score: ...",
@@ -43,11 +43,11 @@ def require(folder: Path, text: str, function: str = "score") -> None:
         "for name in ('score',):\n    globals()[name] = print",
         "exec('score = print')",
         "def __getattr__(name): return print",
-        "try:\n    import no_such_package\nexcept ImportError:\n    pass\nasync def score(): ...",
-        "def score():\n    import no_such_package",
-        "if False:\n    import no_such_package\ndef score(): ...",
-        "from . import x\ndef score(): ...",
-        "# -*- coding: latin-1 -*-\ndef score(): ...",
+        "try:\n    import no_such_package\nexcept ImportError:\n    pass\nasync def score(*_): ...",
+        "def score(*_):\n    import no_such_package",
+        "if False:\n    import no_such_package\ndef score(*_): ...",
+        "from . import x\ndef score(*_): ...",
+        "# -*- coding: latin-1 -*-\ndef score(*_): ...",
     ],
 )
 def test_a_reward_that_may_be_there_is_left_to_its_worker(tmp_path: Path, text: str) -> None:
@@ -63,8 +63,8 @@ def test_a_reward_that_may_be_there_is_left_to_its_worker(tmp_path: Path, text: 
         ("def f():\n    score = 1", r"has no function 'score'; it has \['f'\]"),
         ("print(score)", "has no function 'score'"),
         ("\ndef score(:", r"reward\.py, line 2: .*; correct the file"),
-        ("import json\nimport no_such_package.x\ndef score(): ...", "line 2: there is no module 'no_such_package'"),
-        ("from no_such_package import y\ndef score(): ...", "line 1: there is no module 'no_such_package'"),
+        ("import json\nimport no_such_package.x\ndef score(*_): ...", "line 2: there is no module 'no_such_package'"),
+        ("from no_such_package import y\ndef score(*_): ...", "line 1: there is no module 'no_such_package'"),
         ("\x00", r"reward\.py"),
     ],
 )

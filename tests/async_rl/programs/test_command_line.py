@@ -182,7 +182,7 @@ WITH_KEYS = {
     "deploy.doctor": "async-rl doctor",
     "deploy.local.evaluate": "async-rl eval",
     "deploy.quickstart": "async-rl quickstart",
-    "trainer": "torchrun -m trainer",
+    "trainer": "torchrun -m async_rl.trainer",
 }
 WITHOUT_KEYS = {
     "deploy.init": "async-rl init",

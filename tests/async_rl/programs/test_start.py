@@ -1,11 +1,14 @@
-"""Ctrl-C while a program starts, and afterwards."""
+"""Ctrl-C while a program starts, and afterwards; the working directory, which decides nothing."""
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from async_rl.cli import PROGRAMS
 
 pytestmark = pytest.mark.distributed
 
@@ -32,3 +35,27 @@ def test_afterwards_it_is_interrupted_as_any_program_in_python(tmp_path: Path) -
 def test_it_is_the_program_that_it_starts(tmp_path: Path) -> None:
     done = start(tmp_path, "import sys\nprint(__name__, sys.argv[1:], __file__.endswith('slow_program.py'))")
     assert done.stdout == "__main__ ['1', '--two'] True\n"
+
+
+DECOYS = ("trainer", "inference_service", "deploy", "benchmarks", "tests", "random", "signal", "logging", "queue")
+BY_DAY = ("run", "serve")
+COMMANDS = {
+    # As the console script, which has its own folder at the head of the search path.
+    **{name: ["-P", "-m", "async_rl.cli", name] for name in PROGRAMS},
+    "trainer": ["-m", "async_rl.trainer"],
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in (*BY_DAY, "trainer") else pytest.mark.nightly) for name in COMMANDS],
+)
+def test_a_command_is_ours_whatever_the_working_directory_holds(name: str, tmp_path: Path) -> None:
+    for decoy in DECOYS:
+        (tmp_path / f"{decoy}.py").write_text(f"raise SystemExit('the user's {decoy}.py')\n")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        [sys.executable, *COMMANDS[name], "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 
-from async_rl.rewards.base import CORRECT_AT, LARGEST_REWARD, as_rewards, correct_at, is_reward
+from async_rl.rewards.base import CORRECT_AT, LARGEST_REWARD, as_rewards, as_scores, correct_at, is_reward
 
 
 class Scalar:
@@ -40,6 +40,18 @@ def test_what_is_no_reward_is_named_with_what_was_expected(value: Any, place: in
     values[place] = value
     with pytest.raises(ValueError, match="among its values, expected 3 finite floats of at most 1e"):
         as_rewards(values, 3)
+
+
+def test_numbers_beside_the_score_of_every_response_are_metrics() -> None:
+    others = {"pred": "42", 7: 1.0, "several": numpy.ones(2)}
+    first = {"score": 1, "acc": True, "length": numpy.int64(3), "more": 1.0, **others}
+    second = {"score": 0.5, "acc": False, "length": 4.0, "more": math.nan, **others}
+    scores = as_scores([first, second], 2)
+    assert scores.rewards == (1.0, 0.5)
+    assert scores.metrics == (("acc", (1.0, 0.0)), ("length", (3.0, 4.0)))
+    assert as_scores([first, 0.5], 2).metrics == ()
+    with pytest.raises(ValueError, match=r"it returned \{'acc': 1.0\} among its values, .*'score'"):
+        as_scores([first, {"acc": 1.0}], 2)
 
 
 @pytest.mark.parametrize("returned", [None, 1.0, "123", b"123", True, type, {0: 0.5, 1: 0.5, 2: 1.0}, {0.0, 0.5, 1.0}])

@@ -103,6 +103,19 @@ def test_the_total_is_the_weighted_sum_of_the_parts_a_row_names(
                 score(named)
 
 
+def test_metrics_of_parts_have_their_labels(
+    started: Callable[..., Reward], loop: EventLoopThread, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def score(prompt, responses, row): return [{'score': 0.5, 'length': len(r.text)} for r in responses]"
+    )
+    mine = {"name": f"python:{tmp_path / 'mine.py'}:score", "label": "mine"}
+    reward = started(parts=[mine, {"name": "regex", "pattern": "x.*"}])
+    scores = loop.run(reward.score(Prompt("0", (1,), {}), text_responses("x", "yy")))
+    assert scores.rewards == (1.5, 0.5) and [label for label, _ in scores.parts] == ["mine", "regex"]
+    assert scores.metrics == (("mine/length", (1.0, 2.0)),)
+
+
 def test_a_part_that_fails_ends_the_call_and_is_named(
     started: Callable[..., Reward], loop: EventLoopThread, tmp_path: Path
 ) -> None:

@@ -191,6 +191,20 @@ def test_each_part_of_a_reward_is_recorded_over_what_it_scored_and_one_counts_as
     assert row["responses"][0]["reward_parts"] == {"math": 1.0, "format": 2.0}
 
 
+def test_metrics_of_a_reward_are_recorded_over_the_batch(tmp_path: Path) -> None:
+    reported = [
+        replace(group(0, 0.01), reward_metrics=(("acc", (1.0,)), ("length", (4.0,)))),
+        replace(group(1, 0.01), reward_metrics=(("acc", (0.0,)),)),
+    ]
+    recorder = Recorder(tmp_path, iterations=1)
+    run_iteration(recorder, 0, reported, train_s=0.0, num_instances=1)
+    recorder.close()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (record["reward/acc"], record["reward/length"]) == (0.5, 4.0)
+    (row, *_) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert row["responses"][0]["reward_parts"] == {"acc": 1.0, "length": 4.0}
+
+
 def test_groups_are_on_file_even_if_the_iteration_does_not_end(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, iterations=1)
     record = recorder.begin(0)

@@ -137,7 +137,7 @@ def test_the_composed_trainer_and_instances_have_words_that_their_programs_accep
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer, instance = services()["trainer"], services()["instance"]
-    words = trainer["command"][trainer["command"].index("trainer") + 1 :]
+    words = trainer["command"][trainer["command"].index("async_rl.trainer") + 1 :]
     parser = make_parser()
     config_path = parser.parse_args(words).config
     monkeypatch.chdir(ROOT)

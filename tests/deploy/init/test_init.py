@@ -52,6 +52,7 @@ def write_rows(*rows: dict[str, Any]) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.distributed
 def test_what_it_writes_passes_check_and_explains_each_key(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(*({"question": f"What is {i}?", "solution": f"word {i}"} for i in range(20)))
     assert main(["model", "rows.jsonl"]) == 0
@@ -76,6 +77,7 @@ def test_a_file_is_replaced_only_with_force(workplace: Path, capsys: pytest.Capt
     assert 'dir = "runs/mine"' in Path("mine.toml").read_text()
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("rows", "reward", "column"),
     [

@@ -57,6 +57,7 @@ def workplace(tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pyte
     return tmp_path
 
 
+@pytest.mark.distributed
 def test_a_config_that_can_run_is_shown_with_sources_and_forecast(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +68,7 @@ def test_a_config_that_can_run_is_shown_with_sources_and_forecast(
     assert time.process_time() - begun_s < 10
     shown = capsys.readouterr().out
     assert "run.toml:15" in shown and "command line" in shown and "default" in shown
-    assert "-m trainer run.toml --inference.num_instances=2" in shown
+    assert "-m async_rl.trainer run.toml --inference.num_instances=2" in shown
     assert "instance-0" in shown and "instance-1" in shown
     assert "memory of each training rank, of 1" in shown and "memory of each instance, of 2" in shown
     assert "up to 768 sampled" in shown  # 4 prompts x 8 responses x 24 tokens
@@ -176,6 +177,7 @@ def test_the_smallest_device_counts_and_a_silent_tool_is_unknown() -> None:
     assert device_memory("cpu", lambda _: "1") is None
 
 
+@pytest.mark.distributed
 def test_a_port_that_is_taken_and_an_address_of_another_host_are_found_before_a_start(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +192,7 @@ def test_a_port_that_is_taken_and_an_address_of_another_host_are_found_before_a_
     assert main(["run.toml", "--pool.fleet_host", "203.0.113.1"]) == 2
 
 
+@pytest.mark.distributed
 def test_a_config_whose_name_looks_like_markup_is_named_as_it_is(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +218,47 @@ def test_a_model_that_cannot_be_looked_at_is_an_error(workplace: Path, capsys: p
     assert "cannot be read: File name too long" in capsys.readouterr().err
 
 
+def with_reward(workplace: Path, code: str) -> None:
+    (workplace / "reward.py").write_text(code)
+    (workplace / "run.toml").write_text(CONFIG.replace('"exact"', '"python:reward.py:score"'))
+
+
+SOUND_REWARDS = {
+    "own": "def score(prompt, responses, row): return [0.0 for _ in responses]",
+    "TRL's": "def score(completions, answer, **kwargs): return [float(c == a) for c, a in zip(completions, answer)]",
+    "verl's": "async def score(data_source, solution_str, ground_truth, extra_info=None): return {'score': 1, 'a': 1}",
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("form", SOUND_REWARDS)
+def test_a_reward_of_any_form_is_called_and_may_run(form: str, workplace: Path) -> None:
+    rows = ({"prompt": letter, "answer": letter, "data_source": "letters"} for letter in "abcdef")
+    (workplace / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with_reward(workplace, SOUND_REWARDS[form] + "\n")
+    assert main(["run.toml"]) == 0
+
+
+@pytest.mark.distributed
+def test_a_reward_that_cannot_score_is_named_with_its_lines(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_reward(workplace, "def score(prompt, responses, row):\n    return [r.text[0] == 'x' for r in responses]\n")
+    assert main(["run.toml"]) == 2
+    said = capsys.readouterr().err
+    assert "tried with made-up responses to row 0 (from 0), reward 'python:reward.py:score'" in said
+    assert "IndexError: string index out of range\ncorrect the reward" in said
+
+
+@pytest.mark.distributed
+def test_rows_that_a_run_would_leave_out_are_warnings(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": letter, "answer": letter} for letter in ("a", "b", "c", "d", "e " * 100)]
+    (workplace / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["run.toml"]) == 0
+    assert "1 of 5 prompts have more than prompts.max_prompt_tokens = 64" in capsys.readouterr().out
+
+
+@pytest.mark.distributed
 def test_a_terminal_that_lacks_a_character_gets_its_escape(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="latin-1", write_through=True))

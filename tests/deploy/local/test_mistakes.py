@@ -217,7 +217,8 @@ MISTAKES = {
         ("--inference.tensor_parallel", "2"), says=("inference.tensor_parallel is 2", "inference.engine to 'vllm'")
     ),
     "instances of one's own": Mistake(
-        ("--pool.instances", '["http://a:1"]'), says=("pool.instances is ['http://a:1']", "torchrun -m trainer")
+        ("--pool.instances", '["http://a:1"]'),
+        says=("pool.instances is ['http://a:1']", "torchrun -m async_rl.trainer"),
     ),
     "no Python for vLLM": Mistake(
         (*VLLM, "--inference.python", "no/python"), says=("inference.python is 'no/python'", "make vllm")
@@ -323,7 +324,7 @@ PROCESSES = {
     "run": (["deploy.local.run", "run.toml", "--prompts.source", "none.jsonl"], "prompts.source 'none.jsonl'"),
     "trainer": (["trainer", "run.toml", "--prompts.source", "none.jsonl"], "prompts.source 'none.jsonl'"),
     "torchrun": (
-        ["torch.distributed.run", "--standalone", "-m", "trainer", "run.toml", "--reward.name=python:no.py:f"],
+        ["torch.distributed.run", "--standalone", "-m", "async_rl.trainer", "run.toml", "--reward.name=python:no.py:f"],
         "reward.name is 'python:no.py:f'",
     ),
     "eval": (
@@ -340,6 +341,8 @@ PROCESSES = {
 @pytest.mark.parametrize("name", PROCESSES)
 def test_every_program_says_it_in_one_message(workplace: Path, name: str) -> None:
     words, message = PROCESSES[name]
+    if name == "torchrun":
+        (workplace / "trainer.py").write_text("print('a script of the user')\n")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", *words], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
@@ -357,13 +360,14 @@ def test_every_program_says_it_in_one_message(workplace: Path, name: str) -> Non
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
+@pytest.mark.distributed
 def test_a_dry_run_prints_the_plan_and_starts_nothing(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "run.toml", "--inference.num_instances", "2"]) == 0
     shown = capsys.readouterr().out
     names = [line for line in shown.splitlines() if line.startswith(("  instance-", "  trainer")) and "." not in line]
     assert names == ["  instance-0", "  instance-1", "  trainer"]
     assert "-m inference_service --engine transformers --model model" in shown
-    assert "-m trainer run.toml --inference.num_instances=2" in shown
+    assert "-m async_rl.trainer run.toml --inference.num_instances=2" in shown
     assert not (workplace / "runs").exists()
 
 
@@ -371,5 +375,5 @@ def test_a_dry_run_says_what_is_wrong_after_the_plan(workplace: Path, capsys: py
     (workplace / "rows.jsonl").write_bytes(b"\xff\xfe")
     assert main(["--dry-run", "run.toml", "--reward.name", "python:none.py:score"]) == 2
     shown, said = capsys.readouterr()
-    assert "-m trainer run.toml" in shown
+    assert "-m async_rl.trainer run.toml" in shown
     assert "there is no file 'none.py'" in said and "rows.jsonl, line 1 is not UTF-8 text" in said

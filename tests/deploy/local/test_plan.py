@@ -75,9 +75,10 @@ def test_the_trainer_runs_under_torchrun_with_overrides_and_the_instances() -> N
     made = plan(Path("c.toml"), make_config(), overrides, machine=Machine(), ports=[8001, 8002])
     argv = made.trainer.argv
     assert argv[1:3] == ("-m", "torch.distributed.run")
+    assert {process.env["PYTHONSAFEPATH"] for process in (*made.instances, made.trainer)} == {"1"}
     assert "--standalone" in argv and option(argv, "--nproc-per-node") == "2"
     assert argv[-7:] == (
-        *("-m", "trainer", "c.toml", "--train.iterations", "5", "--pool.instances"),
+        *("-m", "async_rl.trainer", "c.toml", "--train.iterations", "5", "--pool.instances"),
         '["http://127.0.0.1:8001", "http://127.0.0.1:8002"]',
     )
 
@@ -124,7 +125,9 @@ def test_a_plan_is_described_with_all_that_would_be_started() -> None:
     assert re.findall(r"^\S+", text, flags=re.MULTILINE) == ["instance-0", "trainer"]
     assert re.findall(r"devices  (.*)", text) == ["5", "0, 2"]
     assert "port     8001" in text and "log      runs/one/logs/trainer.log" in text
-    assert re.search(r"command  OMP_NUM_THREADS=\d+ .*ASCEND_RT_VISIBLE_DEVICES=0,2 .* -m trainer c.toml", text)
+    assert re.search(
+        r"command  OMP_NUM_THREADS=\d+ .*ASCEND_RT_VISIBLE_DEVICES=0,2 .* -m async_rl.trainer c.toml", text
+    )
 
 
 def test_torchrun_leaves_its_folders_in_the_run_and_not_in_tmp() -> None:
@@ -132,7 +135,7 @@ def test_torchrun_leaves_its_folders_in_the_run_and_not_in_tmp() -> None:
     cluster = tuple(plan_cluster(Path("c.toml"), make_config(), []).training_argv(node_rank="0", master_address="h"))
     for argv in (local, cluster):
         assert option(argv, "--log-dir") == "runs/one/logs/torchrun"
-        assert argv.index("--log-dir") < argv.index("trainer"), "it is torchrun's option"
+        assert argv.index("--log-dir") < argv.index("async_rl.trainer"), "it is torchrun's option"
 
 
 @pytest.mark.parametrize("pool", [{"instances": ["http://h:1"]}, {"dns": "instances:8000"}])

@@ -27,10 +27,10 @@ STARTS_OTHERS = (
 """Programs that get a warm interpreter of their own, from which their children are forked."""
 
 LEAVES = (
-    *("async_rl.evaluation", "inference_service", "trainer", "trainer.export", "trainer.verify"),
+    *("async_rl.evaluation", "async_rl.trainer", "inference_service", "trainer", "trainer.export", "trainer.verify"),
     *("deploy.quickstart.warm_start", "trainer.verify.distance"),
-    *("async_rl.rewards.worker", "tests.support.receiving_instance", "tests.support.scripted_instance"),
-    "tests.support.warm.facts",
+    *("async_rl.preflight.trial", "async_rl.rewards.worker", "tests.support.receiving_instance"),
+    *("tests.support.scripted_instance", "tests.support.warm.facts"),
 )
 """Programs whose children, if any, are started in the ordinary way."""
 
@@ -48,8 +48,13 @@ READ_BY_IMPORTS = (
 )
 """Beginnings of variables that Python, the C library, torch, transformers and aiohttp read when they are loaded."""
 
-READ_LATER = ("CUDA_VISIBLE_DEVICES", "ONEDNN_PRIMITIVE_", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_")
+READ_LATER = (
+    *("CUDA_VISIBLE_DEVICES", "ONEDNN_PRIMITIVE_", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_"),
+    "TORCH_NCCL_",
+)
 """Among these, what is read later, or is carried out here."""
+
+PATH = "PYTHONPATH"
 
 STARTED = 3
 """In a fork: the end of the pipe that its starter reads until it is closed."""
@@ -101,9 +106,9 @@ def start_of(
     options = texts[1:3] if texts[1:2] == ["-u"] else texts[1:2]
     module = texts[len(options) + 1] if options[-1:] == ["-m"] and len(texts) > len(options) + 1 else ""
     is_known = module in STARTS_OTHERS or module in LEAVES or module.startswith(TRAINING_RANKS)
-    if texts[0] != sys.executable or not is_known or _of_imports(environment) != _of_imports(warm):
-        return None
     where = Path.cwd() / (directory or "")
+    if texts[0] != sys.executable or not is_known or not _has_imports_of(warm, environment, str(where)):
+        return None
     name = None if before is None else _name_of(before)
     if not where.is_dir() or _has_its_own(where, module) or (before is not None and name is None):
         return None
@@ -130,12 +135,25 @@ def _has_its_own(directory: Path, module: str) -> bool:
     return any(file.exists() and file.resolve().parent != ROOT for file in files)
 
 
+def _has_imports_of(warm: Mapping[str, str], environment: Mapping[str, str], directory: str) -> bool:
+    """Whether imports read the same in both, but for a working directory that PYTHONPATH begins with."""
+    expected, given = _of_imports(warm), _of_imports(environment)
+    if given != expected and _begins_with(given, directory):
+        _, _, rest = given.pop(PATH).partition(os.pathsep)
+        given |= {PATH: rest} if rest else {}
+    return given == expected
+
+
 def _of_imports(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
         if name.startswith(READ_BY_IMPORTS) and not name.startswith(READ_LATER)
     }
+
+
+def _begins_with(environment: Mapping[str, str], directory: str) -> bool:
+    return environment.get(PATH, "").partition(os.pathsep)[0] == directory
 
 
 def _umask() -> int:
@@ -199,7 +217,9 @@ def prepare_interpreter(start: Start, path: Sequence[str]) -> None:
     sys.stderr = sys.__stderr__ = _stream(sys.stderr, _output(2), unbuffered, True)  # type: ignore[misc]
     sys.orig_argv = list(start.words)
     sys.argv = ["-m", *start.words[start.words.index("-m") + 2 :]]
-    sys.path[:] = [start.directory, *path]
+    in_directory = _begins_with(start.environment, start.directory) and list(path[:1]) != [start.directory]
+    of_module = not start.environment.get("PYTHONSAFEPATH")
+    sys.path[:] = [*[start.directory] * (in_directory + of_module), *path]
     importlib.invalidate_caches()
     random.seed()
     if numpy := sys.modules.get("numpy"):

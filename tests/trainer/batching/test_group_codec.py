@@ -55,6 +55,10 @@ def facts(draw: st.DrawFn) -> RolloutFacts:
 def groups(draw: st.DrawFn) -> Group:
     prompt = Prompt(draw(st.text()), draw(TOKENS), {"answer": draw(st.text())})
     rollouts = tuple(draw(st.lists(facts(), max_size=3)))
+    parts, metrics = (
+        tuple((label, tuple(draw(REWARDS) for _ in rollouts)) for label in draw(st.sets(st.text(), max_size=2)))
+        for _ in range(2)
+    )
     sampled = tuple(draw(responses()) for _ in range(sum(own.num_responses for own in rollouts)))
     return Group(
         iteration=draw(COUNTS),
@@ -63,9 +67,8 @@ def groups(draw: st.DrawFn) -> Group:
         responses=sampled,
         rewards=tuple(draw(REWARDS) for _ in rollouts),
         rollouts=rollouts,
-        reward_parts=tuple(
-            (label, tuple(draw(REWARDS) for _ in rollouts)) for label in draw(st.sets(st.text(), max_size=2))
-        ),
+        reward_parts=parts,
+        reward_metrics=metrics,
         weight_version=draw(st.text()),
         started_s=draw(SECONDS),
         finished_s=draw(SECONDS),
