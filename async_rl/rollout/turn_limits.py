@@ -72,7 +72,7 @@ def most_letters_of(tokenizer: Any) -> int | None:
 
 
 def least_tokens(messages: Sequence[Message], most_letters: int | None) -> int:
-    """How many tokens normalized messages have at least, by their length alone: microseconds where rendering takes seconds.
+    """How many tokens normalized messages have at least, by their length: milliseconds where rendering takes seconds.
 
     Only ASCII letters and digits count, since templates trim spaces; less one for every byte of other letters, since a
     tokenizer may make one letter of an "e" and its accent. What the policy says does not count: templates may leave its

@@ -1,8 +1,7 @@
-"""Short work on the loop, one piece in a round; long work in a thread, one after the other; neither waits for the other."""
+"""Short work on the loop, one piece in a round; long work in a thread, one at a time; neither waits for the other."""
 
 import asyncio
 import threading
-from collections.abc import Callable
 
 import pytest
 
