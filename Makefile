@@ -6,7 +6,11 @@ BUILDER ?= docker
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# What async-rl needs to run, and with everything for its development on top.
+READY_USER := $(VENV)/.ready-user
 READY := $(VENV)/.ready
+# What both tasks of the quickstart import.
+USER_EXTRAS := trainer,serve,tasks,smollm2
 # vLLM brings other versions of what the trainer needs, so it has an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -35,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-memory bench-modes bench-peers bench-products \
 	bench-dashboard bench-data bench-sandbox bench-system bench-turns
 
-quickstart: $(READY)
+quickstart: $(READY_USER)
 	$(BIN)/async-rl quickstart $(ARGS)
 
 # Every guarantee at least once on real parts. Most of the time tests wait for processes, so three run at once on two
@@ -169,10 +173,15 @@ bench-between-hosts: $(READY)
 bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu --json $(ARGS)
 
-# torch first and pinned, so that no other package pulls another build of it.
-$(READY): pyproject.toml constraints.txt
+# torch first and pinned, so that no other package pulls another build of it. Modules are compiled when they are first
+# imported: most of them never are.
+$(READY_USER): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[$(USER_EXTRAS)]"
+	touch $@
+
+$(READY): $(READY_USER)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	touch $@
 

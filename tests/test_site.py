@@ -21,6 +21,15 @@ def test_the_site_has_every_page_and_asks_no_other_host(tmp_path: Path) -> None:
     pages = {path.stem: path.read_text() for path in tmp_path.glob("*.html")}
     assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= set(pages)
     assert not list(tmp_path.rglob("*.py")), "the hook is no part of it"
+    # Each recipe and example has a page, which others link to.
+    recipes, examples = ROOT / "recipes", ROOT / "examples"
+    shown = [f"recipes/{path.stem}" for path in recipes.glob("*.toml")]
+    shown += [f"examples/{path.parent.name}" for path in examples.glob("*/run.toml")]
+    assert len(shown) > 20 and not [name for name in shown if f'href="{name}.html"' not in pages["index"]]
+    assert "responses_per_prompt" in (tmp_path / "recipes" / "gsm8k_gpu.html").read_text()
+    assert "my_agent.py" in (tmp_path / "examples" / "agent.html").read_text()
+    assert 'href="../benchmarks.html' in (tmp_path / "recipes" / "index.html").read_text()
+    assert 'href="examples/algorithm.html"><code>examples/algorithm</code></a>' in pages["algorithms"]
     assert not [(name, found[0]) for name, text in pages.items() for found in LOADED.finditer(text)]
     assert not [sheet.name for sheet in tmp_path.rglob("*.css") if IMPORTED.search(sheet.read_text())]
     # On the site a link that leaves docs/ is the path of the file.
@@ -33,7 +42,8 @@ def test_the_site_has_every_page_and_asks_no_other_host(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for folder in ("docs", "recipes", "examples"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     with (tmp_path / "docs" / "faq.md").open("a") as page:
         page.write("[a page](nowhere.md) and [a place](period.md#nowhere)")
     with pytest.raises(AssertionError, match=r"(?s)2 warnings.*link 'nowhere\.md'.*'period\.md#nowhere'"):

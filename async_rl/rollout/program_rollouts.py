@@ -27,6 +27,7 @@ from async_rl.rollout.sampling import ALL_TOKENS, Truncation
 from async_rl.rollout.session import NothingSampled, RolloutSession, Sessions
 from async_rl.rollout.slots import Slots
 from async_rl.rollout.trajectory import Trajectory
+from async_rl.rollout.turn_limits import most_letters_of
 from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.seeds import evaluation_rollout_seed, rollout_seed
 from async_rl.types import Group, Prompt, RewardParts, Scores, WeightVersion
@@ -93,7 +94,9 @@ def make_program_rollouts(
     program = program or WorkerProgram(rollout)
     ends = pool.model_tokens.end_token_ids if pool.model_tokens is not None else ()
     renderer = make_renderer(rollout.renderer, tokenizer, model_path, ends, prompts.template_arguments)
-    sessions = Sessions(pool, tokenizer, renderer, rollout, skip_special_tokens)
+    sessions = Sessions(
+        pool, tokenizer, renderer, rollout, skip_special_tokens, most_letters=most_letters_of(tokenizer)
+    )
     return ProgramRollouts(program, sessions, reward, rollout, prompts, seed)
 
 
@@ -247,11 +250,9 @@ class ProgramRollouts:
         try:
             result = await self._program.run(shown, session)
             session.close()
-            turnstile = self._sessions.turnstile
-            async with turnstile.entered():
-                return await turnstile.run(
-                    lambda: session.finish(result.reward, result.turn_rewards), session.num_recorded
-                )
+            return await self._sessions.turnstile.run(
+                lambda: session.finish(result.reward, result.turn_rewards), session.num_recorded
+            )
         except InstanceRefused as error:
             error.add_note(f"asked for {place.name}")
             raise

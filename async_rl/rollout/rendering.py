@@ -36,7 +36,7 @@ class ParsedCall:
 
 
 class Renderer(Protocol):
-    """Not for several threads at once."""
+    """Keeps nothing between calls: a thread renders long messages while another one renders short ones."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -103,6 +103,8 @@ def make_renderer(
             f"leave one of them out, or set rollout.renderer = {TEMPLATE!r}"
         )
     name = TEMPLATE if template_arguments else name
+    # The first call unsets what its file says of padding and cutting; later ones only read, so threads may share it.
+    tokenizer([""], add_special_tokens=False)
     if name == TEMPLATE and not _has_tools(tokenizer):
         return TemplateRenderer(tokenizer, end_token_ids, template_arguments)
     require_extras(f"rollout.renderer = {name!r}", "agents")

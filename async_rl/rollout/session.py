@@ -32,10 +32,10 @@ from async_rl.rollout.rendering import Renderer
 from async_rl.rollout.sampling import ALL_TOKENS, Truncation, max_tokens_of, stops_of, turn_sampling, until_stop
 from async_rl.rollout.trajectory import Trajectory, with_texts
 from async_rl.rollout.turn import Limit, LimitReached, SessionClosed, Turn
-from async_rl.rollout.turn_limits import Limits, Used
+from async_rl.rollout.turn_limits import Limits, Used, least_tokens
 from async_rl.rollout.turn_message import parsed_message, plain_message
 from async_rl.rollout.turn_request import require_well_formed
-from async_rl.rollout.turnstile import Turnstile
+from async_rl.rollout.turnstile import LONG, Turnstile
 from async_rl.seeds import turn_seed
 from async_rl.types import Prompt, Response, WeightVersion, digest_of
 
@@ -59,6 +59,8 @@ class Sessions:
     skip_special_tokens: bool = True
     turnstile: Turnstile = field(default_factory=Turnstile)
     truncation: Truncation = ALL_TOKENS
+    most_letters: int | None = None
+    """See `most_letters_of`; with None messages of any length are rendered."""
 
     def open(
         self,
@@ -105,6 +107,8 @@ class RolloutSession:
         self._arrived: list[TurnNode] = []
         """The delivered turns, in the order of delivery."""
         self._generations = Generations()
+        self._one_by_one = asyncio.Lock()
+        """Held for its work at the turnstile, which others share: one piece at a time, in the order of asking."""
         self._num_requests = itertools.count(1)
         self._num_turns = itertools.count(1)
         self._sampled: dict[tuple[Any, ...], Response] = {} if earlier is None else earlier._sampled
@@ -163,7 +167,7 @@ class RolloutSession:
         generation = self._generations.waited_for(request_id)
         if generation is None:
             self._require_room(num_known)
-            async with self._shared.turnstile.entered():
+            async with self._one_by_one:
                 generation = self._generations.waited_for(request_id)
                 if generation is None:
                     request = await self._request(messages, token_ids, tools, max_tokens, stop, num_known)
@@ -225,17 +229,20 @@ class RolloutSession:
         stop: Sequence[str],
         num_known: int | None,
     ) -> Request:
-        """What to sample after; for one who has entered the turnstile."""
-        self._require_room(num_known)
-        require_well_formed(messages, token_ids, max_tokens, stop)
-        if messages is None:
-            assert token_ids is not None, "one of both is given"
-            return Request(tuple(token_ids))
+        """What to sample after. Messages that cannot fit are refused before they are rendered."""
+        shared = self._shared
         try:
-            conversation = Conversation.of(messages, tools)
-            return await self._shared.turnstile.run(
-                lambda: self._recorder.request(conversation, tools), conversation.num_bytes
-            )
+            async with shared.turnstile.entered():
+                self._require_room(num_known)
+                require_well_formed(messages, token_ids, max_tokens, stop)
+                if messages is None:
+                    assert token_ids is not None, "one of both is given"
+                    return Request(tuple(token_ids))
+                conversation = Conversation.of(messages, tools)
+                self._allowance(least_tokens(conversation.messages, shared.most_letters), None, num_known)
+                if conversation.num_bytes < LONG:
+                    return self._recorder.request(conversation, tools)
+            return await shared.turnstile.in_thread(lambda: self._recorder.request(conversation, tools))
         except RecursionError as error:
             raise InvalidRequest(f"messages or tools are nested too deeply: {error}") from error
 
@@ -282,10 +289,11 @@ class RolloutSession:
     async def _answer(self, generation: Generation) -> tuple[Response, dict[str, Any]]:
         """What was sampled, and its message."""
         response = await self._sample(generation)
-        turnstile = self._shared.turnstile
-        async with turnstile.entered():
-            message = await turnstile.run(lambda: self._message(generation, response), len(response.token_ids))
-            return response, message
+        async with self._one_by_one:
+            message = await self._shared.turnstile.run(
+                lambda: self._message(generation, response), len(response.token_ids)
+            )
+        return response, message
 
     async def _sample(self, generation: Generation) -> Response:
         shared, context, base = self._shared, generation.request.context, generation.request.base

@@ -1,10 +1,18 @@
-"""How many tokens a turn may still have under the limits of its rollout; for `session`."""
+"""How many tokens a turn may still have under the limits of its rollout, and messages must have; for `session`."""
 
 import math
+import string
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from async_rl.config.rollout_section import RolloutSection
+from async_rl.rollout.messages import Message
 from async_rl.rollout.turn import Limit, LimitReached
+
+LETTERS = (string.ascii_letters + string.digits).encode()
+NO_LETTERS = bytes(set(range(256)) - set(LETTERS))
+ASCII = bytes(range(128))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +57,39 @@ class Limits:
         if asked is not None and asked < room[limit]:
             return asked, None
         return int(room[limit]), limit
+
+
+def most_letters_of(tokenizer: Any) -> int | None:
+    """The most ASCII letters and digits that one of the tokenizer's tokens stands for.
+
+    None where a token may stand for any number of them, as that of unknown words does.
+    """
+    model = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__
+    vocabulary = tokenizer.get_vocab() if model in ("BPE", "Unigram") else {}
+    if not all(chr(letter) in vocabulary for letter in LETTERS):
+        return None
+    return max(_num_letters(token) for token in vocabulary)
+
+
+def least_tokens(messages: Sequence[Message], most_letters: int | None) -> int:
+    """How many tokens normalized messages have at least, by their length: milliseconds where rendering takes seconds.
+
+    Only ASCII letters and digits count, since templates trim spaces; less one for every byte of other letters, since a
+    tokenizer may make one letter of an "e" and its accent. What the policy says does not count: templates may leave its
+    old thinking out.
+
+    Args:
+        most_letters: see `most_letters_of`.
+    """
+    if most_letters is None:
+        return 0
+    texts = (message["content"] for message in messages if message["role"] != "assistant")
+    return sum(math.ceil(max(0, _num_letters(text) - _num_other_bytes(text)) / most_letters) for text in texts)
+
+
+def _num_letters(text: str) -> int:
+    return len(text.encode(errors="surrogatepass").translate(None, NO_LETTERS))
+
+
+def _num_other_bytes(text: str) -> int:
+    return 0 if text.isascii() else len(text.encode(errors="surrogatepass").translate(None, ASCII))

@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from async_rl.net.free_ports import free_ports
+from deploy.quickstart.kind import KINDS
 from tests.support import ROOT
 from tests.support.make_target import make
 
@@ -99,6 +100,26 @@ def test_a_block_of_commands_trains_to_the_end(workplace: Path, block: str) -> N
         assert instances[-1] == 2, "the second one joined"
     if "async-rl export" in block:
         assert AutoModelForCausalLM.from_pretrained(workplace / "exported").config.model_type == "qwen3"
+
+
+@pytest.mark.distributed
+def test_make_quickstart_installs_what_its_tasks_need_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def installs(target: str) -> list[str]:
+        """What a fresh checkout would install for a target."""
+        command = ["make", "--dry-run", target]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+        return re.findall(r'-e "\.\[([\w,]+)\]"', done.stdout)
+
+    (extras,) = installs("quickstart")
+    assert set(extras.split(",")) == {extra for kind in KINDS.values() for extra in kind.extras}
+    assert installs("check") == installs("test") == [extras, "all,dev"]
+    for mark in (".ready-user", ".ready"):
+        (tmp_path / ".venv").mkdir(exist_ok=True)
+        (tmp_path / ".venv" / mark).touch()
+    assert installs("quickstart") == installs("test") == []
 
 
 @pytest.mark.distributed

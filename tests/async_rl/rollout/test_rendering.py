@@ -1,6 +1,7 @@
 """Which renderer a model gets, and what is said where there is none."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,21 @@ HI = [{"role": "user", "content": "hi"}]
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_chat_tokenizer(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.mark.parametrize("name", ["template", "qwen3"])
+def test_two_threads_may_use_a_renderer_at_once(tokenizer: Any, name: str) -> None:
+    """A thread renders long messages, while the event loop renders short ones."""
+    renderer = make_renderer(name, tokenizer, "m")
+
+    def use(text: str) -> Any:
+        context = renderer.render([{"role": "user", "content": text}], None)
+        return context, renderer.parse(context, context[:20], None), tokenizer.batch_decode([list(context)])
+
+    texts = ["long " * 4000, *("abc"[number % 3] * number for number in range(200))]
+    alone = [use(text) for text in texts]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(use, texts * 2)) == alone * 2
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import InstanceRefused, NoInstanceLeft
 from async_rl.pool.router import Cached
 from async_rl.rollout.messages import InvalidRequest
-from async_rl.rollout.rendering import make_renderer
+from async_rl.rollout.rendering import Renderer, make_renderer
 from async_rl.rollout.session import NothingSampled, RolloutSession, Sessions
 from async_rl.rollout.turn import LimitReached, SessionClosed, Turn
+from async_rl.rollout.turnstile import LONG
 from async_rl.types import Prompt
 from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.scripted_pool import ScriptedPool
@@ -54,7 +57,7 @@ def sessions(pool: ScriptedPool, tokenizer: Any) -> Sessions:
 def opened(sessions: Sessions, seed: int = 1, earlier: RolloutSession | None = None, **settings: Any) -> RolloutSession:
     if settings:
         rollout = sessions.rollout.model_copy(update=settings)
-        sessions = Sessions(sessions.pool, sessions.tokenizer, sessions.renderer, rollout)
+        sessions = replace(sessions, rollout=rollout)
     return sessions.open(Prompt("row0", (20, 68), {}), "v1", seed, "n", 8.0, earlier)
 
 
@@ -344,9 +347,91 @@ def test_what_the_renderer_cannot_parse_is_text(sessions: Sessions, caplog: pyte
             raise KeyError("unexpected token")
 
     async def go() -> None:
-        broken = Sessions(sessions.pool, sessions.tokenizer, Broken(), sessions.rollout)
+        broken = replace(sessions, renderer=Broken())
         assert len((await opened(broken).generate(messages=HI)).text) == 6
         assert "cannot parse" in caplog.text
+
+    run(go)
+
+
+LARGE = [{"role": "user", "content": "x" * LONG}]
+
+
+class SlowForLarge:
+    """A renderer that renders large messages, one each time that `may_render` is released."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self.may_render = threading.Semaphore(0)
+        self.sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._renderer, name)
+
+    def render(self, messages: Sequence[Any], tools: Any) -> tuple[int, ...]:
+        size = len(messages[0]["content"])
+        self.sizes.append(size)
+        if size >= LONG:
+            assert self.may_render.acquire(timeout=60)  # only a hang reaches it
+        return self._renderer.render([{"role": "user", "content": "x"}], tools)
+
+
+@pytest.fixture
+def slow(sessions: Sessions) -> SlowForLarge:
+    return SlowForLarge(sessions.renderer)
+
+
+def test_large_messages_of_one_rollout_do_not_keep_others_waiting(sessions: Sessions, slow: SlowForLarge) -> None:
+    async def go() -> None:
+        shared = replace(sessions, renderer=slow)
+        heavy = opened(shared)
+        heavy_turns = [asyncio.create_task(heavy.generate(messages=LARGE)) for _ in range(8)]
+        while not slow.sizes:
+            await asyncio.sleep(0.001)
+        small = [opened(shared, seed) for seed in range(16)]
+        try:
+            # All of this while the first of the large ones is being rendered; only a hang takes half a minute.
+            async with asyncio.timeout(30):
+                for _ in range(3):
+                    assert len(await asyncio.gather(*(session.generate(messages=HI) for session in small))) == 16
+            assert [size for size in slow.sizes if size >= LONG] == [LONG] and not any(t.done() for t in heavy_turns)
+        finally:
+            slow.may_render.release(8)
+        await asyncio.gather(*heavy_turns)
+
+    run(go)
+
+
+def test_each_rollout_has_the_same_share_of_the_thread_for_large_messages(
+    sessions: Sessions, slow: SlowForLarge
+) -> None:
+    def large(number: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "x" * (LONG + number)}]
+
+    async def go() -> None:
+        shared = replace(sessions, renderer=slow)
+        heavy = opened(shared)
+        asking = [asyncio.create_task(heavy.generate(messages=large(0))) for _ in range(6)]
+        while not slow.sizes:
+            await asyncio.sleep(0.001)
+        asking += [asyncio.create_task(opened(shared).generate(messages=large(number))) for number in (1, 2)]
+        await asyncio.sleep(0.01)
+        slow.may_render.release(8)
+        await asyncio.gather(*asking)
+        assert [size - LONG for size in slow.sizes] == [0, 1, 2, 0, 0, 0, 0, 0]
+
+    run(go)
+
+
+def test_messages_that_cannot_fit_are_not_rendered(sessions: Sessions, pool: ScriptedPool, slow: SlowForLarge) -> None:
+    async def go() -> None:
+        # Of ten letters at most is a token: 500 of them are the model's length.
+        session = opened(replace(sessions, renderer=slow, most_letters=10))
+        assert await limit_of(session.generate(messages=[{"role": "user", "content": "x" * 5000}])) == "context"
+        assert not slow.sizes and session.limit == "context"
+        await session.generate(messages=[{"role": "user", "content": "x" * 4990}])
+        await session.generate(messages=[{"role": "user", "content": " " * 5000}])
+        assert slow.sizes == [4990, 5000]
 
     run(go)
 
