@@ -25,6 +25,7 @@ from async_rl.tracking.run_lock import lock_run, may_be_replaced
 from async_rl.tracking.throughput import TrainingPool
 from async_rl.tracking.trackers.choice import open_trackers
 from async_rl.tracking.trackers.fan_out import Trackers
+from async_rl.types import WeightVersion
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.compatibility import Contents
 from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
@@ -56,6 +57,8 @@ class Session:
     saving: Saving
     pool: InferencePool | None
     """A leader's."""
+    evaluate_trained: Callable[[WeightVersion], None]
+    """Evaluates the trained weights once the pool serves them, on the main rank."""
 
 
 @contextmanager
@@ -130,6 +133,7 @@ def open_session(
             recorder,
             saving,
             side.pool if side else None,
+            side.evaluate_trained if side else _do_nothing,
         )
 
 
@@ -235,5 +239,5 @@ def _claim(run: RunSection, lease_s: float) -> Iterator[Lease]:
         yield lease
 
 
-def _do_nothing() -> None:
+def _do_nothing(*_: object) -> None:
     return None

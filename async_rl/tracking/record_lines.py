@@ -7,7 +7,8 @@ resumes (`async_rl.tracking.records`).
 
 import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,24 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def describe_evaluation(record: Mapping[str, Any]) -> str:
+    """A line of `evaluations.jsonl` in words: its figures and what they cost; of an incomplete one, what to do."""
+    head = f"evaluation at iteration {record.get('iteration')}, {record.get('set')}: "
+    known = {name: value for name, each in record.items() if (value := number_of(each)) is not None}
+    done, total, failed = (known.get(name, 0) for name in ("num_prompts", "total_prompts", "num_failed"))
+    cost = f"{known.get('seconds', 0.0):.1f} s, training waited {known.get('delay_s', 0.0):.1f} s for it"
+    if done >= total:
+        shown = {name: value for name, value in known.items() if re.match(r"avg@|pass@|reward|response|truncated", name)}
+        figures = "".join(f"{name} {value:.3f}, " for name, value in shown.items())
+        return f"{head}{figures}{done} of {total} prompts, {cost}"
+    if failed:
+        return f"{head}no figures: {failed} of {total} prompts failed, see the trainer's log; {cost}"
+    return (
+        f"{head}NO FIGURES: {done} of {total} prompts were answered before evaluation.max_delay_s was over; without that "
+        f"key training waits until all are, or lower max_prompts of the set; {cost}"
+    )
 
 
 def number_of(value: Any) -> float | None:

@@ -10,9 +10,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from async_rl.errors import ConfigError
 from async_rl.files import append_lines
@@ -36,6 +36,8 @@ from async_rl.types import CorrectAt, Group, Publication
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class IterationRecord:
     """Times, groups and steps of the current iteration, on one replica."""
@@ -45,7 +47,7 @@ class IterationRecord:
         self.started_s = time.monotonic()
         self.started_unix_s = time.time()
         self.spans: list[tuple[str, float, float]] = []
-        self.seconds: dict[str, float] = {"publish_s": 0.0, "period_s": 0.0, "step_s": 0.0, "train_s": 0.0}
+        self.seconds = dict.fromkeys(("publish_s", "period_s", "step_s", "train_s", "evaluation_s"), 0.0)
         self.times: dict[int, GroupTimes] = {}
         self.sampled = Sampled()
         self.rows: list[GroupProof] = []
@@ -61,6 +63,15 @@ class IterationRecord:
         self.seconds[name] += ended - started
         since_begin = round(started - self.started_s, 6), round(ended - self.started_s, 6)
         self.spans.append((name.removesuffix("_s"), *since_begin))
+
+    @contextmanager
+    def timed_exit(self, name: str, context: AbstractContextManager[T]) -> Iterator[T]:
+        """`context`; adds the time of leaving it to `seconds[name]`."""
+        with ExitStack() as leaving:
+            yield leaving.enter_context(context)
+            started = time.monotonic()
+            leaving.close()
+            self.seconds[name] += time.monotonic() - started
 
     @contextmanager
     def training(self, window: Sequence[Sequence[Group]]) -> Iterator[None]:
@@ -145,7 +156,8 @@ class Recorder:
         if self._on_record is not None:
             self._on_record(line)
         log.info(
-            "iteration %d/%d: reward %.3f, %s%.0f tokens/s, %.2f s (waited %.2f, trained %.2f, published %.2f)",
+            "iteration %d, %d/%d done: reward %.3f, %s%.0f tokens/s, %.2f s (waited %.2f, trained %.2f, published %.2f)",
+            record.iteration,
             record.iteration + 1,
             self._iterations,
             line["reward_mean"],
@@ -166,6 +178,7 @@ class Recorder:
             "weight_version": publication.version,
             "started_unix_s": record.started_unix_s,
             **_time_figures(record),
+            "canary_s": publication.canary_s,
             **group_figures(rows, self._correct_at),
             **(selection_figures(rows, record.left_out) if self._has_reserve else {}),
             "loss": stats.loss,
@@ -214,7 +227,7 @@ class Recorder:
         )
         return {
             "overlap_bound_s": bound_s,
-            "overlap_efficiency": overlap_efficiency(bound_s, line["seconds"]),
+            "overlap_efficiency": overlap_efficiency(bound_s, line["seconds"] - line["evaluation_s"]),
             "idle_training": times.idle_training,
             "idle_inference": times.idle_inference,
             "desired_instances": desired_instances(self._recent),
@@ -231,6 +244,7 @@ def _time_figures(record: IterationRecord) -> dict[str, float]:
         "train_s": record.seconds["train_s"],
         "publish_s": record.seconds["publish_s"],
         "step_s": record.seconds["step_s"],
+        "evaluation_s": record.seconds["evaluation_s"],
         "rollout_s": max(finished, default=0.0),
         "first_group_s": min(finished, default=0.0),
         **queue_figures(record.times.values()),

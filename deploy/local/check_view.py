@@ -1,6 +1,5 @@
 """The text of `async-rl check`: config, processes, memory, publish and tokens. Plain lines if it is no terminal."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from async_rl.config.keys import as_toml
 from async_rl.config.secrets import masked_words
 from async_rl.config.sources import DEFAULT, SourcedValue
 from async_rl.forecast.memory import MIB, ProcessMemory
@@ -57,7 +57,7 @@ def _show_values(console: Console, values: Sequence[SourcedValue]) -> None:
 
 
 def _as_toml(value: Any) -> str:
-    return "-" if value is None else json.dumps(value, default=_plain, ensure_ascii=False)
+    return "-" if value is None else as_toml(value, _plain)
 
 
 def _plain(value: Any) -> Any:
