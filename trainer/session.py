@@ -19,6 +19,7 @@ from async_rl.proof.gap_limits import noise_limits
 from async_rl.rewards import Reward, make_reward
 from async_rl.tokenizer import load_tokenizer
 from async_rl.tracking.lease import Lease, take_lease
+from async_rl.tracking.notices import recorded_notices
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import cut_run_records, holds_another_run, require_no_records
 from async_rl.tracking.run_lock import lock_run, may_be_replaced
@@ -236,6 +237,7 @@ def _claim(run: RunSection, lease_s: float) -> Iterator[Lease]:
             require_no_records(run)
             if newest_checkpoint(checkpoints_dir(run.dir)):
                 raise holds_another_run(run)
+        closing.enter_context(recorded_notices(run.dir))
         yield lease
 
 

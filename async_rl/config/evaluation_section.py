@@ -25,7 +25,7 @@ class EvaluationSet(Section):
 
 
 class EvaluationSection(Section):
-    sets: tuple[EvaluationSet, ...] = Field((), description="what is evaluated: the first weights, then as often as every says, and the last ones")
+    sets: tuple[EvaluationSet, ...] = Field((), description="what is evaluated: at first, every so often, at the end")
     every: int = Field(10, ge=1, description="iterations from one evaluation to the next")
     max_delay_s: Unlimited = Field(
         math.inf,

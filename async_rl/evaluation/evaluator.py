@@ -1,7 +1,7 @@
 """Evaluates the weights in training, in idle time of the pool as far as that reaches.
 
-Built by `trainer.session`; implements `IdleWork` of `rollout/idle_work.py`: training waits for an evaluation that is not
-complete when the batch is, `evaluation.max_delay_s` at most.
+Built by `trainer.session`; implements `IdleWork` of `rollout/idle_work.py`: training waits for an evaluation that is
+not complete when the batch is, `evaluation.max_delay_s` at most.
 """
 
 import asyncio

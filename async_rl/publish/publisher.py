@@ -145,7 +145,9 @@ class Publisher:
         num_bytes = sum(spec.num_bytes for spec in specs)
         num_workers = self._worker_counts.total(members)
         urls = tuple(member.url for member in members)
-        return Publication(version, offer.fingerprint, urls, num_bytes, time.monotonic() - started, num_workers, canary_s)
+        return Publication(
+            version, offer.fingerprint, urls, num_bytes, time.monotonic() - started, num_workers, canary_s
+        )
 
     def close(self) -> None:
         """Leaves the weight group; the instances notice with their next update."""

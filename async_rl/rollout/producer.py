@@ -208,8 +208,8 @@ class RolloutRun:
             self._full_collections.make_up()
 
     def _let_idle_work_finish(self) -> None:
-        """Waits for it as long as it may delay training. If the run has to end, that is raised by the next publish, when
-        the iteration is recorded."""
+        """Waits for it as long as it may delay training. That the run has to end is raised by the next publish, after
+        the iteration's record."""
         if (idle_work := self._producer.idle_work) is None:
             return
         waiting = self._loop.submit(self._until_finished(idle_work))

@@ -51,6 +51,10 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+FIGURE = re.compile(r"avg@|pass@|reward|response_tokens|truncated")
+"""How the names of an evaluation's figures begin."""
+
+
 def describe_evaluation(record: Mapping[str, Any]) -> str:
     """A line of `evaluations.jsonl` in words: its figures and what they cost; of an incomplete one, what to do."""
     head = f"evaluation at iteration {record.get('iteration')}, {record.get('set')}: "
@@ -58,14 +62,13 @@ def describe_evaluation(record: Mapping[str, Any]) -> str:
     done, total, failed = (known.get(name, 0) for name in ("num_prompts", "total_prompts", "num_failed"))
     cost = f"{known.get('seconds', 0.0):.1f} s, training waited {known.get('delay_s', 0.0):.1f} s for it"
     if done >= total:
-        shown = {name: value for name, value in known.items() if re.match(r"avg@|pass@|reward|response|truncated", name)}
-        figures = "".join(f"{name} {value:.3f}, " for name, value in shown.items())
+        figures = "".join(f"{name} {value:.3f}, " for name, value in known.items() if FIGURE.match(name))
         return f"{head}{figures}{done} of {total} prompts, {cost}"
     if failed:
         return f"{head}no figures: {failed} of {total} prompts failed, see the trainer's log; {cost}"
     return (
-        f"{head}NO FIGURES: {done} of {total} prompts were answered before evaluation.max_delay_s was over; without that "
-        f"key training waits until all are, or lower max_prompts of the set; {cost}"
+        f"{head}NO FIGURES: {done} of {total} prompts were answered within evaluation.max_delay_s; without that key "
+        f"training waits until all are; or lower max_prompts of the set; {cost}"
     )
 
 

@@ -156,7 +156,7 @@ class Recorder:
         if self._on_record is not None:
             self._on_record(line)
         log.info(
-            "iteration %d, %d/%d done: reward %.3f, %s%.0f tokens/s, %.2f s (waited %.2f, trained %.2f, published %.2f)",
+            "iteration %d, %d/%d done: reward %.3f, %s%.0f tokens/s, %.2f s (waited %.2f, trained %.2f, publish %.2f)",
             record.iteration,
             record.iteration + 1,
             self._iterations,
