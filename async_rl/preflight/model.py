@@ -11,6 +11,7 @@ from typing import Any
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.net.hub import hub_fault
 from async_rl.preflight.layout import require_layout
 from async_rl.preflight.model_features import not_held
 from async_rl.preflight.weight_files import HEAD, require_tied_head, stored_tensors
@@ -302,10 +303,11 @@ def _from_hub(name: str, file: str) -> Path | str:
     """A file of a checkpoint on the hub, or why it cannot be had; asked once: without a network that takes long."""
     # Imported here: the import takes a quarter of a second.
     hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+    fault = hub_fault()
     try:
         return Path(hub.hf_hub_download(name, file))
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
-        return str(error).strip().partition("\n")[0]
+        return fault or str(error).strip().partition("\n")[0]
 
 
 def _read_json(named: str, file: Path) -> dict[str, Any]:

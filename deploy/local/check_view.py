@@ -27,13 +27,16 @@ def show_check(
     forecast: RunForecast | None,
     capacity: Capacity | None,
     warnings: Sequence[str],
+    num_left_out: int = 0,
 ) -> None:
-    """Prints all parts there are, warnings last."""
+    """Prints all parts there are, warnings last; `num_left_out` further settings have their defaults."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=PIPE_WIDTH, highlight=False)
     _title(console, "config")
     _show_values(console, values)
+    if num_left_out:
+        console.print(Text(f"  {num_left_out} more have their defaults, which --all shows", style="dim"))
     if plan is not None or cluster_plan is not None:
         _title(console, "processes")
     if plan is not None:
@@ -44,6 +47,14 @@ def show_check(
         _show_forecast(console, forecast, plan, cluster_plan, capacity)
     for warning in warnings:
         console.print(Text.assemble(("warning: ", "yellow"), warning), soft_wrap=True)
+
+
+def show_verdict(num_warnings: int, *, is_elsewhere: bool, is_ready: bool) -> None:
+    """The last line of a check that has found no error."""
+    where = "where it is meant to" if is_elsewhere else "here: async-rl run"
+    can = f"can run {where}" if is_ready else "is sound, but cannot run yet: files are missing"
+    warned = f"; {num_warnings} warning{'s' if num_warnings > 1 else ''} above" if num_warnings else ""
+    Console(highlight=False).print(Text(f"\nverdict: this config {can}{warned}", style="bold"), soft_wrap=True)
 
 
 def _show_values(console: Console, values: Sequence[SourcedValue]) -> None:

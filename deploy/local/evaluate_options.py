@@ -91,6 +91,24 @@ def config_path(options: argparse.Namespace) -> Path | None:
     return Path(options.model)
 
 
+def require_reward(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Checks that something scores the responses of a model that is named without a config.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    if (
+        options.reward
+        or options.program
+        or any(word.startswith(("--reward.", "--rollout.program=")) for word in overrides)
+    ):
+        return
+    raise ConfigError(
+        "--reward is missing: name what scores the responses, such as --reward math or another built-in one "
+        "(docs/rewards.md), or --reward python:path/to/file.py:function; only a --program may reward itself"
+    )
+
+
 def config_text(options: argparse.Namespace, run_dir: Path) -> str:
     """The options as a config in TOML, with an evaluation set for each source."""
     chosen = {

@@ -8,8 +8,8 @@ SIGTERM, a failed process, `kill -9`), every process it started ends too, see `a
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -18,10 +18,12 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ProcessFailed
 from async_rl.net.http_client import HttpClient, answers_200
-from async_rl.programs.command_line import Parser
+from async_rl.programs.command_line import USAGE_ERROR, Parser
 from deploy.cluster.live_view import make_run_view
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import DONE, may_restart
+from deploy.cluster.run_end import describe_end, describe_finished, describe_saved, is_finished
+from deploy.cluster.run_view import RunView
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.check import check_config
 from deploy.local.plan import Plan
@@ -102,15 +104,30 @@ def run_config(
     """
     this_plan = make_plan(config_path, config, overrides)
     require_startable("async-rl run", config, this_plan)
-    with make_run_view(console, config.run.dir, token) as view, Deployment() as deployment:
+    with make_run_view(console, config.run.dir, token) as view, Deployment() as deployment, said_when_stopped(view):
         instances = [deployment.start(process) for process in this_plan.instances]
         trainer, gate = deployment.start_at_gate(this_plan.trainer)
-        wait_until_healthy(instances, this_plan.urls, partial(_require_trainer, trainer))
+
+        def watch() -> None:
+            _require_trainer(trainer)
+            view.tick()
+
+        wait_until_healthy(instances, this_plan.urls, watch)
         view.note(f"{len(instances)} instance(s) ready, the trainer begins")
         supervisor = Supervisor(this_plan.urls, config, deployment, instances, trainer, view)
         gate.touch()
         supervisor.run()
     return this_plan
+
+
+@contextmanager
+def said_when_stopped(view: RunView) -> Iterator[None]:
+    """Says at once what a signal to stop does: the end takes as long as the last checkpoint."""
+    try:
+        yield
+    except Stopped as stopped:
+        view.note(f"{stopped}: the trainer saves its last whole iteration and ends; stop once more to wait no longer")
+        raise
 
 
 def _require_trainer(trainer: Running) -> None:
@@ -131,14 +148,27 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     console = Console()
     stop_on_signals()
+    config = None
     try:
         config = load_config(arguments.config, parser.overrides)
         if arguments.dry_run:
             return check_config(arguments.config, config, parser.overrides, elsewhere=False)
+        if config.run.resume and is_finished(config):
+            say(console, describe_finished(config))
+            return 0
         run_config(arguments.config, config, parser.overrides, console, os.environ.get("ASYNC_RL_TOKEN"))
     except (Stopped, AsyncRLError) as end:
-        return explain_end(end)
+        code = explain_end(end)
+        if config is not None and code != USAGE_ERROR and not arguments.dry_run:
+            command = ["async-rl", "run", str(arguments.config), *parser.overrides]
+            say(Console(stderr=True), describe_saved(config, command))
+        return code
+    say(console, describe_end(config))
     return 0
+
+
+def say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
