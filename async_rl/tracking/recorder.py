@@ -39,6 +39,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+NUM_UNTRAINED = 10
+"""Iterations without any gradient after which that is no chance of the prompts drawn."""
+
+
 class IterationRecord:
     """Times, groups and steps of the current iteration, on one replica."""
 
@@ -131,6 +135,8 @@ class Recorder:
         self._correct_at = correct_at
         self._decode = decode
         self._recent: deque[IterationTimes] = deque(maxlen=NUM_RECENT)
+        self._num_untrained = 0
+        """Iterations in a row in which no group had a gradient."""
 
     def begin(self, iteration: int) -> IterationRecord:
         return IterationRecord(iteration)
@@ -155,6 +161,7 @@ class Recorder:
         self._trackers.log_samples(record.iteration, samples)
         if self._on_record is not None:
             self._on_record(line)
+        self._note_gradient(line)
         log.info(
             "iteration %d, %d/%d done: reward %.3f, %s%.0f tokens/s, %.2f s (waited %.2f, trained %.2f, publish %.2f)",
             record.iteration,
@@ -169,6 +176,21 @@ class Recorder:
         """Logs how well the pools were balanced."""
         if self._recent:
             log.info(advise(self._recent))
+
+    def _note_gradient(self, line: Mapping[str, Any]) -> None:
+        """Warns when nothing has been learned for a while: the run goes on, as later prompts may be others."""
+        self._num_untrained = self._num_untrained + 1 if line["untrained_groups"] >= 1.0 else 0
+        if self._num_untrained == NUM_UNTRAINED:
+            log.warning(
+                "no group of the last %d iterations had a gradient, so nothing is learned: all responses to a prompt get "
+                "the same reward (mean %.3f; %.0f%% of the responses were cut off at a limit). Read some: async-rl "
+                "samples %s. If none is right, give easier prompts, more tokens, or a reward with steps in between; if "
+                "all are, harder prompts",
+                NUM_UNTRAINED,
+                line["reward_mean"],
+                100 * line["truncated_share"],
+                self._run_dir,
+            )
 
     def _summarize(self, record: IterationRecord, publication: Publication) -> dict[str, Any]:
         rows, stats = record.rows, StepStats.mean(record.steps)

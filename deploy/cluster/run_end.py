@@ -2,14 +2,20 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from async_rl.config.secrets import masked_words
 from async_rl.config.sections import Config
+from async_rl.errors import AsyncRLError
+from async_rl.programs.command_line import USAGE_ERROR
 from async_rl.tracking.record_lines import number_of, record_of, whole_lines
-from deploy.cluster.run_view import EVALUATIONS
+from deploy.cluster.run_view import EVALUATIONS, METRICS, RunView
+from deploy.cluster.stopping import Stopped, explain_end
 
 CHECKPOINT = re.compile(r"iteration-(\d{6,})")
 """As `trainer.checkpoint.files` calls them: the number of the iteration that is trained next."""
@@ -54,8 +60,10 @@ def describe_saved(config: Config, command: Sequence[str]) -> str:
     """After an early end: what is saved, and the command that goes on; `command` is the one that started the run."""
     saved, total = num_saved(config.run.dir), config.train.iterations
     if saved is None:
-        why = "checkpoint.every is 0" if not config.checkpoint.every else "no iteration was complete"
-        return f"nothing is saved ({why}): start the run again with another run.dir, or remove {str(config.run.dir)!r}"
+        if not (config.run.dir / METRICS).exists():
+            return "nothing is saved: no iteration was trained"
+        why = "checkpoint.every is 0" if not config.checkpoint.every else "no checkpoint was written"
+        return f"nothing is saved, {why}: to begin again, name another run.dir or remove {str(config.run.dir)!r}"
     words = [word for word in command if not word.startswith("--run.resume")]
     again = shlex.join(masked_words([*words, "--run.resume=true"]))
     return f"saved in {str(config.run.dir / 'checkpoints')!r}: {saved} of {total} iterations; go on with\n  {again}"
@@ -83,3 +91,30 @@ def _change(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"  {name:<12}{text}" for name, text in rows]
+
+
+def explain_end_of_run(end: Stopped | AsyncRLError, config: Config | None, command: Sequence[str]) -> int:
+    """Prints on standard error why a run ended early, what is saved and how it goes on; returns the exit code.
+
+    Args:
+        config: of the run; None if it could not be read.
+        command: the words that started it.
+    """
+    code = explain_end(end)
+    if config is not None and code != USAGE_ERROR:
+        say(Console(stderr=True), describe_saved(config, command))
+    return code
+
+
+@contextmanager
+def said_when_stopped(view: RunView) -> Iterator[None]:
+    """Says at once what a signal to stop does: the end takes as long as the last checkpoint."""
+    try:
+        yield
+    except Stopped as stopped:
+        view.note(f"{stopped}: the trainer saves its last whole iteration and ends; stop once more to wait no longer")
+        raise
+
+
+def say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

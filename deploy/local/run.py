@@ -8,8 +8,7 @@ SIGTERM, a failed process, `kill -9`), every process it started ends too, see `a
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -18,13 +17,19 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ProcessFailed
 from async_rl.net.http_client import HttpClient, answers_200
-from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.programs.command_line import Parser
 from deploy.cluster.live_view import make_run_view
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import DONE, may_restart
-from deploy.cluster.run_end import describe_end, describe_finished, describe_saved, is_finished
-from deploy.cluster.run_view import RunView
-from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
+from deploy.cluster.run_end import (
+    describe_end,
+    describe_finished,
+    explain_end_of_run,
+    is_finished,
+    said_when_stopped,
+    say,
+)
+from deploy.cluster.stopping import Stopped, stop_on_signals
 from deploy.local.check import check_config
 from deploy.local.plan import Plan
 from deploy.local.processes import POLL_S, Deployment
@@ -120,16 +125,6 @@ def run_config(
     return this_plan
 
 
-@contextmanager
-def said_when_stopped(view: RunView) -> Iterator[None]:
-    """Says at once what a signal to stop does: the end takes as long as the last checkpoint."""
-    try:
-        yield
-    except Stopped as stopped:
-        view.note(f"{stopped}: the trainer saves its last whole iteration and ends; stop once more to wait no longer")
-        raise
-
-
 def _require_trainer(trainer: Running) -> None:
     """
     Raises:
@@ -158,17 +153,9 @@ def main(argv: Sequence[str]) -> int:
             return 0
         run_config(arguments.config, config, parser.overrides, console, os.environ.get("ASYNC_RL_TOKEN"))
     except (Stopped, AsyncRLError) as end:
-        code = explain_end(end)
-        if config is not None and code != USAGE_ERROR and not arguments.dry_run:
-            command = ["async-rl", "run", str(arguments.config), *parser.overrides]
-            say(Console(stderr=True), describe_saved(config, command))
-        return code
+        return explain_end_of_run(end, config, ["async-rl", "run", str(arguments.config), *parser.overrides])
     say(console, describe_end(config))
     return 0
-
-
-def say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
