@@ -182,8 +182,8 @@ class Recorder:
         self._num_untrained = self._num_untrained + 1 if line["untrained_groups"] >= 1.0 else 0
         if self._num_untrained == NUM_UNTRAINED:
             log.warning(
-                "no group of the last %d iterations had a gradient, so nothing is learned: all responses to a prompt get "
-                "the same reward (mean %.3f; %.0f%% of the responses were cut off at a limit). Read some: async-rl "
+                "no group of the last %d iterations had a gradient, so nothing is learned: all responses to a prompt "
+                "get the same reward (mean %.3f; %.0f%% of the responses were cut off at a limit). Read some: async-rl "
                 "samples %s. If none is right, give easier prompts, more tokens, or a reward with steps in between; if "
                 "all are, harder prompts",
                 NUM_UNTRAINED,

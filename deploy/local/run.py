@@ -30,7 +30,7 @@ from deploy.cluster.run_end import (
     say,
 )
 from deploy.cluster.stopping import Stopped, stop_on_signals
-from deploy.local.check import check_config
+from deploy.local.check import check_config, explain_refusal
 from deploy.local.plan import Plan
 from deploy.local.processes import POLL_S, Deployment
 from deploy.local.startable import make_plan, require_startable
@@ -153,6 +153,8 @@ def main(argv: Sequence[str]) -> int:
             return 0
         run_config(arguments.config, config, parser.overrides, console, os.environ.get("ASYNC_RL_TOKEN"))
     except (Stopped, AsyncRLError) as end:
+        if arguments.dry_run:
+            return explain_refusal(end)
         return explain_end_of_run(end, config, ["async-rl", "run", str(arguments.config), *parser.overrides])
     say(console, describe_end(config))
     return 0

@@ -19,7 +19,7 @@ def test_a_run_ends_with_its_trainer_and_leaves_no_process(ground: Any) -> None:
     local = ground.start()
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 0, output
-    assert "iteration 1/3" in output and "iteration 3/3" in output
+    assert "iteration 0, 1/3 done" in output and "iteration 2, 3/3 done" in output
     assert len(ground.pids()) == ALL
     assert ground.living() == {}
     log = (ground.path / "run" / "logs" / "trainer.log").read_text()
@@ -81,7 +81,7 @@ def test_the_trainer_loads_beside_the_instances_and_waits_for_them(ground: Any) 
     (ground.path / "go").touch()
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 0, output
-    assert output.index("2 instance(s) ready, the trainer begins") < output.index("iteration 1/3")
+    assert output.index("2 instance(s) ready, the trainer begins") < output.index("iteration 0, 1/3")
     assert ground.living() == {}
 
 
