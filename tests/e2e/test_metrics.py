@@ -20,7 +20,6 @@ NUM_ITERATIONS = 4
 EVALUATION = """
 [evaluation]
 every = 2
-max_delay_s = 20.0
 [[evaluation.sets]]
 name = "words"
 source = "{source}"
