@@ -23,7 +23,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 VALUE_HEADS = ("score.", "v_head.", "value_head.")
 """Of reward models and critics, which need no other head."""
 
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+TEMPLATE_FILE = "chat_template.jinja"
+"""As tokenizers save it; a chat_template.json is a processor's, which no tokenizer reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +134,12 @@ class ModelFiles:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether its tokenizer has one; for a checkpoint on the hub only the trainer can check it."""
-        if self.directory is None or "chat_template" in self.tokenizer_config:
+        """Whether its tokenizer has one, in its config or in a file beside it."""
+        if self.tokenizer_config.get("chat_template"):
             return True
-        return any((self.directory / file).is_file() for file in TEMPLATE_FILES)
+        if self.directory is None:
+            return isinstance(_from_hub(self.name, TEMPLATE_FILE), Path)
+        return (self.directory / TEMPLATE_FILE).is_file()
 
 
 def require_trainable(config: Config, files: ModelFiles, *, is_whole: bool = True) -> None:

@@ -31,6 +31,8 @@ class Run {
     this.columns = new Map();
     this.proofs = [];
     this.numIterations = null;
+    // Figures of the evaluation after the last iteration, of the trained weights: there is no record of that iteration.
+    this.after = { iteration: null, hours: null, values: new Map() };
   }
 
   have() {
@@ -65,20 +67,31 @@ class Run {
   #addEvaluations(evaluations) {
     this.numEvaluations = evaluations.length;
     const place = new Map(this.iterations.map((iteration, i) => [iteration, i]));
+    const trained = (this.iterations.at(-1) ?? -1) + 1;
+    this.after = { iteration: trained, hours: (this.hours.at(-1) ?? 0) + 1e-6, values: new Map() };
     for (const record of evaluations) {
       const at = place.get(record.iteration);
-      if (at === undefined || !record.complete) continue;
+      if ((at === undefined && record.iteration !== trained) || !record.complete) continue;
       for (const [name, value] of Object.entries(record)) {
         if (!EVALUATION_FIGURE.test(name) || typeof value !== "number") continue;
         const column = `eval/${record.set}/${name}`;
         if (!this.columns.has(column)) this.columns.set(column, new Array(this.iterations.length).fill(null));
-        this.columns.get(column)[at] = value;
+        if (at === undefined) this.after.values.set(column, value);
+        else this.columns.get(column)[at] = value;
       }
     }
   }
 
   latest(name) {
-    return this.columns.get(name)?.findLast((value) => value !== null);
+    return this.after.values.get(name) ?? this.columns.get(name)?.findLast((value) => value !== null);
+  }
+
+  /** A column with what it is drawn over, `iteration` or `hours`. */
+  curve(name, over) {
+    const places = over === "hours" ? this.hours : this.iterations;
+    const column = this.columns.get(name);
+    if (!this.after.values.has(name)) return [places, column];
+    return [[...places, this.after[over]], [...column, this.after.values.get(name)]];
   }
 }
 
