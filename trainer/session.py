@@ -201,6 +201,7 @@ def _make_recorder(
         has_reserve=config.prompts.reserve > 0,
         training_pool=training_pool,
         trackers=trackers,
+        all_responses=config.tracking.all_responses,
     )
 
 

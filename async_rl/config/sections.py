@@ -117,6 +117,9 @@ class TrackingSection(Section):
     )
     project: str = Field("async-rl", min_length=1, description="what trackers file the run under")
     name: str | None = Field(None, min_length=1, description="of the run, at trackers; by default that of run.dir")
+    all_responses: bool = Field(
+        False, description="samples.jsonl has the texts of all responses of its groups, not of two"
+    )
 
     @property
     def extras(self) -> tuple[str, ...]:

@@ -319,6 +319,8 @@ def responses_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _texts(row: Mapping[str, Any]) -> Iterator[str]:
-    """The texts of a sample: its prompt and its responses."""
+    """The texts of a sample: its prompt, its row and its responses."""
     yield str(row.get("prompt", ""))
+    of_row = row.get("row")
+    yield from map(str, of_row.values() if isinstance(of_row, dict) else ())
     yield from (str(response.get("text", "")) for response in responses_of(row))

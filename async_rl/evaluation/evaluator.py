@@ -47,8 +47,8 @@ class _Evaluation:
     iteration: int
     version: WeightVersion
     waiting: deque[_Item]
-    started_s: float = field(default_factory=time.monotonic)
-    started_unix_s: float = field(default_factory=time.time)
+    started_s: float
+    started_unix_s: float
     scored: dict[_Item, ScoredPrompt] = field(default_factory=dict)
     failed: set[_Item] = field(default_factory=set)
     delay_s: float = 0.0
@@ -142,7 +142,7 @@ class Evaluator:
         async with self._running:
             self._stopping.clear()
             items = deque(_Item(loaded, prompt) for loaded in self._order for prompt in loaded.prompts)
-            evaluation = _Evaluation(iteration, version, items)
+            evaluation = _Evaluation(iteration, version, items, time.monotonic(), time.time())
             try:
                 await self._wait_until_idle()
                 await self._work(evaluation)

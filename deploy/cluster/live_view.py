@@ -109,6 +109,8 @@ class LiveView:
             line.truncate(width)
             return line
         head = Table.grid(padding=(0, 2), expand=True)
+        for ratio in (None, 1, None):
+            head.add_column(no_wrap=True, ratio=ratio)
         head.add_row(Text(progress(last)), ProgressBar(total=iterations, completed=done), times)
         return head
 
