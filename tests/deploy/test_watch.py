@@ -63,7 +63,7 @@ def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path, record: MakeR
     write(tmp_path, [record(1), record(2)])
     viewer.join(60)
     lease.release()
-    assert [line.split()[1] for line in said.getvalue().splitlines()[:-1]] == ["1/3", "3/3"]
+    assert [line.split()[2] for line in said.getvalue().splitlines()[:-1]] == ["1/3", "3/3"]
 
 
 def test_a_run_that_was_over_and_goes_on_with_more_iterations_is_followed(tmp_path: Path, record: MakeRecord) -> None:
@@ -78,7 +78,7 @@ def test_a_run_that_was_over_and_goes_on_with_more_iterations_is_followed(tmp_pa
     write(tmp_path, [{**record(4), "iterations": 5}])
     viewer.join(60)
     lease.release()
-    assert [line.split()[1] for line in said.getvalue().splitlines()[:-1]] == ["1/3", "3/3", "5/5"]
+    assert [line.split()[2] for line in said.getvalue().splitlines()[:-1]] == ["1/3", "3/3", "5/5"]
 
 
 @pytest.mark.parametrize(

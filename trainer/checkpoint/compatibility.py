@@ -26,7 +26,8 @@ _MAY_CHANGE = {
     "prompts.cache_dir",
     *("rollout.num_workers", "rollout.max_concurrent", "rollout.max_attempts"),
     *("rollout.gateway_host", "rollout.gateway_port"),
-    *("optimizer.learning_rate", "optimizer.min_learning_rate_ratio", "optimizer.warmup_iterations"),
+    *("optimizer.learning_rate", "optimizer.schedule", "optimizer.min_learning_rate_ratio"),
+    "optimizer.warmup_iterations",
     "critic.learning_rate",
 }
 _OF_A_START = {"run.dir", "run.resume", "run.accept_changes", "pool.instances"}
