@@ -142,7 +142,7 @@ def test_a_signal_ends_every_process(ground: Any, signum: signal.Signals) -> Non
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 128 + signum
     assert f"stopped by {signum.name}: the trainer saves its last whole iteration" in output
-    assert "nothing is saved, no checkpoint was written" in output
+    assert "nothing is saved" in output
     assert ground.living() == {}
 
 
