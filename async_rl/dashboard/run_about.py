@@ -20,7 +20,7 @@ MAX_CAUSE_CHARACTERS = 4000
 
 
 def about_run(run_dir: Path, num_trained: int, num_iterations: int | None) -> dict[str, Any]:
-    """`state` in words; `cause` of a failure, and the last lines of the trainer's `log`; `settings`: dotted key -> value
+    """`state` in words; `cause` of a failure and the last lines of the trainer's `log`; `settings`: dotted key -> value
     as JSON."""
     trainer = _trainer_of(_object_in(run_dir / "launch.json"))
     state = _state(run_dir, num_trained, num_iterations, has_failed=trainer.get("state") == "failed")
