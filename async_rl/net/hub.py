@@ -7,6 +7,7 @@ import socket
 import threading
 from functools import cache
 from importlib import import_module
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -20,7 +21,7 @@ def hub_fault() -> str | None:
 
     From then on the hub's libraries use what their cache has, in this process. Needs huggingface-hub.
     """
-    constants = import_module("huggingface_hub.constants")
+    constants: Any = import_module("huggingface_hub.constants")
     if constants.HF_HUB_OFFLINE:
         return None
     host, port, what = _first_hop(constants.ENDPOINT)
