@@ -27,7 +27,9 @@ _MOST = 1e300
 _MOST_SECONDS = 1e9
 
 _LEAVING_S = 0.05
-"""Of an iteration's `evaluation_s`: leaving a batch takes some milliseconds without any evaluation."""
+_LEAST_SHARE = 0.005
+"""What is less is none: leaving a batch takes milliseconds without an evaluation, as does a canary that is not
+due."""
 
 NUM_RECENT = 10
 PLAIN_EVERY = 10
@@ -112,7 +114,9 @@ class RunFeed:
     def __init__(self, run_dir: Path, *, from_start: bool = False) -> None:
         """`from_start`: with what is there already, apart from warnings."""
         self._metrics = JsonlTail(run_dir / METRICS, from_start=from_start)
-        self._evaluations = JsonlTail(run_dir / EVALUATIONS, from_start=from_start)
+        self._evaluations = JsonlTail(run_dir / EVALUATIONS, from_start=True)
+        # A run that resumes cuts the file, which is then read from its beginning.
+        self._shown = set() if from_start else {_key_of(record) for record in self._evaluations.read_new()}
         self._notices = JsonlTail(run_dir / NOTICES)
 
     def show_new(self, view: RunView) -> Record | None:
@@ -123,9 +127,15 @@ class RunFeed:
         for last in shown_records(self._metrics.read_new()):
             view.show(last)
         for evaluation in self._evaluations.read_new():
-            view.note(describe_evaluation(evaluation))
+            if (key := _key_of(evaluation)) not in self._shown:
+                self._shown.add(key)
+                view.note(describe_evaluation(evaluation))
         view.tick()
         return last
+
+
+def _key_of(evaluation: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(evaluation.get(name)) for name in ("iteration", "set", "weight_version"))
 
 
 class PlainView:
@@ -207,12 +217,14 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
     evaluations where they took any."""
     total_s = sum(record["seconds"] for record in records)
     canary_s, evaluation_s = (sum(record.get(name, 0.0) for record in records) for name in ("canary_s", "evaluation_s"))
+    least_s = max(_LEAST_SHARE * total_s, _LEAVING_S * len(records))
+    beside = {"canary": canary_s, "evaluating": evaluation_s}
+    shown = {name: seconds for name, seconds in beside.items() if seconds > least_s}
     spent_s = {
         "waiting": sum(record["wait_s"] for record in records),
         "training": sum(record["train_s"] + record["step_s"] for record in records),
-        "publishing": sum(record["publish_s"] for record in records) - canary_s,
-        **({"canary": canary_s} if canary_s > 0 else {}),
-        **({"evaluating": evaluation_s} if evaluation_s > _LEAVING_S * len(records) else {}),
+        "publishing": sum(record["publish_s"] for record in records) - shown.get("canary", 0.0),
+        **shown,
     }
     shares = {name: seconds / total_s if total_s > 0 else 0.0 for name, seconds in spent_s.items()}
     return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}

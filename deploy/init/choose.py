@@ -21,6 +21,7 @@ ROOM = 0.85
 RATE_OF = (7e9, 1e-6)
 RATE_POWER = 0.65
 MIN_RATE = 1e-6
+MAX_RATE = 1e-3
 """The learning rate of a model with so many parameters, and how it grows for smaller ones: near those that recipes and
 quickstart learn with, 5e-6 for 0.5 billion parameters, 2e-5 for 135 million and 8e-4 for 0.4 million."""
 
@@ -156,7 +157,7 @@ def _fixed(seen: Seen, run_dir: str, num_parameters: int) -> Iterator[Choice]:
 def learning_rate(num_parameters: int) -> float:
     """A rate that a model of this size learns with, to one digit."""
     size, rate = RATE_OF
-    return float(f"{max(MIN_RATE, rate * (size / num_parameters) ** RATE_POWER):.0e}")
+    return float(f"{min(MAX_RATE, max(MIN_RATE, rate * (size / num_parameters) ** RATE_POWER)):.0e}")
 
 
 def _num_held_out(num_rows: int) -> int:

@@ -154,6 +154,11 @@ def test_a_feed_shows_iterations_evaluations_and_warnings(tmp_path: Path, record
     assert complete.startswith("evaluation at iteration 0, held-out: avg@1 0.250, 20 of 20 prompts, 0.0 s, training")
     assert "NO FIGURES: 3 of 20 prompts were answered within evaluation.max_delay_s; without that key" in incomplete
     assert feed.show_new(view) is None and len(lines_of(console)) == 4
+    for resumed in (feed, RunFeed(tmp_path)):
+        (tmp_path / "new").write_text(json.dumps(evaluation) + "\n")
+        (tmp_path / "new").replace(tmp_path / "evaluations.jsonl")
+        resumed.show_new(view)
+        assert len(lines_of(console)) == 4, "a run that resumed has cut the file"
 
 
 def test_the_canary_and_evaluations_have_shares_of_their_own(record: MakeRecord) -> None:
