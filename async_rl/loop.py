@@ -97,7 +97,8 @@ def train(
             publication = trainer.publish_weights()
         mini_batches = prompts.batch(iteration).split(config.steps_per_batch)
         shares = [mini_batch.share(trainer.dp_rank, trainer.num_replicas) for mini_batch in mini_batches]
-        with producer.start(Batch.union(shares), publication.version) as finished:
+        rollouts = producer.start(Batch.union(shares), publication.version)
+        with record.timed_exit("evaluation_s", rollouts) as finished:
             order = TrainingOrder(finished, config, shares)
             for mini_batch in mini_batches:
                 order.begin_mini_batch()

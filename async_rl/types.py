@@ -328,6 +328,7 @@ class Publication:
     """The result of one publish: the version, the fingerprint both sides agree on, and the URLs that serve it.
 
     `num_workers` are those of all these instances, which have a device each; None if one of them did not say.
+    `canary_s` of its `seconds` went into the check with changed weights.
     """
 
     version: WeightVersion
@@ -336,6 +337,7 @@ class Publication:
     num_bytes: int
     seconds: float
     num_workers: int | None = None
+    canary_s: float = 0.0
 
 
 def digest_of(parts: Sequence[Any]) -> str:

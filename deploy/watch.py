@@ -19,11 +19,9 @@ from async_rl.tracking.lease import read_term
 from async_rl.tracking.process_identity import Process, has_died, is_running
 from async_rl.tracking.record_lines import require_readable
 from deploy.cluster.live_view import make_run_view
-from deploy.cluster.run_view import JsonlTail, Record, RunView, shown_records
+from deploy.cluster.run_view import METRICS, Record, RunFeed
 
 POLL_S = 0.5
-
-METRICS = "metrics.jsonl"
 
 OVER_AFTER_S = 90.0
 """A trainer that died may be started again: this long after its end, none was."""
@@ -36,9 +34,9 @@ def watch(run_dir: Path, console: Console, token: str | None) -> None:
         ConfigError: there is no such directory, or no run in it.
     """
     require_readable(run_dir, [METRICS])
-    tail = JsonlTail(run_dir / METRICS, from_start=True)
+    feed = RunFeed(run_dir, from_start=True)
     with make_run_view(console, run_dir, token) as view:
-        last = first = _show(view, tail)
+        last = first = feed.show_new(view)
         has_trainer_s = time.monotonic() if _has_trainer(run_dir) else -math.inf
 
         def is_over() -> bool:
@@ -48,21 +46,13 @@ def watch(run_dir: Path, console: Console, token: str | None) -> None:
 
         while not is_over():
             time.sleep(POLL_S)
-            last = _show(view, tail) or last
+            last = feed.show_new(view) or last
             if _has_trainer(run_dir):
                 has_trainer_s = time.monotonic()
     if last is None:
         raise ConfigError(
             f"{str(run_dir)!r} has no complete iteration, and no trainer is at work there: name the run.dir of a run"
         )
-
-
-def _show(view: RunView, tail: JsonlTail) -> Record | None:
-    """Shows new records; returns the last one."""
-    last = None
-    for last in shown_records(tail.read_new()):
-        view.show(last)
-    return last
 
 
 def _is_trained(last: Record | None) -> bool:

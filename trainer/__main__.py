@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
-from async_rl.errors import AsyncRLError, ConfigError, RunStopped
+from async_rl.errors import AsyncRLError, ConfigError, Fenced, RunStopped
 from async_rl.preflight import require_sound
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
@@ -32,6 +32,7 @@ from trainer.stop_signal import StopSignal
 if TYPE_CHECKING:
     from trainer.ending import Ending
     from trainer.parallel import Parallel
+    from trainer.session import Session
 
 log = logging.getLogger("trainer")
 
@@ -131,6 +132,29 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
                 # A rank that has failed after the last step is not at work on the model's files.
                 ending.meet(may_stop=False)
             session.megatron.save_hf(config.run.dir / "model")
+            if config.evaluation.sets:
+                _evaluate_trained(config, session, ending)
+
+
+def _evaluate_trained(config: Config, session: "Session", ending: "Ending") -> None:
+    """Evaluates the weights after the last step, which no iteration publishes. They are saved: what fails is logged.
+
+    Raises:
+        RunStopped, Fenced: as anywhere in a run.
+    """
+    try:
+        session.evaluate_trained(session.rank.publish_weights().version)
+    except (RunStopped, Fenced):
+        raise
+    except AsyncRLError as error:
+        log.error(
+            "the trained weights are not evaluated: %s: %s; async-rl eval does so for %s",
+            type(error).__name__,
+            error,
+            config.run.dir / "model",
+        )
+    # The other ranks stay until the main rank has evaluated.
+    ending.meet(may_stop=False)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from async_rl.publish.publisher import Publisher
 from async_rl.publish.snapshot_store import SnapshotStore
 from async_rl.rewards import Reward
 from async_rl.rewards.readable_answers import answer_check
-from async_rl.rollout.producer import Producer
+from async_rl.rollout.producer import MAX_IDLE_WORK_S, Producer
 from async_rl.rollout.program_rollouts import ProgramRollouts, make_program_rollouts
 from async_rl.tracking.records import ROLLOUTS
 from async_rl.tracking.trackers.fan_out import Trackers
@@ -62,6 +62,7 @@ class Leader:
         self._pool = pool
         closing.callback(lambda: self._loop.end(self._pool.close()))
         self._server: FleetServer | None = None
+        self._evaluator: Evaluator | None = None
 
     @property
     def pool(self) -> InferencePool:
@@ -149,7 +150,22 @@ class Leader:
         evaluator = Evaluator(self._pool, sampler, sets, config.evaluation, recorder.write)
         if evaluator.longest is not None:
             require_len(config.rollout, evaluator.longest, self._pool.max_model_len)
+        self._evaluator = evaluator
         return evaluator
+
+    def evaluate_trained(self, version: WeightVersion) -> None:
+        """Main rank: evaluates the trained weights, which the pool serves as `version`, and waits for that.
+
+        Raises:
+            WaitTimedOut: it took longer than `MAX_IDLE_WORK_S`.
+        """
+
+        async def evaluate(evaluator: Evaluator) -> None:
+            evaluator.note_awaited()
+            await evaluator.evaluate(self._config.train.iterations, version)
+
+        if self._evaluator is not None:
+            self._loop.run(evaluate(self._evaluator), MAX_IDLE_WORK_S)
 
     def producer(
         self,

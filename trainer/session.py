@@ -3,15 +3,18 @@
 Each replica's leader has its own pool client, rewards and producer; only the main rank publishes and writes records.
 """
 
+import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from async_rl.config.secrets import masked
 from async_rl.config.sections import Config, RunSection
 from async_rl.data.prompts import PromptSource, Tokenizer
 from async_rl.errors import ConfigError, RunDirInUse
+from async_rl.files import write_file
 from async_rl.ledger import Ledger
 from async_rl.loop import Rollouts
 from async_rl.pool.inference_pool import InferencePool
@@ -19,12 +22,14 @@ from async_rl.proof.gap_limits import noise_limits
 from async_rl.rewards import Reward, make_reward
 from async_rl.tokenizer import load_tokenizer
 from async_rl.tracking.lease import Lease, take_lease
+from async_rl.tracking.notices import recorded_notices
 from async_rl.tracking.recorder import Recorder
-from async_rl.tracking.records import cut_run_records, holds_another_run, require_no_records
+from async_rl.tracking.records import CONFIG, cut_run_records, holds_another_run, require_no_records
 from async_rl.tracking.run_lock import lock_run, may_be_replaced
 from async_rl.tracking.throughput import TrainingPool
 from async_rl.tracking.trackers.choice import open_trackers
 from async_rl.tracking.trackers.fan_out import Trackers
+from async_rl.types import WeightVersion
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.compatibility import Contents
 from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
@@ -56,6 +61,8 @@ class Session:
     saving: Saving
     pool: InferencePool | None
     """A leader's."""
+    evaluate_trained: Callable[[WeightVersion], None]
+    """Evaluates the trained weights once the pool serves them, on the main rank."""
 
 
 @contextmanager
@@ -130,6 +137,7 @@ def open_session(
             recorder,
             saving,
             side.pool if side else None,
+            side.evaluate_trained if side else _do_nothing,
         )
 
 
@@ -157,6 +165,7 @@ def _open_saving(
     closing.callback(checkpoints.close)
     saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
     if parallel.is_main:
+        write_file(config.run.dir / CONFIG, json.dumps(masked("", config.model_dump(mode="json")), indent=1) + "\n")
         num_cut = cut_run_records(config.run.dir, saving.first_iteration)
         log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
     return saving
@@ -196,6 +205,7 @@ def _make_recorder(
         has_reserve=config.prompts.reserve > 0,
         training_pool=training_pool,
         trackers=trackers,
+        all_responses=config.tracking.all_responses,
     )
 
 
@@ -232,8 +242,9 @@ def _claim(run: RunSection, lease_s: float) -> Iterator[Lease]:
             require_no_records(run)
             if newest_checkpoint(checkpoints_dir(run.dir)):
                 raise holds_another_run(run)
+        closing.enter_context(recorded_notices(run.dir))
         yield lease
 
 
-def _do_nothing() -> None:
+def _do_nothing(*_: object) -> None:
     return None

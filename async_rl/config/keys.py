@@ -2,8 +2,9 @@
 
 import difflib
 import json
+import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -116,6 +117,11 @@ def read_value(text: str) -> Any:
         return text
 
 
+def as_toml(value: Any, default: Callable[[Any], Any] = str) -> str:
+    """A value as a config has it: JSON's values are TOML's, apart from infinity; `default` converts what JSON lacks."""
+    return "inf" if value == math.inf else json.dumps(value, default=default, ensure_ascii=False)
+
+
 def set_dotted(tree: dict[str, Any], name: str, value: Any) -> None:
     """Sets the key `name` of a config as nested dicts.
 
@@ -141,7 +147,7 @@ def _same_last_part(name: str, keys: Mapping[str, Key]) -> str | None:
 def _key(section: str, name: str, setting: FieldInfo) -> Key:
     default = None
     if not setting.is_required():
-        default = json.dumps(setting.get_default(call_default_factory=True), default=str)
+        default = as_toml(setting.get_default(call_default_factory=True))
     kinds = kinds_of(setting.annotation)
     return Key(
         f"{section}.{name}",

@@ -40,7 +40,11 @@ TRL = _names_of(
     ("max_steps", ("train.iterations",), ""),
     ("num_iterations", (), "each batch is passed through once"),
     ("steps_per_generation", ("train.steps_per_batch",), ""),
-    ("lr_scheduler_type", ("optimizer.min_learning_rate_ratio",), "linear; 1 keeps it constant"),
+    (
+        "lr_scheduler_type",
+        ("optimizer.schedule", "optimizer.min_learning_rate_ratio"),
+        "linear, cosine or constant, and where it ends",
+    ),
     ("warmup_steps", ("optimizer.warmup_iterations",), ""),
     ("adam_beta2", ("optimizer.beta2",), ""),
     ("max_grad_norm", ("optimizer.clip_grad_norm",), ""),

@@ -7,7 +7,10 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from async_rl.config.section import Section
 
-SOURCES = "a .jsonl or .parquet file, a directory of `datasets`, hf:OWNER/NAME[:CONFIG][:SPLIT], or reasoning-gym:TASK"
+SOURCES = (
+    "a .jsonl, .json, .csv or .parquet file, a directory of `datasets`, hf:OWNER/NAME[:CONFIG][:SPLIT], or "
+    "reasoning-gym:TASK"
+)
 
 DIFFICULTY = "difficulty"
 

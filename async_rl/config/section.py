@@ -1,9 +1,10 @@
 """What all sections of a config have in common."""
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AllowInfNan, BaseModel, ConfigDict, PlainSerializer, ValidationInfo, field_validator
 
 from async_rl.config.keys import kinds_of
 
@@ -14,8 +15,14 @@ LARGEST_NUMBER = 2**53
 """Of any whole number without a limit of its own: with some more of them added it is still one of 64 bits."""
 
 
+Unlimited = Annotated[
+    float, AllowInfNan(True), PlainSerializer(lambda value: "inf" if math.isinf(value) else value, when_used="json")
+]
+"""A limit that may be `inf`, for none; JSON has no such number, and gets the word, which is read back."""
+
+
 class Section(BaseModel):
-    """Infinity and NaN are not valid for any key: their comparisons would pass a limit."""
+    """NaN is not valid for any key, and infinity only for an `Unlimited` one: their comparisons would pass a limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -37,7 +44,7 @@ class Section(BaseModel):
     @classmethod
     def _is_within_reach(cls, value: Any, info: ValidationInfo) -> Any:
         # With more, waits and 64-bit libraries raise errors of their own in the middle of a run.
-        if isinstance(value, float) and str(info.field_name).endswith("_s") and value > LONGEST_S:
+        if isinstance(value, float) and str(info.field_name).endswith("_s") and LONGEST_S < value < math.inf:
             raise ValueError(f"Input should be at most {LONGEST_S:g}, thirty years")
         limits = cls.model_fields[info.field_name or ""].metadata
         is_limited = any(hasattr(limit, "lt") or hasattr(limit, "le") for limit in limits)

@@ -47,13 +47,30 @@ class ModelSection(Section):
 
 class OptimizerSection(Section):
     learning_rate: float = Field(1e-6, gt=0, description="at its peak, after the warm-up")
+    schedule: Literal["linear", "cosine", "constant"] = Field(
+        "linear", description="how the learning rate goes from its peak to its end"
+    )
     min_learning_rate_ratio: float = Field(1.0, ge=0.0, le=1.0, description="learning rate at the end / at the peak")
-    warmup_iterations: int = Field(0, ge=0, description="linear warm-up; then linear decay to the end of the run")
+    warmup_iterations: int = Field(0, ge=0, description="linear warm-up; then the schedule, to the end of the run")
     beta1: float = Field(0.9, ge=0.0, lt=1.0, description="AdamW")
     beta2: float = Field(0.95, ge=0.0, lt=1.0, description="AdamW")
     eps: float = Field(1e-8, gt=0, description="AdamW")
     weight_decay: float = Field(0.0, ge=0.0, description="AdamW; norms and biases are left out")
     clip_grad_norm: float = Field(1.0, gt=0, description="largest norm of the whole gradient")
+
+    @model_validator(mode="after")
+    def _schedule_has_its_end(self) -> "OptimizerSection":
+        ratio = self.min_learning_rate_ratio
+        if self.schedule == "cosine" and ratio == 1.0:
+            raise ValueError(
+                "schedule is cosine, but min_learning_rate_ratio is 1: the rate would stay at its peak; set it to "
+                "where the curve ends, such as 0.1, or 0"
+            )
+        if self.schedule == "constant" and ratio != 1.0:
+            raise ValueError(
+                f"schedule is constant, but min_learning_rate_ratio is {ratio:g}: remove it, or set schedule to linear"
+            )
+        return self
 
 
 class TrainSection(Section):
@@ -117,6 +134,9 @@ class TrackingSection(Section):
     )
     project: str = Field("async-rl", min_length=1, description="what trackers file the run under")
     name: str | None = Field(None, min_length=1, description="of the run, at trackers; by default that of run.dir")
+    all_responses: bool = Field(
+        False, description="samples.jsonl has the texts of all responses of its groups, not of two"
+    )
 
     @property
     def extras(self) -> tuple[str, ...]:

@@ -78,6 +78,7 @@ class Dashboard:
         self._runs = runs
         self._data: dict[str, Callable[[Mapping[str, str]], Any]] = {
             "api/runs": self._about,
+            "api/about": lambda query: self._run(query).about(),
             "api/records": self._records,
             "api/periods": lambda query: self._run(query).periods(),
             "api/period": lambda query: self._run(query).period(_integer(query, "iteration")),

@@ -35,12 +35,14 @@ def report(runs: Sequence[RunRecords]) -> str:
 
 
 def _run_data(run: RunRecords, name: str, num_runs: int) -> dict[str, Any]:
+    records = run.records(0, 0, 0)
     periods = (run.period(iteration) for iteration in spread(run.periods(), MAX_PERIODS))
     rows = spread(list(run.all_samples()), MAX_SAMPLES)
     return {
         "name": name,
         "dir": str(run.run_dir),
-        "records": thinned_records(run.records(0, 0, 0), MAX_RECORDS_BYTES // num_runs),
+        "about": run.about(),
+        "records": thinned_records(records, MAX_RECORDS_BYTES // num_runs),
         "periods": list(fitting(list(periods), MAX_PERIODS_BYTES // num_runs)),
         "samples": sorted(fitting(rows, MAX_SAMPLES_BYTES // num_runs), key=_newest_first),
     }

@@ -15,6 +15,7 @@ from typing import Any
 
 from async_rl.dashboard.followed_file import FollowedFile, FollowedRotation, has_iteration, iteration_of
 from async_rl.dashboard.record_table import DETAILS, RecordTable
+from async_rl.dashboard.run_about import about_run
 from async_rl.errors import ConfigError
 from async_rl.tracking.natural_order import natural_order
 from async_rl.tracking.record_lines import number_of, record_of, require_readable
@@ -136,6 +137,12 @@ class RunRecords:
                 "proofs": {"first": num_proofs, "rows": self._proofs[num_proofs:]},
                 "evaluations": list(self._evaluations),
             }
+
+    def about(self) -> dict[str, Any]:
+        """What the run is and how it stands, see `about_run`."""
+        with self._lock:
+            iterations = self._table.iterations
+            return about_run(self.run_dir, iterations[-1] + 1 if iterations else 0, self._num_iterations)
 
     def period(self, iteration: int) -> dict[str, Any]:
         """The groups of an iteration, and when its parts were, in seconds since its start."""
@@ -319,6 +326,8 @@ def responses_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _texts(row: Mapping[str, Any]) -> Iterator[str]:
-    """The texts of a sample: its prompt and its responses."""
+    """The texts of a sample: its prompt, its row and its responses."""
     yield str(row.get("prompt", ""))
+    of_row = row.get("row")
+    yield from map(str, of_row.values() if isinstance(of_row, dict) else ())
     yield from (str(response.get("text", "")) for response in responses_of(row))

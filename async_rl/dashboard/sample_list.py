@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Sample:
     reward: float | None
     num_tokens: int | None
     finish_reason: str
+    row: Mapping[str, Any]
 
     def contains(self, pattern: re.Pattern[str]) -> bool:
         return bool(pattern.search(self.prompt) or pattern.search(self.text))
@@ -65,6 +66,7 @@ def _sample(row: dict[str, Any], response: dict[str, Any]) -> Sample:
         reward=number_of(response.get("reward")),
         num_tokens=num_tokens,
         finish_reason=str(response.get("finish_reason", "")),
+        row=of_row if isinstance(of_row := row.get("row"), dict) else {},
     )
 
 
@@ -84,6 +86,8 @@ def show(sample: Sample, console: Console) -> None:
     title = f"{reward}  {facts}, {num_tokens} tokens, {sample.finish_reason}"
     console.rule(Text(_shown(title, console.encoding)), align="left")
     console.print(Text(_shown(sample.prompt, console.encoding), "dim"), soft_wrap=True)
+    for name, value in sample.row.items():
+        console.print(Text(_shown(f"{name}: {value}", console.encoding), "cyan"), soft_wrap=True)
     console.print(Text(_shown(sample.text, console.encoding)), soft_wrap=True)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from async_rl.data.tabular_rows import TabularRows
 from async_rl.errors import ConfigError
+from async_rl.net.hub import hub_fault
 
 HUB = "hf:"
 
@@ -43,6 +44,8 @@ def hub_rows(source: str) -> TabularRows:
     if not name or len(rest) > 2 or "" in rest:
         raise ConfigError(f"prompts.source is {source!r}: expected {HUB}OWNER/NAME[:CONFIG][:SPLIT]")
     config, split = rest if len(rest) == 2 else (None, rest[0] if rest else None)
+    if (fault := hub_fault()) is not None:
+        datasets.config.HF_HUB_OFFLINE = True
     try:
         if split is None:
             splits = datasets.get_dataset_split_names(name)
@@ -51,6 +54,8 @@ def hub_rows(source: str) -> TabularRows:
     # Of several libraries, for an unknown name, config or split, and for a hub that cannot be reached.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
+        if fault is not None:
+            raise ConfigError(f"prompts.source {source!r} cannot be fetched from the hub: {fault}") from error
         raise ConfigError(
             f"prompts.source {source!r} cannot be fetched from the hub: {type(error).__name__}: {reason}; check "
             f"{HUB}OWNER/NAME[:CONFIG][:SPLIT] and the network"

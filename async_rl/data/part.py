@@ -11,6 +11,7 @@ from async_rl.data.jsonl_rows import JsonlRows
 from async_rl.data.row import Rows
 from async_rl.data.tabular_rows import parquet_rows
 from async_rl.data.task_rows import QUESTION, REASONING_GYM, TaskRows
+from async_rl.data.whole_file_rows import csv_rows, json_rows
 from async_rl.errors import ConfigError
 
 
@@ -59,6 +60,10 @@ class Part:
             return JsonlRows(path)
         if path.suffix == ".parquet":
             return parquet_rows(path)
+        if path.suffix == ".json":
+            return json_rows(path)
+        if path.suffix == ".csv":
+            return csv_rows(path)
         if path.is_dir():
             return saved_rows(self.source)
         raise ConfigError(f"prompts.source is {self.source!r}: expected {SOURCES}")

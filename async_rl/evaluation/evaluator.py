@@ -1,7 +1,7 @@
-"""Evaluates the weights in training while the pool is idle, and releases the pool in time for the next publish.
+"""Evaluates the weights in training, in idle time of the pool as far as that reaches.
 
-Built by `trainer.session`; implements `IdleWork` of `rollout/idle_work.py`. Only `stop` waits for it, and ends within
-`evaluation.max_delay_s` plus the time to close the running requests.
+Built by `trainer.session`; implements `IdleWork` of `rollout/idle_work.py`: training waits for an evaluation that is
+not complete when the batch is, `evaluation.max_delay_s` at most.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from async_rl.types import CorrectAt, Prompt, WeightVersion
 log = logging.getLogger(__name__)
 
 RESPONSES_PER_INSTANCE = 64
-"""Concurrent responses per instance: enough to keep it busy, few enough that little is lost when the time is over."""
+"""Concurrent responses per instance: enough to keep it busy, few enough that it ends soon."""
 
 IDLE_POLL_S = 0.05
 
@@ -47,10 +47,12 @@ class _Evaluation:
     iteration: int
     version: WeightVersion
     waiting: deque[_Item]
-    started_s: float = field(default_factory=time.monotonic)
-    started_unix_s: float = field(default_factory=time.time)
+    started_s: float
+    started_unix_s: float
     scored: dict[_Item, ScoredPrompt] = field(default_factory=dict)
     failed: set[_Item] = field(default_factory=set)
+    delay_s: float = 0.0
+    """How long training has waited for it."""
 
     def is_whole(self, loaded: LoadedSet) -> bool:
         """Whether every prompt of a set was scored."""
@@ -71,6 +73,7 @@ class _Evaluation:
             num_samples=loaded.config.num_samples,
             temperature=loaded.config.temperature,
             seconds=time.monotonic() - self.started_s,
+            delay_s=self.delay_s,
             figures=figures_of(scored, correct_at) if is_whole else {},
             started_unix_s=self.started_unix_s,
             top_p=loaded.config.top_p,
@@ -93,7 +96,7 @@ class _Evaluation:
 
 
 class Evaluator:
-    """The evaluations of a run: one every `evaluation.every` iterations, each of one weight version.
+    """The evaluations of a run: one every `evaluation.every` iterations, and `evaluate`, each of one weight version.
 
     A set that was not evaluated completely has no figures, and is the first of the next evaluation.
     """
@@ -117,6 +120,7 @@ class Evaluator:
         self._report = report
         self._order = list(sets)
         self._stopping = asyncio.Event()
+        self._awaited_since_s: float | None = None
         self._running = asyncio.Lock()
         self._workers: set[asyncio.Task[None]] = set()
 
@@ -128,32 +132,41 @@ class Evaluator:
 
     async def run(self, iteration: int, version: WeightVersion) -> None:
         """Evaluates `version`, if an evaluation is due, as soon as no leader has a rollout running."""
-        if not self._order or iteration % self._every:
+        if iteration % self._every == 0:
+            await self.evaluate(iteration, version)
+
+    async def evaluate(self, iteration: int, version: WeightVersion) -> None:
+        """Evaluates `version`, the weights after `iteration` iterations, and reports the results."""
+        if not self._order:
             return
         async with self._running:
             self._stopping.clear()
             items = deque(_Item(loaded, prompt) for loaded in self._order for prompt in loaded.prompts)
-            evaluation = _Evaluation(iteration, version, items)
+            evaluation = _Evaluation(iteration, version, items, time.monotonic(), time.time())
             try:
                 await self._wait_until_idle()
                 await self._work(evaluation)
             finally:
+                if self._awaited_since_s is not None:
+                    evaluation.delay_s = time.monotonic() - self._awaited_since_s
                 self._order.sort(key=evaluation.is_whole)  # stable: incomplete sets come first, in their previous order
                 correct_at = self._sampler.correct_at
                 self._report([evaluation.result(loaded, correct_at) for loaded in self._sets])
 
+    def note_awaited(self) -> None:
+        """Training waits from now on: the batch is proven, so that no rollout of any leader is left to wait for."""
+        self._awaited_since_s = time.monotonic()
+
     async def stop(self) -> None:
-        """Starts no more prompts, waits `evaluation.max_delay_s` at most for running ones, and cancels the rest."""
+        """Cancels what is left; when this returns, none of its requests is running."""
         self._stopping.set()
-        if self._workers:
-            _, late = await asyncio.wait(self._workers, timeout=self.max_delay_s)
-            for worker in late:
-                worker.cancel()
+        for worker in self._workers:
+            worker.cancel()
         async with self._running:
-            pass
+            self._awaited_since_s = None
 
     async def _wait_until_idle(self) -> None:
-        while not self._pool.is_idle and not self._stopping.is_set():
+        while not (self._pool.is_idle or self._awaited_since_s is not None or self._stopping.is_set()):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), IDLE_POLL_S)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from async_rl.evaluation.intervals import Interval
 from async_rl.files import append_lines
+from async_rl.tracking.record_lines import describe_evaluation
 from async_rl.tracking.trackers.fan_out import Trackers
 from async_rl.types import WeightVersion
 
@@ -37,7 +38,8 @@ class SetResult:
 
     `num_prompts` of the set's `total_prompts` were sampled and scored in time; for `num_failed` others, an instance or
     the reward failed. `figures` are over all prompts, and empty if some are missing, since prompts with short responses
-    finish first. `seconds` is the time of the whole evaluation, which began at the Unix time `started_unix_s`.
+    finish first. `seconds` is the time of the whole evaluation, which began at the Unix time `started_unix_s`; training
+    waited for its last `delay_s`.
     `intervals` are those of the figures that have one; `sources` has the figures of each source, if there are several.
     """
 
@@ -52,6 +54,7 @@ class SetResult:
     seconds: float
     figures: Mapping[str, float]
     started_unix_s: float
+    delay_s: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     intervals: Mapping[str, Interval] = field(default_factory=dict)
@@ -86,14 +89,5 @@ class EvaluationRecorder:
         self._require_lease()
         append_lines(self._path, (json.dumps(result.record()) for result in results))
         for result in results:
-            log.info("%s", _describe(result))
+            log.info("%s", describe_evaluation(result.record()))
             self._trackers.log_evaluation(result.iteration, result.set, result.figures)
-
-
-def _describe(result: SetResult) -> str:
-    head = f"evaluation at iteration {result.iteration + 1}, {result.set}: "
-    figures = "".join(f"{name} {value:.3f}, " for name, value in result.figures.items())
-    failed = f", {result.num_failed} failed" if result.num_failed else ""
-    if not result.is_complete:
-        figures = "incomplete, and so without figures (evaluation.max_delay_s, max_prompts), "
-    return f"{head}{figures}{result.num_prompts} of {result.total_prompts} prompts{failed}, {result.seconds:.1f} s"

@@ -40,7 +40,7 @@ class FirstLook:
     """What a source seems to be. `num_rows` counts up to `NUM_ROWS`; `longest_prompt` is a prompt's text.
 
     `column` and `columns` are what the `prompts` section has to have. `reward` is None if no column has answers. `seen`
-    says in words what was recognised, `names` are all columns.
+    says in words what was recognised, `names` are all columns; `has_messages`: a prompt is a list of chat messages.
     """
 
     num_rows: int
@@ -50,6 +50,7 @@ class FirstLook:
     reward: str | None
     seen: str
     names: tuple[str, ...]
+    has_messages: bool = False
 
 
 def look_at_source(source: str, prompt_column: str | None = None) -> FirstLook:
@@ -120,6 +121,7 @@ def _look(
         reward=reward,
         seen=seen,
         names=names,
+        has_messages=any(isinstance(row.get(prompt), list) for row in rows),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.net.hub import hub_fault
 from async_rl.preflight.layout import require_layout
 from async_rl.preflight.model_features import not_held
 from async_rl.preflight.weight_files import HEAD, require_tied_head, stored_tensors
@@ -22,7 +23,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 VALUE_HEADS = ("score.", "v_head.", "value_head.")
 """Of reward models and critics, which need no other head."""
 
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+TEMPLATE_FILE = "chat_template.jinja"
+"""As tokenizers save it; a chat_template.json is a processor's, which no tokenizer reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,12 @@ class ModelFiles:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether its tokenizer has one; for a checkpoint on the hub only the trainer can check it."""
-        if self.directory is None or "chat_template" in self.tokenizer_config:
+        """Whether its tokenizer has one, in its config or in a file beside it."""
+        if self.tokenizer_config.get("chat_template"):
             return True
-        return any((self.directory / file).is_file() for file in TEMPLATE_FILES)
+        if self.directory is None:
+            return isinstance(_from_hub(self.name, TEMPLATE_FILE), Path)
+        return (self.directory / TEMPLATE_FILE).is_file()
 
 
 def require_trainable(config: Config, files: ModelFiles, *, is_whole: bool = True) -> None:
@@ -302,10 +306,11 @@ def _from_hub(name: str, file: str) -> Path | str:
     """A file of a checkpoint on the hub, or why it cannot be had; asked once: without a network that takes long."""
     # Imported here: the import takes a quarter of a second.
     hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+    fault = hub_fault()
     try:
         return Path(hub.hf_hub_download(name, file))
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
-        return str(error).strip().partition("\n")[0]
+        return fault or str(error).strip().partition("\n")[0]
 
 
 def _read_json(named: str, file: Path) -> dict[str, Any]:

@@ -117,14 +117,16 @@ class Publisher:
         """
         started = time.monotonic()
         deadline = started + self._wait_s
-        pause_s = RETRY_S
+        pause_s, canary_s = RETRY_S, 0.0
         if self._admission is not None:
             self._admission.offer = None
         self._refusing = set()
         while True:
             members = self._reachable(deadline)
             if self._canary is not None and canary_trainer is not None:
+                asked_s = time.monotonic()
                 members = self._let_canary_pass(self._canary, members, canary_trainer, version, specs, make_stream)
+                canary_s += time.monotonic() - asked_s
             offer, members = self._move(members, version, specs, make_stream)
             if offer is not None:
                 reached = self._put_in_service(members, offer, score)
@@ -144,7 +146,9 @@ class Publisher:
         num_bytes = sum(spec.num_bytes for spec in specs)
         num_workers = self._worker_counts.total(members)
         urls = tuple(member.url for member in members)
-        return Publication(version, offer.fingerprint, urls, num_bytes, time.monotonic() - started, num_workers)
+        return Publication(
+            version, offer.fingerprint, urls, num_bytes, time.monotonic() - started, num_workers, canary_s
+        )
 
     def close(self) -> None:
         """Leaves the weight group; the instances notice with their next update."""

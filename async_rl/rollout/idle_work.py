@@ -6,11 +6,11 @@ from async_rl.types import WeightVersion
 
 
 class IdleWork(Protocol):
-    """Work for an idle pool. Both methods run on the producer's event loop."""
+    """Work for an idle pool. Its methods run on the producer's event loop."""
 
     @property
     def max_delay_s(self) -> float:
-        """How long `stop` may wait for running work before it cancels it."""
+        """How long training waits for it, once the batch is trained; infinite until it has finished."""
         ...
 
     async def run(self, iteration: int, version: WeightVersion) -> None:
@@ -20,8 +20,12 @@ class IdleWork(Protocol):
         """
         ...
 
+    def note_awaited(self) -> None:
+        """The batch is trained: training waits for the work from now on."""
+        ...
+
     async def stop(self) -> None:
-        """Ends the work within a bounded time; when this returns, none of its requests is running at any instance.
+        """Cancels what is left of the work; when this returns, none of its requests is running at any instance.
 
         Called before the next publish, also if `run` was never called.
         """

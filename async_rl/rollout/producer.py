@@ -5,6 +5,7 @@ failure of any of them cancels the others and is raised in the training loop at 
 """
 
 import asyncio
+import concurrent.futures
 import gc
 import logging
 import time
@@ -34,6 +35,12 @@ START_TIMEOUT_S = 600.0
 
 LEAVE_TIMEOUT_S = 30.0
 """For cancellation at the end of a batch: it closes connections, and calls no instance or reward."""
+
+MAX_IDLE_WORK_S = 5400.0
+"""The longest that training waits for the work of the idle pool: its other ranks wait two hours at most."""
+
+WATCH_S = 0.5
+"""How often a wait for that work looks whether the run has to end."""
 
 
 class Producer:
@@ -184,22 +191,40 @@ class RolloutRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Waits for the end of the running rollouts.
+        """Waits for the work of the idle pool if the batch was trained, and for the end of the running rollouts.
 
         Raises:
             WaitTimedOut: they do not end, and nothing else is being raised.
         """
         self._queue.close()
-        idle_work = self._producer.idle_work
-        delay_s = idle_work.max_delay_s if idle_work is not None else 0.0
         try:
-            self._loop.run(self._stop(), delay_s + LEAVE_TIMEOUT_S)
+            if error is None:
+                self._let_idle_work_finish()
+            self._loop.run(self._stop(), LEAVE_TIMEOUT_S)
         except WaitTimedOut as late:
             if error is None:
                 raise
             logger.error("leaving the batch of iteration %d: %s", self._batch.iteration, late)
         finally:
             self._full_collections.make_up()
+
+    def _let_idle_work_finish(self) -> None:
+        """Waits for it as long as it may delay training. That the run has to end is raised by the next publish, after
+        the iteration's record."""
+        if (idle_work := self._producer.idle_work) is None:
+            return
+        waiting = self._loop.submit(self._until_finished(idle_work))
+        try:
+            while not concurrent.futures.wait([waiting], WATCH_S).done:
+                self._watch()
+        except AsyncRLError as ending:
+            logger.warning("the work of the idle pool in iteration %d ends early: %s", self._batch.iteration, ending)
+        finally:
+            waiting.cancel()
+
+    async def _until_finished(self, idle_work: IdleWork) -> None:
+        idle_work.note_awaited()
+        await asyncio.wait({self._task}, timeout=min(idle_work.max_delay_s, MAX_IDLE_WORK_S))
 
     def _watch(self) -> None:
         """Called while the training loop waits: checks the rollout thread, and calls the producer's own `watch`."""

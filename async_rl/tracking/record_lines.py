@@ -7,7 +7,8 @@ resumes (`async_rl.tracking.records`).
 
 import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,27 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+FIGURE = re.compile(r"avg@|pass@|reward|response_tokens|truncated")
+"""How the names of an evaluation's figures begin."""
+
+
+def describe_evaluation(record: Mapping[str, Any]) -> str:
+    """A line of `evaluations.jsonl` in words: its figures and what they cost; of an incomplete one, what to do."""
+    head = f"evaluation at iteration {record.get('iteration')}, {record.get('set')}: "
+    known = {name: value for name, each in record.items() if (value := number_of(each)) is not None}
+    done, total, failed = (known.get(name, 0) for name in ("num_prompts", "total_prompts", "num_failed"))
+    cost = f"{known.get('seconds', 0.0):.1f} s, training waited {known.get('delay_s', 0.0):.1f} s for it"
+    if done >= total:
+        figures = "".join(f"{name} {value:.3f}, " for name, value in known.items() if FIGURE.match(name))
+        return f"{head}{figures}{done} of {total} prompts, {cost}"
+    if failed:
+        return f"{head}no figures: {failed} of {total} prompts failed, see the trainer's log; {cost}"
+    return (
+        f"{head}NO FIGURES: {done} of {total} prompts were answered within evaluation.max_delay_s; without that key "
+        f"training waits until all are; or lower max_prompts of the set; {cost}"
+    )
 
 
 def number_of(value: Any) -> float | None:

@@ -10,9 +10,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from async_rl.errors import ConfigError
 from async_rl.files import append_lines
@@ -36,6 +36,12 @@ from async_rl.types import CorrectAt, Group, Publication
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+
+NUM_UNTRAINED = 10
+"""Iterations without any gradient after which that is no chance of the prompts drawn."""
+
 
 class IterationRecord:
     """Times, groups and steps of the current iteration, on one replica."""
@@ -45,7 +51,7 @@ class IterationRecord:
         self.started_s = time.monotonic()
         self.started_unix_s = time.time()
         self.spans: list[tuple[str, float, float]] = []
-        self.seconds: dict[str, float] = {"publish_s": 0.0, "period_s": 0.0, "step_s": 0.0, "train_s": 0.0}
+        self.seconds = dict.fromkeys(("publish_s", "period_s", "step_s", "train_s", "evaluation_s"), 0.0)
         self.times: dict[int, GroupTimes] = {}
         self.sampled = Sampled()
         self.rows: list[GroupProof] = []
@@ -61,6 +67,15 @@ class IterationRecord:
         self.seconds[name] += ended - started
         since_begin = round(started - self.started_s, 6), round(ended - self.started_s, 6)
         self.spans.append((name.removesuffix("_s"), *since_begin))
+
+    @contextmanager
+    def timed_exit(self, name: str, context: AbstractContextManager[T]) -> Iterator[T]:
+        """`context`; adds the time of leaving it to `seconds[name]`."""
+        with ExitStack() as leaving:
+            yield leaving.enter_context(context)
+            started = time.monotonic()
+            leaving.close()
+            self.seconds[name] += time.monotonic() - started
 
     @contextmanager
     def training(self, window: Sequence[Sequence[Group]]) -> Iterator[None]:
@@ -95,6 +110,7 @@ class Recorder:
         has_reserve: whether batches have a reserve, of which some groups are left out.
         training_pool: what throughput per device depends on; without it such figures are null.
         trackers: get each record and its samples, too. Their owner closes them.
+        all_responses: samples have the texts of all responses of their groups.
     """
 
     def __init__(
@@ -109,7 +125,9 @@ class Recorder:
         has_reserve: bool = False,
         training_pool: TrainingPool | None = None,
         trackers: Trackers | None = None,
+        all_responses: bool = False,
     ) -> None:
+        self._all_responses = all_responses
         self._trackers = trackers or Trackers()
         self._training_pool = training_pool
         self._require_lease = require_lease
@@ -120,6 +138,8 @@ class Recorder:
         self._correct_at = correct_at
         self._decode = decode
         self._recent: deque[IterationTimes] = deque(maxlen=NUM_RECENT)
+        self._num_untrained = 0
+        """Iterations in a row in which no group had a gradient."""
 
     def begin(self, iteration: int) -> IterationRecord:
         return IterationRecord(iteration)
@@ -136,7 +156,7 @@ class Recorder:
         if self._run_dir is None:
             return
         line = {key: _as_json(value) for key, value in self._summarize(record, publication).items()}
-        samples = list(record.sampled.rows(self._decode, record.rows))
+        samples = list(record.sampled.rows(self._decode, record.rows, all_responses=self._all_responses))
         self._require_lease()
         SAMPLES.append(self._run_dir, samples)
         append_lines(self._run_dir / "metrics.jsonl", [json.dumps(line)])
@@ -144,8 +164,10 @@ class Recorder:
         self._trackers.log_samples(record.iteration, samples)
         if self._on_record is not None:
             self._on_record(line)
+        self._note_gradient(line)
         log.info(
-            "iteration %d/%d: reward %.3f, %s%.0f tokens/s, %.2f s (waited %.2f, trained %.2f, published %.2f)",
+            "iteration %d, %d/%d done: reward %.3f, %s%.0f tokens/s, %.2f s (waited %.2f, trained %.2f, publish %.2f)",
+            record.iteration,
             record.iteration + 1,
             self._iterations,
             line["reward_mean"],
@@ -158,6 +180,21 @@ class Recorder:
         if self._recent:
             log.info(advise(self._recent))
 
+    def _note_gradient(self, line: Mapping[str, Any]) -> None:
+        """Warns when nothing has been learned for a while: the run goes on, as later prompts may be others."""
+        self._num_untrained = self._num_untrained + 1 if line["untrained_groups"] >= 1.0 else 0
+        if self._num_untrained == NUM_UNTRAINED:
+            log.warning(
+                "no group of the last %d iterations had a gradient, so nothing is learned: all responses to a prompt "
+                "get the same reward (mean %.3f; %.0f%% of the responses were cut off at a limit). Read some: async-rl "
+                "samples %s. If none is right, give easier prompts, more tokens, or a reward with steps in between; if "
+                "all are, harder prompts",
+                NUM_UNTRAINED,
+                line["reward_mean"],
+                100 * line["truncated_share"],
+                self._run_dir,
+            )
+
     def _summarize(self, record: IterationRecord, publication: Publication) -> dict[str, Any]:
         rows, stats = record.rows, StepStats.mean(record.steps)
         figures = {
@@ -166,6 +203,7 @@ class Recorder:
             "weight_version": publication.version,
             "started_unix_s": record.started_unix_s,
             **_time_figures(record),
+            "canary_s": publication.canary_s,
             **group_figures(rows, self._correct_at),
             **(selection_figures(rows, record.left_out) if self._has_reserve else {}),
             "loss": stats.loss,
@@ -214,7 +252,7 @@ class Recorder:
         )
         return {
             "overlap_bound_s": bound_s,
-            "overlap_efficiency": overlap_efficiency(bound_s, line["seconds"]),
+            "overlap_efficiency": overlap_efficiency(bound_s, line["seconds"] - line["evaluation_s"]),
             "idle_training": times.idle_training,
             "idle_inference": times.idle_inference,
             "desired_instances": desired_instances(self._recent),
@@ -231,6 +269,7 @@ def _time_figures(record: IterationRecord) -> dict[str, float]:
         "train_s": record.seconds["train_s"],
         "publish_s": record.seconds["publish_s"],
         "step_s": record.seconds["step_s"],
+        "evaluation_s": record.seconds["evaluation_s"],
         "rollout_s": max(finished, default=0.0),
         "first_group_s": min(finished, default=0.0),
         **queue_figures(record.times.values()),

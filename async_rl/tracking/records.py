@@ -16,6 +16,9 @@ ROLLOUTS = "rollouts.jsonl"
 RECORDS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl", ROLLOUTS)
 """Files of a run directory, with a few lines of bounded size per iteration."""
 
+CONFIG = "config.json"
+"""The settings that the trainer was started with, secrets masked; of a run that resumed, the last ones."""
+
 ROTATED = (TIMELINE, SAMPLES)
 """Further files, of bounded total size."""
 

@@ -4,8 +4,9 @@ The groups are the first by their index in the batch, among those that the writi
 completion, they would be those with short responses.
 """
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,13 +18,19 @@ SAMPLES = Rotation("samples.jsonl", max_bytes=16 * 2**20, num_kept=4)
 
 NUM_GROUPS = 3
 NUM_ROLLOUTS = 2
-"""Of each group: the first ones."""
+"""Of each group: the first ones, unless `tracking.all_responses` asks for the texts of all."""
 
 NUM_BRANCHES = 2
 """Maximum responses of one rollout: the first ones."""
 
 MAX_CHARACTERS = 2000
 """Of a prompt or a response; longer ones lose their middle."""
+
+MAX_ROW_CHARACTERS = 500
+"""Of a column of the row."""
+
+MAX_COLUMNS = 12
+"""Of the row, those that the prompt does not show."""
 
 MAX_TOKENS = 256
 """Of a response, with their log-probs: the first ones."""
@@ -33,6 +40,9 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 MAX_TOKENS_OF_CHARACTER = 4
 """A character has at most four bytes, and so four tokens."""
+
+ANSWERS = ("answer", "answers")
+"""Shown whatever the prompt says: a short one may stand in it by chance."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -71,21 +81,36 @@ class Sampled:
         for group in groups:
             self._groups.offer(group)
 
-    def rows(self, decode: Decode | None, proven: Iterable[GroupProof] = ()) -> Iterator[dict[str, Any]]:
+    def rows(
+        self, decode: Decode | None, proven: Iterable[GroupProof] = (), *, all_responses: bool = False
+    ) -> Iterator[dict[str, Any]]:
         """One per group; without the texts of prompt and tokens if `decode` is None. `proven` has the trainer's
-        log-probs of the groups."""
+        log-probs of the groups; with `all_responses` those that have none are shown as texts."""
         logprobs = {row.index: row.shown_logprobs for row in proven if row.shown_logprobs}
         for group in self._groups:
             shown = shown_responses(group)
-            of_trainer = logprobs.get(group.index, ((),) * len(shown))
+            of_trainer = dict(zip(shown, logprobs.get(group.index, ((),) * len(shown)), strict=True))
+            prompt = "" if decode is None else decode(group.prompt.token_ids)
+            row = row_shown(group.prompt.row, prompt)
             yield {
                 "iteration": group.iteration,
                 "index": group.index,
                 "prompt_id": group.prompt.prompt_id,
                 "weight_version": group.weight_version,
-                **({} if decode is None else {"prompt": shorten(decode(group.prompt.token_ids))}),
-                "responses": [_response(group, i, decode, own) for i, own in zip(shown, of_trainer, strict=True)],
+                **({} if decode is None else {"prompt": shorten(prompt)}),
+                **({"row": row} if row else {}),
+                "responses": [
+                    _response(group, i, decode, of_trainer.get(i, ()))
+                    for i in (range(len(group.responses)) if all_responses else shown)
+                ],
             }
+
+
+def row_shown(row: Mapping[str, Any], prompt: str) -> dict[str, str]:
+    """The columns of a prompt's row as texts, such as its answer; without those that the text of the prompt shows."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in row.items()}
+    told = {name: text for name, text in texts.items() if text not in prompt or name in ANSWERS}
+    return {name: shorten(text, MAX_ROW_CHARACTERS) for name, text in islice(told.items(), MAX_COLUMNS)}
 
 
 def _response(group: Group, index: int, decode: Decode | None, of_trainer: Sequence[float]) -> dict[str, Any]:
@@ -138,9 +163,9 @@ def _has_turns(facts: RolloutFacts) -> bool:
     return facts.num_turns > 1 or facts.num_responses > 1
 
 
-def shorten(text: str) -> str:
+def shorten(text: str, max_characters: int = MAX_CHARACTERS) -> str:
     """The text, or its beginning and its end."""
-    if len(text) <= MAX_CHARACTERS:
+    if len(text) <= max_characters:
         return text
-    half = MAX_CHARACTERS // 2
+    half = max_characters // 2
     return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"

@@ -1,7 +1,7 @@
 """The parts of the live view, as pure functions of records: figures with curves, a bar per iteration, the pool."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -26,7 +26,6 @@ FIGURES = (
 )
 """(name, key in a record, format), the most important first: a low terminal shows only the first ones."""
 
-_LONGEST_S = 1e9
 _ROOM_FOR_CURVE = 52
 _ROOM_FOR_MEAN = 40
 
@@ -42,8 +41,10 @@ class Part:
 
 PARTS = (
     Part("publishing", "▒", "blue"),
+    Part("canary", "▓", "magenta"),
     Part("training", "█", "green"),
     Part("waiting", "░", "yellow"),
+    Part("evaluating", "▚", "cyan"),
     Part("other", "·", "dim"),
 )
 
@@ -95,25 +96,25 @@ def bars(records: Sequence[Record], width: int, height: int) -> Text:
     longest_s = max(record["seconds"] for record in last)
     lines = []
     for record in last:
-        line = Text(f"{record['iteration'] + 1:>6} ", style="dim")
+        line = Text(f"{record['iteration']:>6} ", style="dim")
         length = room * record["seconds"] / longest_s if longest_s > 0 else 0
         shares, drawn, until = time_shares([record]), 0, 0.0
         for part in PARTS:
-            until += shares[part.name] * length
+            until += shares.get(part.name, 0.0) * length
             num_cells = max(0, min(room, round(until)) - drawn)
             line.append(part.symbol * num_cells, style=part.style)
             drawn += num_cells
         line.append(f" {record['seconds']:.2f} s", style="dim")
         lines.append(line)
-    return Text("\n").join([*lines, _legend(width)])
+    return Text("\n").join([*lines, _legend(width, time_shares(last))])
 
 
-def _legend(width: int) -> Text:
+def _legend(width: int, shares: Mapping[str, float]) -> Text:
     """What the symbols of the bars mean, in as much room as there is."""
     legend = Text()
     for indent, shorter in ((7, ""), (0, ""), (0, "ing")):
         legend = Text(" " * indent)
-        for part in PARTS:
+        for part in (part for part in PARTS if part.name in shares):
             legend.append(f"{part.symbol} ", style=part.style)
             legend.append(f"{part.name.removesuffix(shorter)}  ", style="dim")
         legend.rstrip()
@@ -150,10 +151,3 @@ def pool(rows: Sequence[PoolRow], width: int, height: int) -> Table:
 def printable(text: str) -> Text:
     """Without control characters: names are other programs' text."""
     return Text("".join(char if char.isprintable() else " " for char in text))
-
-
-def clock(seconds: float) -> str:
-    """h:mm:ss, or m:ss below an hour."""
-    minutes, rest = divmod(int(min(max(0.0, seconds), _LONGEST_S)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

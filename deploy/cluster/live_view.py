@@ -14,9 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cluster.live_panels import bars, clock, figures, pool
+from deploy.cluster.live_panels import bars, figures, pool
 from deploy.cluster.pool_watch import PoolWatch
-from deploy.cluster.run_view import NUM_RECENT, PlainView, Record, RunView, balance
+from deploy.cluster.run_view import NUM_RECENT, PlainView, Record, RunView, balance, clock, progress
 
 _FRAME = 2
 """Lines, and with the spaces beside it twice as many columns."""
@@ -69,6 +69,9 @@ class LiveView:
     def note(self, text: str) -> None:
         self._console.print(escape(text), highlight=False)
 
+    def tick(self) -> None:
+        """Draws itself."""
+
     def _render(self) -> RenderableType:
         records = list(self._records)
         width, height = self._console.size
@@ -102,11 +105,13 @@ class LiveView:
         to_go_s = statistics.median(record["seconds"] for record in recent) * max(0, iterations - done)
         times = Text(f"{clock(self._elapsed_s(records))} elapsed, {clock(to_go_s)} to go")
         if width < _ROOM_FOR_PROGRESS:
-            line = Text(f"{done}/{iterations}  ") + times
+            line = Text(f"{done}/{iterations} done  ") + times
             line.truncate(width)
             return line
         head = Table.grid(padding=(0, 2), expand=True)
-        head.add_row(Text(f"iteration {done}/{iterations}"), ProgressBar(total=iterations, completed=done), times)
+        for ratio in (None, 1, None):
+            head.add_column(no_wrap=True, ratio=ratio)
+        head.add_row(Text(progress(last)), ProgressBar(total=iterations, completed=done), times)
         return head
 
     def _elapsed_s(self, records: list[Record]) -> float:

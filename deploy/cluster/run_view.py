@@ -1,9 +1,10 @@
-"""Shows a run's progress: tails `metrics.jsonl` into plain lines; `live_view.py` is the view of a terminal."""
+"""Shows a run's progress: follows its records into plain lines; `live_view.py` is the view of a terminal."""
 
 import math
 import os
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -11,7 +12,8 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from async_rl.tracking.balance import IterationTimes, advise
-from async_rl.tracking.record_lines import record_of
+from async_rl.tracking.notices import FILE as NOTICES
+from async_rl.tracking.record_lines import describe_evaluation, record_of
 
 Record = Mapping[str, Any]
 """The numbers of a line of `metrics.jsonl`, as `shown_records` gives them; `docs/metrics.md` has their names."""
@@ -24,8 +26,20 @@ _MOST = 1e300
 
 _MOST_SECONDS = 1e9
 
+_LEAVING_S = 0.05
+_LEAST_SHARE = 0.005
+"""What is less is none: leaving a batch takes milliseconds without an evaluation, as does a canary that is not
+due."""
+
 NUM_RECENT = 10
 PLAIN_EVERY = 10
+SILENT_S = 30.0
+"""Without a line for so long, a run looks like one that hangs."""
+
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+
+_LONGEST_S = 1e9
 
 
 class JsonlTail:
@@ -89,13 +103,50 @@ class RunView(Protocol):
         """Shows a message that is not an iteration, such as the loss of an instance."""
         ...
 
+    def tick(self) -> None:
+        """Called several times a second, for a view that says from time to time that the run goes on."""
+        ...
+
+
+class RunFeed:
+    """Follows the records of a run and shows what is new in a view: iterations, evaluations, warnings."""
+
+    def __init__(self, run_dir: Path, *, from_start: bool = False) -> None:
+        """`from_start`: with what is there already, apart from warnings."""
+        self._metrics = JsonlTail(run_dir / METRICS, from_start=from_start)
+        self._evaluations = JsonlTail(run_dir / EVALUATIONS, from_start=True)
+        # A run that resumes cuts the file, which is then read from its beginning.
+        self._shown = set() if from_start else {_key_of(record) for record in self._evaluations.read_new()}
+        self._notices = JsonlTail(run_dir / NOTICES)
+
+    def show_new(self, view: RunView) -> Record | None:
+        """Returns the last new record of an iteration."""
+        last = None
+        for notice in self._notices.read_new():
+            view.note(f"trainer: {notice.get('text')}")
+        for last in shown_records(self._metrics.read_new()):
+            view.show(last)
+        for evaluation in self._evaluations.read_new():
+            if (key := _key_of(evaluation)) not in self._shown:
+                self._shown.add(key)
+                view.note(describe_evaluation(evaluation))
+        view.tick()
+        return last
+
+
+def _key_of(evaluation: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(evaluation.get(name)) for name in ("iteration", "set", "weight_version"))
+
 
 class PlainView:
-    """One line for the first iteration and every `PLAIN_EVERY`, and one of advice at the end: for logs and pipes."""
+    """A line for the first iteration, every `PLAIN_EVERY` and at least every `SILENT_S`, and one of advice at the end:
+    for logs and pipes."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._console = console
+        self._clock = monotonic
         self._recent: deque[Record] = deque(maxlen=NUM_RECENT)
+        self._began_s = self._said_s = self._shown_s = monotonic()
 
     def __enter__(self) -> "PlainView":
         return self
@@ -108,14 +159,40 @@ class PlainView:
 
     def show(self, record: Record) -> None:
         self._recent.append(record)
-        done, total = record["iteration"] + 1, record["iterations"]
-        if done == 1 or done % PLAIN_EVERY == 0 or done == total:
-            self.note(f"iteration {done}/{total}  {describe(record)}")
+        self._shown_s = self._clock()
+        done = record["iteration"] + 1
+        is_due = self._shown_s - self._said_s >= SILENT_S
+        if done == 1 or done % PLAIN_EVERY == 0 or done == record["iterations"] or is_due:
+            self.note(f"{progress(record)}  {describe(record)}")
+
+    def tick(self) -> None:
+        now = self._clock()
+        if now - self._said_s < SILENT_S:
+            return
+        if not self._recent:
+            self.note(f"waiting for the first iteration, {clock(now - self._began_s)} so far")
+            return
+        last = self._recent[-1]
+        what = "the end" if last["iteration"] + 1 >= last["iterations"] else f"iteration {last['iteration'] + 1}"
+        self.note(f"{progress(last)}  waiting for {what}, {clock(now - self._shown_s)} so far")
 
     def note(self, text: str) -> None:
+        self._said_s = self._clock()
         encoding = self._console.encoding
         shown = text.encode(encoding, "replace").decode(encoding)
         self._console.print(shown, markup=False, highlight=False, soft_wrap=True)
+
+
+def progress(record: Record) -> str:
+    """The number of an iteration, from 0 as in all records, and how many of the run are done."""
+    return f"iteration {record['iteration']}, {record['iteration'] + 1}/{record['iterations']} done"
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    minutes, rest = divmod(int(min(max(0.0, seconds), _LONGEST_S)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def describe(record: Record) -> str:
@@ -136,12 +213,18 @@ def describe(record: Record) -> str:
 
 
 def time_shares(records: Sequence[Record]) -> dict[str, float]:
-    """Shares of the trainer's wall time, which add up to 1: waiting, training, publishing, other."""
+    """Shares of the trainer's wall time, which add up to 1: waiting, training, publishing, other; and the canary and
+    evaluations where they took any."""
     total_s = sum(record["seconds"] for record in records)
+    canary_s, evaluation_s = (sum(record.get(name, 0.0) for record in records) for name in ("canary_s", "evaluation_s"))
+    least_s = max(_LEAST_SHARE * total_s, _LEAVING_S * len(records))
+    beside = {"canary": canary_s, "evaluating": evaluation_s}
+    shown = {name: seconds for name, seconds in beside.items() if seconds > least_s}
     spent_s = {
         "waiting": sum(record["wait_s"] for record in records),
         "training": sum(record["train_s"] + record["step_s"] for record in records),
-        "publishing": sum(record["publish_s"] for record in records),
+        "publishing": sum(record["publish_s"] for record in records) - shown.get("canary", 0.0),
+        **shown,
     }
     shares = {name: seconds / total_s if total_s > 0 else 0.0 for name, seconds in spent_s.items()}
     return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}

@@ -94,7 +94,9 @@ def make_parser() -> Parser:
         "MODEL DATA [-o run.toml] [--reward NAME] [--prompt-column NAME] [--run-dir DIR] [--force]",
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a directory or a hub name")
-    parser.add_argument("data", metavar="DATA", help="as prompts.source: a .jsonl or .parquet file, hf:OWNER/NAME, ...")
+    parser.add_argument(
+        "data", metavar="DATA", help="as prompts.source: a .jsonl, .json, .csv or .parquet file, hf:OWNER/NAME, ..."
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("run.toml"), metavar="FILE", help="default run.toml")
     parser.add_argument("--reward", metavar="NAME", help="reward.name; by default the one that fits the answers")
     parser.add_argument("--prompt-column", metavar="NAME", help="where no column has one of the usual names")

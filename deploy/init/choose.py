@@ -18,6 +18,25 @@ from deploy.local.memory_fit import GIB, host_bytes
 ROOM = 0.85
 """Of the memory there is: the forecast is within 15% of what is used."""
 
+RATE_OF = (7e9, 1e-6)
+RATE_POWER = 0.65
+MIN_RATE = 1e-6
+MAX_RATE = 1e-3
+"""The learning rate of a model with so many parameters, and how it grows for smaller ones: near those that recipes and
+quickstart learn with, 5e-6 for 0.5 billion parameters, 2e-5 for 135 million and 8e-4 for 0.4 million."""
+
+LEAST_ITERATIONS = 100
+"""Fewer steps hardly show at such rates: a small source is passed over several times."""
+
+MAX_HELD_OUT = 64
+HELD_OUT_SHARE = 0.1
+MIN_HELD_OUT = 8
+"""Prompts that are not trained on but evaluated; of fewer, an interval is as wide as all that there is to learn."""
+
+EVALUATION_SAMPLES = 2
+EVALUATE_EVERY = 20
+"""About as many responses as an iteration has, at every twentieth."""
+
 MAX_RESPONSE_TOKENS = {"cpu": 256, "cuda": 2048, "npu": 2048}
 PROMPTS_PER_BATCH = {"cpu": 16, "cuda": 64, "npu": 64}
 MOST_ITERATIONS = 200
@@ -73,8 +92,14 @@ def choose(seen: Seen, run_dir: str) -> list[Choice]:
         ConfigError: no setting makes the run fit, the model takes no prompt of this length, or is not supported.
     """
     # What is wrong with the model is no matter of room.
-    ModelSizes.of_config(seen.model_config, f"model.path {seen.model_path!r}")
-    fixed = [*_fixed(seen, run_dir)]
+    sizes = ModelSizes.of_config(seen.model_config, f"model.path {seen.model_path!r}")
+    if seen.look.has_messages and not seen.has_chat_template:
+        raise ConfigError(
+            f"{seen.source!r} has chat messages, and the tokenizer in model.path {seen.model_path!r} no chat template "
+            "for them: take a model with one, save one with the tokenizer, or name a column of texts with "
+            "--prompt-column"
+        )
+    fixed = [*_fixed(seen, run_dir, sizes.num_parameters)]
     for layout in _layouts(seen):
         for recompute in RECOMPUTE:
             for micro_batch in MICRO_BATCHES:
@@ -92,14 +117,15 @@ def _micro_batch(num_tokens: int) -> Choice:
     return Choice("trainer.micro_batch_tokens", num_tokens, f"fits into {ROOM:.0%} of the memory")
 
 
-def _fixed(seen: Seen, run_dir: str) -> Iterator[Choice]:
+def _fixed(seen: Seen, run_dir: str, num_parameters: int) -> Iterator[Choice]:
     look, device = seen.look, seen.device
     yield Choice("run.dir", run_dir)
     yield Choice("model.path", seen.model_path)
     dtype = "float32" if device == "cpu" else "bfloat16"
     yield Choice("model.dtype", dtype, "CPUs compute it fastest" if device == "cpu" else "")
     prompt, response = _lengths(seen)
-    num_prompts = min(PROMPTS_PER_BATCH[device], look.num_rows)
+    num_held_out = _num_held_out(look.num_rows)
+    num_prompts = min(PROMPTS_PER_BATCH[device], look.num_rows - num_held_out)
     yield Choice("prompts.source", seen.source, look.seen)
     yield Choice("prompts.prompts_per_batch", num_prompts)
     yield Choice("prompts.max_prompt_tokens", prompt, f"the longest prompt seen has about {seen.prompt_tokens}")
@@ -108,13 +134,36 @@ def _fixed(seen: Seen, run_dir: str) -> Iterator[Choice]:
     if look.columns:
         yield Choice("prompts.columns", dict(look.columns))
     yield Choice("prompts.chat_template", seen.has_chat_template, _template_reason(seen))
+    if num_held_out:
+        yield Choice("prompts.held_out", num_held_out, "of the rows that were looked at")
     yield Choice("rollout.responses_per_prompt", RESPONSES_PER_PROMPT)
     yield Choice("rollout.max_response_tokens", response)
     yield Choice("reward.name", seen.reward)
-    yield Choice("optimizer.learning_rate", 1e-6)
-    iterations = max(1, min(MOST_ITERATIONS, look.num_rows // num_prompts))
-    yield Choice("train.iterations", iterations, "no row twice" if iterations < MOST_ITERATIONS else "")
+    yield Choice(
+        "optimizer.learning_rate",
+        learning_rate(num_parameters),
+        f"for {num_parameters:,} parameters; three times as much if the reward stays flat, a third if it collapses",
+    )
+    if num_held_out:
+        held_out = {"name": "held-out", "source": "held-out", "num_samples": EVALUATION_SAMPLES}
+        yield Choice("evaluation.sets", [held_out])
+        yield Choice("evaluation.every", EVALUATE_EVERY)
+    epoch = (look.num_rows - num_held_out) // num_prompts
+    iterations = min(MOST_ITERATIONS, max(LEAST_ITERATIONS, epoch))
+    yield Choice("train.iterations", iterations, f"about {-(-iterations // epoch)} passes over the rows that were seen")
     yield Choice("trainer.device", device, _device_reason(seen))
+
+
+def learning_rate(num_parameters: int) -> float:
+    """A rate that a model of this size learns with, to one digit."""
+    size, rate = RATE_OF
+    return float(f"{min(MAX_RATE, max(MIN_RATE, rate * (size / num_parameters) ** RATE_POWER)):.0e}")
+
+
+def _num_held_out(num_rows: int) -> int:
+    """So many of the rows, or none where they are too few to tell anything."""
+    num_held_out = min(MAX_HELD_OUT, int(HELD_OUT_SHARE * num_rows))
+    return num_held_out if num_held_out >= MIN_HELD_OUT else 0
 
 
 def _template_reason(seen: Seen) -> str:

@@ -46,6 +46,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, dict):
         pairs = (f"{_toml_key(key)} = {toml_value(inner)}" for key, inner in value.items())
         return "{ " + ", ".join(pairs) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 

@@ -17,7 +17,7 @@ from async_rl.config.cluster_section import TOKEN_VARIABLE
 from async_rl.config.file import load_config
 from async_rl.config.secrets import masked
 from async_rl.config.sections import Config
-from async_rl.config.sources import SourcedValue, sourced_values
+from async_rl.config.sources import DEFAULT, SourcedValue, sourced_values
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.forecast.run_forecast import RunForecast, forecast_run
 from async_rl.preflight import find_faults, find_missing_files
@@ -25,7 +25,7 @@ from async_rl.preflight.model import ModelFiles
 from async_rl.programs.command_line import Parser
 from deploy.cluster.plan import ClusterPlan, plan_cluster
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
-from deploy.local.check_view import show_check
+from deploy.local.check_view import show_check, show_verdict
 from deploy.local.machine import VISIBLE
 from deploy.local.machine_memory import device_memory, host_memory
 from deploy.local.memory_fit import Capacity, find_misfits
@@ -36,6 +36,9 @@ VARIABLES = (TOKEN_VARIABLE, *VISIBLE.values(), "OMP_NUM_THREADS")
 
 LIBRARIES = ("HF_", "NCCL_", "HCCL_", "GLOO_", "VLLM_")
 """Prefixes of the variables of libraries that decide where files come from, and over which network ranks talk."""
+
+NOT_YET = "the run cannot start yet: "
+"""Before a warning of what a run lacks that may come."""
 
 Result = TypeVar("Result")
 
@@ -87,7 +90,7 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
     warnings = [reason] if reason else []
     elsewhere = elsewhere or reason is not None
     missing = list(map(str, find_missing_files(config)))
-    warnings += [f"the run cannot start yet: {message}" for message in missing]
+    warnings += [f"{NOT_YET}{message}" for message in missing]
     if not elsewhere:
         _tried(errors, lambda: require_packages("async-rl run", config))
     # The other checks may need these packages.
@@ -117,19 +120,33 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
     return Check(values, plan, cluster_plan, forecast, capacity, tuple(errors), tuple(warnings))
 
 
-def check_config(config_path: Path, config: Config, overrides: Sequence[str], *, elsewhere: bool) -> int:
-    """Prints what `check_run` found; returns 0.
+def check_config(
+    config_path: Path, config: Config, overrides: Sequence[str], *, elsewhere: bool, shows_all: bool = False
+) -> int:
+    """Prints what `check_run` found, and whether the config can run; returns 0 if it can.
 
     Raises:
         ConfigError: the config cannot run; with one line for each reason.
     """
     check = check_run(config_path, config, overrides, elsewhere=elsewhere)
-    show_check(check.values, check.plan, check.cluster_plan, check.forecast, check.capacity, check.warnings)
+    values = [each for each in check.values if shows_all or each.source != DEFAULT]
+    show_check(
+        values,
+        check.plan,
+        check.cluster_plan,
+        check.forecast,
+        check.capacity,
+        check.warnings,
+        num_left_out=len(check.values) - len(values),
+    )
     if len(check.errors) == 1:
         # Of its own class: a directory in use may be free later.
         raise check.errors[0]
     if check.errors:
         raise ConfigError("\n".join(map(str, check.errors)))
+    is_elsewhere = elsewhere or why_elsewhere(config) is not None
+    is_ready = not any(warning.startswith(NOT_YET) for warning in check.warnings)
+    show_verdict(len(check.warnings), is_elsewhere=is_elsewhere, is_ready=is_ready)
     return 0
 
 
@@ -143,6 +160,14 @@ def _try_out(config_path: Path, overrides: Sequence[str], errors: list[ConfigErr
     trial = json.loads(done.stdout)
     errors += map(ConfigError, trial["errors"])
     warnings += trial["warnings"]
+
+
+def explain_refusal(end: Stopped | AsyncRLError) -> int:
+    """Prints what is wrong with a config, and the verdict; returns the exit code."""
+    code = explain_end(end)
+    if isinstance(end, ConfigError):
+        print("\nverdict: this config cannot run; what is to be corrected stands above", file=sys.stderr)
+    return code
 
 
 def _forecast(config: Config, errors: list[ConfigError]) -> RunForecast | None:
@@ -167,7 +192,7 @@ def make_parser() -> Parser:
     parser = Parser(
         "async-rl check",
         "Shows what a run would be, where each of its settings comes from, what memory it needs, and what is wrong.",
-        "CONFIG [--elsewhere] [--section.key VALUE ...]",
+        "CONFIG [--elsewhere] [--all] [--section.key VALUE ...]",
         Config,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, the run's config")
@@ -176,6 +201,7 @@ def make_parser() -> Parser:
         action="store_true",
         help="the run is for other machines: do not compare it with devices, memory, packages and data of this one",
     )
+    parser.add_argument("--all", action="store_true", help="print the settings that have their defaults, too")
     return parser
 
 
@@ -185,9 +211,11 @@ def main(argv: Sequence[str]) -> int:
     stop_on_signals()
     try:
         config = load_config(arguments.config, parser.overrides)
-        return check_config(arguments.config, config, parser.overrides, elsewhere=arguments.elsewhere)
+        return check_config(
+            arguments.config, config, parser.overrides, elsewhere=arguments.elsewhere, shows_all=arguments.all
+        )
     except (Stopped, AsyncRLError) as end:
-        return explain_end(end)
+        return explain_refusal(end)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The text of `async-rl check`: config, processes, memory, publish and tokens. Plain lines if it is no terminal."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from async_rl.config.keys import as_toml
 from async_rl.config.secrets import masked_words
 from async_rl.config.sources import DEFAULT, SourcedValue
 from async_rl.forecast.memory import MIB, ProcessMemory
@@ -27,13 +27,16 @@ def show_check(
     forecast: RunForecast | None,
     capacity: Capacity | None,
     warnings: Sequence[str],
+    num_left_out: int = 0,
 ) -> None:
-    """Prints all parts there are, warnings last."""
+    """Prints all parts there are, warnings last; `num_left_out` further settings have their defaults."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=PIPE_WIDTH, highlight=False)
     _title(console, "config")
     _show_values(console, values)
+    if num_left_out:
+        console.print(Text(f"  {num_left_out} more have their defaults, which --all shows", style="dim"))
     if plan is not None or cluster_plan is not None:
         _title(console, "processes")
     if plan is not None:
@@ -44,6 +47,14 @@ def show_check(
         _show_forecast(console, forecast, plan, cluster_plan, capacity)
     for warning in warnings:
         console.print(Text.assemble(("warning: ", "yellow"), warning), soft_wrap=True)
+
+
+def show_verdict(num_warnings: int, *, is_elsewhere: bool, is_ready: bool) -> None:
+    """The last line of a check that has found no error."""
+    where = "where it is meant to" if is_elsewhere else "here: async-rl run"
+    can = f"can run {where}" if is_ready else "is sound, but cannot run yet: files are missing"
+    warned = f"; {num_warnings} warning{'s' if num_warnings > 1 else ''} above" if num_warnings else ""
+    Console(highlight=False).print(Text(f"\nverdict: this config {can}{warned}", style="bold"), soft_wrap=True)
 
 
 def _show_values(console: Console, values: Sequence[SourcedValue]) -> None:
@@ -57,7 +68,7 @@ def _show_values(console: Console, values: Sequence[SourcedValue]) -> None:
 
 
 def _as_toml(value: Any) -> str:
-    return "-" if value is None else json.dumps(value, default=_plain, ensure_ascii=False)
+    return "-" if value is None else as_toml(value, _plain)
 
 
 def _plain(value: Any) -> Any:

@@ -114,12 +114,13 @@ def _read_lines(path: Path) -> list[Line]:
 
 
 @contextmanager
-def _config(options: argparse.Namespace) -> Iterator[Path]:
+def _config(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Path]:
     """The config that was named, or one that the options stand for, in a directory of its own."""
     named = evaluate_options.config_path(options)
     if named is not None:
         yield named
         return
+    evaluate_options.require_reward(options, overrides)
     with _directory() as directory:
         path = directory / "evaluation.toml"
         _write_config(path, evaluate_options.config_text(options, directory))
@@ -157,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.out is not None:
             require_writable(options.out)
-        with _config(options) as path:
+        with _config(options, overrides) as path:
             model = load_config(path, overrides).model.path
             results = evaluate(path, overrides, console).results
         show_results(console, results)

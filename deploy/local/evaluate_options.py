@@ -45,7 +45,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
         help="Hugging Face checkpoint: a directory or a hub name; or a config, CONFIG.toml, with [[evaluation.sets]]",
     )
     parser.add_argument(
-        "--data", action="append", help="a .jsonl or .parquet file, or reasoning-gym:TASK; may be given several times"
+        "--data", action="append", help="as prompts.source, such as rows.jsonl; may be given several times"
     )
     parser.add_argument(
         "--reward",
@@ -91,6 +91,24 @@ def config_path(options: argparse.Namespace) -> Path | None:
     return Path(options.model)
 
 
+def require_reward(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Checks that something scores the responses of a model that is named without a config.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    if (
+        options.reward
+        or options.program
+        or any(word.startswith(("--reward.", "--rollout.program=")) for word in overrides)
+    ):
+        return
+    raise ConfigError(
+        "--reward is missing: name what scores the responses, such as --reward math or another built-in one "
+        "(docs/rewards.md), or --reward python:path/to/file.py:function; only a --program may reward itself"
+    )
+
+
 def config_text(options: argparse.Namespace, run_dir: Path) -> str:
     """The options as a config in TOML, with an evaluation set for each source."""
     chosen = {
@@ -127,7 +145,9 @@ def set_names(sources: Sequence[str]) -> list[str]:
     is taken."""
     names: list[str] = []
     for source in sources:
-        stem = Path(source).stem if source.endswith((".jsonl", ".parquet")) else source.rpartition(":")[2]
+        stem = (
+            Path(source).stem if source.endswith((".jsonl", ".json", ".csv", ".parquet")) else source.rpartition(":")[2]
+        )
         name = base = re.sub(r"[^A-Za-z0-9_.-]", "-", stem) or "data"
         number = 1
         while name in names:

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -22,8 +21,16 @@ from async_rl.programs.command_line import Parser
 from deploy.cluster.live_view import make_run_view
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import DONE, may_restart
-from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
-from deploy.local.check import check_config
+from deploy.cluster.run_end import (
+    describe_end,
+    describe_finished,
+    explain_end_of_run,
+    is_finished,
+    said_when_stopped,
+    say,
+)
+from deploy.cluster.stopping import Stopped, stop_on_signals
+from deploy.local.check import check_config, explain_refusal
 from deploy.local.plan import Plan
 from deploy.local.processes import POLL_S, Deployment
 from deploy.local.startable import make_plan, require_startable
@@ -102,10 +109,15 @@ def run_config(
     """
     this_plan = make_plan(config_path, config, overrides)
     require_startable("async-rl run", config, this_plan)
-    with make_run_view(console, config.run.dir, token) as view, Deployment() as deployment:
+    with make_run_view(console, config.run.dir, token) as view, Deployment() as deployment, said_when_stopped(view):
         instances = [deployment.start(process) for process in this_plan.instances]
         trainer, gate = deployment.start_at_gate(this_plan.trainer)
-        wait_until_healthy(instances, this_plan.urls, partial(_require_trainer, trainer))
+
+        def watch() -> None:
+            _require_trainer(trainer)
+            view.tick()
+
+        wait_until_healthy(instances, this_plan.urls, watch)
         view.note(f"{len(instances)} instance(s) ready, the trainer begins")
         supervisor = Supervisor(this_plan.urls, config, deployment, instances, trainer, view)
         gate.touch()
@@ -131,13 +143,20 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     console = Console()
     stop_on_signals()
+    config = None
     try:
         config = load_config(arguments.config, parser.overrides)
         if arguments.dry_run:
             return check_config(arguments.config, config, parser.overrides, elsewhere=False)
+        if config.run.resume and is_finished(config):
+            say(console, describe_finished(config))
+            return 0
         run_config(arguments.config, config, parser.overrides, console, os.environ.get("ASYNC_RL_TOKEN"))
     except (Stopped, AsyncRLError) as end:
-        return explain_end(end)
+        if arguments.dry_run:
+            return explain_refusal(end)
+        return explain_end_of_run(end, config, ["async-rl", "run", str(arguments.config), *parser.overrides])
+    say(console, describe_end(config))
     return 0
 
 

@@ -15,7 +15,7 @@ from async_rl.tracking.process_identity import this_process
 from deploy.cluster.kept_process import ENDED, KeptProcess
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import Restarts, num_trained
-from deploy.cluster.run_view import JsonlTail, RunView, shown_records
+from deploy.cluster.run_view import RunFeed, RunView
 from deploy.cluster.tasks import Task, remove_tasks, write_launch
 from deploy.local.processes import POLL_S, Deployment
 
@@ -41,7 +41,7 @@ class Supervisor:
     ) -> None:
         self._run_dir = config.run.dir
         self._view = view
-        self._metrics = JsonlTail(self._run_dir / "metrics.jsonl")
+        self._feed = RunFeed(self._run_dir)
         self._written: tuple[Task, ...] = ()
 
         def keep(running: Running, url: str | None, again: tuple[str, ...] = ()) -> KeptProcess:
@@ -73,8 +73,7 @@ class Supervisor:
         if all(instance.state in ENDED for instance in self._instances):
             self._trainer.restart_no_more()
         event = self._trainer.check()
-        for record in shown_records(self._metrics.read_new()):
-            self._view.show(record)
+        self._feed.show_new(self._view)
         if self._trainer.state in ENDED:
             return True
         self._say(event)

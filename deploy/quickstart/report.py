@@ -118,7 +118,7 @@ def _one_period(metrics: Sequence[Record], times_of: Callable[[Record], Sequence
     ]
     chart = timeline(rows, record["publish_s"], record["seconds"], "rollouts and training of one iteration")
     return (
-        f"<p>Iteration {record['iteration'] + 1}, {record['seconds']:.2f} s. One row per group: its "
+        f"<p>Iteration {record['iteration']}, {record['seconds']:.2f} s. One row per group: its "
         '<span class="rollout">rollout</span> from dispatch to its last response, then its '
         '<span class="training">training</span>, which starts while other groups are still being generated. Grey: '
         f"publishing the weights. The step comes last, when every group has been trained.</p>{chart}"

@@ -19,7 +19,15 @@ from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
 from deploy.cluster.live_view import make_run_view
 from deploy.cluster.plan import plan_cluster
-from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
+from deploy.cluster.run_end import (
+    describe_end,
+    describe_finished,
+    explain_end_of_run,
+    is_finished,
+    said_when_stopped,
+    say,
+)
+from deploy.cluster.stopping import Stopped, stop_on_signals
 from deploy.ray.specs import describe
 
 
@@ -42,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     parser = make_parser()
     arguments = parser.parse_args(argv)
     stop_on_signals()
+    config = None
     try:
         config = load_config(arguments.config, parser.overrides)
         plan = plan_cluster(arguments.config, config, parser.overrides)
@@ -55,10 +64,14 @@ def main(argv: Sequence[str]) -> int:
         from deploy.ray.driver import run_on_ray
 
         token = os.environ.get("ASYNC_RL_TOKEN")
-        with make_run_view(Console(), config.run.dir, token) as view:
+        if config.run.resume and is_finished(config):
+            say(Console(), describe_finished(config))
+            return 0
+        with make_run_view(Console(), config.run.dir, token) as view, said_when_stopped(view):
             run_on_ray(plan, token, view)
     except (Stopped, AsyncRLError) as end:
-        return explain_end(end)
+        return explain_end_of_run(end, config, ["async-rl", "launch", "ray", str(arguments.config), *parser.overrides])
+    say(Console(), describe_end(config))
     return 0
 
 

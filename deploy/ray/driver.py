@@ -18,7 +18,7 @@ from async_rl.files import named_write_errors, write_file
 from deploy.cluster.fleet import drain, read_fleet, require_no_trainer
 from deploy.cluster.plan import ClusterPlan
 from deploy.cluster.process import log_path
-from deploy.cluster.run_view import JsonlTail, RunView, shown_records
+from deploy.cluster.run_view import RunFeed, RunView
 from deploy.cluster.stopping import stop_on_signals
 from deploy.cluster.tasks import Task, remove_tasks, write_launch
 from deploy.ray.placement import RayCluster
@@ -45,7 +45,7 @@ def run_on_ray(plan: ClusterPlan, token: str | None, view: RunView) -> None:
     with named_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     write_file(directory / SHARED_FILE, launch_id)
-    metrics = JsonlTail(directory / "metrics.jsonl")
+    feed = RunFeed(directory)
     record = _Record(directory)
     with _connected():
         cluster = RayCluster(str(directory), str(Path.cwd()), launch_id, token)
@@ -58,16 +58,14 @@ def run_on_ray(plan: ClusterPlan, token: str | None, view: RunView) -> None:
         supervisor = Supervisor(plan, cluster, _Fleet(directory, token), scaler, view.note)
         try:
             while not supervisor.step(time.monotonic()):
-                for shown in shown_records(metrics.read_new()):
-                    view.show(shown)
+                feed.show_new(view)
                 record.write(supervisor)
                 time.sleep(POLL_S)
         finally:
             while not supervisor.end(time.monotonic()):
                 time.sleep(POLL_S)
             record.write(supervisor)
-        for shown in shown_records(metrics.read_new()):
-            view.show(shown)
+        feed.show_new(view)
 
 
 @dataclass(frozen=True, slots=True)

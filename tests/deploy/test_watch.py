@@ -38,7 +38,10 @@ def wait_for_lines(said: io.StringIO, number: int) -> None:
 def test_a_run_that_is_over_is_shown_at_once(tmp_path: Path, record: MakeRecord) -> None:
     write(tmp_path, [record(i) for i in range(3)])
     *lines, advice = watched(tmp_path)
-    assert [line.split()[1] for line in lines] == ["1/3", "3/3"] and "balance" in advice
+    assert [line.partition(" done")[0] for line in lines] == [
+        "iteration 0, 1/3",
+        "iteration 2, 3/3",
+    ] and "balance" in advice
 
 
 def test_a_run_that_ended_early_and_one_that_never_began_end_the_view(tmp_path: Path, record: MakeRecord) -> None:
@@ -47,7 +50,7 @@ def test_a_run_that_ended_early_and_one_that_never_began_end_the_view(tmp_path: 
     write(tmp_path, [record(0)])
     lease = take_lease(tmp_path, 20.0)
     lease.release()
-    assert watched(tmp_path)[0].startswith("iteration 1/3")
+    assert watched(tmp_path)[0].startswith("iteration 0, 1/3 done")
 
 
 def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path, record: MakeRecord) -> None:
@@ -60,7 +63,7 @@ def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path, record: MakeR
     write(tmp_path, [record(1), record(2)])
     viewer.join(60)
     lease.release()
-    assert [line.split()[1] for line in said.getvalue().splitlines()[:-1]] == ["1/3", "3/3"]
+    assert [line.split()[2] for line in said.getvalue().splitlines()[:-1]] == ["1/3", "3/3"]
 
 
 def test_a_run_that_was_over_and_goes_on_with_more_iterations_is_followed(tmp_path: Path, record: MakeRecord) -> None:
@@ -75,7 +78,7 @@ def test_a_run_that_was_over_and_goes_on_with_more_iterations_is_followed(tmp_pa
     write(tmp_path, [{**record(4), "iterations": 5}])
     viewer.join(60)
     lease.release()
-    assert [line.split()[1] for line in said.getvalue().splitlines()[:-1]] == ["1/3", "3/3", "5/5"]
+    assert [line.split()[2] for line in said.getvalue().splitlines()[:-1]] == ["1/3", "3/3", "5/5"]
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import pytest
 
 import trainer.__main__ as program
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
-from async_rl.errors import RewardError
+from async_rl.errors import Fenced, PublishError, RewardError, RunStopped
 from async_rl.programs.failure_report import read_failure
 from async_rl.programs.start_gate import VARIABLE
+from async_rl.types import Publication
 from trainer.stop_signal import StopSignal
 
 CONFIG = """
@@ -158,3 +160,28 @@ def test_sigterm_amid_an_import_ends_a_rank_without_an_exception(monkeypatch: py
 def test_closed_output_is_no_fault() -> None:
     command = f"{shlex.quote(sys.executable)} -m trainer --help >&-"
     assert subprocess.run(["sh", "-c", command], capture_output=True).returncode == 0
+
+
+def test_the_trained_weights_are_evaluated_and_what_fails_costs_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+
+    def of(error: Exception | None) -> SimpleNamespace:
+        def publish() -> Publication:
+            if error is not None:
+                raise error
+            return Publication("v3", "", (), 0, 0.0)
+
+        return SimpleNamespace(
+            rank=SimpleNamespace(publish_weights=publish), evaluate_trained=lambda version: said.append(version)
+        )
+
+    config = cast(Any, SimpleNamespace(run=SimpleNamespace(dir=Path("run"))))
+    ending = cast(Any, SimpleNamespace(meet=lambda *, may_stop: said.append("met")))
+    program._evaluate_trained(config, cast(Any, of(None)), ending)
+    assert said == ["v3", "met"] and not caplog.text
+    program._evaluate_trained(config, cast(Any, of(PublishError("no instance took them"))), ending)
+    assert said == ["v3", "met", "met"], "the other ranks are not left waiting"
+    assert "the trained weights are not evaluated: PublishError: no instance took them; async-rl eval" in caplog.text
+    for error in (RunStopped("told to end"), Fenced("another trainer")):
+        with pytest.raises(type(error)):
+            program._evaluate_trained(config, cast(Any, of(error)), ending)

@@ -26,9 +26,13 @@ _MAY_CHANGE = {
     "prompts.cache_dir",
     *("rollout.num_workers", "rollout.max_concurrent", "rollout.max_attempts"),
     *("rollout.gateway_host", "rollout.gateway_port"),
-    *("optimizer.learning_rate", "optimizer.min_learning_rate_ratio", "optimizer.warmup_iterations"),
+    *("optimizer.learning_rate", "optimizer.schedule", "optimizer.min_learning_rate_ratio"),
+    "optimizer.warmup_iterations",
     "critic.learning_rate",
 }
+_OF_A_START = {"run.dir", "run.resume", "run.accept_changes", "pool.instances"}
+"""Others at every start."""
+
 _PLACES = {"prompts.source", "prompts.mixture.source", "reward.name", "reward.rubric", "rollout.program"}
 """Settings that locate contents; they may differ where the contents are known to be the same."""
 
@@ -97,6 +101,7 @@ def require_same_run(
     """
     before = deciding_settings(parse_config(_without_retired(saved), source=f"the config in checkpoint {checkpoint!r}"))
     now = deciding_settings(config)
+    _say_what_may_change(saved, config)
     differing: list[str] = []
     same_places: set[str] = set()
     if saved_contents is not None and contents is not None:
@@ -117,6 +122,22 @@ def require_same_run(
         + "\n  ".join(differing)
         + "\nset them back, give this run a directory of its own (run.dir), or set run.accept_changes = true"
     )
+
+
+def _say_what_may_change(saved: Mapping[str, Any], config: Config) -> None:
+    """Warns of settings that are others than the saved run's and decide nothing, or may change: the rate, limits, the
+    layout. Where the run and its instances are differs at every start."""
+    changes = [
+        f"{section}.{key} is {value!r}, but was {saved[section][key]!r}"
+        for section, settings in config.model_dump(mode="json").items()
+        for key, value in settings.items()
+        if f"{section}.{key}" not in _OF_A_START
+        and key in saved.get(section, {})
+        and saved[section][key] != value
+        and (section not in _DECIDING or f"{section}.{key}" in _MAY_CHANGE)
+    ]
+    if changes:
+        log.warning("settings have changed since the checkpoint:\n  %s", "\n  ".join(changes))
 
 
 def _content_changes(before: Mapping[str, Any], now: Contents) -> list[str]:

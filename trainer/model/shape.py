@@ -8,6 +8,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoConfig, PreTrainedConfig
 
 from async_rl.errors import ConfigError
+from async_rl.net.hub import hub_fault
 from async_rl.preflight.model import FAMILIES
 from async_rl.preflight.model_features import not_held
 
@@ -70,11 +71,12 @@ def find_checkpoint(path: str) -> Path:
         return Path(path)
     if Path(path).exists():
         raise ConfigError(f"model.path {path!r} has no config.json: give a Hugging Face checkpoint directory")
+    fault = hub_fault()
     try:
         return Path(snapshot_download(path, allow_patterns=list(CHECKPOINT_FILES)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ConfigError(
-            f"model.path {path!r} is neither a directory nor a model that can be fetched from the hub: {error}"
+            f"model.path {path!r} is neither a directory nor a model that can be fetched from the hub: {fault or error}"
         ) from error
 
 

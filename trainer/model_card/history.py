@@ -29,11 +29,11 @@ def curves(records: RunRecords) -> str:
     size = math.ceil(len(lines) / MAX_ROWS)
     parts = [lines[start : start + size] for start in range(0, len(lines), size)]
     rows = [[_range(part), *(figure(_mean(part, key)) for key in columns.values())] for part in parts]
-    return "Means over iterations, counted from 1.\n\n" + table(["iterations", *columns], rows)
+    return "Means over iterations, counted from 0.\n\n" + table(["iterations", *columns], rows)
 
 
 def _range(lines: Sequence[Line]) -> str:
-    first, last = lines[0]["iteration"] + 1, lines[-1]["iteration"] + 1
+    first, last = lines[0]["iteration"], lines[-1]["iteration"]
     return str(first) if first == last else f"{first}–{last}"
 
 

@@ -1,5 +1,6 @@
 """Megatron's AdamW over the policy, or over a critic, with the learning rate of each iteration."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,9 +38,10 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """Linear warm-up, then linear decay that reaches `min_learning_rate_ratio` of the peak at the last iteration.
+    """Linear warm-up, then decay that reaches `min_learning_rate_ratio` r of the peak at the last iteration.
 
-    All of it after the first `num_held` iterations, in which it is 0.
+    Of the share p of the way there the rate is 1 - (1 - r) * p of the peak, or with a cosine
+    1 - (1 - r) * (1 - cos(pi * p)) / 2. All of it after the first `num_held` iterations, in which it is 0.
     """
 
     section: OptimizerSection
@@ -55,6 +57,8 @@ class LearningRate:
         if number < warmup:
             return peak * (number + 1) / warmup
         progress = min(1.0, (number - warmup) / max(1, last - warmup))
+        if self.section.schedule == "cosine":
+            progress = (1 - math.cos(math.pi * progress)) / 2
         return peak * (1 - progress * (1 - self.section.min_learning_rate_ratio))
 
 

@@ -9,6 +9,8 @@ const AXIS_WIDTH = 48;
 const DIGIT_WIDTH = 6.3;
 // Between iterations there is nothing.
 const WHOLE_STEPS = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat();
+// Of a value: a curve that moves by less is a constant, whose last digits are no news.
+const ROUNDING = 1e-6;
 // Those are written with their unit.
 const UNITS_OF_VALUES = ["share", "bytes"];
 
@@ -99,8 +101,7 @@ export class Curves {
   #showLatest({ metric, values }, at = null) {
     const shown = this.runs.filter((run) => run.isVisible && run.columns.has(metric.name));
     values.replaceChildren(...shown.map((run) => {
-      const column = run.columns.get(metric.name);
-      const value = at ? at.get(run.number) : column.findLast((entry) => entry !== null);
+      const value = at ? at.get(run.number) : run.latest(metric.name);
       const text = metric.unit === "s" ? formatSeconds(value) : formatNumber(value, metric.unit);
       return element("span", { color: runColor(run.number), "data-run": run.number, "data-value": value ?? "" }, text);
     }));
@@ -123,8 +124,7 @@ export class Curves {
   }
 
   #table(run, name) {
-    const over = this.settings.over === "hours" ? run.hours : run.iterations;
-    const column = run.columns.get(name);
+    const [over, column] = run.curve(name, this.settings.over);
     return this.settings.smoothing ? [over, column, smoothed(column, this.settings.smoothing)] : [over, column];
   }
 
@@ -144,7 +144,7 @@ export class Curves {
       padding: [10, 10, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "curves", scales: ["x", null] }, points: { size: 6 }, y: false },
-      scales: { x: { time: false, range: spanOf }, y: { range: rangeOf } },
+      scales: { x: { time: false, range: spanOf }, y: { range: (_, lowest, highest) => rangeOf(lowest, highest, unit) } },
       axes: [
         { ...axis, size: 26, gap: 3, space: 56, ...(this.settings.over === "iteration" ? { incrs: WHOLE_STEPS } : {}) },
         { ...axis, size: (_, labels) => axisWidth(labels), gap: 3, space: 26, values: (_, splits) => formatTicks(splits, unit) },
@@ -180,13 +180,15 @@ function spanOf({ data: [places] }, first, last) {
   return [place - room, place + room];
 }
 
-/** Room above and below; a constant is drawn in the middle, but for 0. */
-function rangeOf(_, lowest, highest) {
+/** Room above and below. What is constant, or differs by rounding only, is drawn in the middle, but for 0 and shares, whose
+ * axis is that of all shares. */
+function rangeOf(lowest, highest, unit) {
   if (lowest === null || highest === null || (lowest === 0 && highest === 0)) return [0, 1];
   if (!Number.isFinite(1.12 * (highest - lowest))) return [-Number.MAX_VALUE / 4, Number.MAX_VALUE / 4];
-  if (lowest === highest) {
-    const room = Math.abs(lowest) * 0.1 || 1;
-    return [lowest - room, highest + room];
+  const size = Math.max(Math.abs(lowest), Math.abs(highest));
+  if (highest - lowest <= ROUNDING * size) {
+    if (unit === "share" && lowest >= 0 && highest <= 1) return [0, 1];
+    return [lowest - 0.1 * size, highest + 0.1 * size];
   }
   const room = 0.06 * (highest - lowest);
   return [lowest >= 0 && lowest < room ? 0 : lowest - room, highest + room];

@@ -31,6 +31,9 @@ class Run {
     this.columns = new Map();
     this.proofs = [];
     this.numIterations = null;
+    this.about = { state: "", cause: null, log: [], settings: {} };
+    // Figures of the evaluation after the last iteration, of the trained weights: there is no record of that iteration.
+    this.after = { iteration: null, hours: null, values: new Map() };
   }
 
   have() {
@@ -65,23 +68,35 @@ class Run {
   #addEvaluations(evaluations) {
     this.numEvaluations = evaluations.length;
     const place = new Map(this.iterations.map((iteration, i) => [iteration, i]));
+    const trained = (this.iterations.at(-1) ?? -1) + 1;
+    this.after = { iteration: trained, hours: (this.hours.at(-1) ?? 0) + 1e-6, values: new Map() };
     for (const record of evaluations) {
       const at = place.get(record.iteration);
-      if (at === undefined || !record.complete) continue;
+      if ((at === undefined && record.iteration !== trained) || !record.complete) continue;
       for (const [name, value] of Object.entries(record)) {
         if (!EVALUATION_FIGURE.test(name) || typeof value !== "number") continue;
         const column = `eval/${record.set}/${name}`;
         if (!this.columns.has(column)) this.columns.set(column, new Array(this.iterations.length).fill(null));
-        this.columns.get(column)[at] = value;
+        if (at === undefined) this.after.values.set(column, value);
+        else this.columns.get(column)[at] = value;
       }
     }
   }
 
   latest(name) {
-    return this.columns.get(name)?.findLast((value) => value !== null);
+    return this.after.values.get(name) ?? this.columns.get(name)?.findLast((value) => value !== null);
+  }
+
+  /** A column with what it is drawn over, `iteration` or `hours`. */
+  curve(name, over) {
+    const places = over === "hours" ? this.hours : this.iterations;
+    const column = this.columns.get(name);
+    if (!this.after.values.has(name)) return [places, column];
+    return [[...places, this.after[over]], [...column, this.after.values.get(name)]];
   }
 }
 
+const LOOK_S = 10;
 const EVALUATION_FIGURE = /^(accuracy|pass@|avg@|reward|response_tokens_mean|truncated_share)/;
 
 class Page {
@@ -115,6 +130,7 @@ class Page {
       showStatus("report");
       return;
     }
+    setInterval(() => this.#lookAgain(), 1000 * LOOK_S);
     await this.source.follow((states) => this.#onStates(states), showStatus);
   }
 
@@ -131,6 +147,18 @@ class Page {
 
   async #fetch(run) {
     run.add(await this.source.records(run.number, run.have()));
+    run.about = await this.source.about(run.number);
+  }
+
+  /** Whether the runs still go on: no record tells that. */
+  async #lookAgain() {
+    const before = JSON.stringify(this.runs.map((run) => run.about));
+    try {
+      await Promise.all(this.runs.map(async (run) => { run.about = await this.source.about(run.number); }));
+    } catch {
+      return; // The status says that the connection is lost.
+    }
+    if (JSON.stringify(this.runs.map((run) => run.about)) !== before) this.#showOverview();
   }
 
   async #show() {
@@ -157,6 +185,9 @@ class Page {
 
   #showOverview() {
     byId("overview").replaceChildren(...this.runs.flatMap((run) => overviewOf(run, this.runs.length > 1)));
+    const settings = JSON.stringify(this.runs.map((run) => run.about.settings));
+    if (settings !== this.settingsShown) showSettings(this.runs);
+    this.settingsShown = settings;
   }
 
   #switchTheme() {
@@ -175,6 +206,7 @@ class Page {
 
 function overviewOf(run, hasOthers) {
   const head = hasOthers ? [element("div", { class: "run-name" }, element("span", { class: "dot", color: runColor(run.number) }), run.name)] : [];
+  head.push(...stateOf(run.about));
   if (!run.iterations.length) {
     return [...head, element("p", { class: "note" }, "No iteration is complete yet.")];
   }
@@ -193,6 +225,32 @@ function overviewOf(run, hasOthers) {
     tile(failed ? element("span", { class: "bad" }, `${failed} fail`) : element("span", { class: "good" }, `${run.numProofs} hold`), "on-policy proofs", run.numProofs - failed, "proofs"),
   ];
   return [...head, element("div", { class: "tiles" }, ...tiles)];
+}
+
+/** How the run stands; where it failed, why, and the last lines of its log. */
+function stateOf({ state, cause, log }) {
+  const shown = [element("p", { class: state.startsWith("failed") || state.startsWith("died") ? "state bad" : "state" }, state)];
+  if (cause) shown.push(element("pre", { class: "cause" }, cause));
+  if (log.length) shown.push(element("details", {}, element("summary", {}, "The end of the trainer's log"), element("pre", { class: "cause" }, log.join("\n"))));
+  return shown;
+}
+
+/** The settings of the runs, a column each; of several runs those first in which they differ. */
+function showSettings(runs) {
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.about.settings)))];
+  const rows = names.map((name) => ({ name, values: runs.map((run) => run.about.settings[name] ?? "–") }));
+  const differing = rows.filter(({ values }) => new Set(values).size > 1);
+  const isDiffering = runs.length > 1;
+  byId("settings").hidden = !names.length;
+  byId("settings-summary").textContent = isDiffering ? `${differing.length} of ${names.length} settings differ between the runs.` : `${names.length} settings.`;
+  const tables = [...(isDiffering ? [settingsTable(runs, differing)] : []), element("details", {}, element("summary", {}, isDiffering ? "All settings" : "Show them"), settingsTable(runs, rows))];
+  byId("settings-body").replaceChildren(...tables);
+}
+
+function settingsTable(runs, rows) {
+  const head = element("tr", {}, ...["setting", ...runs.map((run) => run.name)].map((name) => element("th", {}, name)));
+  const body = rows.map(({ name, values }) => element("tr", { "data-setting": name }, element("td", {}, name), ...values.map((value) => element("td", {}, value))));
+  return element("table", {}, element("thead", {}, head), element("tbody", {}, ...body));
 }
 
 function tile(value, title, exact = "", name = title) {

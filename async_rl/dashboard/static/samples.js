@@ -58,6 +58,7 @@ function sampleCard(row) {
     { class: "card sample" },
     element("div", { class: "sample-head" }, ...facts.map((fact) => element("span", {}, fact))),
     row.prompt === undefined ? null : element("p", { class: "text prompt" }, row.prompt),
+    ...Object.entries(row.row ?? {}).map(([name, value]) => element("p", { class: "text row" }, element("b", {}, `${name}: `), String(value))),
     element("div", { class: "responses" }, ...(Array.isArray(row.responses) ? row.responses : []).map(responseCard)),
   );
 }

@@ -18,6 +18,10 @@ export class LiveSource {
     return this.#get("records", { run, generation, num_records: numRecords, num_proofs: numProofs });
   }
 
+  async about(run) {
+    return this.#get("about", { run });
+  }
+
   async period(run, iteration) {
     return this.#get("period", { run, iteration });
   }
@@ -81,6 +85,10 @@ export class EmbeddedSource {
     return this.data.runs[run].records;
   }
 
+  async about(run) {
+    return this.data.runs[run].about;
+  }
+
   async period(run, iteration) {
     const found = this.data.runs[run].periods.find((period) => period.iteration === iteration);
     return found ?? { iteration, groups: [], isMissing: true };
@@ -98,6 +106,6 @@ function isWanted(row, { iteration, lowest, highest, text }) {
   const most = highest === "" ? Infinity : Number(highest);
   const isOpen = lowest === "" && highest === "";
   if (!isOpen && !row.responses.some(({ reward }) => reward >= least && reward <= most)) return false;
-  const all = [row.prompt ?? "", ...row.responses.map((response) => response.text ?? "")].join(" ").toLowerCase();
+  const all = [row.prompt ?? "", ...Object.values(row.row ?? {}), ...row.responses.map((response) => response.text ?? "")].join(" ").toLowerCase();
   return all.includes(text.toLowerCase());
 }

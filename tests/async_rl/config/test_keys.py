@@ -20,7 +20,7 @@ def test_every_key_has_a_meaning_and_its_default_is_a_value_that_it_takes(key: K
     assert find_key(Config, key.name) is key
     if key.default is None:
         return
-    default = json.loads(key.default)
+    default = read_value(key.default) if key.default == "inf" else json.loads(key.default)
     tree: dict[str, Any] = {}
     set_dotted(tree, key.name, default)
     try:

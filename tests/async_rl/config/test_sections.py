@@ -1,4 +1,3 @@
-import json
 import threading
 from pathlib import Path
 
@@ -7,7 +6,7 @@ from pydantic.fields import FieldInfo
 
 from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.file import load_config
-from async_rl.config.keys import kinds_of
+from async_rl.config.keys import as_toml, kinds_of
 from async_rl.config.prompts_section import MixturePart
 from async_rl.config.section import Section
 from async_rl.config.sections import Config
@@ -100,7 +99,7 @@ GUIDE = ROOT / "docs" / "configuration.md"
 def row(name: str, setting: FieldInfo) -> str:
     """A key's row of the guide."""
     default = setting.get_default(call_default_factory=True)
-    shown = "required" if setting.is_required() else f"`{json.dumps(default)}`"
+    shown = "required" if setting.is_required() else f"`{as_toml(default)}`"
     return f"| `{name}` | {shown} | {setting.description} |"
 
 

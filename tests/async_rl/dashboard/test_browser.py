@@ -109,6 +109,11 @@ def test_the_page_shows_the_records_follows_the_run_and_survives_a_resume(tmp_pa
     second.write()
     evaluation = {"iteration": 20, "set": "words", "complete": True, "truncated_share": 0.25}
     (first.run_dir / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    of_trained_weights = {**evaluation, "truncated_share": 0.5}
+    (second.run_dir / "evaluations.jsonl").write_text(json.dumps(of_trained_weights) + "\n")
+    for run, rate in ((first, 1e-6), (second, 1e-5)):
+        settings = {"optimizer": {"learning_rate": rate}, "train": {"iterations": 30}}
+        (run.run_dir / "config.json").write_text(json.dumps(settings))
 
     async def look() -> None:
         async with served([first, second]) as url, browser_tab() as tab:
@@ -128,6 +133,9 @@ def test_the_page_shows_the_records_follows_the_run_and_survives_a_resume(tmp_pa
                 'document.querySelector(\'[data-metric="eval/words/truncated_share"] [data-run="0"]\').dataset.value'
             )
             assert await tab.value(drawn) == "0.25"
+            assert await tab.value(drawn.replace('"0"', '"1"')) == "0.5", "of the weights after the last iteration"
+            rows = "[...document.querySelectorAll('#settings-body > table [data-setting]')].map((row) => row.innerText)"
+            assert await tab.value(rows) == ["optimizer.learning_rate\t1e-06\t1e-05"], "what differs stands first"
             numbers = "import('./format.js').then((own) => [5e17, 999999, 1e30].map((each) => own.formatNumber(each)))"
             assert await tab.value(numbers) == ["500P", "1M", "1.0e30"]
             assert len(await tab.value("[...document.querySelectorAll('#instances-table tbody tr')].map(String)")) == 2

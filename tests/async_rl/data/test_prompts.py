@@ -153,7 +153,7 @@ def test_what_is_no_chat_is_refused_with_its_row_and_what_is_wrong_in_it(
         ("bytes.jsonl", b'{"prompt": "\xff"}\n', "bytes.jsonl, line 1 is not UTF-8 text"),
         ("empty.jsonl", b"", "has no rows"),
         ("bad.parquet", b"nothing", "bad.parquet is not a Parquet file"),
-        ("rows.csv", b"a,b", "expected a .jsonl or .parquet file, a directory"),
+        ("rows.tsv", b"a,b", "expected a .jsonl, .json, .csv or .parquet file, a directory"),
     ],
 )
 def test_malformed_files_are_refused(

@@ -175,9 +175,7 @@ def test_a_set_that_is_not_done_in_time_has_no_figures_and_comes_first_next_time
     evaluator = stage.evaluator(a_set("letters", 3), a_set("words", 6, slow=(1, 4)), a_set("sums", 2, slow=(0,)))
     under_way = stage.begin(evaluator)
     wait_for(lambda: len(stage.scored) == 8)
-    begun = time.monotonic()
     stage.loop.run(evaluator.stop())
-    assert time.monotonic() - begun > 0.15
     under_way.result(60)
     results = stage.results[0]
     assert [(r.num_prompts, r.total_prompts, r.num_failed) for r in results] == [(3, 3, 0), (4, 6, 0), (1, 2, 0)]
@@ -196,19 +194,6 @@ def test_a_set_that_is_not_done_in_time_has_no_figures_and_comes_first_next_time
     assert sorted(places(instance)[11:19]) == sorted([*range(6), *range(2)]), "whole sets, those left out first"
 
 
-def test_a_stop_lets_what_is_under_way_finish_and_begins_nothing_more(instances, make_stage) -> None:
-    (instance,) = instances({"delay_s": 0.3})
-    stage = make_stage(instance)
-    evaluator = stage.evaluator(a_set("words", 9, num_samples=32), max_delay_s=3600.0)  # two prompts at once
-    under_way = stage.begin(evaluator)
-    wait_for(lambda: len(instance.seen()["requests"]) >= 1)
-    stage.loop.run(evaluator.stop())
-    under_way.result(60)
-    (result,) = stage.results[0]
-    assert result.num_prompts == len(instance.seen()["requests"]) < 9
-    assert instance.seen()["num_cancelled"] == 0
-
-
 def test_an_evaluation_begins_when_other_rollouts_have_ended(instances, make_stage, monkeypatch) -> None:
     (instance,) = instances({})
     stage = make_stage(instance)
@@ -222,18 +207,6 @@ def test_an_evaluation_begins_when_other_rollouts_have_ended(instances, make_sta
     member.outstanding_elsewhere = 0
     under_way.result(20)
     assert stage.results[0][0].num_prompts == 2
-
-
-def test_a_pool_that_stays_busy_is_left_alone(instances, make_stage) -> None:
-    (instance,) = instances({})
-    stage = make_stage(instance)
-    stage.pool.members[0].outstanding_elsewhere = 100
-    evaluator = stage.evaluator(a_set("words", 2), max_delay_s=20.0)
-    under_way = stage.begin(evaluator)
-    stage.loop.run(evaluator.stop(), timeout_s=10)
-    under_way.result(60)
-    assert stage.results[0][0].num_prompts == 0
-    assert instance.seen()["requests"] == []
 
 
 def test_a_prompt_that_fails_is_counted_and_costs_no_other(instances, make_stage, caplog) -> None:

@@ -32,7 +32,7 @@ def test_a_result_goes_to_its_file_to_tensorboard_and_to_the_log(
     assert (record["num_prompts"], record["total_prompts"], record["pass@1"]) == (3, 3, 0.25)
     events = EventAccumulator(str(tmp_path / "tensorboard" / "evaluation")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("eval/math/pass@1")] == [(4, 0.25)]
-    assert "iteration 5, math: pass@1 0.250, reward_mean 0.500, 3 of 3 prompts" in caplog.text
+    assert "iteration 4, math: pass@1 0.250, reward_mean 0.500, 3 of 3 prompts" in caplog.text
 
 
 def test_a_resumed_run_evaluates_later_iterations_again(tmp_path: Path) -> None:

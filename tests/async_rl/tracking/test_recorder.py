@@ -1,3 +1,4 @@
+import contextlib
 import json
 import logging
 import math
@@ -318,3 +319,67 @@ def test_groups_that_a_selection_left_out_have_rows_that_say_so(tmp_path: Path) 
     first, second = TIMELINE.read(tmp_path)
     assert (first["index"], first["is_trained"], first["logprob_gaps"]) == (0, False, {})
     assert (second["index"], "is_trained" in second) == (1, False)
+
+
+def test_what_leaving_a_batch_costs_is_no_lack_of_overlap(tmp_path: Path) -> None:
+    class Rollouts(contextlib.AbstractContextManager[str]):
+        left_with: object = None
+
+        def __enter__(self) -> str:
+            return "groups"
+
+        def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+            self.left_with = kind
+            time.sleep(3)
+
+    recorder, rollouts = Recorder(tmp_path, iterations=1), Rollouts()
+    record = recorder.begin(0)
+    with record.timed_exit("evaluation_s", rollouts) as groups:
+        assert groups == "groups"
+        with record.timed("period_s"), record.training([[group(0, 1.0)]]):
+            time.sleep(1)
+    rows = [GroupProof.of(group(0, 1.0), {"http://a": LogprobGaps(2)})]
+    record.add_step(rows, StepStats(0.0, 0.0, 0.0))
+    recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 2.0, canary_s=1.5))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line["evaluation_s"] == pytest.approx(3, abs=1e-3) and line["canary_s"] == 1.5
+    assert line["seconds"] == pytest.approx(4, abs=1e-3) and line["overlap_efficiency"] > 0.99
+    with pytest.raises(ValueError), record.timed_exit("evaluation_s", rollouts):
+        raise ValueError
+    assert rollouts.left_with is ValueError
+
+
+def test_ten_iterations_without_a_gradient_are_warned_of_once_with_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path, iterations=99)
+    untrained = [1] * 9 + [0] + [1] * 12
+    for iteration, num_untrained in enumerate(untrained):
+        record = recorder.begin(iteration)
+        rows = [GroupProof.of(group(0, 1.0), {"http://a": LogprobGaps(2)})]
+        record.add_step(rows, replace(StepStats(0.0, 0.0, 0.0), num_untrained=num_untrained))
+        recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
+        assert ("had a gradient" in caplog.text) == (iteration >= 19)
+    assert caplog.text.count("no group of the last 10 iterations had a gradient") == 1
+    assert f"async-rl samples {tmp_path}" in caplog.text and "If none is right" in caplog.text
+
+
+def test_samples_have_the_row_and_on_request_every_response(tmp_path: Path) -> None:
+    row = {"question": "5 6", "answer": "5", "tests": [1, 2], "long": "x" * 900}
+    own = make_group(0, [make_response(text=str(i)) for i in range(4)], prompt=Prompt("p", (5, 6), row))
+    for all_responses, texts in ((False, ["0", "1"]), (True, ["0", "1", "2", "3"])):
+        run_dir = tmp_path / str(all_responses)
+        run_dir.mkdir()
+        recorder = Recorder(run_dir, 1, decode=lambda ids: " ".join(map(str, ids)), all_responses=all_responses)
+        record = recorder.begin(0)
+        with record.training([[own]]):
+            pass
+        shown_logprobs = ((-0.5,), (-0.25,))
+        proof = GroupProof.of(own, {"http://a": LogprobGaps(2)}, shown_logprobs=shown_logprobs)
+        record.add_step([proof], StepStats(0.0, 0.0, 0.0))
+        recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
+        (sample,) = SAMPLES.read(run_dir)
+        assert [response["text"] for response in sample["responses"]] == texts
+        assert ["tokens" in response for response in sample["responses"]] == [i < 2 for i in range(len(texts))]
+        assert sample["row"].keys() == {"answer", "tests", "long"}, "the question is the prompt"
+        assert sample["row"]["tests"] == "[1, 2]" and len(sample["row"]["long"]) < 600

@@ -11,9 +11,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from async_rl.protocol.fleet import FleetInfo, InstanceInfo
-from deploy.cluster.live_panels import bars, clock, figures, pool, sparkline
+from deploy.cluster.live_panels import bars, figures, pool, sparkline
 from deploy.cluster.live_view import LiveView
 from deploy.cluster.pool_watch import PoolRow, PoolWatch, rows_of_fleet, rows_of_proof
+from deploy.cluster.run_view import clock
 
 MakeRecord = Callable[..., dict[str, Any]]
 
@@ -57,7 +58,17 @@ def test_a_terminal_of_80_by_24_shows_every_part(tmp_path: Path, record: MakeRec
     queue = {"queue_groups_max": 5, "queue_wait_s_mean": 0.25, "desired_instances": 4}
     records = [record(i, iterations=40, reward_mean=i / 20, **figures_too, **queue) for i in range(20)]
     shown = "\n".join(drawn(tmp_path, records, 80, 24))
-    for part in ("iteration 20/40", "to go", "reward", "accuracy", "entropy", "KL", "gap, largest", "overlap", "▁▁▂"):
+    for part in (
+        "iteration 19, 20/40 done",
+        "to go",
+        "reward",
+        "accuracy",
+        "entropy",
+        "KL",
+        "gap, largest",
+        "overlap",
+        "▁▁▂",
+    ):
         assert part in shown, part
     for part in ("10.0.0.0:8000", "ready", "more", "queue: up to 5 groups, 0.25 s each", "4 would balance", "waiting"):
         assert part in shown, part

@@ -11,7 +11,8 @@ from rich.console import Console
 from deploy.cluster.live_panels import sparkline
 from deploy.cluster.live_view import LiveView, make_run_view
 from deploy.cluster.pool_watch import PoolWatch
-from deploy.cluster.run_view import JsonlTail, PlainView, shown_records, time_shares
+from deploy.cluster.run_view import JsonlTail, PlainView, RunFeed, shown_records, time_shares
+from tests.support.clock import Clock
 
 MakeRecord = Callable[..., dict[str, Any]]
 
@@ -107,8 +108,63 @@ def test_the_plain_view_prints_the_first_every_tenth_and_the_last_iteration(reco
         for iteration in range(25):
             view.show(record(iteration, iterations=25))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [line.split()[1] for line in lines[:-1]] == ["1/25", "10/25", "20/25", "25/25"]
+    assert [line.partition(" done")[0] for line in lines[:-1]] == [
+        "iteration 0, 1/25",
+        "iteration 9, 10/25",
+        "iteration 19, 20/25",
+        "iteration 24, 25/25",
+    ]
     assert "waiting 20%  training 65%  publishing 5%  other 10%" in lines[0]
+
+
+def lines_of(console: Console) -> list[str]:
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_the_plain_view_is_never_silent_for_long(record: MakeRecord) -> None:
+    console, clock = Console(file=io.StringIO(), width=200), Clock()
+    view = PlainView(console, clock)
+    for _ in range(700):
+        clock.sleep(0.1)
+        view.tick()
+    assert lines_of(console) == [f"waiting for the first iteration, {said} so far" for said in ("0:30", "1:00")]
+    view.show(record(0, iterations=9))
+    for iteration in range(1, 5):
+        clock.sleep(20)
+        view.show(record(iteration, iterations=9))
+    clock.sleep(45)
+    view.tick()
+    heads = [line.partition("  ")[0] for line in lines_of(console)[2:]]
+    assert heads == [f"iteration {i}, {i + 1}/9 done" for i in (0, 2, 4, 4)]
+    assert lines_of(console)[-1] == "iteration 4, 5/9 done  waiting for iteration 5, 0:45 so far"
+
+
+def test_a_feed_shows_iterations_evaluations_and_warnings(tmp_path: Path, record: MakeRecord) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    view, feed = PlainView(console), RunFeed(tmp_path)
+    evaluation = {"iteration": 0, "set": "held-out", "num_prompts": 20, "total_prompts": 20, "avg@1": 0.25}
+    cut_short = {"iteration": 1, "set": "held-out", "num_prompts": 3, "total_prompts": 20, "delay_s": 2.0, "seconds": 5}
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (evaluation, cut_short)))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(0)) + "\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "notices.jsonl").write_text('{"unix_s": 1, "text": "2 of 9 prompts are left out"}\n')
+    assert feed.show_new(view) == record(0)
+    notice, iteration, complete, incomplete = lines_of(console)
+    assert notice == "trainer: 2 of 9 prompts are left out" and iteration.startswith("iteration 0, 1/3 done")
+    assert complete.startswith("evaluation at iteration 0, held-out: avg@1 0.250, 20 of 20 prompts, 0.0 s, training")
+    assert "NO FIGURES: 3 of 20 prompts were answered within evaluation.max_delay_s; without that key" in incomplete
+    assert feed.show_new(view) is None and len(lines_of(console)) == 4
+    for resumed in (feed, RunFeed(tmp_path)):
+        (tmp_path / "new").write_text(json.dumps(evaluation) + "\n")
+        (tmp_path / "new").replace(tmp_path / "evaluations.jsonl")
+        resumed.show_new(view)
+        assert len(lines_of(console)) == 4, "a run that resumed has cut the file"
+
+
+def test_the_canary_and_evaluations_have_shares_of_their_own(record: MakeRecord) -> None:
+    shares = time_shares([record(0, publish_s=0.1, canary_s=0.06, evaluation_s=0.2)])
+    assert shares["publishing"] == pytest.approx(0.02) and shares["canary"] == pytest.approx(0.03)
+    assert shares["evaluating"] == pytest.approx(0.1) and sum(shares.values()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -129,7 +185,7 @@ def test_the_live_view_shows_figures_and_time_to_go(record: MakeRecord, tmp_path
         view.show(record(0))
         view.note("lost [an] instance")
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "iteration 1/3" in shown
+    assert "iteration 0, 1/3 done" in shown
     assert "0:04 to go" in shown
     assert "tokens/s" in shown and "500" in shown
     assert "lost [an] instance" in shown

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from async_rl.config.file import parse_config
 from async_rl.config.keys import keys_of
@@ -17,7 +18,7 @@ from async_rl.errors import ConfigError
 from async_rl.forecast.run_forecast import forecast_run
 from async_rl.preflight.first_look import FirstLook, look_at_source
 from deploy.init.__main__ import main
-from deploy.init.choose import ROOM, Seen, choose, tree_of
+from deploy.init.choose import ROOM, Seen, choose, learning_rate, tree_of
 from deploy.init.write import config_text
 from deploy.local.check import main as check
 from deploy.local.memory_fit import GIB
@@ -226,3 +227,46 @@ def test_the_commands_that_follow_can_be_copied(workplace: Path, capsys: pytest.
     assert main(["model", "rows.jsonl", "-o", "my $run.toml"]) == 0
     *_, said = capsys.readouterr().out.splitlines()
     assert said == "next: async-rl check 'my $run.toml', then async-rl run 'my $run.toml'"
+
+
+def test_a_first_run_can_learn_and_shows_it_on_rows_that_it_does_not_train(workplace: Path) -> None:
+    write_rows(*({"prompt": f"{i} + 1", "answer": str(i + 1)} for i in range(100)))
+    assert main(["model", "rows.jsonl"]) == 0
+    tree = tomllib.loads(Path("run.toml").read_text())
+    assert tree["prompts"]["held_out"] == 10 and tree["train"]["iterations"] == 100, "of small data several passes"
+    assert tree["evaluation"] == {
+        "sets": [{"name": "held-out", "source": "held-out", "num_samples": 2}],
+        "every": 20,
+    }
+    assert tree["optimizer"]["learning_rate"] > 1e-4
+    assert check(["run.toml"]) == 0
+    write_rows(*({"prompt": f"{i} + 1", "answer": str(i + 1)} for i in range(20)))
+    assert main(["model", "rows.jsonl", "--force"]) == 0
+    tree = tomllib.loads(Path("run.toml").read_text())
+    assert "evaluation" not in tree and "held_out" not in tree["prompts"], "two rows tell nothing"
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "rate"),
+    [(4e5, 6e-4), (135e6, 1e-5), (494e6, 6e-6), (1.5e9, 3e-6), (8e9, 1e-6), (7e10, 1e-6)],
+)
+def test_smaller_models_take_larger_rates(num_parameters: float, rate: float) -> None:
+    assert learning_rate(round(num_parameters)) == rate
+
+
+@pytest.mark.parametrize("null", [True, False])
+def test_templates_are_as_the_tokenizer_has_them(
+    null: bool, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows({"messages": [{"role": "user", "content": "Hi"}], "answer": "Hello"})
+    (Path("model") / "chat_template.jinja").unlink(missing_ok=True)
+    file = Path("model/tokenizer_config.json")
+    config = json.loads(file.read_text())
+    config.pop("chat_template", None)
+    file.write_text(json.dumps(config | ({"chat_template": None} if null else {})))
+    assert main(["model", "rows.jsonl"]) == 2
+    assert "has chat messages, and the tokenizer in model.path 'model' no chat template" in capsys.readouterr().err
+    write_rows({"prompt": "Hi", "answer": "Hello"})
+    assert main(["model", "rows.jsonl"]) == 0
+    assert tomllib.loads(Path("run.toml").read_text())["prompts"]["chat_template"] is False
+    assert AutoTokenizer.from_pretrained("model").chat_template is None

@@ -67,13 +67,37 @@ def test_a_config_that_can_run_is_shown_with_sources_and_forecast(
     # It does not import torch, which alone takes longer than this on slow machines.
     assert time.process_time() - begun_s < 10
     shown = capsys.readouterr().out
-    assert "run.toml:15" in shown and "command line" in shown and "default" in shown
+    assert "run.toml:15" in shown and "command line" in shown
     assert "-m async_rl.trainer run.toml --inference.num_instances=2" in shown
     assert "instance-0" in shown and "instance-1" in shown
     assert "memory of each training rank, of 1" in shown and "memory of each instance, of 2" in shown
     assert "up to 768 sampled" in shown  # 4 prompts x 8 responses x 24 tokens
     assert "hidden" not in shown and "***" in shown
     assert not (workplace / "runs").exists()
+
+
+def test_the_last_line_is_a_verdict_and_defaults_are_shown_on_request(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run.toml"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == "verdict: this config can run here: async-rl run"
+    assert "prompts.source" in shown and "train.logprob_noise" not in shown and "more have their defaults" in shown
+    assert main(["run.toml", "--all"]) == 0
+    shown = capsys.readouterr().out
+    assert "train.logprob_noise" in shown and "default" in shown and "more have their defaults" not in shown
+    assert main(["run.toml", "--elsewhere"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "verdict: this config can run where it is meant to"
+    (workplace / "model" / "model.safetensors").unlink()
+    assert main(["run.toml"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "verdict: this config is sound, but cannot run yet: files are missing; 1 warning above"
+    for words in (["--prompts.source", "none.jsonl"], ["--train.iteratoins", "3"]):
+        try:
+            assert main(["run.toml", *words]) == 2
+        except SystemExit:
+            continue
+        assert capsys.readouterr().err.splitlines()[-1].startswith("verdict: this config cannot run")
 
 
 def test_config_json_alone_gives_the_forecast_of_a_published_size(

@@ -16,7 +16,7 @@ from rich.console import Console
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
 from deploy.local.evaluate import main
-from deploy.local.evaluate_options import config_path, config_text, parse, set_names
+from deploy.local.evaluate_options import config_path, config_text, parse, require_reward, set_names
 from deploy.local.evaluate_report import require_writable, show_results
 from tests.support.minimal_config import MINIMAL
 
@@ -152,6 +152,15 @@ def test_a_config_stands_for_all_options_that_set_keys() -> None:
         config_path(parse(["run.toml", "--top-k", "0"])[0])
     with pytest.raises(ConfigError, match="--data is missing: name what 'model' is evaluated on"):
         config_path(parse(["model"])[0])
+
+
+def test_a_model_without_anything_that_scores_is_told_of_reward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), "--data", "x.jsonl"]) == 2
+    assert "--reward is missing: name what scores the responses, such as --reward math" in capsys.readouterr().err
+    for words in (["--reward", "math"], ["--program", "python:a.py:b"], ["--reward.parts", "[{name='math'}]"]):
+        require_reward(*parse(["m", "--data", "x.jsonl", *words]))
 
 
 def test_a_file_for_results_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ MISTAKES = {
         ("--prompts.source", "no.jsonl"), says=("prompts.source 'no.jsonl' cannot be read", "check the")
     ),
     "data of another kind": Mistake(
-        ("--prompts.source", "a.csv"), says=("'a.csv': expected a .jsonl or .parquet file",)
+        ("--prompts.source", "a.tsv"), says=("'a.tsv': expected a .jsonl, .json, .csv or .parquet file",)
     ),
     "broken line": Mistake(files={"rows.jsonl": rows("a") + "{\n"}, says=("rows.jsonl, line 2 is not JSON",)),
     "broken Parquet": Mistake(

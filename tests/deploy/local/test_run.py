@@ -19,7 +19,9 @@ def test_a_run_ends_with_its_trainer_and_leaves_no_process(ground: Any) -> None:
     local = ground.start()
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 0, output
-    assert "iteration 1/3" in output and "iteration 3/3" in output
+    assert "iteration 0, 1/3 done" in output and "iteration 2, 3/3 done" in output
+    end = output[output.index("the run is trained: 3 iterations") :]
+    assert "run/model" in end and all(f"async-rl {name} run" in end for name in ("dashboard", "report", "export"))
     assert len(ground.pids()) == ALL
     assert ground.living() == {}
     log = (ground.path / "run" / "logs" / "trainer.log").read_text()
@@ -50,9 +52,8 @@ def test_a_named_error_of_the_trainer_is_shown_alone_with_its_log(ground: Any) -
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 1
     shown = output[output.index("RewardError") :]
-    assert shown == ("RewardError: reward x, prompt 3 failed\n(from trainer; its log is run/logs/trainer.log)\n"), (
-        "the cause, not its consequence, and no traceback"
-    )
+    said = "RewardError: reward x, prompt 3 failed\n(from trainer; its log is run/logs/trainer.log)\nnothing is saved, "
+    assert shown.startswith(said), "the cause, not its consequence, no traceback, and whether the run can go on"
     assert "Traceback" not in output
     assert "Traceback" in (ground.path / "run" / "logs" / "trainer.log").read_text()
 
@@ -81,7 +82,7 @@ def test_the_trainer_loads_beside_the_instances_and_waits_for_them(ground: Any) 
     (ground.path / "go").touch()
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 0, output
-    assert output.index("2 instance(s) ready, the trainer begins") < output.index("iteration 1/3")
+    assert output.index("2 instance(s) ready, the trainer begins") < output.index("iteration 0, 1/3")
     assert ground.living() == {}
 
 
@@ -140,7 +141,8 @@ def test_a_signal_ends_every_process(ground: Any, signum: signal.Signals) -> Non
     local.send_signal(signum)
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 128 + signum
-    assert f"stopped by {signum.name}" in output
+    assert f"stopped by {signum.name}: the trainer saves its last whole iteration" in output
+    assert "nothing is saved" in output
     assert ground.living() == {}
 
 

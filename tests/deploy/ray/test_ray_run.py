@@ -53,7 +53,7 @@ def test_a_run_with_two_instances_and_one_training_node_is_proven(run: RayRun) -
     ]
     assert {log.name for log in run.dir.glob("logs/*.log")} == {"trainer-0.log", "instance-0.log", "instance-1.log"}
     assert "2 instance(s) ready, starting the trainer" in run.output.read_text()
-    assert "iteration 3/3" in run.output.read_text()
+    assert "3/3 done" in run.output.read_text()
 
 
 def test_lost_actors_and_nodes_come_back_and_the_run_ends_proven(run: RayRun, nodes: RayNodes) -> None:

@@ -56,6 +56,16 @@ def test_what_decides_nothing_may_change(changes: dict[str, Any]) -> None:
     go_on(config(**changes), contents(ANSWERS), contents(ANSWERS))
 
 
+def test_settings_that_may_change_are_said_and_where_a_start_is_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    go_on(config(run={"dir": "run", "resume": True}, pool={"instances": ["http://a:1"]}))
+    assert caplog.text == ""
+    go_on(config(optimizer={"learning_rate": 1e-5}, pool={"timeout_s": 9}, evaluation={"max_delay_s": 2.0}))
+    assert "settings have changed since the checkpoint:" in caplog.text
+    assert "optimizer.learning_rate is 1e-05, but was 1e-06" in caplog.text
+    assert "pool.timeout_s is 9.0, but was" in caplog.text
+    assert "evaluation.max_delay_s is 2.0, but was 'inf'" in caplog.text
+
+
 def test_rows_that_changed_are_named_by_their_stretch() -> None:
     edited = [*ANSWERS[:150], "another", *ANSWERS[151:]]
     with pytest.raises(

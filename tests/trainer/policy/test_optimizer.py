@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from async_rl.config.sections import OptimizerSection
 from async_rl.types import Group
@@ -45,10 +46,28 @@ def test_steps_equal_torch_adamw(
             torch.testing.assert_close(tensor, weights[spec.name].detach(), rtol=2e-6, atol=2e-6)
 
 
-def test_learning_rate_warms_up_and_decays_to_its_share_of_the_peak() -> None:
-    section = OptimizerSection(learning_rate=1.0, min_learning_rate_ratio=0.1, warmup_iterations=2)
-    rates = [LearningRate(section, num_iterations=6).at(i) for i in range(7)]
-    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1])
+@pytest.mark.parametrize(
+    ("schedule", "ratio", "rates"),
+    [
+        (
+            "cosine",
+            0.2,
+            [0.5, 1.0, 1.0, 0.8, 0.4, 0.2, 0.2],
+        ),
+        ("constant", 1.0, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", 0.1, [0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1]),
+    ],
+)
+def test_each_schedule_ends_where_it_is_to_end(schedule: str, ratio: float, rates: list[float]) -> None:
+    settings = {"schedule": schedule, "min_learning_rate_ratio": ratio, "warmup_iterations": 2}
+    section = OptimizerSection.model_validate({"learning_rate": 1.0, **settings})
+    assert [LearningRate(section, num_iterations=6).at(i) for i in range(7)] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(("schedule", "ratio"), [("cosine", 1.0), ("constant", 0.5)])
+def test_a_schedule_that_contradicts_its_end_is_refused(schedule: str, ratio: float) -> None:
+    with pytest.raises(ValidationError, match=f"schedule is {schedule}, but min_learning_rate_ratio is {ratio:g}"):
+        OptimizerSection.model_validate({"schedule": schedule, "min_learning_rate_ratio": ratio})
 
 
 def test_the_schedule_begins_after_the_iterations_that_are_held() -> None:

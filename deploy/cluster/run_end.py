@@ -1,0 +1,120 @@
+"""What a run leaves, in words: how to look at it, use it and go on with it; printed by the launchers that stay."""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from async_rl.config.secrets import masked_words
+from async_rl.config.sections import Config
+from async_rl.errors import AsyncRLError
+from async_rl.programs.command_line import USAGE_ERROR
+from async_rl.tracking.record_lines import number_of, record_of, whole_lines
+from deploy.cluster.run_view import EVALUATIONS, METRICS, RunView
+from deploy.cluster.stopping import Stopped, explain_end
+
+CHECKPOINT = re.compile(r"iteration-(\d{6,})")
+"""As `trainer.checkpoint.files` calls them: the number of the iteration that is trained next."""
+
+
+def num_saved(run_dir: Path) -> int | None:
+    """How many iterations the newest checkpoint has behind it; None without one."""
+    found = [CHECKPOINT.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("iteration-*")]
+    return max((int(match[1]) for match in found if match), default=None)
+
+
+def is_finished(config: Config) -> bool:
+    """Whether the run in `run.dir` is trained to its end and its model is written."""
+    saved = num_saved(config.run.dir)
+    return saved is not None and saved >= config.train.iterations and (config.run.dir / "model").is_dir()
+
+
+def describe_end(config: Config) -> str:
+    """After the last iteration: where the model is, what the evaluations say, and the commands that go on from here."""
+    run_dir = config.run.dir
+    name, model = shlex.quote(str(run_dir)), shlex.quote(str(run_dir / "model"))
+    evaluations = evaluation_lines(run_dir) or [f"none; async-rl eval {model} --data SOURCE --reward NAME makes one"]
+    rows = [
+        ("model", f"{run_dir / 'model'}, a Hugging Face checkpoint"),
+        *(("evaluation", line) for line in evaluations),
+        ("look at it", f"async-rl dashboard {name}"),
+        ("one file", f"async-rl report {name}"),
+        ("hand it on", f"async-rl export {name} --to DIR, with a model card"),
+    ]
+    return "\n".join([f"the run is trained: {config.train.iterations} iterations", *_table(rows)])
+
+
+def describe_finished(config: Config) -> str:
+    """Where a run is to go on that has trained all its iterations."""
+    return (
+        f"{str(config.run.dir)!r} is finished: all {config.train.iterations} iterations are trained, and nothing is "
+        f"started; --train.iterations {2 * config.train.iterations} would train as many again\n{describe_end(config)}"
+    )
+
+
+def describe_saved(config: Config, command: Sequence[str]) -> str:
+    """After an early end: what is saved, and the command that goes on; `command` is the one that started the run."""
+    saved, total = num_saved(config.run.dir), config.train.iterations
+    if saved is None:
+        if not (config.run.dir / METRICS).exists():
+            return "nothing is saved: no iteration was trained"
+        why = "checkpoint.every is 0" if not config.checkpoint.every else "no checkpoint was written"
+        return f"nothing is saved, {why}: to begin again, name another run.dir or remove {str(config.run.dir)!r}"
+    words = [word for word in command if not word.startswith("--run.resume")]
+    again = shlex.join(masked_words([*words, "--run.resume=true"]))
+    return f"saved in {str(config.run.dir / 'checkpoints')!r}: {saved} of {total} iterations; go on with\n  {again}"
+
+
+def evaluation_lines(run_dir: Path) -> list[str]:
+    """The first and the last complete evaluation of each set, in a line each."""
+    by_set: dict[str, list[Mapping[str, Any]]] = {}
+    for line in whole_lines(run_dir / EVALUATIONS):
+        record = record_of(line)
+        if record is not None and record.get("complete") is True:
+            by_set.setdefault(str(record.get("set")), []).append(record)
+    return [f"{name}: {_change(records[0], records[-1])}" for name, records in by_set.items()]
+
+
+def _change(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+    figure = f"avg@{last.get('num_samples')}"
+    name = figure if number_of(last.get(figure)) is not None else "reward_mean"
+    before, after = (number_of(record.get(name)) for record in (first, last))
+    if before is None or after is None:
+        return "no figure"
+    where = f"iteration {last.get('iteration')}"
+    return f"{name} {after:.3f} at {where}" + ("" if first is last else f", {before:.3f} at {first.get('iteration')}")
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"  {name:<12}{text}" for name, text in rows]
+
+
+def explain_end_of_run(end: Stopped | AsyncRLError, config: Config | None, command: Sequence[str]) -> int:
+    """Prints on standard error why a run ended early, what is saved and how it goes on; returns the exit code.
+
+    Args:
+        config: of the run; None if it could not be read.
+        command: the words that started it.
+    """
+    code = explain_end(end)
+    if config is not None and code != USAGE_ERROR:
+        say(Console(stderr=True), describe_saved(config, command))
+    return code
+
+
+@contextmanager
+def said_when_stopped(view: RunView) -> Iterator[None]:
+    """Says at once what a signal to stop does: the end takes as long as the last checkpoint."""
+    try:
+        yield
+    except Stopped as stopped:
+        view.note(f"{stopped}: the trainer saves its last whole iteration and ends; stop once more to wait no longer")
+        raise
+
+
+def say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
