@@ -36,7 +36,8 @@ def listen(name: str, host: str, port: int, settings: str | None) -> socket.sock
             raise
     except OSError as error:
         of_host, of_port = (f"{settings}_host", f"{settings}_port") if settings else ("--host", "--port")
-        remedy = missing_loopback(host, of_host) or "name an address of this host and a free port, or 0 for any"
+        anywhere = "name an address of this host and a free port, or 0 for any free port"
+        remedy = missing_loopback(host, of_host) or anywhere
         raise ConfigError(
             f"{name} cannot listen at {of_host} = {host!r}, {of_port} = {port}: {error.strerror}; {remedy}"
         ) from error
