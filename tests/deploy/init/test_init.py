@@ -229,6 +229,7 @@ def test_the_commands_that_follow_can_be_copied(workplace: Path, capsys: pytest.
     assert said == "next: async-rl check 'my $run.toml', then async-rl run 'my $run.toml'"
 
 
+@pytest.mark.distributed
 def test_a_first_run_can_learn_and_shows_it_on_rows_that_it_does_not_train(workplace: Path) -> None:
     write_rows(*({"prompt": f"{i} + 1", "answer": str(i + 1)} for i in range(100)))
     assert main(["model", "rows.jsonl"]) == 0

@@ -76,6 +76,7 @@ def test_a_config_that_can_run_is_shown_with_sources_and_forecast(
     assert not (workplace / "runs").exists()
 
 
+@pytest.mark.distributed
 def test_the_last_line_is_a_verdict_and_defaults_are_shown_on_request(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
