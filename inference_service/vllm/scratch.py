@@ -1,7 +1,7 @@
 """Temporary files of one vLLM: in a directory of its own, which is removed at its end, or else by the next start.
 
 vLLM leaves sockets, a rendezvous file and caches in TMPDIR, and, where its processes are killed, segments of shared
-memory. Those are not in the directory; their names are recorded there while the processes have them open.
+memory. Those are not in the directory; their names are recorded there while the processes have them mapped.
 """
 
 import fcntl
@@ -19,8 +19,8 @@ logger = logging.getLogger("inference_service")
 
 PREFIX: Final = "async-rl-vllm-"
 SEGMENTS_FILE: Final = ".shared-memory"
-SEGMENT: Final = re.compile(r"/dev/shm/psm_\w+")
-"""What Python's `multiprocessing.shared_memory` makes; vLLM's processes exchange their messages in such segments."""
+SEGMENT: Final = re.compile(r"/dev/shm/(psm_|sem\.mp-)\w+")
+"""What Python's `multiprocessing` makes, shared memory and semaphores: vLLM's processes exchange messages by both."""
 
 MAX_PARENT_BYTES: Final = 45
 """A socket's path has at most 107 bytes: this directory's name takes 23, and that of vLLM's sockets 37."""
@@ -52,8 +52,8 @@ class Scratch:
         os.close(self._lock)
 
     def note_segments(self, pids: Iterable[int]) -> None:
-        """Records the segments of shared memory that these processes have open."""
-        new = {segment for pid in pids for segment in _open_segments(pid)} - self._segments
+        """Records the segments of shared memory that these processes have mapped."""
+        new = {segment for pid in pids for segment in _mapped_segments(pid)} - self._segments
         if new:
             self._segments |= new
             with suppress(OSError), (self.path / SEGMENTS_FILE).open("a") as file:
@@ -97,12 +97,10 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _open_segments(pid: int) -> set[str]:
-    found = set()
-    with suppress(OSError):
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                target = str(descriptor.readlink())
-                if SEGMENT.fullmatch(target):
-                    found.add(target)
-    return found
+def _mapped_segments(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    # The last of six columns; a segment that has no name any more is marked as deleted.
+    return {path for line in lines if SEGMENT.fullmatch(path := line.split(maxsplit=5)[-1])}
