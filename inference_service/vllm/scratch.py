@@ -19,6 +19,7 @@ logger = logging.getLogger("inference_service")
 
 PREFIX: Final = "async-rl-vllm-"
 SEGMENTS_FILE: Final = ".shared-memory"
+SHARED: Final = "/dev/shm/"
 SEGMENT: Final = re.compile(r"/dev/shm/(psm_|sem\.mp-)\w+")
 """What Python's `multiprocessing` makes, shared memory and semaphores: vLLM's processes exchange messages by both."""
 
@@ -53,7 +54,7 @@ class Scratch:
 
     def note_segments(self, pids: Iterable[int]) -> None:
         """Records the segments of shared memory that these processes have mapped."""
-        new = {segment for pid in pids for segment in _mapped_segments(pid)} - self._segments
+        new = _names({inode for pid in pids for inode in _mapped_inodes(pid)}) - self._segments
         if new:
             self._segments |= new
             with suppress(OSError), (self.path / SEGMENTS_FILE).open("a") as file:
@@ -97,10 +98,21 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _mapped_segments(pid: int) -> set[str]:
+def _mapped_inodes(pid: int) -> set[int]:
+    """Of files in /dev/shm. Not their names: glibc maps a semaphore under another one, which it removes."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
         return set()
-    # The last of six columns; a segment that has no name any more is marked as deleted.
-    return {path for line in lines if SEGMENT.fullmatch(path := line.split(maxsplit=5)[-1])}
+    columns = [line.split(maxsplit=5) for line in lines if SHARED in line]
+    return {int(inode) for _, _, _, _, inode, *_ in columns}
+
+
+def _names(inodes: set[int]) -> set[str]:
+    found = set()
+    with suppress(OSError):
+        for path in Path(SHARED).iterdir() if inodes else ():
+            with suppress(OSError):
+                if SEGMENT.fullmatch(str(path)) and path.lstat().st_ino in inodes:
+                    found.add(str(path))
+    return found
