@@ -1,7 +1,7 @@
 """Temporary files of one vLLM: in a directory of its own, which is removed at its end, or else by the next start.
 
 vLLM leaves sockets, a rendezvous file and caches in TMPDIR, and, where its processes are killed, segments of shared
-memory. Those are not in the directory; their names are recorded there while the processes have them open.
+memory. Those are not in the directory; their names are recorded there while the processes have them mapped.
 """
 
 import fcntl
@@ -19,8 +19,9 @@ logger = logging.getLogger("inference_service")
 
 PREFIX: Final = "async-rl-vllm-"
 SEGMENTS_FILE: Final = ".shared-memory"
-SEGMENT: Final = re.compile(r"/dev/shm/psm_\w+")
-"""What Python's `multiprocessing.shared_memory` makes; vLLM's processes exchange their messages in such segments."""
+SHARED: Final = "/dev/shm/"
+SEGMENT: Final = re.compile(r"/dev/shm/(psm_|sem\.mp-)\w+")
+"""What Python's `multiprocessing` makes, shared memory and semaphores: vLLM's processes exchange messages by both."""
 
 MAX_PARENT_BYTES: Final = 45
 """A socket's path has at most 107 bytes: this directory's name takes 23, and that of vLLM's sockets 37."""
@@ -52,8 +53,8 @@ class Scratch:
         os.close(self._lock)
 
     def note_segments(self, pids: Iterable[int]) -> None:
-        """Records the segments of shared memory that these processes have open."""
-        new = {segment for pid in pids for segment in _open_segments(pid)} - self._segments
+        """Records the segments of shared memory that these processes have mapped."""
+        new = _names({inode for pid in pids for inode in _mapped_inodes(pid)}) - self._segments
         if new:
             self._segments |= new
             with suppress(OSError), (self.path / SEGMENTS_FILE).open("a") as file:
@@ -97,12 +98,21 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _open_segments(pid: int) -> set[str]:
+def _mapped_inodes(pid: int) -> set[int]:
+    """Of files in /dev/shm. Not their names: glibc maps a semaphore under another one, which it removes."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    columns = [line.split(maxsplit=5) for line in lines if SHARED in line]
+    return {int(inode) for _, _, _, _, inode, *_ in columns}
+
+
+def _names(inodes: set[int]) -> set[str]:
     found = set()
     with suppress(OSError):
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        for path in Path(SHARED).iterdir() if inodes else ():
             with suppress(OSError):
-                target = str(descriptor.readlink())
-                if SEGMENT.fullmatch(target):
-                    found.add(target)
+                if SEGMENT.fullmatch(str(path)) and path.lstat().st_ino in inodes:
+                    found.add(str(path))
     return found

@@ -1,10 +1,12 @@
 """Temporary files of one vLLM; the whole course, with processes that are killed, is in `test_server.py`."""
 
+import mmap
 import os
 import secrets
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -38,13 +40,22 @@ def test_a_start_removes_what_was_abandoned_and_nothing_else(place: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory has names in /dev/shm on Linux only")
-def test_segments_that_processes_had_open_go_with_it_and_files_of_others_stay(place: Path) -> None:
-    segment, model = (Path("/dev/shm") / f"{prefix}{secrets.token_hex(4)}" for prefix in ("psm_", "model_"))
+def test_segments_that_processes_had_mapped_go_with_it_and_files_of_others_stay(place: Path) -> None:
+    names = [f"{prefix}{secrets.token_hex(4)}" for prefix in ("psm_", "sem.mp-", "model_")]
+    shared, semaphore, model = (Path("/dev/shm") / name for name in names)
     try:
-        with Scratch({"TMPDIR": str(place)}) as scratch, segment.open("w"), model.open("w"):
+        with Scratch({"TMPDIR": str(place)}) as scratch, ExitStack() as mapped:
+            for path in (shared, semaphore, model):
+                # As glibc makes a semaphore: mapped under another name, which is removed.
+                first = path.with_name(f"sem.{secrets.token_hex(3)}")
+                first.write_bytes(b"8 bytes.")
+                with first.open("r+b") as file:
+                    mapped.enter_context(mmap.mmap(file.fileno(), 8))
+                path.hardlink_to(first)
+                first.unlink()
             scratch.note_segments([os.getpid(), 2**30])
-            assert (scratch.path / SEGMENTS_FILE).read_text().splitlines() == [str(segment)]
-        assert not segment.exists() and model.exists()
+            assert (scratch.path / SEGMENTS_FILE).read_text().splitlines() == [str(shared), str(semaphore)]
+        assert not shared.exists() and not semaphore.exists() and model.exists()
     finally:
         model.unlink()
 
