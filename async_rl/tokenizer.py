@@ -32,15 +32,13 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
         generation_config = GenerationConfig.from_pretrained(checkpoint).to_dict()
     except OSError:
         generation_config = {}
+    # A tokenizer's file may ask to take spaces before punctuation out: the text would not be that of the tokens.
+    tokenizer.clean_up_tokenization_spaces = False
     ends = EndTokens.of(tokenizer.eos_token_id, generation_config, config, config["vocab_size"])
     if ends.warning:
         log.warning("model.path %r: %s", name, ends.warning)
 
     def text_of(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return str(
-            tokenizer.decode(
-                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        )
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     return cast(Tokenizer, tokenizer), ModelTokens(config["vocab_size"], ends.ids, text_of)

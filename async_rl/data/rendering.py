@@ -113,8 +113,14 @@ def identity_of(row: Row, part: Part) -> bytes:
 
 def asks_the_clock(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> bool:
     """Whether the chat template renders the same conversation otherwise on another day."""
-    template = tokenizer.chat_template
-    if not isinstance(template, str) or CLOCK not in template:
+    templates = tokenizer.chat_template
+    # By their names, where there is another one for conversations with tools.
+    each = templates.values() if isinstance(templates, Mapping) else [templates or ""]
+    return any(_asks_the_clock(template, tokenizer, arguments) for template in each)
+
+
+def _asks_the_clock(template: str, tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> bool:
+    if CLOCK not in template:
         return False
     try:
         # It may have a variable for the date, and ask only without.

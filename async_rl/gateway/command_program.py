@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from async_rl.config.rollout_section import RolloutSection
+from async_rl.json_values import as_json
 from async_rl.programs import process_guard
 from async_rl.programs.agent_environment import agent_environment
 from async_rl.programs.user_command import split_command
@@ -104,7 +105,7 @@ async def _prompt_file(prompt: ProgramPrompt) -> AsyncIterator[Path]:
     """
     shown = {"prompt_id": prompt.prompt_id, "row": prompt.row, "messages": prompt.messages, "seed": prompt.seed}
     # Rows of Parquet files may hold dates and the like.
-    text = json.dumps(shown, default=str)
+    text = json.dumps(as_json(shown))
     with ExitStack() as stack:
         try:
             descriptor, name = tempfile.mkstemp(prefix="async-rl-prompt-", suffix=".json")

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from async_rl.config.reward_section import RewardSection
+from async_rl.json_values import as_json
 from async_rl.rewards.base import USED_SHARE
 from async_rl.rewards.service_settings import read_token
 
@@ -72,7 +73,7 @@ class Service:
         Raises:
             ServiceFailed: see there.
         """
-        data = json.dumps(body, default=str, allow_nan=False).encode()
+        data = json.dumps(as_json(body), allow_nan=False).encode()
         pause_s, num_asked = FIRST_PAUSE_S, 0
         while True:
             num_asked += 1

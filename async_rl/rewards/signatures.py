@@ -8,17 +8,22 @@
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from async_rl.programs.user_file import is_async
-from async_rl.rewards.base import CORRECT_AT, PER_RESPONSE, NotRewards, gathered
+from async_rl.rewards.base import CORRECT_AT, PER_RESPONSE, gathered
 from async_rl.types import Prompt, Response
 
 Form = Literal["own", "TRL's", "verl's"]
 
 COMPLETIONS, SOLUTION = "completions", "solution_str"
 """Parameters that only TRL's form has, and only verl's."""
+
+COMPLETION_IDS, EXTRA = "completion_ids", "extra_info"
+
+OF_VERL = {"data_source": {"data_source", "source"}, "ground_truth": {"reward_model", "ground_truth", "answer"}}
+"""The columns that a parameter of verl's form comes from."""
 
 FORMS = (
     "(prompt, responses, row), TRL's (completions, **kwargs), or verl's (data_source, solution_str, ground_truth, "
@@ -63,13 +68,19 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     form = form_of(signature)
     if form == "own":
         return function
-    calls, result = (_trl_calls, _of_trl) if form == "TRL's" else (_verl_calls, list)
+
+    def calls_of(responses: Sequence[Response], row: Mapping[str, Any]) -> Sequence[Call]:
+        if form == "TRL's":
+            return _taken(signature, _trl_calls(responses, row), [None] * len(responses))
+        return _taken(signature, _verl_calls(responses, row), None)
+
+    result = _of_trl if form == "TRL's" else list
 
     def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> Any:
-        return result([function(**call) for call in _taken(signature, calls(responses, row))])
+        return result([function(**call) for call in calls_of(responses, row)])
 
     async def score_async(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> Any:
-        return result(await gathered([function(**call) for call in _taken(signature, calls(responses, row))]))
+        return result(await gathered([function(**call) for call in calls_of(responses, row)]))
 
     made = score_async if is_async(function) else score
     for trait in (CORRECT_AT, PER_RESPONSE):
@@ -86,20 +97,30 @@ def _takes_three(signature: inspect.Signature) -> bool:
     return True
 
 
-def _taken(signature: inspect.Signature, calls: Sequence[Call]) -> Sequence[Call]:
+def lacking(signature: inspect.Signature, columns: Collection[str]) -> list[str]:
+    """The parameters that a function of TRL's or verl's form needs, and that rows with these columns never give."""
+    form = form_of(signature)
+    if form == "own":
+        return []
+    given = {COMPLETIONS, COMPLETION_IDS, *("prompts" if name == "prompt" else name for name in columns)}
+    if form == "verl's":
+        given = {SOLUTION, EXTRA, *(name for name, sources in OF_VERL.items() if not sources.isdisjoint(columns))}
+    return [name for name in _needed(signature) if name not in given]
+
+
+def _needed(signature: inspect.Signature) -> list[str]:
+    parameters = signature.parameters.values()
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in OPEN_ENDED]
+
+
+def _taken(signature: inspect.Signature, calls: Sequence[Call], missing: Any) -> Sequence[Call]:
     """Of all that a form has for a function what it takes.
 
-    Raises:
-        NotRewards: it needs something else.
+    Args:
+        missing: for what it needs and the row lacks, as another row may have it: `lacking`.
     """
-    parameters = signature.parameters.values()
-    needed = {each.name for each in parameters if each.default is each.empty and each.kind not in OPEN_ENDED}
-    if missing := sorted(needed - calls[0].keys()):
-        raise NotRewards(
-            f"it asks for {', '.join(missing)}, but there is only {', '.join(sorted(calls[0]))}: name the columns that "
-            "it needs in prompts.columns, or take the parameter out"
-        )
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+    calls = [dict.fromkeys(_needed(signature), missing) | call for call in calls]
+    if any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
         return calls
     return [{name: value for name, value in call.items() if name in signature.parameters} for call in calls]
 
@@ -113,7 +134,7 @@ def _trl_calls(responses: Sequence[Response], row: Mapping[str, Any]) -> list[Ca
         {
             **columns,
             COMPLETIONS: [[{"role": "assistant", "content": text}] for text in texts] if is_conversation else texts,
-            "completion_ids": [list(response.token_ids) for response in responses],
+            COMPLETION_IDS: [list(response.token_ids) for response in responses],
         }
     ]
 
@@ -132,7 +153,7 @@ def _verl_calls(responses: Sequence[Response], row: Mapping[str, Any]) -> list[C
     shared = {
         "data_source": row.get("data_source", row.get("source")),
         "ground_truth": truth,
-        "extra_info": row.get("extra_info", {}),
+        EXTRA: row.get(EXTRA, {}),
     }
     given = {name: value for name, value in shared.items() if value is not None}
     return [{**given, SOLUTION: response.text} for response in responses]

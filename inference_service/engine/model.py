@@ -28,6 +28,8 @@ class Codec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        # A tokenizer's file may ask to take spaces before punctuation out: the text would not be that of the tokens.
+        tokenizer.clean_up_tokenization_spaces = False
 
     @property
     def eos_token_id(self) -> object:

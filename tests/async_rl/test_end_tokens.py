@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import Unigram
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from async_rl.end_tokens import EndTokens
 from async_rl.tokenizer import load_tokenizer
@@ -77,3 +81,22 @@ def test_trainer_and_engine_find_the_same_in_a_checkpoint(
     assert caplog.text.count("its end tokens differ") == (2 if generation and generation != 1 else 0)
     assert tokens.vocab_size == 96
     assert tokens.text_of(tokenizer(["ab"], add_special_tokens=False)["input_ids"][0], False) == "ab"
+
+
+def test_texts_are_those_of_the_tokens_whatever_a_tokenizers_file_asks(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Spaces before punctuation stay: a stop text such as " ." would never be found in a text without them."""
+    path = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    alphabet = [(letter, -1.0) for letter in ("<unk>", "a", "b", " ", ".", "?")]
+    backend = Tokenizer(Unigram(alphabet, unk_id=0))
+    backend.decoder = Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    tokenizer.save_pretrained(path)
+    token_ids = [1, 3, 4, 2, 3, 5]
+    assert AutoTokenizer.from_pretrained(path).decode(token_ids) == "a.b?"
+    tokenizer, tokens = load_tokenizer("m", path)
+    codec = load_model(str(path), torch.device("cpu"), torch.float32).codec
+    assert codec is not None
+    texts = {tokenizer.decode(token_ids), tokens.text_of(token_ids, False), codec.decode(token_ids, False)}
+    assert {*texts, *tokenizer.batch_decode([token_ids])} == {"a .b ?"}

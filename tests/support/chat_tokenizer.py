@@ -20,7 +20,7 @@ TEMPLATE = """{%- for m in messages -%}
 {% endif -%}"""
 
 
-def make_chat_tokenizer(path: Path, *, template: str = TEMPLATE) -> Any:
+def make_chat_tokenizer(path: Path, *, template: Any = TEMPLATE) -> Any:
     """Saves it at `path`; `<|im_end|>` ends what the policy says."""
     save_tokenizer(path)
     tokenizer = AutoTokenizer.from_pretrained(path)

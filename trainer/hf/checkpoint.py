@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -55,7 +56,9 @@ def _write_files(export: WeightExport, source: Path, directory: Path, max_shard_
     for pattern in CHECKPOINT_FILES:
         for file in source.glob(pattern):
             if not file.name.endswith((".safetensors", INDEX_FILE)):
-                shutil.copy(file, directory / file.name)
+                target = directory / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
     dtype_name = _save_weights(export, directory, max_shard_bytes)
     config = json.loads((directory / "config.json").read_text())
     config.pop("torch_dtype", None)
@@ -76,8 +79,16 @@ def _save_weights(export: WeightExport, directory: Path, max_shard_bytes: int) -
                 # safetensors refuses tensors that share memory, such as parts of one fused parameter.
                 tensors[spec.name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
                 files[spec.name] = file
-            save_file(tensors, directory / file, metadata={"format": "pt"})
+            save_tensors(tensors, directory / file, {"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs)}, "weight_map": files}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return specs[0].dtype_name
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file with the mode of any new file: safetensors lets its owner read it, and nobody else."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=dict(metadata))
+    path.chmod(mode)

@@ -12,7 +12,7 @@ from async_rl.net.hub import hub_fault
 from async_rl.preflight.model import FAMILIES
 from async_rl.preflight.model_features import not_held
 
-CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
+CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
 
 
 @dataclass(frozen=True, slots=True)

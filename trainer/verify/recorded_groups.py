@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from async_rl.types import Batch, Group, Prompt, WeightVersion
 from trainer.batching.group_codec import pack_groups, unpack_groups
+from trainer.hf.checkpoint import save_tensors
 
 TOKENS, LOGPROBS = "tokens", "logprobs"
 
@@ -33,10 +33,10 @@ def write_share(directory: Path, replica: int, share: Batch, version: WeightVers
     prompt_ids = {index: prompt.prompt_id for index, prompt in share.prompts.items()}
     about = {"version": version, "prompt_ids": prompt_ids, "groups": headers}
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(
+    save_tensors(
         {TOKENS: tokens, LOGPROBS: logprobs},
         _path(directory, share.iteration, replica),
-        metadata={name: json.dumps(value) for name, value in about.items()},
+        {name: json.dumps(value) for name, value in about.items()},
     )
 
 

@@ -81,10 +81,11 @@ def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
         ("{{ date if date is defined else strftime_now('%d') }} {{ messages[0].content }}", {}, True),
         ("{{ date if date is defined else strftime_now('%d') }} {{ messages[0].content }}", {"date": "1"}, False),
         ("{{ messages[0].content }}", {}, False),
+        ({"default": "{{ messages[0].content }}", "tool_use": "{{ strftime_now('%d') }}"}, {}, True),
     ],
 )
 def test_a_template_that_asks_the_clock_is_named(
-    template: str, arguments: dict[str, Any], asks: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    template: Any, arguments: dict[str, Any], asks: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = make_chat_tokenizer(tmp_path, template=template)
     with caplog.at_level(logging.WARNING):

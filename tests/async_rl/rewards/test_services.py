@@ -4,6 +4,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,13 @@ def test_a_port_where_nothing_listens_is_named() -> None:
         score("http", {}, ["a"], url=service.url, timeout_s=TIMEOUT_S)
 
 
-def test_a_row_that_json_does_not_have_is_an_error() -> None:
-    with running(JsonService(lengths)) as service, pytest.raises(ValueError, match="not JSON compliant"):
-        score("http", {"x": float("nan")}, ["a"], url=service.url)
+def test_a_row_that_json_does_not_have_arrives_nevertheless() -> None:
+    row = {"x": float("nan"), "many": [float("-inf"), 1.5, {"y": b"\xff"}], "when": date(2026, 1, 2), "big": 10**400}
+    with running(JsonService(lengths)) as service:
+        score("http", row, ["a"], url=service.url)
+    (request,) = service.bodies
+    expected = {"x": None, "many": [None, 1.5, {"y": "/w=="}], "when": "2026-01-02", "big": 10**400}
+    assert request["row"] == expected
 
 
 def said(content: Any) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.preflight.reward import require_reward
 from async_rl.preflight.user_file import require_function, signature_of
 from async_rl.rewards import make_reward
-from async_rl.rewards.base import NotRewards
-from async_rl.rewards.signatures import adapted, form_of
+from async_rl.rewards.signatures import adapted, form_of, lacking
 from async_rl.types import Prompt, Scores
 from tests.support.groups import text_responses
 
@@ -123,11 +122,25 @@ def test_the_answer_is_the_ground_truth_of_other_rows() -> None:
 
 
 @pytest.mark.parametrize("row", [ROW, OF_VERL])
-def test_a_column_that_is_not_there_is_named(row: dict[str, Any]) -> None:
-    with pytest.raises(NotRewards, match=r"it asks for solutions, but there is only .*completions.*prompts.columns"):
-        score_of(lambda completions, solutions, **kwargs: [0.0, 0.0], row)
-    with pytest.raises(NotRewards, match=r"it asks for weight, but there is only .*solution_str"):
-        score_of(lambda solution_str, weight: 0.0, row)
+def test_what_a_row_lacks_is_none(row: dict[str, Any]) -> None:
+    seen: list[Any] = []
+    score_of(lambda completions, solutions, **kwargs: seen.append(solutions) or [0.0, 0.0], row)
+    score_of(lambda solution_str, weight: seen.append(weight) or 0.0, row)
+    assert seen == [[None, None], None, None]
+
+
+def test_what_no_row_gives_is_named() -> None:
+    def trl(completions, prompts, completion_ids, answer, solutions, level=1, **kwargs): ...
+    def verl(data_source, solution_str, ground_truth, extra_info, weight): ...
+    def own(prompt, responses, row): ...
+
+    def of(function: Any, *columns: str) -> list[str]:
+        return lacking(inspect.signature(function), columns)
+
+    assert of(trl, "prompt", "answer") == ["solutions"] and of(trl, "prompt", "answer", "solutions") == []
+    assert of(verl, "prompt", "answer") == ["data_source", "weight"]
+    assert of(verl, "source", "reward_model") == ["weight"]
+    assert of(own, "prompt") == []
 
 
 def test_what_a_function_declares_is_kept() -> None:

@@ -77,6 +77,24 @@ def test_sharded_checkpoint_loads_and_saves(
         assert torch.equal(theirs[spec.name], original)
 
 
+def test_everything_of_the_tokenizer_is_there_and_others_may_read_it(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(source)
+    (source / "tokenizer.json").chmod(0o600)
+    out = tmp_path / "out"
+    save_hf_checkpoint(make_trainer(source).models.policy_model, source, out)
+    found = AutoTokenizer.from_pretrained(out)
+    assert found.chat_template == tokenizer.chat_template
+    assert found.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    (tmp_path / "new").touch()
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {(tmp_path / "new").stat().st_mode}
+
+
 def test_llama3_rope_scaling_equals_transformers(
     tiny_model: Callable[..., Path],
     make_trainer: MakeTrainer,
