@@ -28,7 +28,7 @@ TOOL_MARKUP = "<tool_call>"
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 PLAIN_BEGINNINGS = ("x", "\n", "")
-"""Texts after which to encode what has no token border before it: a line break follows a letter, a word a line break."""
+"""Texts to encode after where no token border is: a line break follows a letter, a word follows a line break."""
 
 
 @dataclass(frozen=True, slots=True)
