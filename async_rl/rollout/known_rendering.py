@@ -64,12 +64,12 @@ class KnownRenderer:
         before: Sequence[Message],
         after: Sequence[Message],
         tools: Sequence[Tool] | None,
-    ) -> tuple[int, ...] | None:
+    ) -> tuple[tuple[int, ...], Message] | None:
         try:
             bridged = self._renderer.bridge_to_next_turn(list(context), list(sampled), list(after), tools=_list(tools))
         except Exception as error:
             raise InvalidRequest(f"the renderer does not render these messages: {error!r}") from error
-        return None if bridged is None else tuple(bridged.token_ids)
+        return None if bridged is None else (tuple(bridged.token_ids), before[-1])
 
     def parse(
         self, context: tuple[int, ...], sampled: tuple[int, ...], tools: Sequence[Tool] | None

@@ -127,16 +127,12 @@ class Recorder:
         parent = self._continued_by(conversation)
         if parent is not None and parent.conversation is not None:
             length = len(parent.conversation.keys)
-            before, after = self._context_of(parent), conversation.messages[length:]
-            bridged = self._renderer.bridge(
-                before, parent.response.token_ids, parent.conversation.messages, after, tools
-            )
-            whole = before + parent.response.token_ids
-            if bridged is not None and bridged[: len(whole)] == whole:
-                said = Conversation(
-                    (*parent.conversation.messages, *after), conversation.keys, parent.conversation.tools
-                )
-                return Request(bridged, said, parent)
+            context, after = self._context_of(parent), conversation.messages[length:]
+            earlier, sampled = parent.conversation.messages, parent.response.token_ids
+            bridged, said = self._renderer.bridge(context, sampled, earlier, after, tools) or ((), earlier[-1])
+            if bridged[: len(context + sampled)] == context + sampled:
+                messages = (*earlier[:-1], said, *after)
+                return Request(bridged, Conversation(messages, conversation.keys, conversation.tools), parent)
         return Request(self._renderer.render(conversation.messages, tools), conversation)
 
     def add(

@@ -2,12 +2,14 @@
 
 Models that the `renderers` package knows are rendered by it (`known_rendering.py`): it renders the new messages of a
 turn alone. For any other model the chat template of its tokenizer renders the whole conversation, and a turn is
-continued only if that text begins with what was recorded.
+continued only if that text begins with what was recorded: the text that was rendered before, and what was sampled. What
+follows there gets the tokens that it has in the middle of the text: many tokenizers encode the beginning of a text
+otherwise.
 """
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
@@ -24,6 +26,9 @@ TOOL_MARKUP = "<tool_call>"
 """In templates of models that write each call as JSON between `<tool_call>` and `</tool_call>`."""
 
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+
+PLAIN_BEGINNINGS = ("x", "\n", "")
+"""Texts to encode after where no token border is: a line break follows a letter, a word follows a line break."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,14 @@ class Renderer(Protocol):
         before: Sequence[Message],
         after: Sequence[Message],
         tools: Sequence[Tool] | None,
-    ) -> tuple[int, ...] | None:
+    ) -> tuple[tuple[int, ...], Message] | None:
         """`context`, `sampled` and then the messages `after` those of `before`, which ends with what was sampled.
 
+        Its last message is as the program saw it: without what ended it.
+
         Returns:
-            The tokens up to where the policy speaks next, or None if it cannot be had without rendering again what
-            came before.
+            The tokens up to where the policy speaks next, and the last message of `before` as it has to be in later
+            calls; or None if it cannot be had without rendering again what came before.
         """
         ...
 
@@ -134,6 +141,7 @@ class TemplateRenderer:
         end = tokenizer.eos_token_id
         self.stop_token_ids = tuple(dict.fromkeys((*(() if end is None else (end,)), *end_token_ids)))
         self._tokenizer = tokenizer
+        self._added = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
         self._arguments = template_arguments
         self._parse_tools = parse_tools
 
@@ -147,19 +155,42 @@ class TemplateRenderer:
         before: Sequence[Message],
         after: Sequence[Message],
         tools: Sequence[Tool] | None,
-    ) -> tuple[int, ...] | None:
-        recorded = context + sampled
-        text, beginning = self._text([*before, *after], tools), self._decode(recorded)
-        return recorded + self._encode(text[len(beginning) :]) if text.startswith(beginning) else None
+    ) -> tuple[tuple[int, ...], Message] | None:
+        earlier = self._text(before[:-1], tools)
+        beginnings = [earlier + text for text in self._sampled_texts(context, sampled)]
+        for said in self._as_sampled(sampled, before[-1]):
+            text = self._text([*before[:-1], said, *after], tools)
+            for beginning in beginnings:
+                if text.startswith(beginning):
+                    recorded = context + sampled
+                    return recorded + self._encode_after(recorded, beginning, text[len(beginning) :]), said
+        return None
 
     def parse(
         self, context: tuple[int, ...], sampled: tuple[int, ...], tools: Sequence[Tool] | None
     ) -> tuple[dict[str, Any], list[ParsedCall]]:
-        said: Sequence[int] = sampled[:-1] if sampled[-1:] and sampled[-1] in self.stop_token_ids else sampled
+        said: Sequence[int] = self._without_end(sampled)
         calls: list[ParsedCall] = []
         if self._parse_tools is not None:
             said, calls = self._parse_tools(said)
         return {"role": "assistant", "content": self._decode(said)}, calls
+
+    def _sampled_texts(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> tuple[str, str]:
+        """The sampled text with the space at its beginning, which decoders drop at that of a text, and without."""
+        last = context[-1:]
+        return self._decode(last + sampled).removeprefix(self._decode(last)), self._decode(sampled)
+
+    def _as_sampled(self, sampled: tuple[int, ...], shown: Message) -> Iterator[Message]:
+        """The message `shown` to the program, and then as a template may need it to write again what was sampled."""
+        yield shown
+        # Calls are written by the template, while the sampled text has them, too.
+        if "tool_calls" not in shown:
+            # With the text that stopped it, and with an end token that is not the template's.
+            yield {**shown, "content": self._decode(self._without_end(sampled))}
+            yield {**shown, "content": self._decode(sampled)}
+
+    def _without_end(self, sampled: tuple[int, ...]) -> tuple[int, ...]:
+        return sampled[:-1] if sampled and sampled[-1] in self.stop_token_ids else sampled
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
         if self._tokenizer.chat_template is None:
@@ -182,6 +213,20 @@ class TemplateRenderer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer([text], add_special_tokens=False)["input_ids"][0])
+
+    def _encode_after(self, recorded: tuple[int, ...], beginning: str, text: str) -> tuple[int, ...]:
+        """The tokens that `text` has after `beginning`, the text of `recorded`.
+
+        From an added token on, text is encoded independently of what is before it: the last one is far enough to look
+        back.
+        """
+        last = next((self._added[token] for token in reversed(recorded) if token in self._added), "")
+        near = beginning[max(beginning.rfind(last), 0) :] if last else beginning
+        for before in (near, *PLAIN_BEGINNINGS):
+            head, whole = self._encode(before), self._encode(before + text)
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+        raise AssertionError("an empty beginning has no tokens")
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(

@@ -305,12 +305,15 @@ def test_of_turns_at_the_same_time_nothing_depends_on_which_is_faster(
     run(go)
 
 
-def test_a_text_that_stops_a_turn_cuts_its_tokens(sessions: Sessions, pool: ScriptedPool, tokenizer: Any) -> None:
+@pytest.mark.parametrize("name", ["template", "qwen3"])
+def test_a_text_that_stops_a_turn_cuts_its_tokens(
+    sessions: Sessions, pool: ScriptedPool, tokenizer: Any, name: str
+) -> None:
     said = tokenizer(["go on. Observation: mine is"], add_special_tokens=False)["input_ids"][0]
     pool.says = lambda context, seed: said
 
     async def go() -> None:
-        session = opened(sessions)
+        session = opened(replace(sessions, renderer=make_renderer(name, tokenizer, "m")))
         turn = await session.generate(messages=HI, stop=["Observation:", "never"])
         assert tokenizer.decode(turn.token_ids) == "go on. Observation:"
         assert turn.text == "go on. " and turn.finish_reason == "stop" and len(turn.logprobs) == len(turn.token_ids)
