@@ -182,7 +182,7 @@ def test_a_step_equals_the_formulas_with_the_log_probs_of_transformers(
     assert stats.grad_norm == pytest.approx(norm, rel=2e-5)
     for key, gradient in gradients.items():
         difference = (gradient.double() * scale - expected[key]).norm()
-        assert difference <= 3e-5 * max(float(expected[key].norm()), 0.01 * norm), f"{key}: {difference / norm:.1e}"
+        assert difference <= 3e-5 * max(float(expected[key].norm()), 0.03 * norm), f"{key}: {difference / norm:.1e}"
     gaps = [t.old_logprobs_N - t.rollout_logprobs_N for group in written.batch for _, t in group.responses]
     weights = [written.correction(t, i) for group in written.batch for _, t in group.responses for i in range(len(t))]
     changed = [
