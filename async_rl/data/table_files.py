@@ -11,7 +11,7 @@ import json
 import logging
 import mmap
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -77,13 +77,11 @@ class LoadedPart:
 @dataclass(frozen=True, slots=True)
 class MeasuredPart:
     """What is known of a part without a table: its first prompt that can be used, how many there are among the rows
-    that were measured, whether these are all, the columns in which one of them has a value, and what was left out, a
-    line for each reason."""
+    that were measured, whether these are all, and what was left out, a line for each reason."""
 
     first: Prompt
     num_left: int
     is_whole: bool
-    columns: Set[str]
     report: Sequence[str]
 
 
@@ -184,7 +182,6 @@ def measure_part(
     limit = min(max_rows or LAST_MEASURED, TASKS_MEASURED if part.source.startswith(REASONING_GYM) else LAST_MEASURED)
     left_out = _LeftOut(part, answers)
     first: Prompt | None = None
-    columns: set[str] = set()
     num_read = num_left = 0
 
     def chosen() -> Iterator[NumberedRow]:
@@ -198,12 +195,11 @@ def measure_part(
         for row, token_ids in zip(chunk, tokenize(_rendered(part, chunk, tokenizer), part, tokenizer), strict=True):
             if left_out.accepts(row, token_ids):
                 num_left += 1
-                columns.update(row.row)
                 first = first or row.prompt(part, token_ids)
     left_out.require_some(num_left)
     if first is None:
         raise ConfigError(f"prompts.source {part.source!r} has only empty prompts: correct its prompts")
-    return MeasuredPart(first, num_left, num_read < min(limit, ALL_MEASURED), columns, left_out.report())
+    return MeasuredPart(first, num_left, num_read < min(limit, ALL_MEASURED), left_out.report())
 
 
 def is_whole(directory: Path) -> bool:

@@ -16,7 +16,7 @@ from async_rl.preflight.exact import require_exact
 from async_rl.preflight.model import ModelFiles, require_divisible, require_fit, require_tokens, require_trainable
 from async_rl.preflight.paths import require_paths
 from async_rl.preflight.reward import require_reward, require_time_for_tests
-from async_rl.preflight.reward_rows import require_answers, require_parts_of_rows
+from async_rl.preflight.reward_rows import require_answers, require_columns, require_parts_of_rows
 from async_rl.preflight.rollout import require_program
 
 __all__ = ["Fault", "find_faults", "find_missing_files", "require_sound"]
@@ -68,6 +68,7 @@ def find_faults(config: Config, *, trains: bool, serves: bool, is_whole: bool = 
     note(lambda: require_evaluation_sets(config), is_of_place=True)
     note(lambda: require_parts_of_rows(config, trains=trains), is_of_place=True)
     note(lambda: require_answers(config, trains=trains), is_of_place=True)
+    note(lambda: require_columns(config, trains=trains), is_of_place=True)
     if trains:
         note(lambda: require_prompts(config.prompts), is_of_place=True)
         note(lambda: require_time_for_tests(config))

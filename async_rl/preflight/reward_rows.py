@@ -10,8 +10,10 @@ from async_rl.data.prompts import first_rows
 from async_rl.data.table_files import checked_rows
 from async_rl.errors import ConfigError
 from async_rl.preflight.data import NUM_ROWS
+from async_rl.preflight.user_file import PREFIX, require_function, signature_of
 from async_rl.rewards.answers import accepted_answers, single_answer
 from async_rl.rewards.row_parts import labels_of
+from async_rl.rewards.signatures import lacking
 
 ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "math": single_answer,
@@ -55,6 +57,33 @@ def require_answers(config: Config, *, trains: bool) -> None:
                     f"source {part.source!r}, row {each.number} (from 0): {error}; name the column of answers in "
                     'prompts.columns = { answer = "COLUMN" }'
                 ) from error
+
+
+def require_columns(config: Config, *, trains: bool) -> None:
+    """Checks that each parameter of a reward of TRL's or verl's form comes from some of the first rows.
+
+    Other rows may lack it: they give it None. Rows that cannot be read are left to the checks of the data, functions
+    that cannot be found or called to those of the reward.
+
+    Raises:
+        ConfigError: none of these rows has it.
+    """
+    for label, reward in config.reward.single_rewards.items():
+        name = reward.name or ""
+        try:
+            definition = require_function("reward.name", name) if name.startswith(PREFIX) else None
+            if definition is None or definition.decorator_list or not lacking(signature_of(definition), ()):
+                continue
+            parts = [each for each in _parts(config, trains) if not each[0].reward or label in each[0].reward]
+            columns = {column for each in parts for row in first_rows(*each) for column in row}
+        except (ConfigError, ValueError):
+            continue
+        if missing := lacking(signature_of(definition), columns):
+            raise ConfigError(
+                f"reward.name {name!r} takes {', '.join(missing)}, but the first rows have only "
+                f"{', '.join(sorted(columns))}: name the columns that it needs in prompts.columns, or take the "
+                "parameter out"
+            )
 
 
 def require_parts_of_rows(config: Config, *, trains: bool) -> None:

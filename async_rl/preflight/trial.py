@@ -8,7 +8,7 @@ reward.
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -20,11 +20,9 @@ from async_rl.data.part import Part, parts_of
 from async_rl.data.rendering import Tokenizer
 from async_rl.data.table_files import MeasuredPart, measure_part
 from async_rl.errors import ConfigError, RewardError
-from async_rl.preflight.user_file import PREFIX, require_function, signature_of
 from async_rl.rewards.process_reward import ProcessReward
 from async_rl.rewards.readable_answers import answer_check
 from async_rl.rewards.row_parts import labels_of
-from async_rl.rewards.signatures import lacking
 from async_rl.rewards.worker_process import WorkerTimeout
 from async_rl.tokenizer import load_tokenizer
 from async_rl.types import Prompt, Response
@@ -65,7 +63,6 @@ def try_out(config: Config) -> Trial:
         drawn = config.prompts.drawn_keys
         trial.errors.append(f"{max(num_left, 0)} prompts are left for {drawn}: give more rows or a smaller batch")
     if trained:
-        _require_columns(config, set().union(*(measured.columns for measured in trained)), trial)
         asyncio.run(_try_reward(config, trained[0].first, tokenizer, trial))
     return trial
 
@@ -80,21 +77,6 @@ def _measure(
         return None
     trial.warnings += [f"{what}prompts.source {part.source!r}: {line}" for line in measured.report]
     return measured
-
-
-def _require_columns(config: Config, columns: Set[str], trial: Trial) -> None:
-    """That a reward of TRL's or verl's form gets each of its parameters from some row: others give it None."""
-    for reward in config.reward.single_rewards.values():
-        name = reward.name or ""
-        definition = require_function("reward.name", name) if name.startswith(PREFIX) else None
-        if definition is None or definition.decorator_list:
-            continue
-        if missing := lacking(signature_of(definition), columns):
-            trial.errors.append(
-                f"reward.name {name!r} takes {', '.join(missing)}, but the rows have "
-                f"{', '.join(sorted(columns))}: name the columns that it needs in prompts.columns, or take the "
-                "parameter out"
-            )
 
 
 async def _try_reward(config: Config, prompt: Prompt, tokenizer: Tokenizer, trial: Trial) -> None:

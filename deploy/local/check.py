@@ -157,7 +157,8 @@ def _try_out(config_path: Path, overrides: Sequence[str], errors: list[ConfigErr
     if done.returncode != 0:
         warnings.append(f"rows and reward could not be tried: the process ended with code {done.returncode}")
         return
-    trial = json.loads(done.stdout)
+    # A tokenizer's own code may print, too.
+    trial = json.loads(done.stdout.splitlines()[-1])
     errors += map(ConfigError, trial["errors"])
     warnings += trial["warnings"]
 

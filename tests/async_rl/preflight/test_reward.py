@@ -10,7 +10,7 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.reward import require_reward, require_time_for_tests
-from async_rl.preflight.reward_rows import require_answers, require_parts_of_rows
+from async_rl.preflight.reward_rows import require_answers, require_columns, require_parts_of_rows
 from tests.support.minimal_config import minimal_tree
 
 
@@ -227,3 +227,18 @@ def test_single_rows_without_an_answer_are_left_out_of_a_run_and_no_reason_to_re
     rows.write_text('{"prompt": "a"}\n{"prompt": "b", "solution": " "}\n')
     with pytest.raises(ConfigError, match=r"row 0 \(from 0\): the row has no 'answer'"):
         require_answers(Config.model_validate(tree), trains=True)
+
+
+def test_a_parameter_that_no_row_gives_is_named_and_one_that_some_row_lacks_is_not(tmp_path: Path) -> None:
+    rows, reward = tmp_path / "rows.jsonl", tmp_path / "reward.py"
+    reward.write_text("def f(completions, solution, **kwargs): ...\ndef own(prompt, responses, row): ...\n")
+    tree = minimal_tree()
+    tree["prompts"] |= {"source": str(rows), "chat_template": False}
+    tree["reward"] = {"name": f"python:{reward}:f"}
+    rows.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "solution": null}\n')
+    with pytest.raises(ConfigError, match=r"takes solution, but the first rows have only answer, prompt: .*columns"):
+        require_columns(Config.model_validate(tree), trains=True)
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b", "solution": "1"}\n')
+    require_columns(Config.model_validate(tree), trains=True)
+    rows.unlink()
+    require_columns(Config.model_validate(tree), trains=True)

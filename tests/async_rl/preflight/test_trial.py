@@ -132,14 +132,6 @@ def test_rows_that_no_run_could_train_are_named(name: str, workplace: Path) -> N
     assert message in "\n".join(try_out(config(rows=rows, **sections)).errors)
 
 
-def test_a_parameter_that_no_row_gives_is_named_and_one_that_some_row_lacks_is_not(workplace: Path) -> None:
-    code = "def score(completions, solution, **kwargs):\n    return [0.0 for _ in completions]\n"
-    (workplace / "reward.py").write_text(code)
-    (said,) = try_out(config(rows=lines(*[ROW] * 6))).errors
-    assert "takes solution, but the rows have answer, prompt" in said and "prompts.columns" in said
-    assert not try_out(config(rows=lines(*[ROW] * 5, {**ROW, "solution": "5"}))).errors
-
-
 def test_a_template_that_does_not_take_a_row_is_named(workplace: Path) -> None:
     (workplace / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] + 1 }}")
     (said,) = try_out(config()).errors
