@@ -38,6 +38,10 @@ class RunSection(Section):
         description="go on though settings, prompts or reward differ from the checkpoint's; the log names them",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of prompts and every sampling seed")
+    placement: Literal["separate", "shared"] = Field(
+        "separate",
+        description="whether instances have devices of their own, or those of the training ranks too (see devices.md)",
+    )
 
 
 class ModelSection(Section):
@@ -205,6 +209,16 @@ class Config(Section):
             raise ValueError(
                 "pool.join is 'now', but publish.snapshot_dir is not set: an instance that joins in the middle of a "
                 "batch reads the weights from there; name a directory that trainer and instances share"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_devices_have_a_snapshot(self) -> "Config":
+        if self.run.placement == "shared" and self.publish.transport != "snapshot":
+            raise ValueError(
+                f"run.placement is 'shared', but publish.transport is {self.publish.transport!r}, and nccl and hccl "
+                "refuse a group with two ranks on one device: set publish.transport to 'snapshot', and "
+                "publish.snapshot_dir to a directory in memory, such as /dev/shm/weights"
             )
         return self
 

@@ -4,6 +4,8 @@ The embedded engine is counted part by part: weights, the store of keys and valu
 (`inference_service/engine/`). vLLM reserves its memory at start, whatever the run needs.
 """
 
+import argparse
+from collections.abc import Sequence
 from math import ceil
 
 from async_rl.config.sections import Config
@@ -92,6 +94,13 @@ def _slots(num_segments: int) -> int:
     while slots < num_segments:
         slots = max(FIRST_SLOTS, int(GROWTH * slots))
     return slots
+
+
+def vllm_device_share(engine_options: Sequence[str]) -> float:
+    """The part of each device that vLLM takes: --gpu-memory-utilization in its options, or its default."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=VLLM_DEVICE_SHARE)
+    return float(parser.parse_known_args(engine_options)[0].gpu_memory_utilization)
 
 
 def _ffn_of(model: ModelSizes) -> int:

@@ -16,8 +16,8 @@ of at least 8k rows each. The last line is one JSON object:
   log-probs, both ways; the optimizer's step, gradient norm included;
 - `publish`: the weights sent to a second process of this machine, or why that was skipped.
 
-MFU counts the matrix products of forward and backward over the time, against the peak of `PEAK_FLOPS`; null if the
-device is not in that table. `kernel` is what computed attention.
+MFU counts the matrix products of forward and backward over the time, against the peak of `trainer.devices.peak_flops`;
+null if the device is not in that table. `kernel` is what computed attention.
 """
 
 import argparse
@@ -42,12 +42,13 @@ from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group
 from benchmarks.common.random_group import random_group
 from benchmarks.common.unshared import samples_of
-from benchmarks.gpu.model import PASSES, PEAK_FLOPS, SIZES, device_name, make_checkpoint, model_flops
+from benchmarks.gpu.model import PASSES, SIZES, device_name, make_checkpoint, model_flops
 from benchmarks.gpu.publish import measure_publish
 from trainer.attention.shared_attention import checked_kernel, shared_prompt_attention
 from trainer.batching.group_slice import num_rows, slices_of
 from trainer.batching.shared_prompt import MicroBatch, make_micro_batch
 from trainer.devices import choose_device
+from trainer.devices.peak_flops import peak_flops_of
 from trainer.model.gpt import SharedPromptGPT
 from trainer.parallel import Parallel, init_parallel
 from trainer.trainer import MegatronTrainer
@@ -159,7 +160,7 @@ class Bench:
         return torch.cuda.max_memory_allocated(self.device)
 
     def mfu(self, micro_batches: Sequence[MicroBatch], seconds: float, passes: int = PASSES) -> float | None:
-        peak = PEAK_FLOPS.get(device_name(self.device))
+        peak = peak_flops_of(self.device, DTYPE)
         flops = model_flops(self.shape, micro_batches) * passes / PASSES
         return None if peak is None else round(flops / seconds / peak, 4)
 

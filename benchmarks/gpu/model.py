@@ -41,18 +41,6 @@ SIZES = {
     ),
 }
 
-PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-}
-"""bf16 FLOP/s without sparsity, from NVIDIA's data sheets, under torch's names for the devices."""
-
 PASSES = 3
 """Forward, and a backward with two products for each product of the forward."""
 

@@ -67,7 +67,7 @@ class ClusterPlan:
         not be known in advance where rank 0, and with it the fleet endpoint, will be.
         """
         return [
-            *(self.config.cluster.python or sys.executable, "-m", "torch.distributed.run"),
+            *(self.config.cluster.python or sys.executable, "-m", "async_rl.torchrun"),
             *("--nnodes", str(self.num_nodes), "--node-rank", node_rank, "--nproc-per-node", str(self.ranks_per_node)),
             *("--master-addr", master_address, "--master-port", str(self.master_port)),
             *("--shutdown-timeout", str(math.ceil(self.config.checkpoint.grace_s + GRACE_S))),
@@ -121,6 +121,11 @@ def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) ->
         raise ConfigError(
             f"pool.instances is {list(config.pool.instances)} and pool.dns is {config.pool.dns!r}, but this launcher "
             f"starts its own {config.inference.num_instances} instances, which register themselves: remove the keys"
+        )
+    if config.run.placement == "shared":
+        raise ConfigError(
+            "run.placement is 'shared', but a cluster's launcher places instances on devices of their own: leave the "
+            "key out, or start the run on one host with async-rl run"
         )
     if config.trainer.device == "npu" and config.inference.engine == "transformers":
         raise ConfigError(

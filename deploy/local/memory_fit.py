@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.forecast.memory import ProcessMemory
+from async_rl.forecast.instance_memory import vllm_device_share
 from async_rl.forecast.run_forecast import RunForecast
 from deploy.local.machine_memory import HostMemory
 
@@ -57,12 +57,31 @@ def find_misfits(config: Config, forecast: RunForecast, capacity: Capacity) -> M
     if capacity.device_bytes is not None:
         for name, memory in (("training rank", forecast.rank), ("instance", forecast.instance)):
             if memory.num_bytes > capacity.device_bytes:
-                errors.append(_device_error(name, memory, capacity.device_bytes))
+                errors.append(_device_error(f"a {name} needs", memory.num_bytes, capacity.device_bytes))
+        if config.run.placement == "shared" and not errors:
+            errors += _shared_device_errors(config, forecast, capacity.device_bytes)
     return Misfits(tuple(errors), tuple(warnings))
 
 
-def _device_error(name: str, memory: ProcessMemory, device_bytes: int) -> ConfigError:
+def _shared_device_errors(config: Config, forecast: RunForecast, device_bytes: int) -> list[ConfigError]:
+    """Of a rank and an instance on one device, as each of them has it for itself in the forecast."""
+    rank, instance = forecast.rank.num_bytes, forecast.instance.num_bytes
+    if config.inference.engine == "vllm":
+        # It fills what it may have, whatever the run needs.
+        share, fits = vllm_device_share(config.inference.engine_options), 1 - rank / device_bytes
+        if share > fits and rank + instance <= device_bytes:
+            return [
+                ConfigError(
+                    f"vLLM takes {share:.0%} of the device, of which a training rank needs {1 - fits:.0%}: add "
+                    f'"--gpu-memory-utilization", "{int(fits * 100) / 100}" or less to inference.engine_options'
+                )
+            ]
+    if rank + instance > device_bytes:
+        return [_device_error("a training rank and an instance need", rank + instance, device_bytes)]
+    return []
+
+
+def _device_error(who: str, num_bytes: int, device_bytes: int) -> ConfigError:
     return ConfigError(
-        f"a {name} needs about {memory.num_bytes / GIB:.1f} GiB of its device, which has {device_bytes / GIB:.1f} GiB: "
-        f"{REMEDY}"
+        f"{who} about {num_bytes / GIB:.1f} GiB of its device, which has {device_bytes / GIB:.1f} GiB: {REMEDY}"
     )

@@ -154,7 +154,7 @@ def _trainer(
     program: Sequence[str],
 ) -> Process:
     argv = [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", "async_rl.torchrun"),
         # torchrun chooses the port of its rendezvous itself, so no other process can take it in between.
         *("--standalone", "--local-addr", HOST, "--nproc-per-node", str(config.trainer.num_local_ranks)),
         *("--shutdown-timeout", str(math.ceil(config.checkpoint.grace_s + GRACE_S))),

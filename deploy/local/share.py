@@ -99,21 +99,29 @@ def _share_devices(
 ) -> list[tuple[str, ...]]:
     """Neighbouring devices for every claim, one per worker, the widest first.
 
-    So blocks of 2, 4 or 8 begin at a multiple of their size, within directly connected devices.
+    So blocks of 2, 4 or 8 begin at a multiple of their size, within directly connected devices. With `run.placement` =
+    "shared" instances and training ranks are given the same devices.
     """
-    needed = sum(claim.workers for claim in claims)
+    given: dict[int, tuple[str, ...]] = {}
+    shared = with_trainer and config.run.placement == "shared"
+    # Instances that share the devices of the ranks begin again at the first one.
+    pools = [claims[:-1], claims[-1:]] if shared else [claims]
+    needed = max(sum(claim.workers for claim in pool) for pool in pools)
     if needed > len(machine.devices):
         raise _too_few(config, machine, needed, with_trainer)
-    given: dict[int, tuple[str, ...]] = {}
-    left = list(machine.devices)
-    for i in sorted(range(len(claims)), key=lambda i: -claims[i].workers):
-        given[i], left = tuple(left[: claims[i].workers]), left[claims[i].workers :]
+    start = 0
+    for pool in pools:
+        left = list(machine.devices)
+        for i in sorted(range(len(pool)), key=lambda i: -pool[i].workers):
+            given[start + i], left = tuple(left[: pool[i].workers]), left[pool[i].workers :]
+        start += len(pool)
     return [given[i] for i in range(len(claims))]
 
 
 def _too_few(config: Config, machine: Machine, needed: int, with_trainer: bool) -> ConfigError:
     kind, inference, trainer = config.trainer.device, config.inference, config.trainer
-    ranks = f"trainer.num_processes = {trainer.num_local_ranks} + " if with_trainer else ""
+    sign = " for each pool, " if config.run.placement == "shared" else " + "
+    ranks = f"trainer.num_processes = {trainer.num_local_ranks}{sign}" if with_trainer else ""
     have = f"{len(machine.devices)} ({', '.join(machine.devices)})" if machine.devices else "none"
     remedy = (
         f"let {VISIBLE[kind]} name more, ask for fewer, or start the instances on another host and name them in "
@@ -123,8 +131,7 @@ def _too_few(config: Config, machine: Machine, needed: int, with_trainer: bool) 
         tool = "nvidia-smi" if kind == "cuda" else "npu-smi info"
         remedy = f"check `{tool}` and {VISIBLE[kind]}, or set trainer.device to 'cpu'"
     elif len(machine.devices) == 1 and with_trainer:
-        # nccl and hccl refuse a group with two ranks on one device, and each pool takes most of a device's memory.
-        remedy += "; trainer and instances cannot share one device"
+        remedy = f"set run.placement to 'shared', for both pools on one device (docs/devices.md), or {remedy}"
     instances = f"inference.num_instances = {inference.num_instances} x "
     instances += f"inference.tensor_parallel = {inference.tensor_parallel}"
     return ConfigError(

@@ -42,8 +42,9 @@ def merge(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over two disjoint sets of keys, from the outputs [..., D] and log-sum-exps [...] over each."""
-    weight = torch.sigmoid(other_lse - lse)
-    return torch.lerp(out, other, weight.unsqueeze(-1)), torch.logaddexp(lse, other_lse)
+    weight = torch.sigmoid(other_lse - lse).unsqueeze(-1)
+    merged = torch.lerp(out.to(weight.dtype), other.to(weight.dtype), weight)
+    return merged.to(out.dtype), torch.logaddexp(lse, other_lse)
 
 
 def attend(

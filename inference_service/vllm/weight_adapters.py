@@ -1,7 +1,8 @@
 """Adapters for the two interfaces of vLLM's weight transfer engine, as mixins; `weight_engine.py` selects one.
 
-vLLM 0.23 loads through a callback that its worker passes, and reloads layer by layer in the worker. vLLM 0.32 passes
-the model to the engine, which reloads it itself. Nothing here needs vLLM.
+vLLM 0.23 loads through a callback that its worker passes, and reloads layer by layer in the worker. Later releases pass
+the model to the engine, which reloads it itself; some of them (0.26) still demand the sender's method of 0.23. Nothing
+here needs vLLM.
 """
 
 import inspect
@@ -40,6 +41,10 @@ class Transfer:
     def shutdown(self) -> None:
         self.receiver.leave()
 
+    @staticmethod
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
+        raise NotImplementedError("the trainer sends through async_rl.weights.stream, not through vLLM's class")
+
 
 class DenseUpdateInfo(UpdateInfo):
     """An update with the field that the worker of 0.23 reads: it supports sparse updates too."""
@@ -55,13 +60,9 @@ class LoadsThroughCallback(Transfer):
     def receive_weights(self, update_info: UpdateInfo, load_weights: LoadWeights) -> None:
         self.receiver.load(update_info, load_weights)
 
-    @staticmethod
-    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
-        raise NotImplementedError("the trainer sends through async_rl.weights.stream, not through vLLM's class")
-
 
 class ReloadsModel(Transfer):
-    """The interface of 0.32; `begin_reload` and `end_reload` are vLLM's layer-by-layer reload of a model."""
+    """The interface of 0.26 to 0.32; `begin_reload` and `end_reload` are vLLM's layer-by-layer reload of a model."""
 
     model: Any
     model_config: Any

@@ -13,11 +13,13 @@ import pytest
 
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
 from async_rl.preflight import require_sound
 from deploy.cluster.plan import plan_cluster
 from deploy.local.check import check_run
 from deploy.local.machine import Machine
-from deploy.local.memory_fit import host_bytes
+from deploy.local.machine_memory import HostMemory
+from deploy.local.memory_fit import Capacity, find_misfits
 from deploy.local.plan import num_ports, plan, plan_instances
 from tests.support import ROOT
 from tests.support.published_models import CONFIGS, write_data, write_models
@@ -39,7 +41,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def num_devices(config: Config, *, trains: bool) -> int:
     ranks = config.trainer.num_local_ranks * config.cluster.training_nodes if trains else 0
-    return ranks + config.inference.num_instances * config.inference.tensor_parallel
+    workers = config.inference.num_instances * config.inference.tensor_parallel
+    return max(ranks, workers) if config.run.placement == "shared" else ranks + workers
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -64,10 +67,9 @@ def test_a_recipe_passes_check_and_fits_the_memory_that_it_names(
     named = re.search(r"^# For: .*? (\d+) GB", path.read_text(), re.MULTILINE)
     assert named is not None, "the memory of its devices, or of its host on CPUs"
     capacity = int(named[1]) * 10**9
-    if config.trainer.device == "cpu":
-        assert host_bytes(config, check.forecast) < capacity
-    else:
-        assert max(check.forecast.rank.num_bytes, check.forecast.instance.num_bytes) < capacity
+    on_device = None if config.trainer.device == "cpu" else capacity
+    host = HostMemory(capacity, capacity) if on_device is None else HostMemory(10**12, 10**12)
+    assert find_misfits(config, check.forecast, Capacity(host, on_device)).errors == ()
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -81,7 +83,10 @@ def test_a_recipe_can_be_planned_on_the_devices_that_it_names(path: Path) -> Non
         assert len(plan_instances(config, machine=machine, ports=ports)[1]) == config.inference.num_instances
     elif config.cluster.training_nodes == 1:
         assert plan(path, config, (), machine=machine, ports=ports).urls
-    if trains and not on_cpu:
+    if config.run.placement == "shared":
+        with pytest.raises(ConfigError, match="a cluster's launcher places instances on devices of their own"):
+            plan_cluster(path, config, ())
+    elif trains and not on_cpu:
         planned = plan_cluster(path, config, ())
         assert planned.num_nodes * planned.node.devices + planned.min_instances * planned.instance.devices == needed
     named = re.search(r"^# For: .*?(\d+) (NPUs|GPUs|CPU cores)", path.read_text(), re.MULTILINE)

@@ -114,9 +114,9 @@ class RayRun(Run):
 
     def rank(self) -> psutil.Process:
         """The process of the only training rank."""
-        ranks = self.guard_of("torch.distributed.run").children(recursive=True)
+        ranks = self.guard_of("async_rl.torchrun").children(recursive=True)
         (rank,) = [
-            p for p in ranks if "async_rl.trainer" in (words := command_of(p)) and "torch.distributed.run" not in words
+            p for p in ranks if "async_rl.trainer" in (words := command_of(p)) and "async_rl.torchrun" not in words
         ]
         return rank
 

@@ -12,7 +12,9 @@ _PEAKS = {
     "H800": 989e12,
     "H200 NVL": 835e12,
     "H200": 989e12,
+    "B200": 2250e12,
     "L40S": 362e12,
+    "L4": 121e12,
 }
 """Dense bfloat16 products without sparsity, per second; the first name that the device's name contains counts."""
 

@@ -79,7 +79,7 @@ def start(tmp_path: Path, instance: Instance) -> Callable[..., Process]:
         torchrun = [
             sys.executable,
             "-m",
-            "torch.distributed.run",
+            "async_rl.torchrun",
             "--standalone",
             "--nproc-per-node",
             "1",

@@ -34,7 +34,7 @@ def test_the_pods_find_rank_0_and_the_fleet_under_the_first_training_pods_name(v
     pod, torchrun = training[: training.index("--")], training[training.index("--") + 1 :]
     assert pod[:3] == ["/opt/python", "-m", "deploy.kubernetes.training_pod"]
     assert option(pod, "--index") == "$(JOB_COMPLETION_INDEX)" and option(pod, "--pods") == "2"
-    assert torchrun[:3] == ["/opt/python", "-m", "torch.distributed.run"]
+    assert torchrun[:3] == ["/opt/python", "-m", "async_rl.torchrun"]
     assert option(training, "--master-addr") == "math-trainer-0-0.math"
     assert option(training, "--node-rank") == "$(JOB_COMPLETION_INDEX)"
     assert option(training, "--nnodes") == "2" == str(values["training"]["nodes"])

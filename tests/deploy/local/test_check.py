@@ -184,6 +184,26 @@ def test_memory_that_others_use_is_a_warning_and_missing_memory_an_error(workpla
     assert ["training rank" in str(error) for error in on_device.errors] == [True, False]
 
 
+def test_pools_that_share_a_device_fit_on_it_together(workplace: Path) -> None:
+    shared = ["--run.placement=shared", "--publish.transport=snapshot", "--publish.snapshot_dir=/dev/shm/w"]
+    words = ["--trainer.device=cuda", *shared]
+    config = load_config(Path("run.toml"), words)
+    forecast = forecast_run(config, ModelFiles.find("model").config)
+    host, both = HostMemory(64 * GIB, 64 * GIB), forecast.rank.num_bytes + forecast.instance.num_bytes
+    assert find_misfits(config, forecast, Capacity(host, both)).errors == ()
+    (error,) = find_misfits(config, forecast, Capacity(host, both - 1)).errors
+    assert "a training rank and an instance need about" in str(error)
+    # vLLM takes its share of the device, whatever the run needs.
+    config = load_config(Path("run.toml"), [*words, "--inference.engine=vllm"])
+    forecast = forecast_run(config, ModelFiles.find("model").config)
+    device = 4 * forecast.rank.num_bytes
+    (error,) = find_misfits(config, forecast, Capacity(host, device)).errors
+    assert "vLLM takes 90% of the device, of which a training rank needs 25%: add" in str(error)
+    assert '"--gpu-memory-utilization", "0.75" or less' in str(error)
+    words += ["--inference.engine=vllm", '--inference.engine_options=["--gpu-memory-utilization", "0.75"]']
+    assert find_misfits(load_config(Path("run.toml"), words), forecast, Capacity(host, device)).errors == ()
+
+
 def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       1000 kB\nMemAvailable:    600 kB\n")

@@ -74,7 +74,7 @@ def test_the_trainer_runs_under_torchrun_with_overrides_and_the_instances() -> N
     overrides = ["--train.iterations", "5"]
     made = plan(Path("c.toml"), make_config(), overrides, machine=Machine(), ports=[8001, 8002])
     argv = made.trainer.argv
-    assert argv[1:3] == ("-m", "torch.distributed.run")
+    assert argv[1:3] == ("-m", "async_rl.torchrun")
     assert {process.env["PYTHONSAFEPATH"] for process in (*made.instances, made.trainer)} == {"1"}
     assert "--standalone" in argv and option(argv, "--nproc-per-node") == "2"
     assert argv[-7:] == (

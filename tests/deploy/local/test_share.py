@@ -11,14 +11,22 @@ from async_rl.errors import ConfigError
 from deploy.local.machine import Machine
 from deploy.local.share import MAX_THREADS, Share, share_out
 
+TREE: dict[str, Any] = {
+    "run": {"dir": "runs/one"},
+    "model": {"path": "a-model"},
+    "prompts": {"source": "rows.jsonl", "prompts_per_batch": 64},
+    "reward": {"name": "math"},
+    "train": {"iterations": 3},
+}
 
-def make_config(device: str, ranks: int, instances: int, workers: int, engine: str = "vllm") -> Config:
-    tree: dict[str, Any] = {
-        "run": {"dir": "runs/one"},
-        "model": {"path": "a-model"},
-        "prompts": {"source": "rows.jsonl", "prompts_per_batch": 64},
-        "reward": {"name": "math"},
-        "train": {"iterations": 3},
+
+def make_config(
+    device: str, ranks: int, instances: int, workers: int, engine: str = "vllm", placement: str = "separate"
+) -> Config:
+    tree = {
+        **TREE,
+        "run": {"dir": "runs/one", "placement": placement},
+        "publish": {"transport": "snapshot", "snapshot_dir": "/dev/shm/w"} if placement == "shared" else {},
         "trainer": {"device": device, "num_processes": ranks},
         "inference": {"engine": engine, "num_instances": instances, "tensor_parallel": workers},
     }
@@ -83,9 +91,29 @@ def test_wide_instances_begin_at_a_multiple_of_their_width() -> None:
     assert of_trainer.devices == ("12", "13")
 
 
-def test_one_device_is_not_shared_by_the_two_pools() -> None:
-    with pytest.raises(ConfigError, match=r"needs 2 devices.*there are 1 \(0\).*cannot share one device"):
+def test_pools_with_one_device_are_told_how_to_share_it() -> None:
+    with pytest.raises(ConfigError, match=r"needs 2 devices.*there are 1 \(0\): set run\.placement to 'shared'"):
         share_out(make_config("cuda", 1, 1, 1), Machine((), ("0",)))
+
+
+@pytest.mark.parametrize("num_devices", DEVICES)
+def test_pools_that_share_get_the_same_devices_each_with_its_own_apart(num_devices: int) -> None:
+    machine = Machine((), tuple(map(str, range(num_devices))))
+    for ranks, instances, workers in LAYOUTS:
+        config = make_config("cuda", ranks, instances, workers, placement="shared")
+        if max(ranks, instances * workers) > num_devices:
+            with pytest.raises(ConfigError, match=rf"= {ranks} for each pool, inference\.num_instances"):
+                share_out(config, machine)
+            continue
+        of_instances, of_trainer = share_out(config, machine)
+        assert of_trainer.devices == machine.devices[:ranks]
+        assert sum((share.devices for share in of_instances), ()) == machine.devices[: instances * workers]
+
+
+def test_sharing_needs_weights_in_a_snapshot() -> None:
+    tree = {**TREE, "run": {"dir": "runs/one", "placement": "shared"}}
+    with pytest.raises(ConfigError, match=r"run\.placement is 'shared', but publish\.transport is 'broadcast'"):
+        parse_config(tree, source="test")
 
 
 def test_no_device_at_all_asks_for_the_driver() -> None:

@@ -79,10 +79,10 @@ def test_lost_actors_and_nodes_come_back_and_the_run_ends_proven(run: RayRun, no
     progress_after(instance.parent().kill, "instance-1", "the actor of an instance")
     assert gone([instance]), "what it ran ends with it"
     progress_after(run.rank().kill, "trainer-0", "the training process")
-    trainer = run.guard_of("torch.distributed.run")
+    trainer = run.guard_of("async_rl.torchrun")
     progress_after(trainer.parent().kill, "trainer-0", "the actor of the trainer")
     assert gone([trainer])
-    trainer = run.guard_of("torch.distributed.run")
+    trainer = run.guard_of("async_rl.torchrun")
     progress_after(lambda: nodes.kill_raylet_of(trainer), "trainer-0", "the raylet of the trainer")
     assert gone([trainer])
     assert run.finish() == 0, run.everything_said()

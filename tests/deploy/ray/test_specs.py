@@ -65,7 +65,7 @@ def test_the_dry_run_shows_groups_and_commands_and_no_secret(
     assert "some/model" in wrong and "rows.jsonl" in wrong, "what is wrong is told after what would be run"
     assert "placement group training: STRICT_SPREAD [{'CPU': 2.0}, {'CPU': 2.0}]" in said
     assert said.count("placement group instance-") == 2 and "up to 4 instances in all" in said
-    assert "torch.distributed.run --nnodes 2 --node-rank 1" in said and "--master-addr ADDRESS" in said
+    assert "async_rl.torchrun --nnodes 2 --node-rank 1" in said and "--master-addr ADDRESS" in said
     assert "between hosts" not in said
 
 

@@ -35,7 +35,7 @@ def test_a_run_survives_its_processes_and_its_time_limit(
     def processes(module: str) -> list[psutil.Process]:
         return [p for p in own(module) if "async_rl.programs.process_guard" not in command_of(p)]
 
-    rank = next(p for p in processes("async_rl.trainer") if "torch.distributed.run" not in command_of(p))
+    rank = next(p for p in processes("async_rl.trainer") if "async_rl.torchrun" not in command_of(p))
     rank.kill()
     took = {"a training rank is killed": run.wait_for_more()}
     instance = processes("inference_service")[0]

@@ -31,6 +31,16 @@ def test_merged_parts_are_attention_to_all_keys(seed: int, lengths: list[int], n
     torch.testing.assert_close(out, expected(query, keys, values, seen[:, None, None]).float())
 
 
+def test_parts_in_bfloat16_with_sums_in_float32_merge() -> None:
+    # As on a device: on a CPU keys and values are kept in float32.
+    out, other = torch.randn(2, 2, 3, 4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    lse, other_lse = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(1))
+    merged, _ = merge(out, lse, other, other_lse)
+    wanted, _ = merge(out.double(), lse.double(), other.double(), other_lse.double())
+    assert merged.dtype == torch.bfloat16
+    torch.testing.assert_close(merged, wanted.bfloat16(), rtol=2**-8, atol=0)
+
+
 def test_causal_attention_sees_no_later_key() -> None:
     query, keys, values = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
     out, lse = attend_causally(query, keys, values, 0.3)

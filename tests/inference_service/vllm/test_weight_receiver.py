@@ -1,7 +1,9 @@
 """A vLLM worker's end of a weight stream, without vLLM: classes of both forms of its base, and real weight groups."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +38,14 @@ class NewBase:
     def __init__(self, config: object, vllm_config: Any, device: object, model: object) -> None:
         self.parallel_config = vllm_config.parallel_config
         self.model, self.model_config = model, "a model config"
+
+
+class MiddleBase(NewBase, ABC):
+    """The form of vLLM 0.25 to 0.28: that of 0.32, and still with the sender's method of 0.23."""
+
+    @staticmethod
+    @abstractmethod
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None: ...
 
 
 def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -105,8 +115,8 @@ def old_engine() -> tuple[Any, Callable[[Any, UpdateInfo], list[Tensors]]]:
     return Engine(None, parallel, None), receive
 
 
-def new_engine() -> tuple[Any, Callable[[Any, UpdateInfo], list[Tensors]]]:
-    class Engine(form_of(NewBase), NewBase):  # type: ignore[misc]
+def new_engine(base: type = NewBase) -> tuple[Any, Callable[[Any, UpdateInfo], list[Tensors]]]:
+    class Engine(form_of(base), base):  # type: ignore[misc]
         begin_reload = staticmethod(lambda model: model.calls.append("begin"))
         end_reload = staticmethod(lambda model, config: model.calls.append(config))
 
@@ -127,7 +137,9 @@ def test_the_form_of_the_base_class_is_told_by_its_constructor() -> None:
     assert (form_of(OldBase), form_of(NewBase)) == (LoadsThroughCallback, ReloadsModel)
 
 
-@pytest.mark.parametrize("make", [old_engine, new_engine], ids=["0.23", "0.32"])
+@pytest.mark.parametrize(
+    "make", [old_engine, partial(new_engine, MiddleBase), new_engine], ids=["0.23", "0.26", "0.32"]
+)
 def test_an_engine_of_either_form_hands_every_tensor_to_the_loader_layer_by_layer(make: Callable[[], Any]) -> None:
     engine, receive = make()
     sender, stream = Sender(), weights()
