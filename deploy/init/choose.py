@@ -5,6 +5,7 @@ Pure: the machine is an argument. A setting comes with the reason that the confi
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from async_rl.config.file import parse_config
@@ -13,7 +14,8 @@ from async_rl.errors import ConfigError
 from async_rl.forecast.model_sizes import ModelSizes
 from async_rl.forecast.run_forecast import forecast_run
 from async_rl.preflight.first_look import DEFAULT_COLUMN, FirstLook
-from deploy.local.memory_fit import GIB, host_bytes
+from deploy.local.machine_memory import HostMemory
+from deploy.local.memory_fit import GIB, Capacity, find_misfits
 
 ROOM = 0.85
 """Of the memory there is: the forecast is within 15% of what is used."""
@@ -52,6 +54,9 @@ MAX_CPU_MICRO_BATCH = 4096
 RECOMPUTE = ("none", "selective", "full")
 MAX_TENSOR_PARALLEL = 8
 MAX_CPU_INSTANCES = 4
+
+# Of a device that the trainer is on, too.
+VLLM_SHARE_OF_ONE = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ def choose(seen: Seen, run_dir: str) -> list[Choice]:
             "--prompt-column"
         )
     fixed = [*_fixed(seen, run_dir, sizes.num_parameters)]
-    for layout in _layouts(seen):
+    for layout in _layouts(seen, run_dir):
         for recompute in RECOMPUTE:
             for micro_batch in MICRO_BATCHES:
                 if seen.device == "cpu" and micro_batch > MAX_CPU_MICRO_BATCH:
@@ -171,8 +176,6 @@ def _template_reason(seen: Seen) -> str:
 
 
 def _device_reason(seen: Seen) -> str:
-    if seen.device == "cpu" and seen.num_devices == 1:
-        return "one accelerator is not enough: trainer and instances cannot share it"
     return f"{seen.num_devices} here" if seen.device != "cpu" else "no accelerator here"
 
 
@@ -192,7 +195,7 @@ def _lengths(seen: Seen) -> tuple[int, int]:
     return prompt, min(MAX_RESPONSE_TOKENS[seen.device], most - prompt)
 
 
-def _layouts(seen: Seen) -> Iterator[list[Choice]]:
+def _layouts(seen: Seen, run_dir: str) -> Iterator[list[Choice]]:
     """Ranks and instances, the most instances first; on devices half of them train."""
     if seen.device == "cpu":
         most = max(1, min(MAX_CPU_INSTANCES, seen.num_cores // 2))
@@ -200,6 +203,9 @@ def _layouts(seen: Seen) -> Iterator[list[Choice]]:
             yield [Choice("inference.num_instances", num_instances, f"for {seen.num_cores} cores")]
         return
     engine = Choice("inference.engine", "vllm" if seen.has_vllm or seen.device == "npu" else "transformers")
+    if seen.num_devices == 1:
+        yield [engine, *_on_one_device(engine.value, Path(run_dir).name)]
+        return
     ranks = seen.num_devices // 2
     tensor = 1
     while tensor <= min(ranks, MAX_TENSOR_PARALLEL):
@@ -213,6 +219,16 @@ def _layouts(seen: Seen) -> Iterator[list[Choice]]:
                 *_instances(engine.value, seen.num_devices - ranks, tensor),
             ]
         tensor *= 2
+
+
+def _on_one_device(engine: str, run_name: str) -> Iterator[Choice]:
+    """Both pools on the same device, and the weights between them in memory."""
+    yield Choice("run.placement", "shared", "both pools on the one device, without taking turns")
+    yield Choice("publish.transport", "snapshot", "two ends of a broadcast cannot be on one device")
+    yield Choice("publish.snapshot_dir", f"/dev/shm/async-rl-{run_name}")
+    if engine == "vllm":
+        options = ["--gpu-memory-utilization", str(VLLM_SHARE_OF_ONE)]
+        yield Choice("inference.engine_options", options, "what vLLM takes of the device")
 
 
 def _instances(engine: str, num_devices: int, tensor: int) -> Iterator[Choice]:
@@ -231,10 +247,9 @@ def _fits(seen: Seen, choices: list[Choice]) -> bool:
     except ConfigError:
         # Such as fewer prompts than replicas: another layout may do.
         return False
-    on_devices = seen.device_bytes is None or max(forecast.rank.num_bytes, forecast.instance.num_bytes) <= (
-        ROOM * seen.device_bytes
-    )
-    return on_devices and host_bytes(config, forecast) <= ROOM * seen.host_bytes
+    host = int(ROOM * seen.host_bytes)
+    device = None if seen.device_bytes is None else int(ROOM * seen.device_bytes)
+    return not find_misfits(config, forecast, Capacity(HostMemory(host, host), device)).errors
 
 
 def _shortage(seen: Seen) -> str:

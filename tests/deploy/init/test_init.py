@@ -186,7 +186,9 @@ def test_what_would_not_pass_check_is_written_and_named(
         {"num_devices": 16, "device": "npu", "device_bytes": 64 * GIB},
         {"has_vllm": False, "num_devices": 3, "device_bytes": 300 * GIB},
         {"device": "cpu", "num_devices": 0, "device_bytes": None},
-        {"device": "cpu", "num_devices": 1, "device_bytes": None, "num_cores": 1, "host_bytes": 260 * GIB},
+        {"device": "cpu", "num_devices": 0, "device_bytes": None, "num_cores": 1, "host_bytes": 260 * GIB},
+        {"num_devices": 1, "device_bytes": 600 * GIB},
+        {"has_vllm": False, "num_devices": 1, "device_bytes": 300 * GIB},
         {"look": replace(LOOK, num_rows=1), "prompt_tokens": 10**6},
     ],
 )
@@ -195,14 +197,17 @@ def test_the_choice_fits_the_machine(changes: dict[str, Any]) -> None:
     choices = choose(seen, "runs/x")
     config = parse_config(tomllib.loads(config_text(choices, "run.toml")), "here")
     forecast = forecast_run(config, seen.model_config)
-    used = config.trainer.num_local_ranks + config.inference.num_instances * config.inference.tensor_parallel
+    ranks, workers = config.trainer.num_local_ranks, config.inference.num_instances * config.inference.tensor_parallel
+    used = ranks + workers if config.run.placement == "separate" else max(ranks, workers)
     assert config.prompts.max_prompt_tokens + config.rollout.max_response_tokens <= 40_960
     if seen.device == "cpu":
         assert forecast.rank.num_bytes + forecast.instance.num_bytes <= ROOM * seen.host_bytes
     else:
         assert used <= seen.num_devices
         assert seen.device_bytes is not None
-        assert max(forecast.rank.num_bytes, forecast.instance.num_bytes) <= ROOM * seen.device_bytes
+        together = forecast.rank.num_bytes + forecast.instance.num_bytes
+        alone = max(forecast.rank.num_bytes, forecast.instance.num_bytes)
+        assert (alone if seen.num_devices > 1 else together) <= ROOM * seen.device_bytes
 
 
 def test_a_model_that_cannot_fit_is_an_error_with_the_memory_there_is() -> None:
