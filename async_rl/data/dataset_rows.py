@@ -1,5 +1,6 @@
 """Rows of Hugging Face `datasets`: of a directory that `save_to_disk` wrote, or of the hub."""
 
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -40,7 +41,8 @@ def hub_rows(source: str) -> TabularRows:
         ConfigError: there is no such dataset or split, or `datasets` is not installed.
     """
     datasets = _library(source)
-    name, *rest = source.removeprefix(HUB).split(":")
+    # A colon in brackets is a slice of a split, as in train[:100].
+    name, *rest = re.split(r":(?![^\[]*\])", source.removeprefix(HUB))
     if not name or len(rest) > 2 or "" in rest:
         raise ConfigError(f"prompts.source is {source!r}: expected {HUB}OWNER/NAME[:CONFIG][:SPLIT]")
     config, split = rest if len(rest) == 2 else (None, rest[0] if rest else None)

@@ -113,10 +113,13 @@ class RunFeed:
 
     def __init__(self, run_dir: Path, *, from_start: bool = False) -> None:
         """`from_start`: with what is there already, apart from warnings."""
-        self._metrics = JsonlTail(run_dir / METRICS, from_start=from_start)
+        # A run that resumes cuts these files, which are then read from their beginning.
+        self._metrics = JsonlTail(run_dir / METRICS, from_start=True)
         self._evaluations = JsonlTail(run_dir / EVALUATIONS, from_start=True)
-        # A run that resumes cuts the file, which is then read from its beginning.
-        self._shown = set() if from_start else {_key_of(record) for record in self._evaluations.read_new()}
+        self._shown: set[tuple[str, ...]] = set()
+        if not from_start:
+            self._news(self._metrics.read_new(), _OF_ITERATION)
+            self._news(self._evaluations.read_new(), _OF_EVALUATION)
         self._notices = JsonlTail(run_dir / NOTICES)
 
     def show_new(self, view: RunView) -> Record | None:
@@ -124,18 +127,26 @@ class RunFeed:
         last = None
         for notice in self._notices.read_new():
             view.note(f"trainer: {notice.get('text')}")
-        for last in shown_records(self._metrics.read_new()):
+        for last in shown_records(self._news(self._metrics.read_new(), _OF_ITERATION)):
             view.show(last)
-        for evaluation in self._evaluations.read_new():
-            if (key := _key_of(evaluation)) not in self._shown:
-                self._shown.add(key)
-                view.note(describe_evaluation(evaluation))
+        for evaluation in self._news(self._evaluations.read_new(), _OF_EVALUATION):
+            view.note(describe_evaluation(evaluation))
         view.tick()
         return last
 
+    def _news(self, records: Iterable[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+        """Those whose values under `names` no record had before."""
+        news = []
+        for record in records:
+            key = (*names, *(str(record.get(name)) for name in names))
+            if key not in self._shown:
+                self._shown.add(key)
+                news.append(record)
+        return news
 
-def _key_of(evaluation: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(str(evaluation.get(name)) for name in ("iteration", "set", "weight_version"))
+
+_OF_ITERATION = ("iteration", "weight_version", "started_unix_s")
+_OF_EVALUATION = ("iteration", "set", "weight_version")
 
 
 class PlainView:

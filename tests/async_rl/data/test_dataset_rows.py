@@ -53,6 +53,28 @@ def test_a_dataset_of_several_splits_and_another_directory_are_refused(tmp_path:
         load(str(tmp_path / "empty"))
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("hf:a/b:train[:100]", ("a/b", None, "train[:100]")),
+        ("hf:a/b:main:test[10:20]", ("a/b", "main", "test[10:20]")),
+        ("hf:a/b:main:test", ("a/b", "main", "test")),
+    ],
+)
+def test_a_split_may_be_a_slice(
+    datasets: Any, monkeypatch: pytest.MonkeyPatch, source: str, expected: tuple[str | None, ...]
+) -> None:
+    asked: list[tuple[str | None, ...]] = []
+
+    def load_dataset(name: str, config: str | None, split: str) -> Any:
+        asked.append((name, config, split))
+        return datasets.Dataset.from_list([{"prompt": "1"}] * 4)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    load(source)
+    assert asked == [expected]
+
+
 def test_a_hub_name_that_is_none_is_refused(datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"'hf:a/b:c:d:e': expected hf:OWNER/NAME\[:CONFIG\]\[:SPLIT\]"):

@@ -157,8 +157,14 @@ def test_a_feed_shows_iterations_evaluations_and_warnings(tmp_path: Path, record
     for resumed in (feed, RunFeed(tmp_path)):
         (tmp_path / "new").write_text(json.dumps(evaluation) + "\n")
         (tmp_path / "new").replace(tmp_path / "evaluations.jsonl")
-        resumed.show_new(view)
-        assert len(lines_of(console)) == 4, "a run that resumed has cut the file"
+        (tmp_path / "new").write_text(json.dumps(record(0)) + "\n")
+        (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
+        assert resumed.show_new(view) is None
+        assert len(lines_of(console)) == 4, "a run that resumed has cut the files"
+    again = {**record(0), "started_unix_s": 99.0}
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(again) + "\n")
+    assert feed.show_new(view) == again, "an iteration that is trained again is another one"
 
 
 def test_the_canary_and_evaluations_have_shares_of_their_own(record: MakeRecord) -> None:
