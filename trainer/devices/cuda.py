@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.errors import ConfigError
+from async_rl.programs.cuda_driver import OTHER_BUILD, driver_version, is_too_old, needed_driver
 from trainer.devices.cuda_attention import CUDAAttention
 from trainer.devices.layer_ops import LayerOps
 
@@ -44,12 +45,7 @@ def prepare() -> None:
         ConfigError: there is no GPU, or no GPU for this rank.
     """
     if not torch.cuda.is_available():
-        build = torch.version.cuda or "none"
-        raise ConfigError(
-            f"trainer.device is 'cuda' but torch sees no CUDA device: torch {torch.__version__} is built for CUDA "
-            f"{build}; install a CUDA build of torch and check that `nvidia-smi` lists a GPU, or set trainer.device "
-            "to 'cpu'"
-        )
+        raise ConfigError(f"trainer.device is 'cuda' but torch sees no CUDA device: {_why_no_device()}")
     num_devices = torch.cuda.device_count()
     if DEVICE.index >= num_devices:
         raise ConfigError(
@@ -57,3 +53,27 @@ def prepare() -> None:
             f"device(s): start at most {num_devices} rank(s) on this host, or let CUDA_VISIBLE_DEVICES name more"
         )
     torch.cuda.set_device(DEVICE)
+
+
+def _why_no_device() -> str:
+    """The likely cause and its remedy."""
+    cuda = torch.version.cuda
+    if cuda is None:
+        return (
+            f"torch {torch.__version__} is no CUDA build; install one and check that `nvidia-smi` lists a GPU, or set "
+            "trainer.device to 'cpu'"
+        )
+    build = f"torch {torch.__version__} is built for CUDA {cuda}"
+    driver = driver_version()
+    if driver is None:
+        return (
+            f"{build}, and nvidia-smi names no driver; check that `nvidia-smi` lists a GPU, also inside a container, "
+            "or set trainer.device to 'cpu'"
+        )
+    needed = needed_driver(cuda)
+    needs = f", which needs a driver of version {needed} or newer" if needed is not None else ""
+    if is_too_old(driver, cuda):
+        return f"{build}{needs}, and the driver is {driver}: {OTHER_BUILD}"
+    return (
+        f"{build}{needs}; the driver is {driver}: check CUDA_VISIBLE_DEVICES, and that this user may open /dev/nvidia*"
+    )

@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,29 @@ bf16 = torch.bfloat16
 def test_missing_cuda_device_is_named() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.device is 'cuda' but torch sees no CUDA device"):
         choose_device("cuda")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("build", "driver", "message"),
+    [
+        (None, "550.54.15", r"is no CUDA build; install one"),
+        ("13.0", "550.54.15", r"CUDA 13\.0, which needs a driver of version 580 .*driver is 550\.54\.15: .*cu126"),
+        ("13.0", "580.65.06", r"driver is 580\.65\.06: check CUDA_VISIBLE_DEVICES"),
+        ("13.0", None, r"built for CUDA 13\.0, and nvidia-smi names no driver"),
+    ],
+)
+def test_the_likely_cause_of_a_missing_device_is_named(
+    build: str | None, driver: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho {driver}\n" if driver else "#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    with pytest.raises(ConfigError, match=message):
+        cuda.prepare()
 
 
 @pytest.mark.parametrize(("num_devices", "message"), [(0, "sees 0 CUDA"), (2, "local rank 2, but torch sees 2 CUDA")])
