@@ -4,7 +4,9 @@ Importing this module touches no driver; `prepare` does.
 """
 
 import shutil
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +22,16 @@ BACKEND = "nccl"
 DEVICE = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
 
 
-def _has_compiler() -> bool:
-    """Whether torch.compile can build GPU kernels here: Triton builds its launchers with the host's C compiler."""
-    return find_spec("triton") is not None and any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+def has_compiler() -> bool:
+    """Whether torch.compile can build GPU kernels here: Triton builds its launchers with the host's C compiler, against
+    Python's own headers, which Linux distributions package apart (python3.11-dev)."""
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
+    return find_spec("triton") is not None and has_headers and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 MODEL_OPTIONS: dict[str, Any] = {
     # Megatron's fused SwiGLU uses torch.compile.
-    "bias_activation_fusion": _has_compiler(),
+    "bias_activation_fusion": has_compiler(),
     # Weight gradients are added to Megatron's fp32 buffers by an extension that is part of Apex.
     "gradient_accumulation_fusion": find_spec("fused_weight_gradient_mlp_cuda") is not None,
     # Waits for the device after each exchange between pipeline stages, for old versions of PyTorch.

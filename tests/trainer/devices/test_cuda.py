@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,19 @@ def test_rank_without_a_gpu_of_its_own_is_refused(
     monkeypatch.setattr(cuda, "DEVICE", torch.device("cuda", 2))
     with pytest.raises(ConfigError, match=message):
         cuda.prepare()
+
+
+@pytest.mark.parametrize("missing", [None, "triton", "cc", "Python.h"])
+def test_models_are_compiled_only_where_triton_can_build_its_launchers(
+    missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("triton.py", "cc", "Python.h"):
+        if missing != Path(name).stem and missing != name:
+            (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    assert cuda.has_compiler() == (missing is None)
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
