@@ -13,6 +13,7 @@ from async_rl.errors import ConfigError
 from async_rl.forecast.model_sizes import ModelSizes
 from async_rl.forecast.run_forecast import forecast_run
 from async_rl.preflight.first_look import DEFAULT_COLUMN, FirstLook
+from deploy.init.vllm_choice import VllmChoice
 from deploy.local.memory_fit import GIB, host_bytes
 
 ROOM = 0.85
@@ -58,7 +59,7 @@ MAX_CPU_INSTANCES = 4
 class Seen:
     """What is known: the model's config.json, the data, the machine. `prompt_tokens` is of the longest prompt seen.
 
-    `device_bytes` is the memory of one device; `has_vllm`: this interpreter has vLLM.
+    `device_bytes` is the memory of one device.
     """
 
     model_path: str
@@ -73,7 +74,7 @@ class Seen:
     device_bytes: int | None
     num_cores: int
     host_bytes: int
-    has_vllm: bool
+    vllm: VllmChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,12 @@ def _layouts(seen: Seen) -> Iterator[list[Choice]]:
         for num_instances in range(most, 0, -1):
             yield [Choice("inference.num_instances", num_instances, f"for {seen.num_cores} cores")]
         return
-    engine = Choice("inference.engine", "vllm" if seen.has_vllm or seen.device == "npu" else "transformers")
+    is_vllm = seen.vllm.found or seen.device == "npu"
+    # Without one, the comment says so: the embedded engine is for small models.
+    engine = Choice(
+        "inference.engine", "vllm" if is_vllm else "transformers", "" if seen.vllm.found else seen.vllm.reason
+    )
+    python = [Choice("inference.python", seen.vllm.python, seen.vllm.reason)] if seen.vllm.python else []
     ranks = seen.num_devices // 2
     tensor = 1
     while tensor <= min(ranks, MAX_TENSOR_PARALLEL):
@@ -210,6 +216,7 @@ def _layouts(seen: Seen) -> Iterator[list[Choice]]:
                 Choice("trainer.tensor_parallel", tensor),
                 *([Choice("trainer.sequence_parallel", True)] if tensor > 1 and has_experts else []),
                 engine,
+                *python,
                 *_instances(engine.value, seen.num_devices - ranks, tensor),
             ]
         tensor *= 2
