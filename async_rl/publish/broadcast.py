@@ -132,7 +132,7 @@ class Broadcast:
         return False
 
     def _have_our_nccl(self, members: Sequence[Member]) -> bool:
-        """Whether the NCCL of each instance is this process's; drops those with another. One that reports none passes."""
+        """Whether each instance has this process's NCCL; drops those with another. One that reports none passes."""
         ours = nccl_version()
         if number_of(ours) == UNKNOWN:
             return True
