@@ -320,6 +320,13 @@ class InstanceClient:
         """The fingerprint of what each worker last received; see `async_rl.weights.stream.Fingerprint`."""
         return await self._call_workers(routes.FINGERPRINT_METHOD, [], timeout_s)
 
+    async def nccl_versions(self, timeout_s: float) -> list[str]:
+        """NCCL and torch of each worker; empty if its server has no such method, which older ones have not."""
+        try:
+            return await self._call_workers(routes.NCCL_METHOD, [], timeout_s)
+        except InstanceRefused:
+            return []
+
     async def engine_options(self, timeout_s: float) -> str:
         """The engine's start options that decide how it loads weights, if its workers report them, and their number."""
         if self.dialect.holds_what_it_received:

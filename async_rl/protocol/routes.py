@@ -26,6 +26,9 @@ FINGERPRINT_METHOD = "weight_fingerprint"
 OPTIONS_METHOD = "engine_options"
 """Worker method of vLLM's servers that describes their start options that decide how weights are loaded."""
 
+NCCL_METHOD = "nccl_version"
+"""Worker method that returns the version of its NCCL and torch (`async_rl.weights.nccl_version`)."""
+
 NOTE_VERSION_METHOD = "note_weight_version"
 """Worker method of servers without weight versions (vLLM 0.23): stores the one given as its only argument."""
 

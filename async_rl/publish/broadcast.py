@@ -18,6 +18,7 @@ from async_rl.protocol.inference import UpdateInfo
 from async_rl.publish.instance_calls import InstanceCalls
 from async_rl.publish.instance_update import ANSWER_MARGIN_S, receive
 from async_rl.publish.rendezvous import FormedGroup, Rendezvous, sender_address
+from async_rl.weights.nccl_version import HOPELESS, MATCHING, UNKNOWN, nccl_version, number_of
 from async_rl.weights.stream import MakeStream
 
 Drop = Callable[[Mapping[Member, InstanceError]], None]
@@ -88,6 +89,8 @@ class Broadcast:
         sizes = questions.results()
         if len(sizes) < len(members):
             return False
+        if self._backend == "nccl" and not self._have_our_nccl(members):
+            return False
         routes = self._routes(members)
         if len(routes) < len(members):
             return False
@@ -113,6 +116,12 @@ class Broadcast:
         self._formed = rendezvous.formed()
         if self._formed is not None and not failures:
             return True
+        if any(text in rendezvous.problem for text in HOPELESS):
+            reason = (
+                f"NCCL refuses the weight group: {rendezvous.problem}; trainer and instances need one NCCL: {MATCHING}"
+            )
+            self._drop({member: InstanceError(f"instance {member.url}: {reason}") for member in members})
+            return False
         failures = failures or {m: WeightGroupBroken(f"instance {m.url}: {rendezvous.problem}") for m in members}
         if own := {} if is_late else {member: error for member, error in refused.items() if member in absent}:
             self._drop(own)
@@ -121,6 +130,24 @@ class Broadcast:
             late = [member for member in failures if member in absent] if is_late else []
             self._drop_guilty(failures, late or refused or failures, rendezvous.problem)
         return False
+
+    def _have_our_nccl(self, members: Sequence[Member]) -> bool:
+        """Whether each instance has this process's NCCL; drops those with another. One that reports none passes."""
+        ours = nccl_version()
+        if number_of(ours) == UNKNOWN:
+            return True
+        timeout_s = self._config.timeout_s
+        calls = InstanceCalls(self._loop, members, lambda member: member.client.nccl_versions(timeout_s))
+        failures = calls.settle(timeout_s=None)
+        for member, versions in calls.results().items():
+            others = sorted({version for version in versions if number_of(version) != number_of(ours)})
+            if others:
+                failures[member] = InstanceError(
+                    f"instance {member.url} has NCCL {', '.join(others)} and the trainer {ours}: NCCL connects equal "
+                    f"versions only; install a matching pair, such as {MATCHING}, or set publish.transport = 'snapshot'"
+                )
+        self._drop(failures)
+        return not failures
 
     def _routes(self, members: Sequence[Member]) -> dict[Member, str]:
         """The source address of this host's route to each instance; drops those without a route."""

@@ -17,6 +17,7 @@ from async_rl.errors import PublishError
 from async_rl.net.local_address import addresses_of, is_loopback
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import InitInfo
+from async_rl.weights.collectives import current_device
 from async_rl.weights.store import StoreServer
 from async_rl.weights.stream import WeightGroup
 
@@ -94,6 +95,7 @@ class Rendezvous:
         self._group: WeightGroup | None = None
         self.problem = "called off"
         """Why the group could not be formed, once `wait` has returned True without a formed group."""
+        self._device = current_device(backend)
         self._ended = threading.Event()
         threading.Thread(target=self._meet, name="async-rl-rendezvous", daemon=True).start()
 
@@ -150,7 +152,7 @@ class Rendezvous:
         config = self._config
         try:
             store = self._server.store(config.timeout_s)
-            self._group = WeightGroup(store, 0, self._world_size, self._backend, config.timeout_s)
+            self._group = WeightGroup(store, 0, self._world_size, self._backend, config.timeout_s, self._device)
         except PublishError as error:
             self.problem = str(error)
         finally:

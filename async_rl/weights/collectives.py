@@ -130,7 +130,14 @@ class Collectives:
             _ends_within(ABORT_TIMEOUT_S, lambda: _abort(group))
 
     def close(self) -> None:
-        """Drops the connections; a second call does nothing."""
+        """Drops the connections; a second call does nothing.
+
+        With nccl and hccl this is an abort: ncclCommDestroy may wait until the members on the same host call it too,
+        and those leave only when they are invited to the next group.
+        """
+        if not self._raises_in_time:
+            self.abort()
+            return
         group, self._group = self._group, None
         if group is not None:
             # gloo closes its sockets only with the object itself, which is freed by this call.
@@ -153,8 +160,16 @@ class Collectives:
         return self._group
 
 
-def open_collectives(store: RendezvousStore, rank: int, world_size: int, backend: str, timeout_s: float) -> Collectives:
-    """Returns when all members have connected and proven that they were invited.
+def current_device(backend: str) -> torch.device:
+    """Where tensors of a group of this backend are: the calling thread's current device, which is 0 in a new thread."""
+    kind = DEVICES[backend]
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, getattr(torch, kind).current_device())
+
+
+def open_collectives(
+    store: RendezvousStore, rank: int, world_size: int, backend: str, timeout_s: float, device: torch.device
+) -> Collectives:
+    """Returns when all members have connected and proven that they were invited; its tensors are on `device`.
 
     gloo waits for one peer after the other, up to the timeout for each, also when the rendezvous was called off: it is
     left to itself then.
@@ -168,7 +183,7 @@ def open_collectives(store: RendezvousStore, rank: int, world_size: int, backend
 
         def form() -> None:
             group = _gloo_group(store, rank, world_size, timedelta(seconds=timeout_s))
-            collectives = Collectives(group, torch.device("cpu"), timeout_s, raises_in_time=True)
+            collectives = Collectives(group, device, timeout_s, raises_in_time=True)
             collectives.prove(rank, world_size, store.secret)
             formed.append(collectives)
 
@@ -178,8 +193,6 @@ def open_collectives(store: RendezvousStore, rank: int, world_size: int, backend
             raise TimedOut(f"not all members connected within {timeout_s:g} s")
         return formed[0]
     choose_interface(backend, store.address)
-    kind = DEVICES[backend]
-    device = torch.device(kind, getattr(torch, kind).current_device())
     group = make_group(store, rank, world_size, backend, timedelta(seconds=NATIVE_TIMEOUTS * timeout_s))
     collectives = Collectives(group, device, timeout_s, raises_in_time=False)
     collectives.meet()
@@ -212,7 +225,7 @@ def _proof(secret: str, of: int, to: int) -> bytes:
 def _abort(group: Any) -> None:
     """torch_npu has its own method; the one inherited from torch does not abort hccl's communicators."""
     if hasattr(group, "abort_hccl_comm"):
-        group.abort_hccl_comm("a collective of the weight group did not end in time")
+        group.abort_hccl_comm("the weight group was closed, or a collective of it did not end in time")
     else:
         group.abort()
 

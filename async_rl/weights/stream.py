@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from async_rl.errors import ConfigError, PublishError
-from async_rl.weights.collectives import NUM_IN_FLIGHT, open_collectives
+from async_rl.weights.collectives import NUM_IN_FLIGHT, current_device, open_collectives
 from async_rl.weights.store import RendezvousStore
 from async_rl.weights.store_wire import NotInvited
 
@@ -125,8 +125,18 @@ class WeightGroup:
     After any error the group is unusable on all ends: close it and open a new one.
     """
 
-    def __init__(self, store: RendezvousStore, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: RendezvousStore,
+        rank: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
         """Returns when all members have connected and proven to each other that they were invited.
+
+        Its tensors are on `device`, by default the calling thread's current device of the backend's kind.
 
         Raises:
             PublishError: they did not all connect within the timeout.
@@ -140,7 +150,8 @@ class WeightGroup:
             store.set(_presence(rank), "here")
             # Before gloo, whose waits cannot be ended: it should find everybody there.
             store.wait([_presence(other) for other in range(world_size)])
-            self._collectives = open_collectives(store, rank, world_size, backend, timeout_s)
+            chosen = device or current_device(backend)
+            self._collectives = open_collectives(store, rank, world_size, backend, timeout_s, chosen)
         except (RuntimeError, PublishError) as error:
             store.close()
             kind = NotInvited if isinstance(error, NotInvited) else PublishError

@@ -18,6 +18,8 @@ COPY trainer trainer
 COPY deploy deploy
 # hadolint ignore=DL3013
 RUN pip install torch==2.7.1 ".[trainer,tasks]"
+# MindSpeed imports triton. Last: on x86-64 torch brings its own, whose place this takes.
+RUN pip install triton-ascend==3.2.0
 
 FROM ${BASE} AS trainer
 # hadolint ignore=DL3008

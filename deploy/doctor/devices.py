@@ -1,11 +1,14 @@
 """Accelerators and their drivers, without importing torch."""
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.programs.cuda_driver import OTHER_BUILD, is_too_old, needed_driver
 from deploy.doctor.finding import Finding
 from deploy.doctor.versions import installed
 from deploy.local.machine import VISIBLE, Run, find_devices, output_of
@@ -24,11 +27,29 @@ def find_device_facts(
     if not gpus and not npus:
         yield Finding("devices", "note", "none: runs use CPUs here (trainer.device = 'cpu')")
     yield from _torch_build(bool(gpus))
+    if gpus and (cuda := cuda_of_torch()) is not None:
+        yield from _driver(gpus[0].split(",")[-3].strip(), cuda)
     for variable in VISIBLE.values():
         if variable in environment:
             yield Finding(variable, "note", environment[variable] or "empty: no device is visible")
     if config is not None and config.trainer.device != "cpu":
         yield _enough(config, environment, run, dev)
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA version that the installed torch is built for, by its own file; None for none."""
+    try:
+        text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
+    except (metadata.PackageNotFoundError, OSError):
+        return None
+    match = re.search(r"^cuda\b.*= '([\d.]+)'", text, flags=re.MULTILINE)
+    return match[1] if match else None
+
+
+def _driver(driver: str, cuda: str) -> Iterator[Finding]:
+    if is_too_old(driver, cuda):
+        text = f"{driver}, but torch {installed('torch')} is built for CUDA {cuda}, which needs {needed_driver(cuda)}"
+        yield Finding("driver", "warning", f"{text} or newer: torch sees no GPU", OTHER_BUILD)
 
 
 def _torch_build(has_gpu: bool) -> Iterator[Finding]:

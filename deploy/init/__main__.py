@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from async_rl.preflight.model import ModelFiles
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.init.choose import Seen, choose
+from deploy.init.vllm_choice import BESIDE, VllmChoice, find_vllm
 from deploy.init.write import config_text
 from deploy.local.machine import find_devices, own_cores
 from deploy.local.machine_memory import device_memory, host_memory
@@ -62,8 +63,16 @@ def look_around(model: str, source: str, reward: str | None, prompt_column: str 
         device_bytes=device_memory(device) if num_devices else None,
         num_cores=len(own_cores()) or os.cpu_count() or 1,
         host_bytes=host_memory().available_bytes,
-        has_vllm=find_spec("vllm") is not None,
+        vllm=find_vllm(model, device, _other_pythons()) if num_devices else VllmChoice(False),
     )
+
+
+def _other_pythons() -> Iterator[Path]:
+    """Interpreters that may have the vLLM which cannot be in the trainer's own."""
+    yield BESIDE
+    active = os.environ.get("VIRTUAL_ENV")
+    if active and Path(active).resolve() != Path(sys.prefix).resolve():
+        yield Path(active, "bin", "python")
 
 
 def _devices() -> tuple[Literal["cpu", "cuda", "npu"], int]:

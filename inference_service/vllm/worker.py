@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from async_rl.weights.nccl_version import nccl_version
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker class; the names of the methods are those of `async_rl.protocol.inference`.
@@ -25,6 +27,10 @@ class WorkerExtension:
             f"{model.dtype}, quantization {model.quantization}, tensor parallel {parallel.tensor_parallel_size}, "
             f"pipeline parallel {parallel.pipeline_parallel_size}"
         )
+
+    def nccl_version(self) -> str:
+        """The NCCL and torch of this worker."""
+        return nccl_version()
 
     def note_weight_version(self, version: str) -> None:
         """Stores the version of the weights now loaded, for a vLLM that stores none itself."""

@@ -26,6 +26,7 @@ class ReceivingClient:
     def __init__(self, url: str, fault: str | None = None) -> None:
         self.url = url
         self.fault = fault
+        self.nccl: list[str] = []
         self.num_joins = 0
         self.received: dict[str, torch.Tensor] = {}
         self._rank = self._bucket_bytes = 0
@@ -34,6 +35,9 @@ class ReceivingClient:
     async def world_size(self, timeout_s: float) -> int:
         self._refuse("world_size")
         return 1
+
+    async def nccl_versions(self, timeout_s: float) -> list[str]:
+        return self.nccl
 
     async def init_weight_transfer(self, info: InitInfo, timeout_s: float) -> None:
         self._refuse("init")

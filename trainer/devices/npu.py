@@ -39,6 +39,10 @@ MEGATRON_SERIES = "0.16"
 """The megatron-core series that MindSpeed's branch core_r0.16.0 patches."""
 
 
+PACKAGES = {"triton": "triton-ascend (`pip install triton-ascend==3.2.0`)"}
+"""What to install for a module that MindSpeed imports, where the names differ."""
+
+
 def __getattr__(name: str) -> Any:
     if name == "DEVICE":
         # torch accepts this device type only after torch_npu is imported.
@@ -112,5 +116,14 @@ def _installed(package: str) -> str:
 def _import(module: str, remedy: str) -> Any:
     try:
         return import_module(module)
+    except ModuleNotFoundError as error:
+        lacking = (error.name or module).split(".")[0]
+        if lacking == module.split(".")[0]:
+            raise ConfigError(f"trainer.device is 'npu' but there is no module {error.name}: {remedy}") from error
+        package = PACKAGES.get(lacking, f"the package that has {lacking}")
+        raise ConfigError(
+            f"trainer.device is 'npu' but {module} cannot be imported, since it imports {error.name!r}, which is not "
+            f"installed: install {package}; see docs/devices.md"
+        ) from error
     except (ImportError, OSError) as error:
         raise ConfigError(f"trainer.device is 'npu' but {module} cannot be imported ({error}): {remedy}") from error

@@ -4,7 +4,7 @@ Each instance is a thread that joins a real weight group over loopback.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -15,9 +15,12 @@ from async_rl.errors import InstanceError, InstanceUnreachable, PublishError, We
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.member import Member
 from async_rl.pool.membership import Membership
+from async_rl.publish import broadcast, rendezvous
 from async_rl.publish.broadcast import Broadcast
 from async_rl.publish.instance_update import announcement
-from async_rl.weights.stream import TensorSpec
+from async_rl.publish.publisher import _may_pass
+from async_rl.publish.rendezvous import Rendezvous
+from async_rl.weights.stream import TensorSpec, WeightGroup
 from tests.support.publishing import SPECS, TENSORS, stream
 from tests.support.receiving_client import ReceivingClient, receiving_member
 
@@ -107,6 +110,62 @@ def test_one_that_refuses_a_step_is_dropped_alone_at_once_and_the_next_try_succe
     ((member, error),) = one.dropped.items()
     assert member is one.members[at] and f"refuses {fault}" in str(error)
     assert one.move() is not None and received(one.members[1 - at]) == ALL_RECEIVED
+
+
+OURS = "2.29.7 (torch 2.13.0)"
+
+
+@pytest.fixture
+def over_nccl(sender: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sender]:
+    """A sender that takes its backend for nccl, and connects over gloo; instances report these versions."""
+    monkeypatch.setattr(broadcast, "nccl_version", lambda: OURS)
+
+    def make(*reports: list[str]) -> Sender:
+        one: Sender = sender(*[None] * len(reports), timeout_s=60.0)
+        one.broadcast._backend = "nccl"
+        monkeypatch.setattr(broadcast, "Rendezvous", lambda *given: Rendezvous(*given[:-1], "gloo"))
+        for member, report in zip(one.members, reports, strict=True):
+            client(member).nccl = report
+        return one
+
+    return make
+
+
+def test_one_with_another_nccl_is_refused_by_name_before_any_is_invited(over_nccl: Callable[..., Sender]) -> None:
+    one = over_nccl([OURS, OURS], [OURS, "2.30.7 (torch 2.14.0)"], [])
+    assert one.move() is None and not any(client(member).num_joins for member in one.members)
+    ((member, error),) = one.dropped.items()
+    assert member is one.members[1] and not _may_pass(error)
+    for part in ("2.30.7 (torch 2.14.0)", OURS, "torch 2.13.0 with vLLM 0.32.0", "vLLM 0.33.0"):
+        assert part in str(error)
+    assert one.move() is not None, "one that reports nothing is let through"
+
+
+def test_the_same_nccl_of_another_torch_is_invited(over_nccl: Callable[..., Sender]) -> None:
+    one = over_nccl(["2.29.7 (torch 2.13.1)"])
+    assert one.move() is not None and not one.dropped
+
+
+def test_a_trainer_without_nccl_compares_nothing(
+    over_nccl: Callable[..., Sender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = over_nccl(["2.30.7 (torch 2.14.0)"])
+    monkeypatch.setattr(broadcast, "nccl_version", lambda: "none (torch 2.13.0+cpu)")
+    assert one.move() is not None and not one.dropped
+
+
+@pytest.mark.parametrize("text", ["ncclInvalidUsage: This usually", "Mismatched NCCL version detected"])
+def test_what_nccl_refuses_is_not_worth_another_try(
+    text: str, over_nccl: Callable[..., Sender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PublishError(f"not all members met: {text}")
+
+    one = over_nccl([], [])
+    monkeypatch.setattr(rendezvous, "WeightGroup", type("Refusing", (WeightGroup,), {"__init__": refuse}))
+    assert one.move() is None
+    assert set(one.dropped) == set(one.members)
+    assert all(text in str(error) and not _may_pass(error) for error in one.dropped.values())
 
 
 def test_one_that_refuses_to_start_an_update_may_still_receive(sender: Any) -> None:

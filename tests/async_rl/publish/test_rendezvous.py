@@ -3,14 +3,18 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import InitInfo
 from async_rl.publish.rendezvous import Rendezvous, sender_address
+from async_rl.weights import stream
+from async_rl.weights.collectives import Collectives
 from async_rl.weights.store import join_rendezvous
 from async_rl.weights.store_wire import NotInvited
 from async_rl.weights.stream import WeightGroup
@@ -77,6 +81,26 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.005)
     return holds()
+
+
+def test_the_sender_meets_on_the_device_of_the_thread_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As torch has it: each thread has a current device of its own, at first 0.
+    chosen = threading.local()
+    chosen.index = 3
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(chosen, "index", 0))
+    devices: list[torch.device] = []
+
+    def open_collectives(*arguments: Any) -> Collectives:
+        devices.append(arguments[-1])
+        return Collectives(None, arguments[-1], PATIENCE_S, raises_in_time=False)
+
+    monkeypatch.setattr(stream, "open_collectives", open_collectives)
+    rendezvous = Rendezvous({}, HOST, PublishSection(timeout_s=PATIENCE_S), "nccl")
+    assert rendezvous.wait(PATIENCE_S)
+    assert devices == [torch.device("cuda", 3)]
+    formed = rendezvous.formed()
+    assert formed is not None
+    formed.close()
 
 
 def test_ranks_follow_one_another_and_each_has_one_owner() -> None:

@@ -72,7 +72,8 @@ class FakeGroup:
         self.aborted.set()
 
     def shutdown(self) -> None:
-        pass
+        """As ncclCommDestroy may, it waits for peers, which wait to be invited."""
+        self.aborted.wait()
 
 
 class FakeHcclGroup(FakeGroup):
@@ -95,6 +96,7 @@ def weight_group(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeGroup], Weigh
 
     def make(group: FakeGroup) -> WeightGroup:
         monkeypatch.setattr(weight_stream, "open_collectives", lambda *_: on(group))
+        monkeypatch.setattr(weight_stream, "current_device", lambda _: torch.device("cpu"))
         store = StoreServer("127.0.0.1", "s" * 32).store(TIMEOUT_S)
         store.set("present/1", "as if the other had come")
         return WeightGroup(store, 0, 2, "nccl", TIMEOUT_S)
@@ -170,3 +172,36 @@ def test_an_abort_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> 
         members.wait(members.broadcast(torch.zeros(1)))
     assert time.monotonic() - started < SOON_S
     never.set()
+
+
+@pytest.mark.parametrize("kind", [FakeGroup, FakeHcclGroup])
+def test_closing_waits_for_no_peer(kind: type[FakeGroup]) -> None:
+    group = kind(alive=1)
+    members = on(group)
+    members.meet()
+    closing = threading.Thread(target=members.close, daemon=True)
+    closing.start()
+    closing.join(SOON_S)
+    is_closed = not closing.is_alive()
+    group.aborted.set()
+    assert is_closed, "it waits for the peers' own close"
+    members.close()
+
+
+def test_closing_an_hccl_or_nccl_group_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "ABORT_TIMEOUT_S", 0.1)
+    group, never = FakeGroup(), threading.Event()
+    monkeypatch.setattr(group, "abort", never.wait)
+    started = time.monotonic()
+    on(group).close()
+    assert time.monotonic() - started < SOON_S
+    never.set()
+
+
+def test_gloo_is_shut_down_and_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = FakeGroup()
+    calls: list[str] = []
+    monkeypatch.setattr(group, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr(group, "abort", lambda: calls.append("abort"))
+    Collectives(group, torch.device("cpu"), TIMEOUT_S, raises_in_time=True).close()
+    assert calls == ["shutdown"]

