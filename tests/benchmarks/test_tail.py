@@ -38,7 +38,9 @@ def test_responses_of_one_length_have_no_tail_beyond_the_prompts(policy: Policy,
     epoch = measure(policy, num_instances, prompts)
     prompts_s = NUM_PROMPTS * len(PROMPT) * PREFILL_S / num_instances
     num_waves = NUM_PROMPTS * prompts.num_responses // (SLOTS * num_instances)
-    assert max(epoch.finished_s.values()) == pytest.approx(num_waves * MEAN_TOKENS * step_s(SLOTS) + prompts_s, rel=1e-3)
+    assert max(epoch.finished_s.values()) == pytest.approx(
+        num_waves * MEAN_TOKENS * step_s(SLOTS) + prompts_s, rel=1e-3
+    )
     assert epoch.trained().tail_s < prompts_s
 
 
