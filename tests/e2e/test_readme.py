@@ -199,6 +199,7 @@ def test_every_command_for_users_and_contributors_is_run_by_a_test_or_by_ci() ->
         "bench-sandbox",
         "bench-modes",
         "bench-system",
+        "bench-tail",
         "bench-turns",
         "test-browser",
         "test-gpu",

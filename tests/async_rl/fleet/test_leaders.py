@@ -6,7 +6,7 @@ from random import Random
 
 from async_rl.fleet.leaders import REPORT_TIMEOUT_S, LeaderReports
 from async_rl.protocol.fleet import SyncRequest
-from tests.support import virtual_time
+from benchmarks.common import virtual_time
 
 
 def test_members_count_the_sum_of_the_last_reports(make_pool) -> None:

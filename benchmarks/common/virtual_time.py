@@ -1,7 +1,7 @@
 """Runs coroutines on a clock that jumps to the next timer as soon as nothing else is left to do.
 
-For tests whose subject is a time limit: hours pass at once, and how busy the machine is changes nothing. The coroutines
-may wait for timers and for each other; what a socket, a thread or a process brings about would come too late.
+For what depends on time alone: hours pass at once, and how busy the machine is changes nothing. The coroutines may wait
+for timers and for each other; what a socket, a thread or a process brings about would come too late.
 """
 
 import asyncio
@@ -11,9 +11,10 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 from unittest import mock
 
-from tests.support.clock import Clock
-
 T = TypeVar("T")
+
+START_S = 1000.0
+"""Not zero, which stands for "never" in places."""
 
 
 def run(scenario: Coroutine[Any, Any, T]) -> T:
@@ -22,10 +23,10 @@ def run(scenario: Coroutine[Any, Any, T]) -> T:
     Raises:
         AssertionError: the scenario waits for something that no timer brings about: it would hang.
     """
-    clock = Clock()
+    selector = _JumpingSelector()
     with (
-        mock.patch.object(time, "monotonic", clock),
-        asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_JumpingSelector(clock))) as runner,
+        mock.patch.object(time, "monotonic", lambda: selector.now_s),
+        asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner,
     ):
         return runner.run(scenario)
 
@@ -33,13 +34,13 @@ def run(scenario: Coroutine[Any, Any, T]) -> T:
 class _JumpingSelector(selectors.DefaultSelector):
     """Lets the time pass that a selector would wait."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._clock = clock
+        self.now_s = START_S
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         assert ready or timeout is not None, "nothing is left that could end what the scenario waits for"
         if not ready:
-            self._clock.sleep(max(0.0, timeout or 0.0))
+            self.now_s += max(0.0, timeout or 0.0)
         return ready
