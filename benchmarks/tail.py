@@ -80,9 +80,6 @@ class Policy:
     """Whether a group is sent as requests for one response each."""
     credit: bool = False
     moves: bool = False
-    split_tail: bool = False
-    token_limit: float | None = None
-    """`pool.max_outstanding_tokens` as a share of the expected tokens of a full engine."""
     tells: bool = True
     """Whether an engine reports how many responses it decodes at once, where there is credit."""
 
@@ -94,16 +91,10 @@ POLICIES: Mapping[str, Policy] = {
     "longest first alone": replace(FIRST_COME, order="learned"),
     "credit alone": replace(FIRST_COME, credit=True),
     "moves alone": replace(FIRST_COME, moves=True),
-    "split_tail alone": replace(FIRST_COME, split_tail=True),
-    "max_outstanding_tokens alone": replace(FIRST_COME, token_limit=1.0),
     "default": DEFAULT,
     "default without longest first": replace(DEFAULT, order="batch"),
     "default without credit": replace(DEFAULT, credit=False),
     "default without moves": replace(DEFAULT, moves=False),
-    "default and split_tail": replace(DEFAULT, split_tail=True),
-    "default and max_outstanding_tokens": replace(DEFAULT, token_limit=1.0),
-    "default and twice these tokens": replace(DEFAULT, token_limit=2.0),
-    "all": replace(DEFAULT, split_tail=True, token_limit=1.0),
     "default, concurrency not reported": replace(DEFAULT, tells=False),
     "the same without moves": replace(DEFAULT, tells=False, moves=False),
 }
@@ -412,12 +403,8 @@ class Epoch:
 
 
 async def _epoch(policy: Policy, num_instances: int, prompts: Prompts) -> Epoch:
-    limit = None
-    if policy.token_limit is not None:
-        full = SLOTS * MEAN_TOKENS + SLOTS // prompts.num_responses * len(PROMPT)
-        limit = round(policy.token_limit * full)
     urls = tuple(f"http://engine-{i}:1" for i in range(num_instances))
-    config = PoolSection(instances=urls, split_tail=policy.split_tail, max_outstanding_tokens=limit)
+    config = PoolSection(instances=urls)
     pool = InferencePool(config)
     lengths: dict[int, int] = {}
     # Without credit, an instance that claims to decode everything at once gets everything.
@@ -451,8 +438,8 @@ def _measured(policy: Policy, num_instances: int, prompts: Prompts) -> Epoch:
 def measure(policy: Policy, num_instances: int, prompts: Prompts) -> Epoch:
     """The batch of the epoch after `NUM_EPOCHS` others."""
     if num_instances == 1:
-        # There is no other instance to move or to split for.
-        policy = replace(policy, moves=False, split_tail=False)
+        # There is no other instance to move to.
+        policy = replace(policy, moves=False)
     return _measured(policy, num_instances, prompts)
 
 

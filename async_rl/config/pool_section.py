@@ -31,10 +31,6 @@ class PoolSection(Section):
         description="tokens of a response that arrive at once: fewer cost more, more are lost with an instance",
     )
     heartbeat_timeout_s: float = Field(15.0, gt=0, description="an instance that is silent for so long counts as dead")
-    max_outstanding_tokens: int | None = Field(
-        None, ge=1, description="expected tokens under way at one instance at most; further groups wait for their turn"
-    )
-    split_tail: bool = Field(False, description="share a group among idle instances when no other group waits")
 
 
 class PublishSection(Section):

@@ -15,7 +15,7 @@ from async_rl.pool.attempts import Attempts
 from async_rl.pool.member import Member
 from async_rl.pool.request import Request
 from async_rl.pool.roster import Roster
-from async_rl.pool.router import Cached, Router
+from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightVersion
 
@@ -59,10 +59,10 @@ class GroupRollout:
         return [partial.response() for partial in self._partials], 1 + self._attempts.num_failures
 
     async def _finish(self, partials: Sequence[PartialRollout], last: Member | None = None, num_moves: int = 0) -> None:
-        """Finishes these partial rollouts, on one instance or divided among several; `last` had them before."""
+        """Finishes these partial rollouts; `last` had them before."""
         cost = self._cost(partials)
         avoid = self._attempts.refused_by | ({last.url} if last is not None else set())
-        members = await self._roster.router.acquire(
+        member = await self._roster.router.acquire(
             cost,
             self._expected_tokens,
             self._version,
@@ -70,16 +70,8 @@ class GroupRollout:
             avoid=avoid,
             cached=self._cached,
         )
-        shares = [
-            partials[len(partials) * i // len(members) : len(partials) * (i + 1) // len(members)]
-            for i in range(len(members))
-        ]
-        part = Router.part_of(cost, len(members))
-        await _all(
-            self._finish_at(member, Request(piece, own_cost, num_moves))
-            for member, share in zip(members, shares, strict=True)
-            for piece, own_cost in _fitting(share, part, member.client.max_concurrency)
-        )
+        pieces = _fitting(partials, cost, member.client.max_concurrency)
+        await _all(self._finish_at(member, Request(piece, own_cost, num_moves)) for piece, own_cost in pieces)
 
     async def _finish_at(self, member: Member, request: Request) -> None:
         """Sends one request, and lets other instances finish its unfinished responses."""

@@ -56,7 +56,7 @@ class Roster:
         """Drains begun so far."""
         self.drains_known_elsewhere: float = math.inf
         """How many of them every other leader of the run knows; infinite without other leaders."""
-        self.router = Router(lambda: self.members, config.max_outstanding_tokens, config.split_tail)
+        self.router = Router(lambda: self.members)
 
     @property
     def version(self) -> WeightVersion | None:

@@ -41,28 +41,18 @@ class Cached:
 class _Waiting:
     order: tuple[float, int]
     cost: int = field(compare=False)
-    num_parts: int = field(compare=False)
+    num_responses: int = field(compare=False)
     version: WeightVersion = field(compare=False)
     avoid: Collection[str] = field(compare=False)
     cached: Cached | None = field(compare=False)
-    assigned: "asyncio.Future[list[Member]]" = field(compare=False)
+    assigned: "asyncio.Future[Member]" = field(compare=False)
 
 
 class Router:
-    """Assigns requests to the ready ones of `members`.
+    """Assigns requests to the ready ones of `members`."""
 
-    Args:
-        max_outstanding_tokens: maximum of expected tokens at one instance; an idle instance takes a request of any
-            size.
-        split_tail: whether a request may be divided among instances that are idle because hardly any other waits.
-    """
-
-    def __init__(
-        self, members: Callable[[], Sequence[Member]], max_outstanding_tokens: int | None, split_tail: bool
-    ) -> None:
+    def __init__(self, members: Callable[[], Sequence[Member]]) -> None:
         self._members = members
-        self._max_outstanding_tokens = max_outstanding_tokens
-        self._split_tail = split_tail
         self._waiting: list[_Waiting] = []
         self._counter = count()
         self._is_due = False
@@ -77,35 +67,34 @@ class Router:
         num_responses: int = 1,
         avoid: Collection[str] = (),
         cached: Cached | None = None,
-    ) -> list[Member]:
+    ) -> Member:
         """Waits for room for a request of `cost` tokens at an instance that serves `version`.
 
         Args:
             expected_tokens: of its longest response; requests with more go first.
-            num_responses: the number of requests it can be divided into.
+            num_responses: how many responses it asks for.
             avoid: URLs of instances that get it only if no other one serves.
             cached: where it continues an earlier turn; another instance gets it only if this one has no room, or is far
                 more loaded.
 
         Returns:
-            One instance, or several that each take a part of the request. Their outstanding tokens already include it;
-            the caller ends it with `release`.
+            The instance. Its outstanding tokens already include the request; the caller ends it with `release`.
         """
-        assigned: asyncio.Future[list[Member]] = asyncio.get_running_loop().create_future()
+        assigned: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
         order = (-expected_tokens, next(self._counter))
         heapq.heappush(self._waiting, _Waiting(order, cost, num_responses, version, avoid, cached, assigned))
         self.wake()
         try:
-            members = await assigned
+            member = await assigned
         except asyncio.CancelledError:
             if assigned.done() and not assigned.cancelled() and assigned.exception() is None:
                 self._give_back(assigned.result(), cost, num_responses)
             raise
-        self._keep_promise(members, num_responses)
-        return members
+        self._keep_promise(member, num_responses)
+        return member
 
     def release(self, member: Member, cost: int) -> None:
-        """Ends a request, or its part, of `cost` tokens."""
+        """Ends a request of `cost` tokens."""
         member.outstanding_tokens -= cost
         self.wake()
 
@@ -127,11 +116,6 @@ class Router:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._assign)
 
-    @staticmethod
-    def part_of(cost: int, num_parts: int) -> int:
-        """The cost of each part of a divided request."""
-        return -(-cost // num_parts)
-
     def _assign(self) -> None:
         self._is_due = False
         passed_over: list[_Waiting] = []
@@ -139,17 +123,16 @@ class Router:
             waiting = heapq.heappop(self._waiting)
             if waiting.assigned.done():
                 continue
-            with_room = [m for m in self._members() if m.takes(waiting.version) and self._has_room(m, waiting.cost)]
+            with_room = [m for m in self._members() if m.takes(waiting.version) and self._has_room(m)]
             chosen = self._choose(waiting, with_room)
-            if not chosen:
+            if chosen is None:
                 passed_over.append(waiting)
                 if not with_room:
                     break
                 continue
-            for member in chosen:
-                member.outstanding_tokens += self.part_of(waiting.cost, len(chosen))
-                self._promised[member] = self._promised.get(member, 0) + -(-waiting.num_parts // len(chosen))
-                member.circuit.sent()
+            chosen.outstanding_tokens += waiting.cost
+            self._promised[chosen] = self._promised.get(chosen, 0) + waiting.num_responses
+            chosen.circuit.sent()
             waiting.assigned.set_result(chosen)
         for waiting in passed_over:
             heapq.heappush(self._waiting, waiting)
@@ -157,7 +140,7 @@ class Router:
             for request in next_moves(self._members(), self._has_credit, time.monotonic()):
                 request.move()
 
-    def _choose(self, waiting: _Waiting, with_room: Sequence[Member]) -> list[Member]:
+    def _choose(self, waiting: _Waiting, with_room: Sequence[Member]) -> Member | None:
         candidates = [member for member in with_room if member.url not in waiting.avoid]
         if not candidates and not any(
             member.serves(waiting.version) and member.url not in waiting.avoid for member in self._members()
@@ -172,19 +155,11 @@ class Router:
             if waiting.cached is not None and member.url == waiting.cached.url:
                 again_s = waiting.cached.num_tokens / speeds[member]
                 if loads_s[member] <= MUCH_MORE_LOADED * loads_s[candidates[0]] + again_s:
-                    return [member]
-        num_parts = 1
-        if self._split_tail:
-            num_idle = sum(member.outstanding_tokens == 0 for member in candidates)
-            # Each waiting request gets one idle instance before this one gets a second.
-            num_parts = max(1, min(waiting.num_parts, num_idle // (1 + len(self._waiting))))
-        return candidates[:num_parts]
+                    return member
+        return candidates[0] if candidates else None
 
-    def _has_room(self, member: Member, cost: int) -> bool:
-        limit = self._max_outstanding_tokens
-        if member.outstanding_tokens == 0:
-            return True
-        return self._has_credit(member) and (limit is None or member.outstanding_tokens + cost <= limit)
+    def _has_room(self, member: Member) -> bool:
+        return member.outstanding_tokens == 0 or self._has_credit(member)
 
     def _has_credit(self, member: Member) -> bool:
         """Whether its engine has a free slot, or will have one as soon as any response ends."""
@@ -195,17 +170,15 @@ class Router:
         num_queued = sum(heard_s - request.sent_s > QUEUE_S for request in member.waiting)
         return num_queued < MAX_QUEUED
 
-    def _keep_promise(self, members: Sequence[Member], num_responses: int) -> None:
-        """Assigned requests are about to be sent, and from then on count among the member's requests."""
-        for member in members:
-            left = self._promised.get(member, 0) - -(-num_responses // len(members))
-            if left > 0:
-                self._promised[member] = left
-            else:
-                self._promised.pop(member, None)
+    def _keep_promise(self, member: Member, num_responses: int) -> None:
+        """An assigned request is about to be sent, and from then on counts among the member's requests."""
+        left = self._promised.get(member, 0) - num_responses
+        if left > 0:
+            self._promised[member] = left
+        else:
+            self._promised.pop(member, None)
 
-    def _give_back(self, members: Sequence[Member], cost: int, num_responses: int) -> None:
-        self._keep_promise(members, num_responses)
-        for member in members:
-            member.circuit.reset_trial()
-            self.release(member, self.part_of(cost, len(members)))
+    def _give_back(self, member: Member, cost: int, num_responses: int) -> None:
+        self._keep_promise(member, num_responses)
+        member.circuit.reset_trial()
+        self.release(member, cost)

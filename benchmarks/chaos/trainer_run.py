@@ -78,8 +78,6 @@ join = "now"
 timeout_s = {pool_timeout_s}
 request_timeout_s = {request_timeout_s}
 heartbeat_timeout_s = {heartbeat_timeout_s}
-max_outstanding_tokens = {max_outstanding_tokens}
-split_tail = true
 stream_interval = 4
 [publish]
 timeout_s = {publish_timeout_s}
@@ -153,7 +151,6 @@ class TrainerRun:
                 pool_timeout_s=POOL_TIMEOUT_S,
                 request_timeout_s=REQUEST_TIMEOUT_S,
                 heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
-                max_outstanding_tokens=2 * RESPONSES_PER_PROMPT * rollouts.max_model_len,
                 publish_timeout_s=PUBLISH_TIMEOUT_S,
             )
         )

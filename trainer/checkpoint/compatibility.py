@@ -36,6 +36,8 @@ _OF_A_START = {"run.dir", "run.resume", "run.accept_changes", "pool.instances"}
 _PLACES = {"prompts.source", "prompts.mixture.source", "reward.name", "reward.rubric", "rollout.program"}
 """Settings that locate contents; they may differ where the contents are known to be the same."""
 
+_RETIRED = {"train.max_logprob_gap", "pool.max_outstanding_tokens", "pool.split_tail"}
+
 _PARTS = "reward.parts."
 
 MAX_SHOWN = 5
@@ -166,4 +168,8 @@ def _span(digests: Mapping[str, str]) -> str:
 
 def _without_retired(saved: dict[str, Any]) -> dict[str, Any]:
     """Drops the settings of older releases that did not affect the results."""
-    return saved | {"train": {key: value for key, value in saved["train"].items() if key != "max_logprob_gap"}}
+    return saved | {
+        name: {key: value for key, value in saved[name].items() if f"{name}.{key}" not in _RETIRED}
+        for name in ("train", "pool")
+        if name in saved
+    }

@@ -96,13 +96,12 @@ def require_samples(responses: Sequence[Response], seed: int) -> None:
         assert response.weight_versions == {"v1"}
 
 
-@pytest.mark.parametrize("split_tail", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_groups_come_to_their_ends_with_the_samples_of_a_sound_instance(fault: str, split_tail: bool) -> None:
+def test_groups_come_to_their_ends_with_the_samples_of_a_sound_instance(fault: str) -> None:
     async def scenario(rng: Random) -> None:
         # The last two stay sound, so that no fault of the first one can end the run.
         failing = SamplingClient("http://failing:1", faults_of(rng, [FAULTS[fault]], 0.7))
-        stage = Stage(failing, *(SamplingClient(f"http://sound-{i}:1") for i in range(2)), split_tail=split_tail)
+        stage = Stage(failing, *(SamplingClient(f"http://sound-{i}:1") for i in range(2)))
         sizes = [rng.randint(1, 5) for _ in range(6)]
         made = await asyncio.gather(*(stage.rollout(n, 10 * i).run() for i, n in enumerate(sizes)))
         for i, (responses, num_attempts) in enumerate(made):
@@ -144,7 +143,7 @@ def test_a_request_that_no_instance_can_serve_is_raised_at_once_and_its_siblings
     async def scenario() -> None:
         refusal = failing(lambda: InstanceRefused("too long", status))
         clients = [SamplingClient("http://a:1", lambda: (0, refusal)), SamplingClient("http://b:1")]
-        stage = Stage(*clients, split_tail=True)
+        stage = Stage(*clients)
         with pytest.raises(InstanceRefused, match="too long"):
             await stage.rollout(4).run()
         assert clients[0].num_requests == 1 and [member.state for member in stage.members] == ["ready", "ready"]
@@ -295,7 +294,7 @@ def test_a_trial_that_takes_long_is_waited_for_beyond_the_pools_timeout() -> Non
 @pytest.mark.parametrize("num_steps", range(8))
 def test_a_group_that_is_called_off_leaves_nothing_behind(num_steps: int) -> None:
     async def scenario() -> None:
-        stage = Stage(*(SamplingClient(f"http://m{i}:1") for i in range(2)), split_tail=True)
+        stage = Stage(*(SamplingClient(f"http://m{i}:1") for i in range(2)))
         stage.members[0].circuit.failed(0.0, 0.0, "long ago")
         task = asyncio.create_task(stage.rollout(4).run())
         for _ in range(num_steps):

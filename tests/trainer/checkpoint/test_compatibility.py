@@ -155,6 +155,15 @@ def test_changes_can_be_accepted_and_are_logged(caplog: pytest.LogCaptureFixture
     assert "run.seed is 4, but was 0" in caplog.text and "rows 0 to 300" in caplog.text
 
 
+def test_settings_that_are_gone_do_not_hold_up_a_run_that_had_them(caplog: pytest.LogCaptureFixture) -> None:
+    saved = config().model_dump(mode="json")
+    saved["pool"] |= {"split_tail": True, "max_outstanding_tokens": 4096}
+    saved["train"]["max_logprob_gap"] = 0.1
+    with caplog.at_level(logging.WARNING):
+        require_same_run(saved, config(), "iteration-000002")
+    assert not caplog.text
+
+
 OLDER = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2, "normalize": "token", "scale_by_std": True}
 """What configs of the release before algorithms had defaults of their own contain."""
 
