@@ -16,10 +16,10 @@ COPY async_rl async_rl
 COPY inference_service inference_service
 COPY trainer trainer
 COPY deploy deploy
+# MindSpeed imports triton. Its package is last: on x86-64 torch brings its own, whose place this takes.
 # hadolint ignore=DL3013
-RUN pip install torch==2.7.1 ".[trainer,tasks]"
-# MindSpeed imports triton. Last: on x86-64 torch brings its own, whose place this takes.
-RUN pip install triton-ascend==3.2.0
+RUN pip install torch==2.7.1 ".[trainer,tasks]" \
+    && pip install triton-ascend==3.2.0
 
 FROM ${BASE} AS trainer
 # hadolint ignore=DL3008
