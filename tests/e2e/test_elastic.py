@@ -132,6 +132,8 @@ def test_a_run_without_a_known_instance_waits_for_one_to_register_and_hands_over
     fleet.run.hold()
     assert "drains" in fleet.command("drain", "only")
     fleet.wait_for(lambda: set(fleet.states()) == {"second"})
+    # Before the run may end: it is told when it registers the next time.
+    assert only.wait(60) == 0, "it was told to leave"
     fleet.run.tell("")
     assert fleet.run.finish() == 0, fleet.run.everything_said()
     proofs = fleet.run.lines("ledger.jsonl")
@@ -139,5 +141,4 @@ def test_a_run_without_a_known_instance_waits_for_one_to_register_and_hands_over
     assert all(proof["on_policy"] and proof["num_groups"] == 6 for proof in proofs)
     assert {record["retries"] for record in fleet.run.lines("metrics.jsonl")} == {0}
     assert not (fleet.run.dir / "fleet.json").exists()
-    assert only.wait(60) == 0, "it was told to leave"
     assert second.poll() is None, "it waits for the next run"
