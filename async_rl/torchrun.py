@@ -1,6 +1,6 @@
 """`python -m async_rl.torchrun OPTIONS -m MODULE ...`: torchrun, with `--shutdown-timeout` in older torch, too.
 
-Releases without that option (2.11 and older) kill ranks 30 s after they asked them to end, which is too early for a
+Releases without that option (2.11 is one) kill ranks 30 s after they asked them to end, which is too early for a
 checkpoint.
 """
 

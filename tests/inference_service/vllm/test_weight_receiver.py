@@ -41,7 +41,7 @@ class NewBase:
 
 
 class MiddleBase(NewBase, ABC):
-    """The form of vLLM 0.25 to 0.28: that of 0.32, and still with the sender's method of 0.23."""
+    """The form of vLLM 0.25.1, 0.26 and 0.27.1: that of 0.32, and still with the sender's method of 0.23."""
 
     @staticmethod
     @abstractmethod
