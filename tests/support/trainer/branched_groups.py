@@ -10,8 +10,10 @@ MOST_RUNS = 3
 """Turns of a response."""
 
 
-def branched_group(index: int, rng: random.Random, *, longest: int = 5, vocab_size: int = 96) -> Group:
-    """Rollouts of very different numbers of branches; runs of tokens and prompts have at most `longest` tokens.
+def branched_group(
+    index: int, rng: random.Random, *, longest: int = 5, vocab_size: int = 96, least_rollouts: int = 1
+) -> Group:
+    """At most four rollouts of very different numbers of branches; runs of tokens and prompts have at most `longest`.
 
     Every kind of response is among the random ones: of one token, with observed ranges at the start, in the middle and
     several, branches that share the prompt only, that repeat what an earlier response has sampled, or that follow
@@ -36,7 +38,7 @@ def branched_group(index: int, rng: random.Random, *, longest: int = 5, vocab_si
     own_prompts = [tokens(), tokens()]
     responses: list[Response] = []
     rollouts: list[RolloutFacts] = []
-    for _ in range(rng.randint(1, 4)):
+    for _ in range(rng.randint(least_rollouts, 4)):
         first = make_response(tokens()[:1]) if rng.random() < 0.2 else grown(() if rng.random() < 0.8 else tokens())
         own = [first]
         for _ in range(rng.choice((0, 0, 1, 5))):
@@ -61,7 +63,8 @@ def branched_groups(rng: random.Random) -> list[Group]:
     The first has every kind of response, and rollouts of one and of six of them, whatever the random ones are: more
     than 20 rows after the group's prompt, and 5 after another one.
     """
-    most, few, equal = (branched_group(index, rng) for index in range(3))
+    most, equal = branched_group(0, rng), branched_group(2, rng)
+    few = branched_group(1, rng, least_rollouts=2)  # Of one there would be no gradient.
     fixed = one_of_each_kind()
     many = [make_response([rng.randrange(1, 96) for _ in range(length)]) for length in (1, 5) * 3]
     most = make_group(
