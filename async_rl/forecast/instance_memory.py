@@ -82,7 +82,8 @@ def store_tokens(config: Config) -> int:
     while capacity <= _capacity(response):
         tokens += capacity * _slots(running)
         capacity *= 2
-    return min(tokens, max(2 * config.inference.max_concurrency * longest, 4 * longest, 2 * MIN_CAPACITY))
+    per_response = 2 * longest + 2 * MIN_CAPACITY
+    return min(tokens, max(config.inference.max_concurrency * per_response, 4 * longest))
 
 
 def _capacity(num_tokens: int) -> int:

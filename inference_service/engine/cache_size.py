@@ -68,7 +68,9 @@ def plan_cache(
             f"{MEMORY_SHARE:.0%} of the free memory are {affordable * bytes_per_token / 2**20:,.0f} MiB: "
             "lower --max-model-len"
         )
-    max_tokens = min(max(CAPACITY_FACTOR * max_concurrency * max_width, needed), affordable)
+    # A prompt and a response have the least capacity each, however short they are.
+    per_response = CAPACITY_FACTOR * max_width + 2 * MIN_CAPACITY
+    max_tokens = min(max(max_concurrency * per_response, needed), affordable)
     return CacheSize(
         max_concurrency, PREFILL_TOKENS, max_tokens, config.num_hidden_layers, num_kv_heads, head_dim, dtype
     )

@@ -189,7 +189,9 @@ class KVStore:
                 other.resize(len(other.places))
         if (left := self._slots_left(shelf)) < 1:
             raise NoRoom
-        shelf.resize(min(shelf.num_slots + left, max(4, int(GROWTH * shelf.num_slots))))
+        # Half of what is left, at most: a shelf that took all of it would give it back, with a copy of the whole store,
+        # to the next one that needs a slot.
+        shelf.resize(min(shelf.num_slots + (left + 1) // 2, max(4, int(GROWTH * shelf.num_slots))))
 
     def _slots_left(self, shelf: Shelf) -> int:
         allocated = sum(each.capacity * each.num_slots for each in self._shelves.values())

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_service.engine.kv_store import MIN_CAPACITY, KVStore, NoRoom, Place
+from inference_service.engine.kv_store import MIN_CAPACITY, KVStore, NoRoom, Place, Shelf
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 2, 2, 3
 
@@ -99,3 +99,22 @@ def test_memory_of_small_segments_becomes_that_of_large_ones() -> None:
     for place in places:
         store.free(place)
     assert store.new(16 * MIN_CAPACITY, is_shared=True).shelf.capacity == 16 * MIN_CAPACITY
+
+
+def test_a_store_that_fills_up_is_not_copied_for_each_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two shelves that took all that was left in turn had the whole store copied at each new segment."""
+    num_copied = 0
+    resize = Shelf.resize
+
+    def counted(shelf: Shelf, num_slots: int) -> None:
+        nonlocal num_copied
+        num_copied += len(shelf.places)
+        resize(shelf, num_slots)
+
+    monkeypatch.setattr(Shelf, "resize", counted)
+    store = make_store(1000 * MIN_CAPACITY)
+    for i in range(1000):
+        store.new(1, is_shared=i % 2 == 0)
+    with pytest.raises(NoRoom):
+        store.new(1, is_shared=True)
+    assert num_copied <= 1000 * 20  # by the logarithm of their number; 78 each where a shelf takes all
