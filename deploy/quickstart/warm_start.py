@@ -24,7 +24,7 @@ COURSE = Course(
     learning_rate=2e-3,
     ramp_steps=20,
     check_every=2,
-    hopeless_loss=0.7,
+    hopeless_loss=0.45,
     target_accuracy=0.30,
     max_steps=600,
 )
