@@ -42,6 +42,7 @@ from async_rl.publish.publisher import Publisher
 from async_rl.rewards import make_reward
 from async_rl.rollout.producer import Producer
 from async_rl.types import Batch, Prompt
+from async_rl.weights.sender import WeightSender, WeightSource
 from async_rl.weights.stream import TensorSpec
 from benchmarks.common.hosts import Host, Hosts, environment, why_not
 from benchmarks.common.link import Link, why_no_link
@@ -103,18 +104,20 @@ def stream_of(path: Path) -> Stream:
 @contextmanager
 def published(urls: Sequence[str], stream: Stream) -> Iterator[tuple[Callable[[], float], EventLoopThread, Any]]:
     """A function that publishes once and returns the seconds, its loop and its pool."""
-    specs = [spec for spec, _ in stream]
+    source = WeightSource([spec for spec, _ in stream], lambda: iter(stream))
+    config = PublishSection(timeout_s=TIMEOUT_S)
     with ExitStack() as closing:
         loop = EventLoopThread()
         closing.callback(loop.close)
         pool = InferencePool(PoolSection(instances=tuple(urls)))
         closing.callback(lambda: loop.run(pool.close()))
         loop.run(pool.wait_until_ready())
-        publisher = Publisher(pool, loop, PublishSection(timeout_s=TIMEOUT_S), wait_s=TIMEOUT_S)
-        closing.callback(publisher.close)
+        sender = WeightSender(source, config, VERSION)
+        closing.callback(sender.close)
+        publisher = Publisher(pool, loop, config, sender, wait_s=TIMEOUT_S)
 
         def publish() -> float:
-            publication = publisher.publish(VERSION, specs, lambda: iter(stream))
+            publication = publisher.publish(VERSION)
             assert len(publication.instances) == len(urls)
             return publication.seconds
 

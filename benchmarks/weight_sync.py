@@ -35,6 +35,7 @@ from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.publish.publisher import Publisher
+from async_rl.weights.sender import WeightSender, WeightSource
 from async_rl.weights.store import StoreServer, join_rendezvous
 from async_rl.weights.stream import TensorSpec, WeightGroup
 from benchmarks.common.random_model import save_random_qwen3
@@ -142,13 +143,14 @@ def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict
         pool = InferencePool(PoolSection(instances=tuple(urls)))
         closing.callback(lambda: loop.run(pool.close()))
         loop.run(pool.wait_until_ready())
-        publisher = Publisher(pool, loop, config, wait_s=TIMEOUT_S)
-        closing.callback(publisher.close)
+        sender = WeightSender(WeightSource(specs, lambda: iter(stream)), config, "benchmark")
+        closing.callback(sender.close)
+        publisher = Publisher(pool, loop, config, sender, wait_s=TIMEOUT_S)
         bare = BareBroadcast(len(urls), num_bytes, config.bucket_bytes)
         closing.callback(bare.close)
         # The first one of each also forms its group and touches its memory for the first time.
         for number in range(-1, repeats):
-            publication = publisher.publish(f"{len(urls)}-{number}", specs, lambda: iter(stream))
+            publication = publisher.publish(f"{len(urls)}-{number}")
             assert len(publication.instances) == len(urls)
             bare_s = bare.seconds()
             say(f"{len(urls)} x {num_bytes / 1e6:.0f} MB: publish {publication.seconds:.3f} s, bare {bare_s:.3f} s")

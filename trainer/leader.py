@@ -28,7 +28,6 @@ from async_rl.publish.admission import Admission
 from async_rl.publish.canary import Canary
 from async_rl.publish.probe import Probe
 from async_rl.publish.publisher import Publisher
-from async_rl.publish.snapshot_store import SnapshotStore
 from async_rl.rewards import Reward
 from async_rl.rewards.readable_answers import answer_check
 from async_rl.rollout.producer import MAX_IDLE_WORK_S, Producer
@@ -36,6 +35,7 @@ from async_rl.rollout.program_rollouts import ProgramRollouts, make_program_roll
 from async_rl.tracking.records import ROLLOUTS
 from async_rl.tracking.trackers.fan_out import Trackers
 from async_rl.types import Prompt, WeightVersion
+from async_rl.weights.sender import WeightSender, WeightSource
 from trainer.parallel import Parallel
 
 
@@ -202,14 +202,14 @@ class Leader:
         self._closing.callback(producer.close)
         return producer
 
-    def publisher(self, run_id: str, probe_prompt: Prompt) -> Publisher:
-        """Main rank: the publisher to this pool, which also admits instances between two publishes.
+    def publisher(self, run_id: str, probe_prompt: Prompt, source: WeightSource) -> Publisher:
+        """Main rank: the publisher of its weights to this pool, which also admits instances between two publishes.
 
         Raises:
             ConfigError: the snapshot directory cannot be created.
         """
         config = self._config
-        snapshots = admission = probe = canary = None
+        admission = probe = canary = None
         if config.publish.canary != "off":
             noise, dtype = noise_limits(config.train, config.model.dtype).noise, config.model.dtype
             canary = Canary(
@@ -222,26 +222,23 @@ class Leader:
                 exact=config.train.exact,
             )
         if config.publish.snapshot_dir is not None:
-            snapshots = SnapshotStore(config.publish.snapshot_dir, run_id)
-            self._closing.callback(snapshots.close)
             admission = Admission(config.publish)
             admission.canary = canary
             self._pool.late_joiners.admit = admission.admit
         if config.publish.probe_tokens:
             probe = Probe(config.publish, config.rollout, probe_prompt.token_ids)
-        publisher = Publisher(
+        sender = WeightSender(source, config.publish, run_id, self._parallel.device.BACKEND)
+        self._closing.callback(sender.close)
+        return Publisher(
             self._pool,
             self._loop,
             config.publish,
+            sender,
             wait_s=config.pool.timeout_s,
-            backend=self._parallel.device.BACKEND,
-            snapshots=snapshots,
             admission=admission,
             probe=probe,
             canary=canary,
         )
-        self._closing.callback(publisher.close)
-        return publisher
 
     def put_in_service(self, version: WeightVersion, urls: Collection[str]) -> None:
         """Other leaders: puts the instances at `urls` in service with the version that the main rank published."""

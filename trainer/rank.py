@@ -11,6 +11,7 @@ from async_rl.publish.publisher import Publisher
 from async_rl.step_stats import StepStats
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Publication, WeightVersion
+from async_rl.weights.sender import WeightSource
 from async_rl.weights.stream import Stream
 from trainer.ending import Ending
 from trainer.parallel import Parallel
@@ -102,18 +103,10 @@ class TrainingRank:
             return self._megatron.optimizer_step()
 
     def _publish(self, publisher: Publisher, version: WeightVersion) -> Publication:
-        """The main rank's side: announces to the other ranks each operation that they take part in."""
-
-        def make_stream() -> Stream:
-            self._parallel.broadcast_json([STREAM])
-            return self._megatron.export.stream()
-
-        trainer = _MainTrainer(self._megatron, self._parallel)
+        """The main rank's side; its sender announces what the other ranks take part in, see `weight_source`."""
         try:
             self._require_lease()
-            publication = publisher.publish(
-                version, self._megatron.export.specs, make_stream, trainer.score, canary_trainer=trainer
-            )
+            publication = publisher.publish(version)
         except AsyncRLError as error:
             # The other ranks wait for the next announcement.
             self._parallel.broadcast_json([FAILED, f"{type(error).__name__}: {error}"])
@@ -142,22 +135,23 @@ class TrainingRank:
             self._megatron.canary_weights.restore()
 
 
-class _MainTrainer:
-    """The trainer's operations for the publisher, on the main rank; the other ranks take part in them."""
+def weight_source(megatron: MegatronTrainer, parallel: Parallel) -> WeightSource:
+    """The main rank's weights for a publish: announces to the other ranks each operation that they take part in."""
 
-    def __init__(self, megatron: MegatronTrainer, parallel: Parallel) -> None:
-        self._megatron = megatron
-        self._parallel = parallel
-        self.classes = megatron.canary_weights.classes
-        self.one_tensor = megatron.canary_weights.one_tensor
+    def stream() -> Stream:
+        parallel.broadcast_json([STREAM])
+        return megatron.export.stream()
 
-    def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        self._parallel.broadcast_json([SCORE, prompt, responses])
-        return self._megatron.score(prompt, responses)
+    def score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+        parallel.broadcast_json([SCORE, prompt, responses])
+        return megatron.score(prompt, responses)
 
-    def change(self, strengths: Mapping[str, int]) -> None:
-        self._parallel.broadcast_json([CHANGE, dict(strengths)])
-        self._megatron.canary_weights.change(strengths)
+    def change(strengths: Mapping[str, int]) -> None:
+        parallel.broadcast_json([CHANGE, dict(strengths)])
+        megatron.canary_weights.change(strengths)
+
+    weights = megatron.canary_weights
+    return WeightSource(megatron.export.specs, stream, score, change, weights.classes, weights.one_tensor)
 
 
 class NoRollouts:

@@ -39,7 +39,7 @@ from trainer.model.shape import find_checkpoint
 from trainer.parallel import Parallel
 from trainer.process_end import end_now
 from trainer.prompt_data import load_prompts_and_contents
-from trainer.rank import NoRollouts, TrainingRank
+from trainer.rank import NoRollouts, TrainingRank, weight_source
 from trainer.saving import Saving
 from trainer.shared_directory import require_shared
 from trainer.stop_signal import StopSignal
@@ -127,7 +127,9 @@ def open_session(
                 parallel,
                 run_id,
                 side.put_in_service if side else None,
-                side.publisher(run_id, prompts.longest) if side and parallel.is_main else None,
+                side.publisher(run_id, prompts.longest, weight_source(megatron, parallel))
+                if side and parallel.is_main
+                else None,
                 ending,
                 require_lease,
             ),

@@ -1,6 +1,6 @@
-"""Sends a weight stream to many instances at once, through a weight group that is kept from publish to publish.
+"""Has a weight stream sent to many instances at once, through a weight group that is kept from publish to publish.
 
-    form the weight group, unless the present one is still right -> all instances receive, the main thread broadcasts
+    form the weight group, unless the present one is still right -> all instances receive, the sender broadcasts
 
 An instance that breaks the group is named and left out; the caller then tries again with the rest, in a new group.
 """
@@ -12,35 +12,41 @@ from urllib.parse import urlsplit
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import InstanceError, InstanceUnreachable, PublishError, WeightGroupBroken
 from async_rl.event_loop import EventLoopThread
-from async_rl.net.local_address import address_towards
 from async_rl.pool.member import Member
-from async_rl.protocol.inference import UpdateInfo
+from async_rl.protocol.inference import InitInfo, UpdateInfo
+from async_rl.protocol.sender import Sender, Sent
 from async_rl.publish.instance_calls import InstanceCalls
 from async_rl.publish.instance_update import ANSWER_MARGIN_S, receive
-from async_rl.publish.rendezvous import FormedGroup, Rendezvous, sender_address
-from async_rl.weights.nccl_version import HOPELESS, MATCHING, UNKNOWN, nccl_version, number_of
-from async_rl.weights.stream import MakeStream
 
 Drop = Callable[[Mapping[Member, InstanceError]], None]
 """Takes instances out of the publish, each with its error."""
 
-POLL_S = 0.002
+WAIT_S = 0.02
+"""How long the sender waits in one call, while instances may fail theirs."""
+
 EARLY = 0.8
 """A rendezvous that fails within this part of the timeout does not fail for want of those who are not there yet."""
 
+MATCHING = "torch 2.13.0 with vLLM 0.32.0 (NCCL 2.29.7), torch 2.14 or 2.15 with vLLM 0.33.0 (NCCL 2.30.7)"
+"""Pairs of trainer and instances, by the requirements of their packages."""
+
+HOPELESS = ("ncclInvalidUsage", "Mismatched NCCL version")
+"""In NCCL's errors: the same members would fail again."""
+
 
 class Broadcast:
-    """The sending side; one call at a time, from the main thread."""
+    """The control side; one call at a time, from the thread that calls the sender."""
 
-    def __init__(self, loop: EventLoopThread, config: PublishSection, backend: str, drop: Drop) -> None:
+    def __init__(self, loop: EventLoopThread, config: PublishSection, sender: Sender, drop: Drop) -> None:
         self._loop = loop
         self._config = config
-        self._backend = backend
+        self._sender = sender
         self._drop = drop
-        self._formed: FormedGroup | None = None
+        self._owners: dict[int, Member] = {}
+        """Of the formed weight group: the instance that each rank from 1 on belongs to."""
 
-    def move(self, members: Sequence[Member], info: UpdateInfo, make_stream: MakeStream) -> str | None:
-        """One attempt to send the stream to all of `members`; returns its fingerprint, or None if the group broke.
+    def move(self, members: Sequence[Member], info: UpdateInfo, version: str) -> Sent | None:
+        """One attempt to send the stream to all of `members`; None if the group broke.
 
         Drops the instances that prevented it, at least one, and those that failed without affecting the others.
 
@@ -49,151 +55,162 @@ class Broadcast:
         """
         if not self._is_of(members) and not self._join(members):
             return None
-        assert self._formed is not None
-        self._formed.group.next_update()
         timeout_s = self._config.timeout_s
         calls = InstanceCalls(self._loop, members, lambda member: receive(member.client, info, timeout_s))
         try:
             if not self._all_accept(calls):
                 return None
-            fingerprint, problem = self._send(make_stream)
-            if problem is None:
+            sent = self._sender.send(version)
+            if sent.problem is None:
                 self._drop(calls.settle(timeout_s + ANSWER_MARGIN_S))
-            else:
-                failures = self._break_off(calls)
-                # The first failure breaks the connections of the other instances, which are not to blame.
-                self._drop_guilty(failures, list(failures)[:1], problem)
-            return fingerprint
+                return sent
+            failures = self._break_off(calls)
+            # The first failure breaks the connections of the other instances, which are not to blame.
+            self._drop_guilty(failures, list(failures)[:1], sent.problem)
+            return None
         finally:
             if calls.cancel():
                 # The stream itself failed or the user interrupted it, with receivers waiting for the rest.
-                self.close()
+                self._leave()
 
-    def close(self) -> None:
+    def _leave(self) -> None:
         """Leaves the weight group; the instances notice with their next update."""
-        if self._formed is not None:
-            self._formed.close()
-            self._formed = None
+        self._owners = {}
+        self._sender.leave_group()
 
     def _is_of(self, members: Sequence[Member]) -> bool:
         """Whether the group has exactly these instances, and none of them may have been restarted since."""
-        is_same = self._formed is not None and self._formed.members == set(members)
+        is_same = set(self._owners.values()) == set(members)
         return is_same and all(member.state == "ready" for member in members)
 
     def _join(self, members: Sequence[Member]) -> bool:
         """Forms a weight group with all of `members`; False after dropping those that prevented it."""
-        self.close()
+        self._leave()
         timeout_s = self._config.timeout_s
         questions = InstanceCalls(self._loop, members, lambda member: member.client.world_size(timeout_s))
         self._drop(questions.settle(timeout_s=None))
         sizes = questions.results()
-        if len(sizes) < len(members):
+        if len(sizes) < len(members) or not self._have_its_nccl(members):
             return False
-        if self._backend == "nccl" and not self._have_our_nccl(members):
+        infos = self._invitations(sizes)
+        if infos is None:
             return False
-        routes = self._routes(members)
-        if len(routes) < len(members):
-            return False
-        address = sender_address(self._config.master_address, list(routes.values()))
-        rendezvous = Rendezvous(sizes, address, self._config, self._backend)
+        owners = {info.rank_offset + i: member for member, info in infos.items() for i in range(sizes[member])}
         calls = InstanceCalls(
             self._loop,
             members,
-            lambda member: member.client.init_weight_transfer(
-                rendezvous.invitation(member), timeout_s + ANSWER_MARGIN_S
-            ),
+            lambda member: member.client.init_weight_transfer(infos[member], timeout_s + ANSWER_MARGIN_S),
         )
+        absent: set[Member] = set()
+        problem = None
         deadline = time.monotonic() + EARLY * timeout_s
         try:
-            while not rendezvous.wait(POLL_S) and not calls.failures():
+            while not (forming := self._sender.wait_formed(WAIT_S)).has_ended and not calls.failures():
                 pass
-            refused, absent, is_late = calls.failures(), rendezvous.absent(), time.monotonic() > deadline
-            if refused or rendezvous.has_failed:
-                rendezvous.call_off(absent if is_late else refused)
+            refused, is_late = calls.failures(), time.monotonic() > deadline
+            if refused or forming.problem is not None:
+                # Read after the failures: one that came before it failed is not absent.
+                absent = {owners[rank] for rank in self._sender.wait_formed(0.0).absent}
+                without = absent if is_late else refused
+                problem = self._sender.call_off([rank for rank, member in owners.items() if member in without])
             failures = calls.settle(timeout_s + ANSWER_MARGIN_S)
         finally:
             calls.cancel()
-        self._formed = rendezvous.formed()
-        if self._formed is not None and not failures:
+        if problem is None and not failures:
+            self._owners = owners
             return True
-        if any(text in rendezvous.problem for text in HOPELESS):
-            reason = (
-                f"NCCL refuses the weight group: {rendezvous.problem}; trainer and instances need one NCCL: {MATCHING}"
-            )
+        self._drop_preventers(members, failures, refused, absent, problem or "", is_late=is_late)
+        return False
+
+    def _drop_preventers(
+        self,
+        members: Sequence[Member],
+        failures: Mapping[Member, InstanceError],
+        refused: Mapping[Member, InstanceError],
+        absent: set[Member],
+        problem: str,
+        *,
+        is_late: bool,
+    ) -> None:
+        """Drops those that prevented a weight group.
+
+        Args:
+            failures: of all invitations, the earliest first; `refused`: of those that came before the rest was ended.
+            absent: instances with a worker that had not come by then.
+            problem: why the sender formed no group.
+            is_late: whether those had had the time to come.
+        """
+        if any(text in problem for text in HOPELESS):
+            reason = f"NCCL refuses the weight group: {problem}; trainer and instances need one NCCL: {MATCHING}"
             self._drop({member: InstanceError(f"instance {member.url}: {reason}") for member in members})
-            return False
-        failures = failures or {m: WeightGroupBroken(f"instance {m.url}: {rendezvous.problem}") for m in members}
+            return
+        failures = failures or {m: WeightGroupBroken(f"instance {m.url}: {problem}") for m in members}
         if own := {} if is_late else {member: error for member, error in refused.items() if member in absent}:
             self._drop(own)
         else:
             # Those who came failed because of others: of those who did not, once these had had the time.
             late = [member for member in failures if member in absent] if is_late else []
-            self._drop_guilty(failures, late or refused or failures, rendezvous.problem)
-        return False
+            self._drop_guilty(failures, late or refused or failures, problem)
 
-    def _have_our_nccl(self, members: Sequence[Member]) -> bool:
-        """Whether each instance has this process's NCCL; drops those with another. One that reports none passes."""
-        ours = nccl_version()
-        if number_of(ours) == UNKNOWN:
+    def _have_its_nccl(self, members: Sequence[Member]) -> bool:
+        """Whether each instance has the sender's NCCL; drops those with another. One that reports none passes."""
+        of_sender = self._sender.facts().nccl_version
+        if of_sender is None:
             return True
         timeout_s = self._config.timeout_s
         calls = InstanceCalls(self._loop, members, lambda member: member.client.nccl_versions(timeout_s))
         failures = calls.settle(timeout_s=None)
         for member, versions in calls.results().items():
-            others = sorted({version for version in versions if number_of(version) != number_of(ours)})
+            others = sorted({version for version in versions if _number_of(version) != _number_of(of_sender)})
             if others:
                 failures[member] = InstanceError(
-                    f"instance {member.url} has NCCL {', '.join(others)} and the trainer {ours}: NCCL connects equal "
-                    f"versions only; install a matching pair, such as {MATCHING}, or set publish.transport = 'snapshot'"
+                    f"instance {member.url} has NCCL {', '.join(others)} and the trainer {of_sender}: NCCL connects "
+                    f"equal versions only; install a matching pair, such as {MATCHING}, or set publish.transport = "
+                    "'snapshot'"
                 )
         self._drop(failures)
         return not failures
 
-    def _routes(self, members: Sequence[Member]) -> dict[Member, str]:
-        """The source address of this host's route to each instance; drops those without a route."""
-        routes, failures = {}, {}
-        for member in members:
-            try:
-                routes[member] = address_towards(urlsplit(member.url).hostname or "")
-            except OSError as error:
-                failures[member] = InstanceUnreachable(f"instance {member.url}: no route leads to it: {error}")
-        self._drop(failures)
-        return routes
+    def _invitations(self, sizes: Mapping[Member, int]) -> dict[Member, InitInfo] | None:
+        """Lets the sender begin a weight group with instances of these numbers of workers; None after dropping those
+        without a route."""
+        hosts = {member: urlsplit(member.url).hostname or "" for member in sizes}
+        answer = self._sender.form(list(hosts.values()), list(sizes.values()))
+        if answer.without_route:
+            self._drop(
+                {
+                    member: InstanceUnreachable(
+                        f"instance {member.url}: no route leads to it: {answer.without_route[host]}"
+                    )
+                    for member, host in hosts.items()
+                    if host in answer.without_route
+                }
+            )
+            return None
+        return {member: InitInfo.model_validate(info) for member, info in zip(sizes, answer.infos, strict=True)}
 
     def _all_accept(self, calls: InstanceCalls[None]) -> bool:
         """Waits until every worker is ready to receive; otherwise ends the group and drops instances that refuse."""
-        assert self._formed is not None
         deadline = time.monotonic() + self._config.timeout_s
-        while missing := self._formed.missing():
+        while ranks := self._sender.wait_accepted(WAIT_S):
             if refused := calls.failures():
                 self._break_off(calls)
                 self._drop(refused)
                 return False
             if time.monotonic() > deadline:
+                missing = {self._owners[rank] for rank in ranks}
                 calls.cancel(missing)
                 self._break_off(calls)
                 timeout_s = self._config.timeout_s
                 reason = f"it did not accept the list of tensors within {timeout_s:g} s (publish.timeout_s)"
                 self._drop({member: InstanceUnreachable(f"instance {member.url}: {reason}") for member in missing})
                 return False
-            time.sleep(POLL_S)
         return True
 
     def _break_off(self, calls: InstanceCalls[None]) -> dict[Member, InstanceError]:
         """Ends an update for all instances and returns their errors. Live ones notice the closed group at once."""
-        self.close()
+        self._leave()
         return calls.settle(ANSWER_MARGIN_S)
-
-    def _send(self, make_stream: MakeStream) -> tuple[str, None] | tuple[None, str]:
-        """Broadcasts the stream; returns its fingerprint, or the error that broke the group.
-
-        The error is returned as text, because its traceback would keep the broken group's connections open.
-        """
-        assert self._formed is not None
-        try:
-            return self._formed.group.send(make_stream(), self._config.bucket_bytes), None
-        except PublishError as error:
-            return None, str(error)
 
     def _drop_guilty(self, failures: Mapping[Member, InstanceError], suspects: Iterable[Member], problem: str) -> None:
         """Drops the instances that broke a group: those that are unreachable, else the suspects."""
@@ -201,3 +218,8 @@ class Broadcast:
             raise PublishError(f"the weight group broke, though no instance failed: {problem}")
         unreachable = {m: error for m, error in failures.items() if isinstance(error, InstanceUnreachable)}
         self._drop(unreachable or {member: WeightGroupBroken(str(failures[member])) for member in suspects})
+
+
+def _number_of(version: str) -> str:
+    """The number alone of an NCCL version such as "2.29.7 (torch 2.13.0)"."""
+    return version.partition(" ")[0]

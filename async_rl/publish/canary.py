@@ -17,7 +17,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from async_rl.config.pool_section import PublishSection
 from async_rl.config.rollout_section import RolloutSection
@@ -26,6 +25,7 @@ from async_rl.instance.client import InstanceClient
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
+from async_rl.protocol.sender import ALL_STRENGTHS, CONSTANT, Sender, SenderFacts
 from async_rl.types import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,6 @@ Samples = Sequence[tuple[tuple[int, ...], tuple[float, ...]]]
 
 Sample = Callable[[Sequence[Member]], Mapping[Member, Samples]]
 """Publishes the trainer's weights as they are to these instances, and samples from them; without those that fail."""
-
-ALL_STRENGTHS = 3
-"""The largest strength of a class's change; 1 is the smallest."""
-
-CONSTANT = -1
-"""In place of a strength: all values of a tensor are the same."""
 
 NUM_TOKENS = 64
 """Sampled from each instance: enough that a few tokens with a different MoE routing are not decisive."""
@@ -70,26 +64,6 @@ the expected ones. A tensor that is loaded in a wrong order moves them at least 
 EVERYTHING = "every tensor"
 UNCLEAR = "unclear"
 SEED = 0
-
-
-class CanaryTrainer(Protocol):
-    """The trainer as the canary uses it: between two batches, from the main thread of the main rank."""
-
-    @property
-    def classes(self) -> Sequence[str]:
-        """In an order in which the later ones still show in log-probs where the earlier ones are constant."""
-        ...
-
-    @property
-    def one_tensor(self) -> Sequence[str]: ...
-
-    def change(self, strengths: Mapping[str, int]) -> None:
-        """Changes classes of the weights, by a strength or to `CONSTANT`; those left out have their true values."""
-        ...
-
-    def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of each response's tokens under the weights as they are, after temperature."""
-        ...
 
 
 class Canary:
@@ -161,7 +135,7 @@ class Canary:
         return [(tuple(partial.token_ids), tuple(partial.logprobs)) for partial in partials]
 
     @contextmanager
-    def changed(self, trainer: CanaryTrainer) -> Iterator[None]:
+    def changed(self, trainer: Sender) -> Iterator[None]:
         """Changes the trainer's weights while the context is open, every class by enough to be visible.
 
         After an error they stay changed: the ranks may no longer be synchronised, and each restores its own.
@@ -170,20 +144,19 @@ class Canary:
         yield
         trainer.change({})
 
-    def judge(
-        self, answers: Mapping[Member, Samples], trainer: CanaryTrainer, sample: Sample
-    ) -> dict[Member, InstanceError]:
+    def judge(self, answers: Mapping[Member, Samples], trainer: Sender, sample: Sample) -> dict[Member, InstanceError]:
         """Errors of the instances that do not compute with the weights sent. Notes the kinds of those that do."""
         responses = list(dict.fromkeys(tokens for samples in answers.values() for tokens, _ in samples))
         if not responses:
             return {}
+        facts = trainer.facts()
         scores = {
             name: dict(zip(responses, self._score(trainer, left_out, responses), strict=True))
-            for name, left_out in (("", ()), *self._signatures(trainer).items())
+            for name, left_out in (("", ()), *_signatures(facts).items())
         }
         failures: dict[Member, InstanceError] = {}
-        apart = [(name,) for name in trainer.classes if name not in trainer.one_tensor]
-        units = apart + ([tuple(trainer.one_tensor)] if trainer.one_tensor else [])
+        apart = [(name,) for name in facts.classes if name not in facts.one_tensor]
+        units = apart + ([tuple(facts.one_tensor)] if facts.one_tensor else [])
         wrong: dict[Kind, tuple[str, ...]] = {}
         for member, samples in answers.items():
             found, kind = _compare(samples, scores), self.kinds[member]
@@ -209,36 +182,30 @@ class Canary:
         kind = f"{client.dialect.name} {client.server}, {await client.engine_options(self._timeout_s)}, {self._dtype}"
         return f"{kind}, process {member.boot_id} at {member.url}" if self._exact else kind
 
-    def _signatures(self, trainer: CanaryTrainer) -> dict[str, tuple[str, ...]]:
-        """Possible stale copies, by name -> the classes that are then unchanged."""
-        found: dict[str, tuple[str, ...]] = {name: (name,) for name in trainer.classes}
-        if trainer.one_tensor:
-            found[" and ".join(trainer.one_tensor)] = tuple(trainer.one_tensor)
-        return found | {EVERYTHING: tuple(trainer.classes)}
-
     def _score(
-        self, trainer: CanaryTrainer, left_out: Sequence[str], responses: Sequence[tuple[int, ...]]
+        self, trainer: Sender, left_out: Sequence[str], responses: Sequence[tuple[int, ...]]
     ) -> list[list[float]]:
         """Log-probs with every class changed but those in `left_out`."""
         trainer.change({name: strength for name, strength in self._strengths.items() if name not in left_out})
         return trainer.score(self._prompt, responses)
 
-    def _calibrate(self, trainer: CanaryTrainer) -> None:
+    def _calibrate(self, trainer: Sender) -> None:
         """Finds strengths at which each class left out is visible in the log-probs of some tokens; leaves them set."""
         tokens = tuple(self._prompt[i % len(self._prompt)] for i in range(self._sampling.max_tokens))
-        self._strengths = dict.fromkeys(trainer.classes, 1)
+        facts = trainer.facts()
+        self._strengths = dict.fromkeys(facts.classes, 1)
         for _ in range(ALL_STRENGTHS):
             (expected,) = self._score(trainer, (), [tokens])
             weak = {
                 name
-                for name in trainer.classes
+                for name in facts.classes
                 if not _distance(self._score(trainer, (name,), [tokens])[0], expected) >= MARGIN * VISIBLE * self._noise
                 and self._strengths[name] < ALL_STRENGTHS
             }
             if not weak:
                 break
-            if weak & set(trainer.one_tensor):
-                weak |= set(trainer.one_tensor)
+            if weak & set(facts.one_tensor):
+                weak |= set(facts.one_tensor)
             for name in weak:
                 self._strengths[name] += 1
         trainer.change(self._strengths)
@@ -297,7 +264,7 @@ class Canary:
         member: Member,
         own: float,
         units: Sequence[tuple[str, ...]],
-        trainer: CanaryTrainer,
+        trainer: Sender,
         sample: Sample,
     ) -> tuple[str, ...]:
         """The classes that the engine has wrong, found by publishes to it alone; none if it is lost meanwhile.
@@ -328,6 +295,14 @@ class Canary:
             log.warning("canary: %s was lost in the search for the class that it has wrong", member.url)
             return ()
         return tuple(name for unit in units[first : last + 1] for name in unit)
+
+
+def _signatures(facts: SenderFacts) -> dict[str, tuple[str, ...]]:
+    """Possible stale copies, by name -> the classes that are then unchanged."""
+    found: dict[str, tuple[str, ...]] = {name: (name,) for name in facts.classes}
+    if facts.one_tensor:
+        found[" and ".join(facts.one_tensor)] = tuple(facts.one_tensor)
+    return found | {EVERYTHING: tuple(facts.classes)}
 
 
 class _Lost(Exception):

@@ -7,25 +7,20 @@ Both run on the event loop and raise the `InstanceError` of the call that failed
 """
 
 import asyncio
-from collections.abc import Sequence
 
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable
 from async_rl.instance.client import InstanceClient
 from async_rl.protocol.inference import UpdateInfo
+from async_rl.protocol.sender import SenderFacts
 from async_rl.types import WeightVersion
-from async_rl.weights.stream import TensorSpec
 
 ANSWER_MARGIN_S = 5.0
 """How much longer than its own timeout an instance may take to respond: its error is more specific than ours."""
 
 
-def announcement(specs: Sequence[TensorSpec]) -> UpdateInfo:
+def announcement(facts: SenderFacts) -> UpdateInfo:
     """The tensors of a stream, in its order, as announced to the instances."""
-    return UpdateInfo(
-        names=[spec.name for spec in specs],
-        dtype_names=[spec.dtype_name for spec in specs],
-        shapes=[list(spec.shape) for spec in specs],
-    )
+    return UpdateInfo(names=facts.names, dtype_names=facts.dtype_names, shapes=facts.shapes)
 
 
 async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float) -> None:

@@ -7,7 +7,7 @@ Instances sample different tokens; each instance's own tokens are compared.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from async_rl.config.pool_section import PublishSection
@@ -17,10 +17,8 @@ from async_rl.instance.client import InstanceClient
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
+from async_rl.protocol.sender import Score
 from async_rl.types import Response, WeightVersion
-
-Score = Callable[[Sequence[int], Sequence[tuple[int, ...]]], list[list[float]]]
-"""(prompt, token ids of each response) -> the trainer's log-probs of each response's tokens, after temperature."""
 
 SEED = 0
 

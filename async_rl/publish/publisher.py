@@ -1,6 +1,6 @@
 """Puts one version of the weights on every instance of the pool, once per period.
 
-The main thread calls it; the HTTP calls run on the producer's event loop, to all instances concurrently:
+One thread calls it and the sender of the weights; the HTTP calls run on the event loop, to all instances concurrently:
 
     end admissions -> leave out instances that do not respond -> canary, where it is due (`canary.py`)
     -> send the stream, by broadcast or snapshot -> compare fingerprints
@@ -29,16 +29,15 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member
 from async_rl.pool.membership import BootId
+from async_rl.protocol.sender import Sender
 from async_rl.publish.admission import Admission, Offer
 from async_rl.publish.broadcast import Broadcast
-from async_rl.publish.canary import Canary, CanaryTrainer, Samples
+from async_rl.publish.canary import Canary, Samples
 from async_rl.publish.instance_calls import InstanceCalls
 from async_rl.publish.instance_update import announcement, put_in_service, receive
-from async_rl.publish.probe import Probe, Score
-from async_rl.publish.snapshot_store import SnapshotStore
+from async_rl.publish.probe import Probe
 from async_rl.publish.worker_counts import WorkerCounts
 from async_rl.types import Publication, WeightVersion
-from async_rl.weights.stream import MakeStream, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +54,16 @@ LOG_INTERVAL_S = 10.0
 
 
 class Publisher:
-    """Publishes to the instances of `pool`; one call at a time, from the main thread."""
+    """Publishes to the instances of `pool`; one call at a time, from one thread."""
 
     def __init__(
         self,
         pool: InferencePool,
         loop: EventLoopThread,
         config: PublishSection,
+        sender: Sender,
         *,
         wait_s: float,
-        backend: str = "gloo",
-        snapshots: SnapshotStore | None = None,
         admission: Admission | None = None,
         probe: Probe | None = None,
         canary: Canary | None = None,
@@ -73,43 +71,29 @@ class Publisher:
         """Parts that are None are skipped.
 
         Args:
+            sender: the trainer's main rank; its owner closes it.
             wait_s: how long a publish waits for an instance if none responds, or all were lost during it; or if all
                 that came refuse, and others may come (`InferencePool.is_open`).
-            snapshots: where every version is written; required by the transport "snapshot". Its owner closes it.
             admission: gets every snapshot.
             probe: compares the engines that may hold something else than they received.
             canary: checks each kind of engine with changed weights before the true ones.
         """
-        assert config.transport == "broadcast" or snapshots is not None, "the snapshot transport needs a store"
         self._pool = pool
         self._loop = loop
         self._config = config
+        self._sender = sender
         self._wait_s = wait_s
-        self._snapshots = snapshots
         self._admission = admission
         self._probe = probe
         self._canary = canary
-        self._broadcast = Broadcast(loop, config, backend, self._drop)
+        self._broadcast = Broadcast(loop, config, sender, self._drop)
         self._worker_counts = WorkerCounts(loop)
         self._dropped: dict[Member, InstanceError] = {}
         self._refusing: set[tuple[Member, BootId]] = set()
         """Processes that failed the publish under way for good."""
 
-    def publish(
-        self,
-        version: WeightVersion,
-        specs: Sequence[TensorSpec],
-        make_stream: MakeStream,
-        score: Score | None = None,
-        canary_trainer: CanaryTrainer | None = None,
-    ) -> Publication:
+    def publish(self, version: WeightVersion) -> Publication:
         """Puts `version` on every reachable instance, and exactly those in service.
-
-        Args:
-            specs: the tensors of the stream, in its order.
-            make_stream: starts the stream; called again if a broken group makes the rest receive it again.
-            score: the trainer's own log-probs, for the probe.
-            canary_trainer: the trainer, for the canary.
 
         Raises:
             PublishError: no instance received the weights; lists each one's reason.
@@ -123,13 +107,13 @@ class Publisher:
         self._refusing = set()
         while True:
             members = self._reachable(deadline)
-            if self._canary is not None and canary_trainer is not None:
+            if self._canary is not None:
                 asked_s = time.monotonic()
-                members = self._let_canary_pass(self._canary, members, canary_trainer, version, specs, make_stream)
+                members = self._let_canary_pass(self._canary, members, version)
                 canary_s += time.monotonic() - asked_s
-            offer, members = self._move(members, version, specs, make_stream)
+            offer, members = self._move(members, version)
             if offer is not None:
-                reached = self._put_in_service(members, offer, score)
+                reached = self._put_in_service(members, offer)
                 members = self._end(version, reached, offer)
             else:
                 reached = []
@@ -143,16 +127,12 @@ class Publisher:
             would_recur = bool(self._dropped) and not any(map(_may_pass, self._dropped.values()))
             kind = WeightsRefused if would_recur else PublishError
             raise kind(f"weight version {version!r} reached no instance:{self._reasons()}")
-        num_bytes = sum(spec.num_bytes for spec in specs)
+        num_bytes = self._sender.facts().num_bytes
         num_workers = self._worker_counts.total(members)
         urls = tuple(member.url for member in members)
         return Publication(
             version, offer.fingerprint, urls, num_bytes, time.monotonic() - started, num_workers, canary_s
         )
-
-    def close(self) -> None:
-        """Leaves the weight group; the instances notice with their next update."""
-        self._broadcast.close()
 
     def _end(self, version: WeightVersion, members: Sequence[Member], offer: Offer) -> list[Member]:
         """Ends the publish with `members`; returns those that are in service: others may have been removed or drained
@@ -213,15 +193,7 @@ class Publisher:
         if member.state != "ready":
             await self._pool.get_to_know(member, HEALTH_TIMEOUT_S)
 
-    def _let_canary_pass(
-        self,
-        canary: Canary,
-        members: Sequence[Member],
-        trainer: CanaryTrainer,
-        version: WeightVersion,
-        specs: Sequence[TensorSpec],
-        make_stream: MakeStream,
-    ) -> list[Member]:
+    def _let_canary_pass(self, canary: Canary, members: Sequence[Member], version: WeightVersion) -> list[Member]:
         """Those of `members` that may serve; the others did not compute with the changed weights."""
         due = [member for member, is_due in self._ask(members, canary.due).items() if is_due]
         timeout_s, numbers = self._config.timeout_s, count(1)
@@ -229,7 +201,7 @@ class Publisher:
         def sample(among: Sequence[Member]) -> dict[Member, Samples]:
             """What they sample from the trainer's weights as these are now."""
             trial = f"{version}-canary-{next(numbers)}"
-            offer, among = self._move(among, trial, specs, make_stream)
+            offer, among = self._move(among, trial)
             if offer is None:
                 return {}
             fingerprint = offer.fingerprint
@@ -237,55 +209,38 @@ class Publisher:
             return self._ask(self._remaining(among), lambda member: canary.ask(member.client, trial))
 
         if due:
-            with canary.changed(trainer):
-                self._drop(canary.judge(sample(due), trainer, sample))
+            with canary.changed(self._sender):
+                self._drop(canary.judge(sample(due), self._sender, sample))
         return self._remaining(members)
 
-    def _move(
-        self, members: Sequence[Member], version: WeightVersion, specs: Sequence[TensorSpec], make_stream: MakeStream
-    ) -> tuple[Offer | None, list[Member]]:
+    def _move(self, members: Sequence[Member], version: WeightVersion) -> tuple[Offer | None, list[Member]]:
         """Sends the stream to `members`; returns its offer, or None if no instance received it, and the receivers."""
         if not members:
             return None, []
+        info = announcement(self._sender.facts())
         if self._config.transport == "snapshot":
-            return self._move_by_snapshot(members, version, specs, make_stream)
-        info, fingerprint = announcement(specs), None
-        left = list(members)
-        while left and fingerprint is None:
-            fingerprint = self._broadcast.move(left, info, self._written_too(version, specs, make_stream))
+            sent = self._sender.write_snapshot(version)
+            read = info.model_copy(update={"snapshot": sent.snapshot})
+            self._ask(members, lambda member: receive(member.client, read, self._config.timeout_s))
+            return Offer(version, read, sent.fingerprint), self._remaining(members)
+        left, received = list(members), None
+        while left and received is None:
+            received = self._broadcast.move(left, info, version)
             left = self._remaining(left)
-        if fingerprint is None:
+        if received is None:
             return None, []
-        if self._snapshots is not None:
-            info = info.model_copy(update={"snapshot": str(self._snapshots.commit())})
-        return Offer(version, info, fingerprint), left
+        return Offer(version, info.model_copy(update={"snapshot": received.snapshot}), received.fingerprint), left
 
-    def _move_by_snapshot(
-        self, members: Sequence[Member], version: WeightVersion, specs: Sequence[TensorSpec], make_stream: MakeStream
-    ) -> tuple[Offer, list[Member]]:
-        assert self._snapshots is not None
-        fingerprint = self._snapshots.begin(version, specs).write(make_stream())
-        info = announcement(specs).model_copy(update={"snapshot": str(self._snapshots.commit())})
-        self._ask(members, lambda member: receive(member.client, info, self._config.timeout_s))
-        return Offer(version, info, fingerprint), self._remaining(members)
-
-    def _written_too(self, version: WeightVersion, specs: Sequence[TensorSpec], make_stream: MakeStream) -> MakeStream:
-        """The stream, also written to a snapshot as it passes if there is a store."""
-        snapshots = self._snapshots
-        if snapshots is None:
-            return make_stream
-        return lambda: snapshots.begin(version, specs).tee(make_stream())
-
-    def _put_in_service(self, members: Sequence[Member], offer: Offer, score: Score | None) -> list[Member]:
+    def _put_in_service(self, members: Sequence[Member], offer: Offer) -> list[Member]:
         """Those of `members` that hold the sent weights and, as far as they are probed, compute with them."""
         timeout_s = self._config.timeout_s
         self._ask(members, lambda member: put_in_service(member.client, offer.fingerprint, offer.version, timeout_s))
         left = self._remaining(members)
-        if self._probe is not None and score is not None:
+        if self._probe is not None:
             probe = self._probe
             probed = [member for member in left if not member.client.dialect.holds_what_it_received]
             answers = self._ask(probed, lambda member: probe.ask(member.client, offer.version))
-            self._drop(probe.judge(answers, score))
+            self._drop(probe.judge(answers, self._sender.score))
         return self._remaining(left)
 
     def _ask(self, members: Sequence[Member], call: Callable[[Member], Coroutine[Any, Any, T]]) -> dict[Member, T]:

@@ -5,13 +5,7 @@ Reported by an instance's workers, and compared by the trainer before it invites
 
 import torch
 
-MATCHING = "torch 2.13.0 with vLLM 0.32.0 (NCCL 2.29.7), torch 2.14 or 2.15 with vLLM 0.33.0 (NCCL 2.30.7)"
-"""Pairs of trainer and instances, by the requirements of their packages."""
-
 UNKNOWN = "none"
-
-HOPELESS = ("ncclInvalidUsage", "Mismatched NCCL version")
-"""In NCCL's errors: the same members would fail again."""
 
 
 def nccl_version() -> str:
@@ -19,8 +13,3 @@ def nccl_version() -> str:
     has_nccl = torch.version.cuda is not None and torch.distributed.is_nccl_available()
     number = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else UNKNOWN
     return f"{number} (torch {torch.__version__})"
-
-
-def number_of(version: str) -> str:
-    """The number alone of what `nccl_version` returned."""
-    return version.partition(" ")[0]

@@ -10,7 +10,9 @@ only then, so a refused list never blocks it in a collective.
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 from typing import Any, TypeVar
 
@@ -170,15 +172,12 @@ class WeightGroup:
         self._num_updates += 1
         self._store.set(f"update/{self._num_updates}/{rank}", "ready")
 
-    def next_update(self) -> None:
-        """Sender: begins the next update."""
-        self._num_updates += 1
-
-    def missing(self) -> list[int]:
-        """Sender: the ranks that have not announced the current update yet; does not wait."""
-        return [
-            rank for rank in range(1, self._world_size) if not self._store.check([f"update/{self._num_updates}/{rank}"])
-        ]
+    def wait_accepted(self, timeout_s: float) -> list[int]:
+        """Sender: waits until all ranks have announced the next update, at most `timeout_s`; returns the others."""
+        keys = {rank: f"update/{self._num_updates + 1}/{rank}" for rank in range(1, self._world_size)}
+        with suppress(PublishError):
+            self._store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+        return [rank for rank, key in keys.items() if not self._store.check([key])]
 
     def send(self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], bucket_bytes: int) -> str:
         """Broadcasts all tensors of the stream, in order, and returns their fingerprint.
@@ -186,6 +185,7 @@ class WeightGroup:
         A tensor must keep its values until the end of the call. The stream is closed if it could not be sent
         completely, since other ranks may take part in it.
         """
+        self._num_updates += 1
         fingerprint = Fingerprint()
         in_flight: deque[_Message] = deque()
         device = self._collectives.device

@@ -1,21 +1,28 @@
-"""Small weights to publish, and publishers for receiving instances, each with its own pool."""
+"""Small weights to publish, and publishers for receiving instances, each with its own pool.
 
-from collections.abc import Iterator
+The publishers call their senders as through a connection: whatever is not plain data fails.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.protocol.sender import Score
 from async_rl.publish.admission import Admission
 from async_rl.publish.canary import Canary
 from async_rl.publish.probe import Probe
 from async_rl.publish.publisher import Publisher
-from async_rl.publish.snapshot_store import SnapshotStore
-from async_rl.weights.stream import TensorSpec
+from async_rl.publish.remote_sender import RemoteSender, serve
+from async_rl.types import Publication
+from async_rl.weights.sender import WeightSender, WeightSource
+from async_rl.weights.stream import MakeStream, TensorSpec
 
 TENSORS = {
     "embed.weight": torch.arange(3000, dtype=torch.float32).view(60, 50),
@@ -36,9 +43,33 @@ def sums(scale: float = 1.0) -> list[float]:
     return [float((tensor * scale).double().sum()) for tensor in TENSORS.values()]
 
 
-def publish(publisher: Publisher, version: str, scale: float = 1.0, **options: Any) -> tuple[str, ...]:
+def no_score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+    raise AssertionError("nothing is to be scored")
+
+
+def remote(sender: WeightSender) -> RemoteSender:
+    """Calls `sender` with what a connection leaves of arguments and results."""
+
+    def over(data: Any) -> Any:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(data))
+
+    return RemoteSender(lambda name, arguments: over(serve(sender, *over([name, arguments]))))
+
+
+class StreamPublisher(Publisher):
+    """Publishes what each call gives it."""
+
+    make_stream: MakeStream
+    score: Score
+
+    def publish(self, version: str, make_stream: MakeStream = stream, score: Score = no_score) -> Publication:
+        self.make_stream, self.score = make_stream, score
+        return super().publish(version)
+
+
+def publish(publisher: StreamPublisher, version: str, scale: float = 1.0, score: Score = no_score) -> tuple[str, ...]:
     """Publishes; returns the URLs that serve the version."""
-    return publisher.publish(version, SPECS, lambda: stream(scale), **options).instances
+    return publisher.publish(version, lambda: stream(scale), score).instances
 
 
 class Publishing:
@@ -46,7 +77,7 @@ class Publishing:
 
     def __init__(self, loop: EventLoopThread) -> None:
         self._loop = loop
-        self._made: list[tuple[Publisher, InferencePool, SnapshotStore | None]] = []
+        self._closing: list[Callable[[], object]] = []
 
     def make(
         self,
@@ -54,36 +85,44 @@ class Publishing:
         wait_s: float = 0.0,
         snapshot_dir: Path | None = None,
         canary: Canary | None = None,
+        source: WeightSource | None = None,
         **options: Any,
-    ) -> tuple[Publisher, InferencePool]:
-        """`options` are settings of the pool or publish section; late joiners are admitted if the options allow it."""
+    ) -> tuple[StreamPublisher, InferencePool]:
+        """`options` are settings of the pool or publish section; late joiners are admitted if the options allow it.
+
+        `source`: what is published, in place of what each call gives.
+        """
         urls = tuple(instance.url for instance in instances)
         of_pool = {name: value for name, value in options.items() if name in POOL_OPTIONS}
         of_publish = {name: value for name, value in options.items() if name not in POOL_OPTIONS}
         pool = InferencePool(PoolSection(instances=urls, fleet_port=1, timeout_s=20.0, **of_pool))
         settings = {"timeout_s": 10.0, "bucket_bytes": 4096, "probe_tokens": 4} | of_publish
         config = PublishSection(snapshot_dir=snapshot_dir, **settings)
-        snapshots = SnapshotStore(snapshot_dir, "run") if snapshot_dir else None
         admission = Admission(config)
         admission.canary = canary
         pool.late_joiners.admit = admission.admit
         probe = Probe(config, RolloutSection(), PROMPT) if config.probe_tokens else None
-        publisher = Publisher(
+
+        def stream_of_call() -> Any:
+            return publisher.make_stream()
+
+        def score_of_call(*given: Any) -> Any:
+            return publisher.score(*given)
+
+        sender = WeightSender(source or WeightSource(SPECS, stream_of_call, score_of_call), config, "run")
+        publisher = StreamPublisher(
             pool,
             self._loop,
             config,
+            remote(sender),
             wait_s=wait_s,
-            snapshots=snapshots,
             admission=admission,
             probe=probe,
             canary=canary,
         )
-        self._made.append((publisher, pool, snapshots))
+        self._closing += [sender.close, lambda: self._loop.run(pool.close())]
         return publisher, pool
 
     def close(self) -> None:
-        for publisher, pool, snapshots in self._made:
-            publisher.close()
-            self._loop.run(pool.close())
-            if snapshots is not None:
-                snapshots.close()
+        for close in self._closing:
+            close()

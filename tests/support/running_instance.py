@@ -3,7 +3,6 @@
 import gc
 import secrets
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -115,11 +114,7 @@ class TrainerSide:
         calls = [
             self.threads.submit(i.post, "/update_weights", self.update_info(stream), status) for i in self.instances
         ]
-        self.group.next_update()
-        deadline = time.monotonic() + GROUP_TIMEOUT_S
-        while self.group.missing():
-            assert time.monotonic() < deadline, "an instance never announced itself"
-            time.sleep(0.01)
+        assert not self.group.wait_accepted(GROUP_TIMEOUT_S), "an instance never announced itself"
         return calls
 
     def send(self, stream: Sequence[tuple[TensorSpec, torch.Tensor]]) -> str:

@@ -18,11 +18,12 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.proof.gap_limits import noise_scale
 from async_rl.publish.canary import Canary
 from async_rl.publish.publisher import Publisher
+from async_rl.weights.sender import WeightSender
 from tests.support.running_instance import Instance
 from trainer.devices import choose_device
 from trainer.ending import Ending
 from trainer.parallel import Parallel, init_parallel
-from trainer.rank import TrainingRank
+from trainer.rank import TrainingRank, weight_source
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -48,14 +49,15 @@ def test_a_stale_tied_head_is_found_and_named_and_the_mended_one_serves(
     loop = EventLoopThread()
     pool = InferencePool(PoolSection(instances=(vllm.url, other_vllm.url)), TOKEN)
     canary = Canary(config, RolloutSection(), PROMPT, noise_scale("float32"), "float32")
-    publisher = Publisher(pool, loop, config, wait_s=60.0, canary=canary)
+    sender = WeightSender(weight_source(megatron, parallel), config, "run")
+    publisher = Publisher(pool, loop, config, sender, wait_s=60.0, canary=canary)
     try:
         ending = Ending(parallel, StopSignal(), grace_s=60.0)
         publication = TrainingRank(megatron, parallel, "run", None, publisher, ending).publish_weights()
         reasons = {member.url: member.reason for member in pool.members}
         kinds = set(canary.kinds.values())
     finally:
-        publisher.close()
+        sender.close()
         loop.run(pool.close())
         loop.close()
     assert publication.instances == (vllm.url,), reasons

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from async_rl.publish.canary import ALL_STRENGTHS, CONSTANT
+from async_rl.protocol.sender import ALL_STRENGTHS, CONSTANT
 from trainer.hf.weight_map import Fusion, Layout, tied_head, weight_map
 from trainer.model.gpt import SharedPromptGPT
 
@@ -40,7 +40,7 @@ CLASS_OF = {
 }
 """Class of a tensor by the end of its Hugging Face name; classes of experts are prefixed with `EXPERT`.
 
-In the order of `CanaryTrainer.classes`: a constant o hides attention, so it comes after all of that; a constant
+In the order of `SenderFacts.classes`: a constant o hides attention, so it comes after all of that; a constant
 embedding makes all positions alike, which hides attention too; a constant head hides everything.
 """
 
@@ -202,7 +202,7 @@ class CanaryWeights:
 
 
 def _place(name: str) -> int:
-    """Of a class in `CanaryTrainer.classes`; experts are there in place of one gate, up and down projection."""
+    """Of a class in `SenderFacts.classes`; experts are there in place of one gate, up and down projection."""
     return ORDER.index(name.removeprefix(EXPERT))
 
 

@@ -15,6 +15,7 @@ from async_rl.proof.gap_limits import noise_scale
 from async_rl.publish.admission import Admission, Offer
 from async_rl.publish.canary import Canary
 from async_rl.publish.instance_update import announcement
+from async_rl.weights.sender import WeightSender, WeightSource
 from tests.support.publishing import PROMPT, SPECS, Publishing, stream, sums
 from tests.support.scripted_instance import sample
 
@@ -25,9 +26,6 @@ STALE_SHIFT = {"head": -0.3, "q": -0.6}
 class ScriptedTrainer:
     """Scores what the scripted instances sample, for any seed of theirs."""
 
-    classes = tuple(STALE_SHIFT)
-    one_tensor = ()
-
     def __init__(self) -> None:
         self.strengths: Mapping[str, int] = {}
         self.num_changes = 0
@@ -37,13 +35,20 @@ class ScriptedTrainer:
         self.num_changes += 1
 
     def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        shift = sum(STALE_SHIFT[name] for name in self.classes if name not in self.strengths)
+        shift = sum(STALE_SHIFT[name] for name in STALE_SHIFT if name not in self.strengths)
         known = {tuple(tokens): logprobs for tokens, logprobs in (sample(s, len(prompt), 24) for s in range(64))}
         return [[lp + shift for lp in known.get(tuple(r), [-1.0] * len(r))] for r in responses]
 
-    def stream(self) -> Any:
-        """As the true weights, or twice as large."""
-        return stream(2.0 if self.strengths else 1.0)
+    @property
+    def source(self) -> WeightSource:
+        """Its stream is as the true weights, or twice as large."""
+        return WeightSource(
+            SPECS, lambda: stream(2.0 if self.strengths else 1.0), self.score, self.change, tuple(STALE_SHIFT)
+        )
+
+
+def sender_of(source: WeightSource) -> WeightSender:
+    return WeightSender(source, PublishSection(), "run")
 
 
 @pytest.fixture
@@ -65,11 +70,13 @@ def test_a_canary_goes_first_and_only_those_that_follow_it_get_the_true_weights(
 ) -> None:
     sound, broken = start_receivers_once({}, {"shift": STALE_SHIFT["head"], "server": "0.33.0"})
     options = {"snapshot_dir": tmp_path, "transport": "snapshot"} if how == "snapshot" else {}
-    publisher, pool = publishing.make(sound, broken, canary=make_canary(), probe_tokens=0, **options)
     trainer = ScriptedTrainer()
+    publisher, pool = publishing.make(
+        sound, broken, canary=make_canary(), source=trainer.source, probe_tokens=0, **options
+    )
 
     def publish(version: str) -> tuple[str, ...]:
-        return publisher.publish(version, SPECS, trainer.stream, canary_trainer=trainer).instances
+        return publisher.publish(version).instances
 
     assert publish("run-0") == (sound.url,)
     assert "computes with a stale copy of head" in str(pool.members[1].reason)
@@ -92,10 +99,10 @@ def test_a_pool_that_fails_the_canary_as_a_whole_ends_the_publish_with_the_class
     start_receivers_once: Callable[..., list[Any]], publishing: Publishing
 ) -> None:
     (broken,) = start_receivers_once({"shift": STALE_SHIFT["q"]})
-    publisher, _ = publishing.make(broken, canary=make_canary("always"), probe_tokens=0)
     trainer = ScriptedTrainer()
+    publisher, _ = publishing.make(broken, canary=make_canary("always"), source=trainer.source, probe_tokens=0)
     with pytest.raises(PublishError, match="computes with a stale copy of q"):
-        publisher.publish("run-0", SPECS, trainer.stream, canary_trainer=trainer)
+        publisher.publish("run-0")
     assert trainer.strengths == {}
 
 
@@ -104,9 +111,9 @@ def test_one_that_no_stale_copy_explains_is_asked_again_alone_with_constant_clas
     start_receivers_once: Callable[..., list[Any]], publishing: Publishing
 ) -> None:
     sound, broken = start_receivers_once({}, {"shift": -5.0, "server": "0.33.0"})
-    publisher, pool = publishing.make(sound, broken, canary=make_canary(), probe_tokens=0)
     trainer = ScriptedTrainer()
-    assert publisher.publish("run-0", SPECS, trainer.stream, canary_trainer=trainer).instances == (sound.url,)
+    publisher, pool = publishing.make(sound, broken, canary=make_canary(), source=trainer.source, probe_tokens=0)
+    assert publisher.publish("run-0").instances == (sound.url,)
     assert "equal values of no other class than q mend that" in str(pool.members[1].reason)
     # The canary and one search; the canary and the true weights.
     assert [each.seen()["calls"].count("/update_weights") for each in (broken, sound)] == [2, 2]
@@ -118,13 +125,13 @@ def test_in_exact_mode_an_instance_with_any_difference_fails_the_canary(
     start_receivers_once: Callable[..., list[Any]], publishing: Publishing
 ) -> None:
     (rounds_otherwise,) = start_receivers_once({"shift": 1e-7})
-    publisher, _ = publishing.make(rounds_otherwise, canary=make_canary(exact=True), probe_tokens=0)
-    trainer = ScriptedTrainer()
+    source = ScriptedTrainer().source
+    publisher, _ = publishing.make(rounds_otherwise, canary=make_canary(exact=True), source=source, probe_tokens=0)
     with pytest.raises(PublishError, match=r"1e-07 nats per token .* train.exact allows no difference: start it with"):
-        publisher.publish("run-0", SPECS, trainer.stream, canary_trainer=trainer)
+        publisher.publish("run-0")
     rounds_otherwise.rescript(shift=0.0)
-    publisher, _ = publishing.make(rounds_otherwise, canary=make_canary(exact=True), probe_tokens=0)
-    assert publisher.publish("run-1", SPECS, trainer.stream, canary_trainer=trainer).instances
+    publisher, _ = publishing.make(rounds_otherwise, canary=make_canary(exact=True), source=source, probe_tokens=0)
+    assert publisher.publish("run-1").instances
 
 
 def scripted_member(url: str, boot_id: str) -> Any:
@@ -142,7 +149,7 @@ def scripted_member(url: str, boot_id: str) -> Any:
 def test_in_exact_mode_every_process_has_to_pass_the_canary_itself(exact: bool, is_due: bool) -> None:
     first, peer = scripted_member("http://first", "a"), scripted_member("http://peer", "b")
     restarted = scripted_member("http://first", "c")
-    canary, trainer = make_canary(exact=exact), ScriptedTrainer()
+    canary, trainer = make_canary(exact=exact), sender_of(ScriptedTrainer().source)
     assert asyncio.run(canary.due(first))
     tokens, logprobs = sample(0, len(PROMPT), 24)
     with canary.changed(trainer):
@@ -157,6 +164,6 @@ def test_a_late_joiner_of_a_kind_that_has_not_passed_waits_for_the_next_publish(
     member = scripted_member("http://late", "a")
     admission = Admission(PublishSection())
     admission.canary = make_canary()
-    admission.offer = Offer("run-0", announcement(SPECS), "f")
+    admission.offer = Offer("run-0", announcement(sender_of(ScriptedTrainer().source).facts()), "f")
     with pytest.raises(InstanceError, match=r"joins with the next publish: .* \(publish\.canary\)"):
         asyncio.run(admission.admit(member))

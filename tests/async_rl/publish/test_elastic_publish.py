@@ -12,19 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.errors import PublishError
+from async_rl.errors import LeaderFailed, PublishError
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.publish import publisher as publisher_module
-from async_rl.publish.publisher import Publisher
 from async_rl.weights.stream import TensorSpec
-from tests.support.publishing import PROMPT, SPECS, Publishing, publish, stream, sums
+from tests.support.publishing import PROMPT, Publishing, StreamPublisher, publish, stream, sums
 from tests.support.scripted_instance import sample
 
 pytestmark = pytest.mark.distributed
 
 DEADLINE_S = 60.0
-MakePublisher = Callable[..., tuple[Publisher, InferencePool]]
+MakePublisher = Callable[..., tuple[StreamPublisher, InferencePool]]
 WELL = {"refuse": None, "hang": None, "fingerprint": None, "version": "default", "owner": "async-rl", "shift": 0.0}
 
 
@@ -54,11 +53,11 @@ class Scorer:
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []
 
-    def __call__(self, prompt: Sequence[int], responses: Sequence[tuple[int, ...]]) -> list[list[float]]:
+    def __call__(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
         assert list(prompt) == PROMPT
-        self.asked += responses
+        self.asked += map(tuple, responses)
         token_ids, logprobs = sample(0, len(prompt), 4)
-        assert all(response == tuple(token_ids) for response in responses)
+        assert all(list(response) == list(token_ids) for response in responses)
         return [logprobs] * len(responses)
 
 
@@ -81,9 +80,9 @@ def test_instances_read_a_snapshot_without_any_weight_group(
 ) -> None:
     publisher, pool = make_publisher(*well, transport="snapshot", snapshot_dir=tmp_path)
     by_broadcast, _ = make_publisher(*well)
-    expected = by_broadcast.publish("other-0", SPECS, stream)
+    expected = by_broadcast.publish("other-0", stream)
     before = len(well[0].seen()["calls"])
-    publication = publisher.publish("run-0", SPECS, stream)
+    publication = publisher.publish("run-0", stream)
     assert publication.instances == tuple(instance.url for instance in well)
     assert (publication.fingerprint, publication.num_bytes) == (expected.fingerprint, expected.num_bytes)
     assert [instance.sums() for instance in well] == [sums()] * 2
@@ -174,7 +173,7 @@ def test_a_publish_that_loses_its_last_instance_waits_for_another(
             yield item
 
     with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(publisher.publish, "run-0", SPECS, die_amid)
+        call = threads.submit(publisher.publish, "run-0", die_amid)
         wait_until(lambda: "lost every instance" in caplog.text)
         register(loop, pool, well[0])
         assert call.result(timeout=DEADLINE_S).instances == (well[0].url,)
@@ -200,7 +199,7 @@ def test_instances_that_leave_amid_a_publish_are_waited_for_like_lost_ones(
             yield item
 
     with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(publisher.publish, "run-0", SPECS, leave_amid)
+        call = threads.submit(publisher.publish, "run-0", leave_amid)
         wait_until(lambda: "lost every instance" in caplog.text)
         assert not call.done()
         register(loop, pool, well[1])
@@ -250,7 +249,7 @@ def test_whatever_comes_and_goes_amid_publishes_they_end_with_an_instance_in_ser
                 yield item
 
         with ThreadPoolExecutor(1) as threads:
-            call = threads.submit(publisher.publish, f"run-{number}", SPECS, disturbed)
+            call = threads.submit(publisher.publish, f"run-{number}", disturbed)
             while not call.done():
                 time.sleep(0.2)
                 loop.run(call_on_loop(lambda pool=pool: add_again(pool, well[0].url)))
@@ -414,8 +413,8 @@ def test_a_stream_that_breaks_leaves_no_file_and_the_next_publish_works(
         yield from list(stream())[:2]
         raise ValueError("cannot export head.weight")
 
-    with pytest.raises(ValueError, match="cannot export"):
-        publisher.publish("run-0", SPECS, broken)
+    with pytest.raises(LeaderFailed, match=r"failed at send: ValueError: cannot export head\.weight"):
+        publisher.publish("run-0", broken)
     assert not list(tmp_path.glob("run.*"))
     assert publish(publisher, "run-1", 10.0) == tuple(instance.url for instance in well)
     assert [path.name for path in tmp_path.glob("run.*")] == ["run.run-1.safetensors"]

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from async_rl.config.pool_section import PublishSection
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable
 from async_rl.protocol.inference import UpdateInfo
 from async_rl.publish.instance_update import announcement, put_in_service, receive
+from async_rl.weights.sender import WeightSender, WeightSource
 from async_rl.weights.stream import TensorSpec
 
 INFO = UpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[2]])
@@ -39,7 +41,7 @@ class Instance:
 
 def test_an_announcement_keeps_the_order_of_the_stream() -> None:
     specs = [TensorSpec("b", "bfloat16", (3, 4)), TensorSpec("a", "float32", ())]
-    info = announcement(specs)
+    info = announcement(WeightSender(WeightSource(specs, lambda: ()), PublishSection(), "run").facts())
     assert (info.names, info.dtype_names, info.shapes) == (["b", "a"], ["bfloat16", "float32"], [[3, 4], []])
 
 

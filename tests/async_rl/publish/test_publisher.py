@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.errors import PublishError
+from async_rl.errors import LeaderFailed, PublishError
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.publish.publisher import Publisher
 from async_rl.weights.stream import TensorSpec
-from tests.support.publishing import SPECS, Publishing, publish, stream, sums
+from tests.support.publishing import Publishing, StreamPublisher, publish, stream, sums
 
 pytestmark = pytest.mark.distributed
 
@@ -35,7 +34,7 @@ def well(trio: list[Any]) -> list[Any]:
 
 
 @pytest.fixture
-def make_publisher(loop: EventLoopThread) -> Iterator[Callable[..., tuple[Publisher, InferencePool]]]:
+def make_publisher(loop: EventLoopThread) -> Iterator[Callable[..., tuple[StreamPublisher, InferencePool]]]:
     publishing = Publishing(loop)
     yield publishing.make
     publishing.close()
@@ -47,7 +46,7 @@ def reasons(pool: InferencePool) -> list[str]:
 
 def test_every_instance_receives_the_weights_and_serves_their_version(well, make_publisher) -> None:
     publisher, pool = make_publisher(*well)
-    publication = publisher.publish("run-0", SPECS, stream)
+    publication = publisher.publish("run-0", stream)
     assert publication.instances == tuple(instance.url for instance in well)
     assert publication.version == "run-0"
     assert publication.num_bytes == 3000 * 4 + 7 * 2 + 64 * 50 * 4
@@ -125,7 +124,7 @@ def test_instance_that_stops_amid_the_stream_costs_the_timeout(start_receivers_o
                 stopped.process.send_signal(signal.SIGSTOP)
             yield item
 
-    assert publisher.publish("run-1", SPECS, stop_amid).instances == (well[0].url,)
+    assert publisher.publish("run-1", stop_amid).instances == (well[0].url,)
     assert well[0].sums() == sums(8.0)
 
 
@@ -187,7 +186,7 @@ def test_error_of_the_stream_itself_is_raised_and_the_next_publish_works(well, m
         yield from list(stream())[:2]
         raise ValueError("cannot export head.weight")
 
-    with pytest.raises(ValueError, match="cannot export"):
-        publisher.publish("run-0", SPECS, broken)
+    with pytest.raises(LeaderFailed, match=r"failed at send: ValueError: cannot export head\.weight"):
+        publisher.publish("run-0", broken)
     assert publish(publisher, "run-1", 10.0) == tuple(instance.url for instance in well)
     assert [instance.sums() for instance in well] == [sums(10.0)] * 3

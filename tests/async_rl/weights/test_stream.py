@@ -2,7 +2,6 @@
 
 import multiprocessing
 import sys
-import time
 import types
 from collections.abc import Iterator
 from datetime import timedelta
@@ -87,9 +86,7 @@ class Workers:
             pipe.send(command)
 
     def wait_until_announced(self) -> None:
-        self.group.next_update()
-        while self.group.missing():
-            time.sleep(0.005)
+        assert not self.group.wait_accepted(120.0)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +111,6 @@ def test_a_stream_that_cannot_be_sent_to_its_end_is_closed() -> None:
     workers = Workers(1, 1 << 20)
     workers.tell("die")
     workers.processes[0].join()
-    workers.group.next_update()
     ends = []
 
     def stream() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
@@ -134,8 +130,7 @@ def test_a_receiver_that_dies_ends_the_broadcast_in_a_named_error() -> None:
     workers = Workers(1, 1 << 20)
     workers.tell("die")
     workers.processes[0].join()
-    workers.group.next_update()
-    assert workers.group.missing() == [1]
+    assert workers.group.wait_accepted(0.0) == [1]
     with pytest.raises(PublishError, match="weight broadcast broke"):
         for _ in range(3):
             workers.group.send(make_tensors(), 1 << 20)

@@ -86,9 +86,7 @@ class Sender:
     def send(self, stream: Sequence[tuple[TensorSpec, torch.Tensor]]) -> threading.Thread:
         def run() -> None:
             group = WeightGroup(self._server.store(TIMEOUT_S), 0, self._world_size, "gloo", TIMEOUT_S)
-            group.next_update()
-            while group.missing():
-                threading.Event().wait(0.01)
+            assert not group.wait_accepted(TIMEOUT_S)
             try:
                 self.fingerprint = group.send(iter(stream), BUCKET_BYTES)
             except PublishError:

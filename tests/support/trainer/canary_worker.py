@@ -13,15 +13,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.publish.canary import CONSTANT
+from async_rl.protocol.sender import CONSTANT
 from async_rl.publish.publisher import Publisher
 from async_rl.types import Publication
+from async_rl.weights.sender import WeightSource
 from async_rl.weights.stream import Fingerprint
 from tests.support.trainer.layout_worker import Job, make_trainer
 from trainer.devices import choose_device
 from trainer.ending import Ending
 from trainer.parallel import Parallel, init_parallel
-from trainer.rank import TrainingRank
+from trainer.rank import TrainingRank, weight_source
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -37,38 +38,41 @@ def strengths_of(classes: tuple[str, ...]) -> dict[str, int]:
 class CanaryOnly:
     """Replaces the publisher: reads the stream, changes, reads and scores, and returns the given publication."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
         self.fingerprints: list[str] = []
         self.scores: dict[str, Any] = {}
 
-    def publish(self, version: str, specs: Any, make_stream: Any, score: Any, canary_trainer: Any) -> Publication:
+    def publish(self, version: str) -> Publication:
+        source = self._source
+
         def read() -> None:
             fingerprint = Fingerprint()
-            for spec, tensor in make_stream():
+            for spec, tensor in source.stream():
                 fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
             self.fingerprints.append(fingerprint.hexdigest())
 
         read()
-        every = strengths_of(tuple(canary_trainer.classes))
-        canary_trainer.change(every)
+        every = strengths_of(tuple(source.classes))
+        source.change(every)
         read()
-        self.scores["changed"] = canary_trainer.score(PROMPT, RESPONSES)
+        self.scores["changed"] = source.score(PROMPT, RESPONSES)
         for stale in ("head", "embedding", "o"):
-            canary_trainer.change({name: strength for name, strength in every.items() if name != stale})
-            self.scores[stale] = canary_trainer.score(PROMPT, RESPONSES)
-        constant = [name for name in canary_trainer.classes if name.split()[-1] in ("k", "o", "gate", "up", "down")]
-        canary_trainer.change(every | dict.fromkeys(constant, CONSTANT))
-        self.scores["constant"] = canary_trainer.score(PROMPT, RESPONSES)
-        canary_trainer.change({})
+            source.change({name: strength for name, strength in every.items() if name != stale})
+            self.scores[stale] = source.score(PROMPT, RESPONSES)
+        constant = [name for name in source.classes if name.split()[-1] in ("k", "o", "gate", "up", "down")]
+        source.change(every | dict.fromkeys(constant, CONSTANT))
+        self.scores["constant"] = source.score(PROMPT, RESPONSES)
+        source.change({})
         read()
         # The weights are changed when the publish ends: every rank restores its own.
-        canary_trainer.change(every)
+        source.change(every)
         return Publication(version, "fingerprint", ("http://a",), 8, 0.5)
 
 
 def report(megatron: MegatronTrainer, parallel: Parallel) -> dict[str, Any]:
     """Publishes twice; returns the results on this rank."""
-    publisher = CanaryOnly() if parallel.is_main else None
+    publisher = CanaryOnly(weight_source(megatron, parallel)) if parallel.is_main else None
     ending = Ending(parallel, StopSignal(), grace_s=60.0)
     replica = TrainingRank(megatron, parallel, "run", None, cast(Publisher | None, publisher), ending)
     for _ in range(2):

@@ -5,7 +5,7 @@ Arguments: the checkpoint, the output directory.
 
 import json
 import sys
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -15,12 +15,12 @@ import torch
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.publish.publisher import Publisher
 from async_rl.types import Publication
-from async_rl.weights.stream import TensorSpec
+from async_rl.weights.sender import WeightSource
 from tests.support.trainer.layout_worker import Job, make_trainer
 from trainer.devices import choose_device
 from trainer.ending import Ending
 from trainer.parallel import init_parallel
-from trainer.rank import TrainingRank
+from trainer.rank import TrainingRank, weight_source
 from trainer.stop_signal import StopSignal
 
 PROMPT, RESPONSES = [3, 4, 5], [(6, 7), (8,), (9, 10, 11)]
@@ -29,24 +29,19 @@ PROMPT, RESPONSES = [3, 4, 5], [(6, 7), (8,), (9, 10, 11)]
 class TwoTries:
     """Replaces the publisher: an attempt that breaks, a complete one, and a probe."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
         self.scores: list[list[float]] = []
         self.num_tensors = 0
 
-    def publish(
-        self,
-        version: str,
-        specs: Sequence[TensorSpec],
-        make_stream: Callable[[], Generator[tuple[TensorSpec, torch.Tensor], None, None]],
-        score: Callable[[list[int], list[tuple[int, ...]]], list[list[float]]],
-        canary_trainer: object,
-    ) -> Publication:
-        broken = make_stream()
+    def publish(self, version: str) -> Publication:
+        broken = self._source.stream()
+        assert isinstance(broken, Generator)
         next(broken)
         broken.close()
-        self.num_tensors = sum(1 for _ in make_stream())
-        assert self.num_tensors == len(specs)
-        self.scores = score(PROMPT, RESPONSES)
+        self.num_tensors = sum(1 for _ in self._source.stream())
+        assert self.num_tensors == len(self._source.specs)
+        self.scores = self._source.score(PROMPT, RESPONSES)
         return Publication(version, "fingerprint", ("http://a", "http://b"), 8, 0.5)
 
 
@@ -55,7 +50,7 @@ def main(checkpoint: str, out: Path) -> None:
     section = TrainerSection(pipeline_parallel=2)
     parallel = init_parallel(choose_device("cpu"), 0, section)
     trainer = make_trainer(Job("", checkpoint, [], {}), parallel, section)
-    publisher = TwoTries() if parallel.is_main else None
+    publisher = TwoTries(weight_source(trainer, parallel)) if parallel.is_main else None
     served: list[tuple[str, list[str]]] = []
 
     def put_in_service(version: str, urls: Collection[str]) -> None:

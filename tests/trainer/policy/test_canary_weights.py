@@ -23,7 +23,9 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import InstanceError
 from async_rl.proof.gap_limits import noise_scale
-from async_rl.publish.canary import CONSTANT, EVERYTHING, Canary
+from async_rl.protocol.sender import CONSTANT
+from async_rl.publish.canary import EVERYTHING, Canary
+from async_rl.weights.sender import WeightSender, WeightSource
 from inference_service.weight_transfer.receiver import parameter_views
 from tests.support.trainer import canary_worker, layout_worker
 from tests.support.trainer.layout_worker import Job
@@ -84,13 +86,12 @@ class Engine:
         return tuple(tokens.tolist()), tuple(logprobs.tolist())
 
 
-class Side:
-    """The trainer's side of the canary on one rank."""
-
-    def __init__(self, megatron: MegatronTrainer) -> None:
-        self.weights = megatron.canary_weights
-        self.classes, self.one_tensor = self.weights.classes, self.weights.one_tensor
-        self.change, self.score = self.weights.change, megatron.score
+def sender_of(trainer: MegatronTrainer) -> WeightSender:
+    export, weights = trainer.export, trainer.canary_weights
+    source = WeightSource(
+        export.specs, export.stream, trainer.score, weights.change, weights.classes, weights.one_tensor
+    )
+    return WeightSender(source, PublishSection(), "run")
 
 
 class OneMember(SimpleNamespace):
@@ -117,7 +118,7 @@ def is_due(canary: Canary, member: Any) -> bool:
 
 
 def judged(canary: Canary, trainer: MegatronTrainer, engines: dict[Any, Engine], **how: Any) -> dict[Any, str]:
-    side = Side(trainer)
+    sender = sender_of(trainer)
     options = {"num_tokens": 64, "temperature": 1.0} | how
     assert all(is_due(canary, member) for member in engines)
 
@@ -126,9 +127,9 @@ def judged(canary: Canary, trainer: MegatronTrainer, engines: dict[Any, Engine],
             engines[member].load(trainer.export.stream())
         return {member: [engines[member].sample(PROMPT, **options)] for member in members}
 
-    with canary.changed(side):
-        failures = canary.judge(sample(engines), side, sample)
-    side.weights.restore()
+    with canary.changed(sender):
+        failures = canary.judge(sample(engines), sender, sample)
+    trainer.canary_weights.restore()
     assert all(isinstance(error, InstanceError) for error in failures.values())
     return {member: str(error) for member, error in failures.items()}
 
@@ -300,15 +301,15 @@ def test_an_engine_that_answers_no_numbers_or_something_else_fails(
     tiny_model: Callable[..., Path], make_trainer: MakeTrainer
 ) -> None:
     path = tiny_model("qwen3", tied=True)
-    trainer, probe, side = make_trainer(path), canary(), None
-    side, broken, strange = Side(trainer), member("http://nan"), member("http://strange")
+    trainer, probe = make_trainer(path), canary()
+    sender, broken, strange = sender_of(trainer), member("http://nan"), member("http://strange")
     assert is_due(probe, broken) and is_due(probe, strange)
-    with probe.changed(side):
+    with probe.changed(sender):
         engine = Engine(path, torch.float32, None)
         engine.load(trainer.export.stream())
         tokens, logprobs = engine.sample(PROMPT, 64, 1.0)
         answers = {broken: [(tokens, (float("nan"), *logprobs[1:]))], strange: [(tokens, (-3.0,) * 64)]}
-        failures = probe.judge(answers, side, lambda members: dict.fromkeys(members, answers[strange]))
+        failures = probe.judge(answers, sender, lambda members: dict.fromkeys(members, answers[strange]))
     assert "no finite numbers" in str(failures[broken])
     assert "does not clearly compute with the weights" in str(failures[strange])
     trainer.canary_weights.restore()

@@ -10,15 +10,13 @@ import torch
 
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
-from async_rl.pool.member import Member
 from async_rl.protocol.inference import InitInfo
-from async_rl.publish.rendezvous import Rendezvous, sender_address
 from async_rl.weights import stream
 from async_rl.weights.collectives import Collectives
+from async_rl.weights.rendezvous import Rendezvous, sender_address
 from async_rl.weights.store import join_rendezvous
 from async_rl.weights.store_wire import NotInvited
 from async_rl.weights.stream import WeightGroup
-from tests.support.members import ready_member
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
@@ -44,10 +42,9 @@ def test_a_chosen_address_is_taken_unless_nobody_else_reaches_it() -> None:
         sender_address("trainer..lan", ["127.0.0.1"])
 
 
-def meeting_of(*sizes: int, timeout_s: float = PATIENCE_S) -> tuple[Rendezvous, list[Member]]:
-    members = [ready_member(f"m{i}") for i in range(len(sizes))]
-    config = PublishSection(timeout_s=timeout_s)
-    return Rendezvous(dict(zip(members, sizes, strict=True)), HOST, config, "gloo"), members
+def meeting_of(*sizes: int, timeout_s: float = PATIENCE_S) -> tuple[Rendezvous, list[InitInfo]]:
+    rendezvous = Rendezvous(sizes, HOST, PublishSection(timeout_s=timeout_s), "gloo")
+    return rendezvous, rendezvous.invitations()
 
 
 class Guest:
@@ -95,54 +92,48 @@ def test_the_sender_meets_on_the_device_of_the_thread_that_asked(monkeypatch: py
         return Collectives(None, arguments[-1], PATIENCE_S, raises_in_time=False)
 
     monkeypatch.setattr(stream, "open_collectives", open_collectives)
-    rendezvous = Rendezvous({}, HOST, PublishSection(timeout_s=PATIENCE_S), "nccl")
+    rendezvous = Rendezvous([], HOST, PublishSection(timeout_s=PATIENCE_S), "nccl")
     assert rendezvous.wait(PATIENCE_S)
     assert devices == [torch.device("cuda", 3)]
-    formed = rendezvous.formed()
-    assert formed is not None
-    formed.close()
+    assert rendezvous.group is not None
+    rendezvous.close()
 
 
-def test_ranks_follow_one_another_and_each_has_one_owner() -> None:
+def test_ranks_follow_one_another() -> None:
     for sizes in ([1], [2, 1], [1, 4, 2], [3, 3, 3]):
-        rendezvous, members = meeting_of(*sizes)
-        invitations = [rendezvous.invitation(member) for member in members]
+        rendezvous, invitations = meeting_of(*sizes)
         places = [info.rank_offset + i for info, size in zip(invitations, sizes, strict=True) for i in range(size)]
         assert places == list(range(1, 1 + sum(sizes)))
         assert {info.world_size for info in invitations} == {1 + sum(sizes)}
-        assert [rendezvous._owners[rank] for rank in places] == [
-            member for member, size in zip(members, sizes, strict=True) for _ in range(size)
-        ]
-        rendezvous.call_off(members)
+        rendezvous.call_off(places)
 
 
 def test_every_meeting_has_a_secret_of_its_own_which_no_invitation_shows() -> None:
     meetings = [meeting_of(1) for _ in range(3)]
-    invitations = [rendezvous.invitation(members[0]) for rendezvous, members in meetings]
+    invitations = [of_one for _, (of_one,) in meetings]
     assert len({info.secret for info in invitations}) == 3 and all(len(info.secret) >= 64 for info in invitations)
     assert not any(info.secret in repr(info) for info in invitations)
-    for rendezvous, members in meetings:
-        rendezvous.call_off(members)
+    for rendezvous, _ in meetings:
+        rendezvous.call_off([1])
 
 
 def test_a_group_is_formed_and_says_whose_workers_have_not_accepted_an_update() -> None:
     rendezvous, (one, two) = meeting_of(1, 2)
-    guests = [Guest(rendezvous.invitation(one)), *(Guest(rendezvous.invitation(two), place) for place in (0, 1))]
+    guests = [Guest(one), *(Guest(two, place) for place in (0, 1))]
     assert rendezvous.wait(PATIENCE_S)
-    room = rendezvous.formed()
-    assert room is not None and room.members == {one, two}
+    assert rendezvous.group is not None and rendezvous.problem is None
     for guest in guests:
         guest.end()
-    room.group.next_update()
-    assert room.missing() == {one, two}
+    assert rendezvous.group.wait_accepted(0.0) == [1, 2, 3]
     groups = [guest.group for guest in guests if guest.group is not None]
     groups[0].announce(1)
     groups[1].announce(2)
-    assert within(PATIENCE_S, lambda: room.missing() == {two}), "one of its two workers has not"
-    groups[2].announce(3)
-    assert within(PATIENCE_S, lambda: room.missing() == set())
-    room.close()
-    room.close()
+    assert rendezvous.group.wait_accepted(0.05) == [3]
+    threading.Timer(0.05, groups[2].announce, [3]).start()
+    begun = time.monotonic()
+    assert rendezvous.group.wait_accepted(PATIENCE_S) == [] and time.monotonic() - begun < PATIENCE_S / 2
+    rendezvous.close()
+    rendezvous.close()
     with pytest.raises(PublishError):
         groups[0].announce(1)
     for group in groups:
@@ -151,50 +142,48 @@ def test_a_group_is_formed_and_says_whose_workers_have_not_accepted_an_update() 
 
 def test_a_meeting_that_is_called_off_ends_the_wait_of_those_who_came_at_once() -> None:
     rendezvous, (one, two) = meeting_of(1, 2, timeout_s=60.0)
-    assert rendezvous.absent() == {one, two}
-    guest, first_of_two = Guest(rendezvous.invitation(one)), Guest(rendezvous.invitation(two))
-    assert not rendezvous.wait(0.2) and not rendezvous.has_failed
-    assert rendezvous.absent() == {two}, "one of its two workers has not come"
+    assert rendezvous.absent() == [1, 2, 3]
+    guest, first_of_two = Guest(one), Guest(two)
+    assert not rendezvous.wait(0.2) and rendezvous.problem is None
+    assert rendezvous.absent() == [3]
     begun = time.monotonic()
-    rendezvous.call_off([two])
+    problem = rendezvous.call_off([3])
     guest.end()
     first_of_two.end()
-    assert rendezvous.absent() == {two} and rendezvous.has_failed, "who has gone had come"
+    assert rendezvous.absent() == [3] and rendezvous.problem == problem, "who has gone had come"
     assert time.monotonic() - begun < 30.0, "nobody waits for the timeout"
     assert guest.group is None
     assert "was ended by its host" in str(guest.error) or "is gone" in str(guest.error)
-    assert rendezvous.wait(0) and rendezvous.formed() is None and rendezvous.problem
+    assert rendezvous.wait(0) and rendezvous.group is None and problem
 
 
 def test_a_group_that_was_formed_while_it_was_called_off_is_none() -> None:
     rendezvous, (one,) = meeting_of(1)
-    guest = Guest(rendezvous.invitation(one))
+    guest = Guest(one)
     assert rendezvous.wait(PATIENCE_S)
     rendezvous.call_off([])
-    assert rendezvous.formed() is None
+    assert rendezvous.group is None
     guest.end()
     if guest.group is not None:
         guest.group.close()
 
 
 def test_nobody_comes_in_with_the_secret_of_another_meeting_and_those_invited_still_meet() -> None:
-    rendezvous, (one,) = meeting_of(1)
-    invitation = rendezvous.invitation(one)
+    rendezvous, (invitation,) = meeting_of(1)
     stranger = Guest(invitation, secret="0" * 64)
     stranger.end()
     assert isinstance(stranger.error, NotInvited) and stranger.group is None
     assert not rendezvous.wait(0)
     guest = Guest(invitation)
     assert rendezvous.wait(PATIENCE_S)
-    room = rendezvous.formed()
-    assert room is not None
     guest.end()
-    room.close()
+    assert rendezvous.group is not None
+    rendezvous.close()
     assert guest.group is not None
     guest.group.close()
 
 
 def test_one_that_does_not_come_within_the_timeout_is_no_group_and_the_problem_says_so() -> None:
-    rendezvous, (one,) = meeting_of(1, timeout_s=0.3)
-    assert rendezvous.wait(PATIENCE_S) and rendezvous.formed() is None and rendezvous.absent() == {one}
-    assert "not all 2 members of the weight group met within 0.3 s" in rendezvous.problem
+    rendezvous, _ = meeting_of(1, timeout_s=0.3)
+    assert rendezvous.wait(PATIENCE_S) and rendezvous.group is None and rendezvous.absent() == [1]
+    assert "not all 2 members of the weight group met within 0.3 s" in str(rendezvous.problem)

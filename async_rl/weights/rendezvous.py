@@ -9,13 +9,12 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
 from async_rl.net.local_address import addresses_of, is_loopback
-from async_rl.pool.member import Member
 from async_rl.protocol.inference import InitInfo
 from async_rl.weights.collectives import current_device
 from async_rl.weights.store import StoreServer
@@ -55,105 +54,84 @@ def sender_address(master_address: str | None, routes: Sequence[str]) -> str:
     return chosen
 
 
-@dataclass(slots=True)
-class FormedGroup:
-    """A formed group. `owners`: the instance that each rank from 1 on belongs to."""
-
-    server: StoreServer
-    group: WeightGroup
-    owners: Mapping[int, Member]
-
-    @property
-    def members(self) -> set[Member]:
-        return set(self.owners.values())
-
-    def close(self) -> None:
-        """Ends the group for every member."""
-        self.group.close()
-        self.server.close()
-
-    def missing(self) -> set[Member]:
-        """The instances with a worker that has not accepted the current update yet; does not wait."""
-        return {self.owners[rank] for rank in self.group.missing()}
-
-
 class Rendezvous:
     """The sender's side of forming a group, in a thread, because the rendezvous blocks and may have to be cancelled."""
 
-    def __init__(self, sizes: Mapping[Member, int], address: str, config: PublishSection, backend: str) -> None:
-        """`address` is this host's own, see `sender_address`; `sizes` are numbers of workers."""
-        ends = [1 + sum(list(sizes.values())[: i + 1]) for i in range(len(sizes))]
-        self._offsets = {member: end - sizes[member] for member, end in zip(sizes, ends, strict=True)}
-        self._world_size = 1 + sum(sizes.values())
+    def __init__(self, sizes: Sequence[int], address: str, config: PublishSection, backend: str) -> None:
+        """`address` is this host's own, see `sender_address`; `sizes` are the instances' numbers of workers."""
+        *self._offsets, self._world_size = accumulate(sizes, initial=1)
         self._address = address
         self._config = config
         self._backend = backend
-        self._owners = {self._offsets[member] + i: member for member, size in sizes.items() for i in range(size)}
         self._secret = secrets.token_hex()
         self._server = StoreServer(address, self._secret)
-        self._is_called_off = False
-        self._group: WeightGroup | None = None
-        self.problem = "called off"
-        """Why the group could not be formed, once `wait` has returned True without a formed group."""
+        self.group: WeightGroup | None = None
+        """The group, once it is formed and until `close`."""
+        self._problem = "called off"
         self._device = current_device(backend)
         self._ended = threading.Event()
         threading.Thread(target=self._meet, name="async-rl-rendezvous", daemon=True).start()
 
-    def invitation(self, member: Member) -> InitInfo:
-        """The parameters with which `member` joins."""
-        return InitInfo.model_validate(
-            {
-                "master_address": self._address,
-                "master_port": self._server.port,
-                "secret": self._secret,
-                "rank_offset": self._offsets[member],
-                "world_size": self._world_size,
-                "backend": self._backend,
-                "bucket_bytes": self._config.bucket_bytes,
-                "timeout_s": self._config.timeout_s,
-            }
-        )
+    def invitations(self) -> list[InitInfo]:
+        """The parameters with which each instance joins."""
+        config = self._config
+        return [
+            InitInfo.model_validate(
+                {
+                    "master_address": self._address,
+                    "master_port": self._server.port,
+                    "secret": self._secret,
+                    "rank_offset": offset,
+                    "world_size": self._world_size,
+                    "backend": self._backend,
+                    "bucket_bytes": config.bucket_bytes,
+                    "timeout_s": config.timeout_s,
+                }
+            )
+            for offset in self._offsets
+        ]
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the rendezvous has ended, with or without a group, within `timeout_s`."""
         return self._ended.wait(timeout_s)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether it has ended without a group, for the reason `problem`."""
-        return self._ended.is_set() and self._group is None
+    def problem(self) -> str | None:
+        """Why it has ended without a group."""
+        return self._problem if self._ended.is_set() and self.group is None else None
 
-    def absent(self) -> set[Member]:
-        """The instances with a worker that has not come yet. One that has come counts as present also after its end."""
+    def absent(self) -> list[int]:
+        """The ranks that have not come yet. One that has come counts as present also after its end."""
         store = self._server.store(self._config.timeout_s)
-        return {member for rank, member in self._owners.items() if not WeightGroup.has_come(store, rank)}
+        return [rank for rank in range(1, self._world_size) if not WeightGroup.has_come(store, rank)]
 
-    def call_off(self, without: Collection[Member]) -> None:
-        """Ends the wait of all members, because it failed or those in `without` will not join.
+    def call_off(self, without: Collection[int]) -> str:
+        """Ends the wait of all members, because it failed or the ranks `without` will not join; returns why.
 
         First lets the others connect, for a short while: an instance that finds no store retries until its own timeout,
         while one that waits in the store notices its end at once.
         """
         deadline = time.monotonic() + COMING_TIMEOUT_S
-        while self.absent().difference(without) and time.monotonic() < deadline:
+        while set(self.absent()).difference(without) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        self._is_called_off = True
         self._server.close()
         self._ended.wait(self._config.timeout_s)
+        self.close()
+        return self._problem
 
-    def formed(self) -> FormedGroup | None:
-        """The formed group, or None with `problem` set."""
-        if self._group is None or self._is_called_off:
-            self._server.close()
-            return None
-        return FormedGroup(self._server, self._group, self._owners)
+    def close(self) -> None:
+        """Ends the group for every member; a second call does nothing."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
+        self._server.close()
 
     def _meet(self) -> None:
         config = self._config
         try:
             store = self._server.store(config.timeout_s)
-            self._group = WeightGroup(store, 0, self._world_size, self._backend, config.timeout_s, self._device)
+            self.group = WeightGroup(store, 0, self._world_size, self._backend, config.timeout_s, self._device)
         except PublishError as error:
-            self.problem = str(error)
+            self._problem = str(error)
         finally:
             self._ended.set()

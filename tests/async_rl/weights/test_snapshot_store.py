@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from async_rl.errors import ConfigError
-from async_rl.publish.snapshot_store import SnapshotStore
 from async_rl.weights.snapshot import read_snapshot
+from async_rl.weights.snapshot_store import SnapshotStore
 from async_rl.weights.stream import TensorSpec
 
 SPEC = TensorSpec("a", "float32", (2,))
