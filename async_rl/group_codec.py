@@ -4,23 +4,27 @@ There is no pickle and no object per token. The headers may travel as JSON or Me
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from async_rl.json_values import as_json
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Group, Prompt, Response, RewardParts, RolloutFacts, WeightSpan, WeightVersion
 
 Header = dict[str, Any]
 """One group without its tokens: strings, numbers, lists and dicts only."""
 
-TOKEN = np.dtype("<i4")
-LOGPROB = np.dtype("<f4")
-"""Engines compute log-probs in float32, and JSON keeps the bits of one: nothing is lost."""
+TOKEN = np.dtype(np.int32)
+LOGPROB = np.dtype(np.float32)
+VALUE_BYTES = 4
+"""Of a token, and of a log-prob."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
+
+V = TypeVar("V", TokenIds, Logprobs)
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -74,15 +78,15 @@ def pack(
     A group's prompt precedes its responses, and a response's own prompt its tokens. `with_texts`: the texts of the
     responses, and all of the prompt with its row as JSON has it, which training needs none of.
     """
-    tokens: list[npt.NDArray[np.int32]] = []
-    logprobs: list[npt.NDArray[np.float32]] = []
+    tokens: list[TokenIds] = []
+    logprobs: list[Logprobs] = []
     for group in groups:
-        tokens.append(np.array(group.prompt.token_ids, TOKEN))
+        tokens.append(group.prompt.token_ids)
         for response in group.responses:
             if response.prompt_ids is not None:
-                tokens.append(np.array(response.prompt_ids, TOKEN))
-            tokens.append(np.array(response.token_ids, TOKEN))
-            logprobs.append(np.array(response.logprobs, LOGPROB))
+                tokens.append(response.prompt_ids)
+            tokens.append(response.token_ids)
+            logprobs.append(response.logprobs)
     headers = [msgspec.to_builtins(_header(group, with_texts)) for group in groups]
     return headers, _joined(tokens, TOKEN), _joined(logprobs, LOGPROB)
 
@@ -106,14 +110,11 @@ def unpack(headers: Sequence[Header], tokens: Buffer, logprobs: Buffer) -> list[
         ValueError: headers and arrays are none of `pack`, or do not belong together.
     """
     parsed = _parsed(headers)
-    token_T, logprob_N = np.frombuffer(tokens, TOKEN), np.frombuffer(logprobs, LOGPROB)
-    if _sizes(parsed) != (len(token_T), len(logprob_N)):
-        raise ValueError(
-            "headers of {} tokens and {} log-probs came with {} and {}".format(
-                *_sizes(parsed), len(token_T), len(logprob_N)
-            )
-        )
-    token, logprob = _Taker(token_T), _Taker(logprob_N)
+    token_bytes, logprob_bytes = _bytes_of(tokens), _bytes_of(logprobs)
+    expected, received = _sizes(parsed), (len(token_bytes) / VALUE_BYTES, len(logprob_bytes) / VALUE_BYTES)
+    if expected != received:
+        raise ValueError("headers of {} tokens and {} log-probs came with {:g} and {:g}".format(*expected, *received))
+    token, logprob = _Taker(token_bytes, TokenIds), _Taker(logprob_bytes, Logprobs)
     try:
         return [_group(header, token, logprob) for header in parsed]
     except AssertionError as error:
@@ -175,19 +176,20 @@ def _sizes(headers: Sequence[_GroupHeader]) -> tuple[int, int]:
     return num_tokens, sum(response.num_logprobs for response in responses)
 
 
-class _Taker:
-    """Takes one slice of an array after the other."""
+class _Taker(Generic[V]):
+    """Takes one piece of a buffer after the other."""
 
-    def __init__(self, values: npt.NDArray[Any]) -> None:
+    def __init__(self, values: memoryview, kind: type[V]) -> None:
         self._values = values
+        self._kind: type[V] = kind
         self._begin = 0
 
-    def take(self, count: int) -> tuple[Any, ...]:
-        begin, self._begin = self._begin, self._begin + count
-        return tuple(self._values[begin : self._begin].tolist())
+    def take(self, count: int) -> V:
+        begin, self._begin = self._begin, self._begin + count * VALUE_BYTES
+        return self._kind.of_bytes(self._values[begin : self._begin])
 
 
-def _group(header: _GroupHeader, token: _Taker, logprob: _Taker) -> Group:
+def _group(header: _GroupHeader, token: _Taker[TokenIds], logprob: _Taker[Logprobs]) -> Group:
     prompt_ids, more = token.take(header.num_prompt), header.prompt
     prompt = Prompt(header.prompt_id, prompt_ids, {})
     if more is not None:
@@ -216,7 +218,7 @@ def _group(header: _GroupHeader, token: _Taker, logprob: _Taker) -> Group:
     )
 
 
-def _response(header: _ResponseHeader, token: _Taker, logprob: _Taker) -> Response:
+def _response(header: _ResponseHeader, token: _Taker[TokenIds], logprob: _Taker[Logprobs]) -> Response:
     return Response(
         prompt_ids=None if header.num_own_prompt is None else token.take(header.num_own_prompt),
         token_ids=token.take(header.num_tokens),
@@ -232,5 +234,10 @@ def _response(header: _ResponseHeader, token: _Taker, logprob: _Taker) -> Respon
     )
 
 
-def _joined(parts: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
+def _bytes_of(buffer: Buffer) -> memoryview:
+    view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _joined(parts: Sequence[TokenIds] | Sequence[Logprobs], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.frombuffer(bytearray().join(part.buffer for part in parts), dtype)

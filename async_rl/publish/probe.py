@@ -19,7 +19,7 @@ from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response, WeightVersion
 
-Score = Callable[[Sequence[int], Sequence[tuple[int, ...]]], list[list[float]]]
+Score = Callable[[Sequence[int], Sequence[Sequence[int]]], list[list[float]]]
 """(prompt, token ids of each response) -> the trainer's log-probs of each response's tokens, after temperature."""
 
 SEED = 0

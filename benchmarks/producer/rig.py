@@ -22,6 +22,7 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import make_reward
 from async_rl.rollout.producer import Producer, RolloutRun
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Batch, Prompt
 from benchmarks.producer.mock_instance import Script
 
@@ -76,7 +77,7 @@ def make_tokenizer() -> prompts.Tokenizer:
 
 
 def make_batch(iteration: int, num_prompts: int) -> Batch:
-    token_ids = tuple(range(PROMPT_TOKENS))
+    token_ids = TokenIds(range(PROMPT_TOKENS))
     return Batch(iteration, {i: Prompt(str(i), token_ids, {}) for i in range(num_prompts)})
 
 

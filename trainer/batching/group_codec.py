@@ -1,11 +1,13 @@
 """Groups as a JSON header and two tensors, which ranks broadcast: `async_rl.group_codec` as tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from async_rl import group_codec
 from async_rl.group_codec import Header
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Group
 
 
@@ -24,3 +26,11 @@ def empty_tensors(headers: Sequence[Header]) -> tuple[torch.Tensor, torch.Tensor
 def unpack_groups(headers: Sequence[Header], tokens: torch.Tensor, logprobs: torch.Tensor) -> list[Group]:
     """The groups that `pack_groups` packed."""
     return group_codec.unpack(headers, tokens.numpy(), logprobs.numpy())
+
+
+def joined_tensor(parts: Iterable[TokenIds] | Iterable[Logprobs], dtype: torch.dtype) -> torch.Tensor:
+    """The values of all parts, one after the other, as a tensor of `dtype` on the host."""
+    views = [part.buffer for part in parts]
+    if not views:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_numpy(np.frombuffer(bytearray().join(views), views[0].format)).to(dtype)

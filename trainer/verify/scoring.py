@@ -11,7 +11,7 @@ from async_rl.config.sections import Config
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.proof.logprob_gaps import MIXED
 from async_rl.types import Group
-from trainer.batching.group_codec import pack_groups, unpack_groups
+from trainer.batching.group_codec import joined_tensor, pack_groups, unpack_groups
 from trainer.forward_backward import make_passes
 from trainer.model.gpt import SharedPromptGPT, build_model
 from trainer.parallel import Parallel
@@ -38,9 +38,8 @@ class Scorer:
         limits = noise_limits(section.train, section.model.dtype)
         found = {}
         for url, chosen in self._chosen(groups).items():
-            reported_N = torch.tensor(
-                [logprob for group in chosen for r in group.responses for logprob in r.logprobs], dtype=torch.float64
-            )
+            reported = (response.logprobs for group in chosen for response in group.responses)
+            reported_N = joined_tensor(reported, torch.float64)
             of_instance = _OfInstance(self, chosen)
             found[url] = diagnose(reported_N, of_instance, limits, section.rollout.temperature, section.model.dtype)
         return found
