@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +36,9 @@ REWARD = "async def score(prompt, responses, row):\n    return [float(len(r.text
 
 
 @contextmanager
-def open_producer(directory: Path, script: Script, responses_per_prompt: int) -> Iterator[Producer]:
+def open_producer(
+    directory: Path, script: Script, responses_per_prompt: int, *, has_texts: bool = True
+) -> Iterator[Producer]:
     """A producer whose instances are in service and follow `script`."""
     reward_file = directory / "reward.py"
     reward_file.write_text(REWARD)
@@ -51,7 +53,8 @@ def open_producer(directory: Path, script: Script, responses_per_prompt: int) ->
         loop.run(pool.end_publish(VERSION, urls))
         reward = make_reward(RewardSection(name=f"python:{reward_file}:score"))
         rollout = RolloutSection(responses_per_prompt=responses_per_prompt, max_response_tokens=MAX_RESPONSE_TOKENS)
-        producer = Producer(pool, reward, loop, make_tokenizer(), rollout, seed=0)
+        tokenizer = make_tokenizer() if has_texts else cast(prompts.Tokenizer, NoTexts())
+        producer = Producer(pool, reward, loop, tokenizer, rollout, seed=0)
         closing.callback(producer.close)
         yield producer
 
@@ -67,6 +70,13 @@ def mock_instance(script: Script) -> Iterator[str]:
             yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
         finally:
             process.kill()
+
+
+class NoTexts:
+    """A tokenizer whose texts are empty."""
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return [""] * len(sequences)
 
 
 def make_tokenizer() -> prompts.Tokenizer:
