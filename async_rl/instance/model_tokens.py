@@ -70,15 +70,16 @@ class SampledTokens:
         """What is wrong with `new` tokens after the `last` one, if there is one."""
         if not new:
             return None
-        lowest, highest = min(new), max(new)
+        # Lists are read twice as fast as arrays, whose values become objects each time.
+        values = new.tolist()
+        lowest, highest = min(values), max(values)
         if lowest < 0 or highest >= self._end:
             outside = lowest if lowest < 0 else highest
             return f"token {outside}, but the model's tokens are 0 to {self._end - 1}"
-        before = last + new[:-1]
-        if not self._ends.isdisjoint(before):
-            after_end = next(token for token in before if token in self._ends)
-            return f"tokens after {after_end}, which ends a response"
-        return None
+        if self._ends.isdisjoint(values) and not self.has_ended(last):
+            return None
+        after_end = next((token for token in (*last, *values[:-1]) if token in self._ends), None)
+        return None if after_end is None else f"tokens after {after_end}, which ends a response"
 
     def fault_of_end(self, token_ids: Sequence[int]) -> str | None:
         """What is wrong with a response that ended before its last possible token."""
