@@ -97,7 +97,7 @@ class Scorer:
         gathered = self._parallel.gather_json([headers, tokens.tolist(), logprobs.tolist()])
         by_instance: dict[str, list[Group]] = {}
         for its_headers, its_tokens, its_logprobs in gathered:
-            packed = torch.tensor(its_tokens), torch.tensor(its_logprobs, dtype=torch.float64)
+            packed = torch.tensor(its_tokens, dtype=torch.int32), torch.tensor(its_logprobs, dtype=torch.float32)
             for group in unpack_groups(its_headers, *packed):
                 url = _sampler(group)
                 assert url is not None, "only groups of one instance are chosen"
