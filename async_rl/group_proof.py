@@ -1,11 +1,12 @@
 """The proof of one group, a row of the ledger: made on the rank that trained it, gathered, checked and written."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from async_rl.proof.logprob_gaps import LogprobGaps
-from async_rl.types import Group, Response, RewardParts, WeightVersion, digest_of
+from async_rl.types import DIGEST_CHARACTERS, Group, Response, RewardParts, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class GroupProof:
             gaps=tuple(gaps.items()),
             num_continued=sum(response.num_continued for response in group.responses),
             num_resampled=sum(response.num_resampled for response in group.responses),
-            samples=digest_of([_digested(response) for response in group.responses]),
+            samples=_digest_of_samples(group.responses),
             num_turns=sum(facts.num_turns for facts in group.rollouts),
             num_branches=len(group.responses) - len(group.rollouts),
             num_truncated=sum(facts.status == "truncated" for facts in group.rollouts),
@@ -95,8 +96,14 @@ class GroupProof:
         return LogprobGaps.total(gaps for _, gaps in self.gaps)
 
 
-def _digested(response: Response) -> tuple[object, ...]:
-    """The tokens of a response; where it has more than its own sampled ones after the group's prompt, that too."""
-    if response.observed or response.prompt_ids is not None:
-        return response.prompt_ids, response.observed, response.token_ids
-    return response.token_ids
+def _digest_of_samples(responses: Sequence[Response]) -> str:
+    """Of the tokens of responses and their order; of prompts of their own and observed ranges, too."""
+    digest = hashlib.sha256()
+    for response in responses:
+        own = response.prompt_ids
+        sizes = None if own is None else len(own), len(response.token_ids), response.observed
+        digest.update(repr(sizes).encode())
+        if own is not None:
+            digest.update(own.buffer)
+        digest.update(response.token_ids.buffer)
+    return digest.hexdigest()[:DIGEST_CHARACTERS]

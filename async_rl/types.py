@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from async_rl.proof.logprob_gaps import MIXED
+from async_rl.token_arrays import Logprobs, TokenIds
 
 WeightVersion = str
 """Opaque name of one published set of weights, unique across runs (`<run id>-<publish number>`)."""
@@ -32,12 +33,16 @@ class Prompt:
     """
 
     prompt_id: str
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     row: Mapping[str, Any] = field(repr=False)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     max_response_tokens: int | None = None
     reward: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.token_ids) is not TokenIds:
+            object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +90,12 @@ class Response:
 
     `prompt_ids` is what `token_ids` follows if that is not the group's prompt. `turn_instances` has (instance, sampled
     tokens) for each run of turns of one instance, in a response of several turns.
+
+    Tokens and log-probs given as other sequences become arrays.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: TokenIds
+    logprobs: Logprobs
     text: str
     finish_reason: str
     weight_spans: tuple[WeightSpan, ...]
@@ -96,8 +103,16 @@ class Response:
     num_continued: int = 0
     num_resampled: int = 0
     observed: tuple[tuple[int, int], ...] = ()
-    prompt_ids: tuple[int, ...] | None = None
+    prompt_ids: TokenIds | None = None
     turn_instances: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.token_ids) is not TokenIds:
+            object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
+        if type(self.logprobs) is not Logprobs:
+            object.__setattr__(self, "logprobs", Logprobs(self.logprobs))
+        if self.prompt_ids is not None and type(self.prompt_ids) is not TokenIds:
+            object.__setattr__(self, "prompt_ids", TokenIds(self.prompt_ids))
 
     @property
     def sampled_by(self) -> tuple[tuple[str, int], ...]:
@@ -261,9 +276,9 @@ class Group:
         return tuple(lengths)
 
     @property
-    def responses_by_prompt(self) -> dict[tuple[int, ...], list[int]]:
+    def responses_by_prompt(self) -> dict[TokenIds, list[int]]:
         """Each prompt that responses follow, once: its token ids -> the indices of these responses, ascending."""
-        by_own: dict[tuple[int, ...] | None, list[int]] = {}
+        by_own: dict[TokenIds | None, list[int]] = {}
         for i, response in enumerate(self.responses):
             # The group's own is None, which need not be hashed for every response.
             own = None if response.prompt_ids == self.prompt.token_ids else response.prompt_ids
@@ -340,6 +355,10 @@ class Publication:
     canary_s: float = 0.0
 
 
+DIGEST_CHARACTERS = 16
+"""Hexadecimal digits of the digests in records."""
+
+
 def digest_of(parts: Sequence[Any]) -> str:
     """A short digest of the parts and their order."""
-    return hashlib.sha256(repr(tuple(parts)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(tuple(parts)).encode()).hexdigest()[:DIGEST_CHARACTERS]

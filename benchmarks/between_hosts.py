@@ -41,6 +41,7 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.publish.publisher import Publisher
 from async_rl.rewards import make_reward
 from async_rl.rollout.producer import Producer
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Batch, Prompt
 from async_rl.weights.sender import WeightSender, WeightSource
 from async_rl.weights.stream import TensorSpec
@@ -152,7 +153,7 @@ def measure_rollouts(url: str, model: Path, stream: Stream, repeats: int) -> dic
 
 
 def rollout_s(producer: Producer, iteration: int) -> float:
-    prompts = {i: Prompt(str(i), tuple(range(2 + i, 2 + i + PROMPT_TOKENS)), {}) for i in range(NUM_PROMPTS)}
+    prompts = {i: Prompt(str(i), TokenIds(range(2 + i, 2 + i + PROMPT_TOKENS)), {}) for i in range(NUM_PROMPTS)}
     begun_s = time.monotonic()
     with producer.start(Batch(iteration, prompts), VERSION) as run:
         num_left = NUM_PROMPTS

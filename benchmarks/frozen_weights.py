@@ -29,6 +29,7 @@ from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection, OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Group, Prompt, Response
 from benchmarks.common.memory import allocated
 from benchmarks.common.random_model import save_random_qwen3
@@ -72,13 +73,13 @@ def make_trainer(checkpoint: Path, placement: Placement, parallel: Parallel) -> 
 def make_groups() -> list[Group]:
     draw = random.Random(0)
 
-    def tokens(count: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(VOCAB_SIZE) for _ in range(count))
+    def tokens(count: int) -> TokenIds:
+        return TokenIds(draw.randrange(VOCAB_SIZE) for _ in range(count))
 
     def response() -> Response:
         return Response(
             token_ids=tokens(RESPONSE_TOKENS),
-            logprobs=(-8.0,) * RESPONSE_TOKENS,
+            logprobs=Logprobs([-8.0] * RESPONSE_TOKENS),
             text="",
             finish_reason="length",
             weight_spans=(),

@@ -22,6 +22,7 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.rewards import make_reward
 from async_rl.sandbox import Program, Sandbox, open_python_tool, open_sandbox
 from async_rl.sandbox.backend import PYTHON
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Prompt, Response, WeightSpan
 
 PAIRS = 3
@@ -83,13 +84,14 @@ async def responses(row: dict[str, Any], code: str, num_responses: int) -> float
     reward = make_reward(RewardSection(name="code", num_workers=num_workers, timeout_s=600))
     text = f"```python\n{code}\n```"
     spans = (WeightSpan("v", 0, 1),)
+    token = TokenIds([1])
     response = Response(
-        token_ids=(1,), logprobs=(0.0,), text=text, finish_reason="stop", weight_spans=spans, instance=""
+        token_ids=token, logprobs=Logprobs([0.0]), text=text, finish_reason="stop", weight_spans=spans, instance=""
     )
     group = [response] * GROUP_SIZE
 
     async def one() -> None:
-        scores = await reward.score(Prompt("row", (1,), row), group)
+        scores = await reward.score(Prompt("row", token, row), group)
         assert scores.rewards == (1.0,) * GROUP_SIZE
 
     await reward.start()

@@ -39,6 +39,7 @@ from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rollout.rendering import TemplateRenderer
 from async_rl.rollout.session import Sessions
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Prompt, Response, WeightVersion
 from benchmarks.common.random_model import SIZES, save_random_qwen3
 from benchmarks.common.running_instance import launch, wait_for_url
@@ -97,7 +98,7 @@ class Load:
 
     async def _rollout(self, sessions: Sessions, seed: int, number: int) -> None:
         shared = random.Random(f"{seed}-{number // self.group_size}")
-        prompt = Prompt(str(number), tuple(shared.choices(range(1, 256), k=self.prompt_tokens)), {})
+        prompt = Prompt(str(number), TokenIds(shared.choices(range(1, 256), k=self.prompt_tokens)), {})
         own = random.Random(f"{seed}-{number}")
         session = sessions.open(prompt, VERSION, own.randrange(2**32), f"{seed}-{number}", float(self.turn_tokens))
         context = prompt.token_ids
@@ -105,7 +106,7 @@ class Load:
             num_tokens = own.randint(self.turn_tokens // 2, 3 * self.turn_tokens // 2)
             turn = await session.generate(token_ids=context, max_tokens=num_tokens)
             await asyncio.sleep(own.expovariate(1 / self.tool_s))
-            context = (*context, *turn.token_ids, *own.choices(range(1, 256), k=self.tool_tokens))
+            context = context + turn.token_ids + own.choices(range(1, 256), k=self.tool_tokens)
         session.finish()
 
 

@@ -13,6 +13,7 @@ from async_rl.proof.draws import POWERS
 from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, SMALLEST, LogprobGaps
 from async_rl.tracking.samples import MAX_TOKENS, FirstGroups, shown_responses
 from async_rl.types import Group, Response
+from trainer.batching.group_codec import joined_tensor
 from trainer.batching.group_slice import GroupSlice
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_host
@@ -126,6 +127,6 @@ def _gaps_of(part: GroupSlice, facts: torch.Tensor) -> Iterator[tuple[Response, 
     """The responses of a slice, each with its sampled tokens' gaps and what else is known of them: [1 + K, N]."""
     responses = part.responses
     for response, own in zip(responses, facts.split([r.num_sampled for r in responses], dim=1), strict=True):
-        reported = torch.tensor(response.logprobs, dtype=torch.float64)
+        reported = joined_tensor([response.logprobs], torch.float64)
         assert len(reported) == own.shape[1], f"{len(reported)} rollout log-probs for {own.shape[1]} tokens"
         yield response, torch.cat([(own[0] - reported)[None], own[1:]])

@@ -4,7 +4,7 @@ Shape legend: G responses and N sampled tokens of one micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 
 import torch
 
@@ -13,6 +13,7 @@ from async_rl.algorithms.base import exact_sum
 from async_rl.group_proof import GroupProof
 from async_rl.types import Group
 from trainer.algorithm_results import ENTROPY, require_loss, require_of_rollouts
+from trainer.batching.group_codec import joined_tensor
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_device, to_host
 from trainer.logprob_gaps import GroupGaps
@@ -134,5 +135,5 @@ class LossSums:
 
 def sampled_logprobs(micro_batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
     """The log-probs that the instances reported of a micro-batch's sampled tokens, [N], as `like` in type and place."""
-    reported = chain.from_iterable(response.logprobs for part in micro_batch.slices for response in part.responses)
-    return to_device(torch.tensor(list(reported), dtype=like.dtype), like.device)
+    reported = (response.logprobs for part in micro_batch.slices for response in part.responses)
+    return to_device(joined_tensor(reported, like.dtype), like.device)

@@ -28,6 +28,7 @@ from async_rl.group_proof import GroupProof
 from async_rl.loop import Window
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.step_stats import StepStats, highest
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.training_order import TrainingOrder
 from async_rl.types import UNPROVEN, Group, Prompt, Response
 from trainer.algorithm_needs import require_possible
@@ -374,9 +375,16 @@ def _logprobs_of(model: FrozenModel | None, passes: Sequence[Pass]) -> Sequence[
 
 def _unscored_group(prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> Group:
     """Tokens as a group, the input of passes; its other fields are not read."""
-    prompt = Prompt("probe", tuple(prompt_token_ids), {})
+    prompt = Prompt("probe", TokenIds(prompt_token_ids), {})
     rollouts = tuple(
-        Response(token_ids=tuple(tokens), logprobs=(), text="", finish_reason="length", weight_spans=(), instance="")
+        Response(
+            token_ids=TokenIds(tokens),
+            logprobs=Logprobs(),
+            text="",
+            finish_reason="length",
+            weight_spans=(),
+            instance="",
+        )
         for tokens in responses
     )
     return Group(

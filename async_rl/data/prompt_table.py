@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from async_rl.data.columns import RowSampling
 from async_rl.data.prompt_sequence import PromptSequence
 from async_rl.data.row import Row
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Prompt
 
 NUM_RANGES = 64
@@ -97,7 +98,7 @@ class PromptTable(PromptSequence):
         row, sampling = self._read(self._rows[index])
         return Prompt(
             self.prompt_id(index),
-            tuple(self._tokens(index)),
+            TokenIds.of_bytes(self._tokens(index)),
             row,
             sampling.stop,
             sampling.stop_token_ids,

@@ -35,6 +35,7 @@ from async_rl.data.row import Row, Rows
 from async_rl.data.task_rows import REASONING_GYM
 from async_rl.errors import ConfigError
 from async_rl.files import named_write_errors
+from async_rl.token_arrays import TokenIds
 from async_rl.types import NO_CHECK, AnswerCheck, Prompt
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,8 @@ class NumberedRow:
         ends = self.columns.sampling(self.row)
         name = f"{part.name}/{self.number}" if part.name else str(self.number)
         return Prompt(
-            *(name, tuple(token_ids), self.row, ends.stop, ends.stop_token_ids, ends.max_response_tokens), part.reward
+            *(name, TokenIds(token_ids), self.row, ends.stop, ends.stop_token_ids, ends.max_response_tokens),
+            part.reward,
         )
 
 

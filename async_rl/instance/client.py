@@ -36,8 +36,14 @@ from async_rl.instance.http import MAX_BODY_BYTES, UNBOUNDED, InstanceHttp, Rout
 from async_rl.instance.model_tokens import ModelTokens, SampledTokens
 from async_rl.instance.partial_rollout import PartialRollout, request_of
 from async_rl.instance.patience import while_it_progresses
-from async_rl.instance.response_stream import OnProgress, ResponseStream, event_payloads, whole_body
-from async_rl.protocol import inference, routes
+from async_rl.instance.response_stream import (
+    OnProgress,
+    ResponseStream,
+    event_payloads,
+    frame_payloads,
+    whole_body,
+)
+from async_rl.protocol import inference, routes, token_frames
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import WeightVersion
 
@@ -47,6 +53,9 @@ CONTROL_TIMEOUT_S = 10.0
 
 VOUCH_TIMEOUT_S = 3.0
 """For reading version and boot id again after an interrupted response: a lost instance must not delay its group."""
+
+EVENTS = "text/event-stream"
+ACCEPTED = {"Accept": f"{token_frames.MEDIA_TYPE}, {EVENTS}, application/json"}
 
 START_TIME_METRIC = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,40})(?:\s|$)", re.MULTILINE)
 
@@ -174,25 +183,28 @@ class InstanceClient:
         try:
             session = self._connections.generating
             data = body.model_dump_json(exclude_none=True).encode()
-            async with session.post(self.url + path, data=data, timeout=UNBOUNDED, allow_redirects=False) as response:
+            asked = session.post(self.url + path, data=data, headers=ACCEPTED, timeout=UNBOUNDED, allow_redirects=False)
+            async with asked as response:
                 answer.came_from(self._http.boot_id(response.headers))
                 if response.status != 200:
                     refusal = await whole_body(response.content, MAX_BODY_BYTES, self.url)
                     response.close()
                     self._http.refuse("POST", path, response.status, refusal)
-                self.streams = response.content_type == "text/event-stream"
+                has_frames = response.content_type == token_frames.MEDIA_TYPE
+                self.streams = has_frames or response.content_type == EVENTS
                 if self.streams:
                     self.has_streamed = True
-                    async for payload in event_payloads(response.content, answer.max_bytes, self.url):
-                        self._feed(answer, payload)
+                    payloads = frame_payloads if has_frames else event_payloads
+                    async for payload in payloads(response.content, answer.max_bytes, self.url):
+                        self._feed(answer, payload, has_frames)
                 else:
                     self._feed(answer, await whole_body(response.content, answer.max_bytes, self.url))
         except (aiohttp.ClientError, OSError) as error:
             raise self._http.unreachable("POST", path, error) from error
 
-    def _feed(self, answer: ResponseStream, payload: bytes) -> None:
+    def _feed(self, answer: ResponseStream, payload: bytes, is_frame: bool = False) -> None:
         num_before = answer.num_tokens
-        answer.feed(payload)
+        answer.feed_frame(payload) if is_frame else answer.feed(payload)
         if answer.num_tokens > num_before:
             self._heard_s = time.monotonic()
 

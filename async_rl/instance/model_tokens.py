@@ -1,7 +1,10 @@
 """Which tokens a response of the model may have, and which of them end it; asked of every response that arrives."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from async_rl.protocol.inference import SamplingParams
 
@@ -31,23 +34,52 @@ class ModelTokens:
         return any(end.strip() in text for end in stop for text in texts)
 
 
+NO_VOCABULARY = 2**31
+"""More than any token of an unknown model."""
+
+FEW_ENDS = 8
+"""So many comparisons with one token are faster than one search for all of them."""
+
+
 class SampledTokens:
     """What the tokens of the responses to one request must be like; without a `model` only what the request says."""
 
     def __init__(self, model: ModelTokens | None, sampling: SamplingParams) -> None:
         self._model = model
         self._ends = frozenset(sampling.stop_token_ids)
+        self._end_N = np.array(sorted(self._ends), np.int64)
         self._stop = sampling.stop
+        self._end = NO_VOCABULARY if model is None else model.vocab_size
 
-    def fault_of(self, token_ids: Sequence[int], num_before: int) -> str | None:
-        """What is wrong with the tokens from `num_before` on."""
-        new = token_ids[num_before:]
-        if self._model is not None and new and not 0 <= max(new) < self._model.vocab_size:
-            return f"token {max(new)}, but the model's tokens are 0 to {self._model.vocab_size - 1}"
-        after_end = next((token for token in token_ids[max(0, num_before - 1) : -1] if token in self._ends), None)
-        if new and after_end is not None:
-            return f"tokens after {after_end}, which ends a response"
-        return None
+    def are_plain(self, tokens: memoryview) -> bool:
+        """Whether int32 tokens, of any responses, are the model's, and none of them ends one."""
+        token_N = np.frombuffer(tokens, np.int32)
+        if not len(token_N):
+            return True
+        if not 0 <= token_N.min() <= token_N.max() < self._end:
+            return False
+        if len(self._end_N) > FEW_ENDS:
+            return not np.isin(token_N, self._end_N).any()
+        return not any((token_N == end).any() for end in self._end_N)
+
+    def has_ended(self, token_ids: "array[int]") -> bool:
+        """Whether the last of these tokens ends a response."""
+        return bool(token_ids) and token_ids[-1] in self._ends
+
+    def fault_of(self, last: "array[int]", new: "array[int]") -> str | None:
+        """What is wrong with `new` tokens after the `last` one, if there is one."""
+        if not new:
+            return None
+        # Lists are read twice as fast as arrays, whose values become objects each time.
+        values = new.tolist()
+        lowest, highest = min(values), max(values)
+        if lowest < 0 or highest >= self._end:
+            outside = lowest if lowest < 0 else highest
+            return f"token {outside}, but the model's tokens are 0 to {self._end - 1}"
+        if self._ends.isdisjoint(values) and not self.has_ended(last):
+            return None
+        after_end = next((token for token in (*last, *values[:-1]) if token in self._ends), None)
+        return None if after_end is None else f"tokens after {after_end}, which ends a response"
 
     def fault_of_end(self, token_ids: Sequence[int]) -> str | None:
         """What is wrong with a response that ended before its last possible token."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from async_rl.protocol.inference import SamplingParams
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Response, WeightSpan
 
 
@@ -13,9 +14,8 @@ class PartialRollout:
     """One unfinished response; `seed` is its own: the group's seed plus its index in the group."""
 
     seed: int
-    # Compact arrays: as lists of objects, the unfinished tokens would take five times the memory.
-    token_ids: "array[int]" = field(default_factory=lambda: array("q"))
-    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
+    token_ids: "array[int]" = field(default_factory=lambda: array(TokenIds.typecode))
+    logprobs: "array[float]" = field(default_factory=lambda: array(Logprobs.typecode))
     spans: list[WeightSpan] = field(default_factory=list)
     finish_reason: str | None = None
     instance: str = ""
@@ -33,8 +33,8 @@ class PartialRollout:
         """The finished response, with an empty text."""
         assert self.finish_reason is not None, "an unfinished partial rollout is no response"
         return Response(
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
+            token_ids=TokenIds(self.token_ids),
+            logprobs=Logprobs(self.logprobs),
             text="",
             finish_reason=self.finish_reason,
             weight_spans=tuple(self.spans),

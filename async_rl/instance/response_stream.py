@@ -1,22 +1,25 @@
-"""The response to one generate request as it arrives: events to tokens, each checked before it counts.
+"""The response to one generate request as it arrives: events or frames to tokens, each checked before it counts.
 
 Tokens of another version, repeated ones and tokens after a gap are not added to a partial rollout.
 """
 
 import json
-import math
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Protocol
 
 import msgspec
+import numpy as np
 from pydantic import ValidationError
 
 from async_rl.errors import BrokenAnswer, InstanceError, InstanceRestarted, InstanceStalled, StaleWeights
 from async_rl.instance.dialect import DEAD_ENGINE
 from async_rl.instance.model_tokens import SampledTokens
 from async_rl.instance.partial_rollout import PartialRollout
+from async_rl.protocol import token_frames
 from async_rl.protocol.body import ErrorResponse
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import WeightSpan, WeightVersion
 
 END_OF_EVENT = b"\n\n"
@@ -58,6 +61,9 @@ class _Span(msgspec.Struct, gc=False):
     version: str
     start: int
     end: int
+
+
+Spans = Sequence[_Span] | Sequence[token_frames.Span]
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -125,6 +131,31 @@ async def event_payloads(content: ByteStream, max_bytes: int, url: str) -> Async
                 return
             if payload and not payload.startswith(COMMENT):
                 yield payload
+
+
+async def frame_payloads(content: ByteStream, max_bytes: int, url: str) -> AsyncIterator[bytes]:
+    """The payloads of the frames of the instance at `url` (`async_rl.protocol.token_frames`), up to the empty one or
+    the end of the stream.
+
+    Raises:
+        BrokenAnswer: a frame is longer than `max_bytes`.
+    """
+    rest = bytearray()
+    async for data in content.iter_any():
+        rest += data
+        begin = 0
+        while len(rest) - begin >= token_frames.LENGTH.size:
+            (num_bytes,) = token_frames.LENGTH.unpack_from(rest, begin)
+            if num_bytes > max_bytes:
+                raise BrokenAnswer(f"instance {url}: a frame of an answer has {num_bytes} bytes")
+            if not num_bytes:
+                return
+            start = begin + token_frames.LENGTH.size
+            if len(rest) < start + num_bytes:
+                break
+            begin = start + num_bytes
+            yield bytes(memoryview(rest)[start:begin])
+        del rest[:begin]
 
 
 class ResponseStream:
@@ -209,12 +240,65 @@ class ResponseStream:
         except (ValueError, RecursionError) as error:
             raise self._fault(payload) from error
         for choice in event.choices:
-            if not 0 <= choice.index < len(self.partials):
-                raise InstanceError(
-                    f"instance {self._url} answered choice {choice.index} of a request for {len(self.partials)}"
-                )
-            self._add(choice)
+            self._require_index(choice.index)
+            token_ids: array[int] = array(TokenIds.typecode, choice.token_ids or ())
+            logprobs: array[float] = array(Logprobs.typecode, _logprobs_of(choice))
+            self._add(choice.index, token_ids, logprobs, choice.weight_versions, choice.finish_reason)
         self._tell()
+
+    def feed_frame(self, payload: bytes) -> None:
+        """Takes one frame of `async_rl.protocol.token_frames`.
+
+        Raises:
+            As `feed`.
+        """
+        try:
+            frame = token_frames.decode(payload)
+        except (ValueError, RecursionError) as error:
+            raise self._fault(payload) from error
+        # Nearly always all is well with all tokens, which is found out at once.
+        is_plain = self._tokens.are_plain(frame.token_ids) and _are_logprobs(frame.logprobs)
+        begin = 0
+        for choice in frame.choices:
+            self._require_index(choice.index)
+            end = begin + token_frames.VALUE_BYTES * choice.num_tokens
+            new = frame.token_ids[begin:end], frame.logprobs[begin:end]
+            begin = end
+            if is_plain and self._goes_on(choice):
+                self._add_plain(choice, *new)
+            else:
+                token_ids: array[int] = array(TokenIds.typecode, new[0].tobytes())
+                logprobs: array[float] = array(Logprobs.typecode, new[1].tobytes())
+                self._add(choice.index, token_ids, logprobs, choice.weight_versions, choice.finish_reason)
+        self._tell()
+
+    def _goes_on(self, choice: token_frames.FramedChoice) -> bool:
+        """Whether new tokens, fine each by itself, also follow what came before, all of it of the version."""
+        partial, spans = self.partials[choice.index], choice.weight_versions
+        if partial.finish_reason is not None or not choice.num_tokens or spans is None or len(spans) != 1:
+            return False
+        num_before, (span,) = len(partial.token_ids), spans
+        return (
+            span.version == self.version
+            and span.start == 0
+            and span.end == num_before - self._starts[choice.index] + choice.num_tokens
+            and num_before + choice.num_tokens <= self._max_tokens
+            and not self._tokens.has_ended(partial.token_ids)
+        )
+
+    def _add_plain(self, choice: token_frames.FramedChoice, token_ids: memoryview, logprobs: memoryview) -> None:
+        """As `_add`, of tokens that need no check any more."""
+        partial = self.partials[choice.index]
+        partial.token_ids.frombytes(token_ids)
+        partial.logprobs.frombytes(logprobs)
+        self.num_tokens += choice.num_tokens
+        self.heard_s = time.monotonic()
+        self._prove(choice.index, choice.weight_versions or ())
+        self._finish(choice.index, choice.finish_reason)
+
+    def _require_index(self, index: int) -> None:
+        if not 0 <= index < len(self.partials):
+            raise InstanceError(f"instance {self._url} answered choice {index} of a request for {len(self.partials)}")
 
     def _fault(self, payload: bytes) -> InstanceError:
         """The error that an event without tokens reports: the only way for a server to fail during its response."""
@@ -247,10 +331,16 @@ class ResponseStream:
                     f"{self._name(i)}: the answer ended after {len(partial.token_ids)} tokens, unfinished"
                 )
 
-    def _add(self, choice: _Choice) -> None:
-        i, token_ids, spans = choice.index, choice.token_ids or [], choice.weight_versions
+    def _add(
+        self,
+        i: int,
+        token_ids: "array[int]",
+        logprobs: "array[float]",
+        spans: Spans | None,
+        finish_reason: str | None,
+    ) -> None:
+        """Adds the new tokens of choice `i`."""
         partial = self.partials[i]
-        logprobs = _logprobs_of(choice)
         if len(token_ids) != len(logprobs):
             raise InstanceError(
                 f"{self._name(i)}: {len(token_ids)} tokens with {len(logprobs)} log-probs, expected one for each"
@@ -267,17 +357,16 @@ class ResponseStream:
             raise self._broken(i, f"more than the {self._max_tokens} tokens asked for")
         if not _are_logprobs(logprobs):
             raise self._broken(i, f"log-probs that no token has, {min(logprobs):g} to {max(logprobs):g}")
-        num_before = len(partial.token_ids)
-        partial.token_ids.extend(token_ids)
-        if (fault := self._tokens.fault_of(partial.token_ids, num_before)) is not None:
+        if (fault := self._tokens.fault_of(partial.token_ids[-1:], token_ids)) is not None:
             raise self._broken(i, fault)
+        partial.token_ids.extend(token_ids)
         partial.logprobs.extend(logprobs)
         self.num_tokens += len(token_ids)
         if token_ids:
             self.heard_s = time.monotonic()
         if spans:
             self._prove(i, spans)
-        self._finish(i, choice.finish_reason)
+        self._finish(i, finish_reason)
 
     def _finish(self, i: int, reason: str | None) -> None:
         if reason is None:
@@ -307,7 +396,7 @@ class ResponseStream:
         self.take_back_unproven()
         return BrokenAnswer(f"{self._name(i)}: it came with {what}: the server does not do what it is asked to")
 
-    def _require_version(self, i: int, spans: Sequence[_Span]) -> None:
+    def _require_version(self, i: int, spans: Spans) -> None:
         others = {span.version for span in spans} - {self.version}
         if others:
             self.take_back_unproven()
@@ -316,18 +405,20 @@ class ResponseStream:
                 f"{self.version!r}: the instance needs the weights of the next publish"
             )
 
-    def _require_cover(self, i: int, spans: Sequence[_Span], num_tokens: int) -> None:
+    def _require_cover(self, i: int, spans: Spans, num_tokens: int) -> None:
         """Raises InstanceError unless the spans follow one another from the answer's first token to its last."""
+        if len(spans) == 1 and spans[0].start == 0 and spans[0].end == num_tokens:
+            return
         bounds = [0, *(bound for span in spans for bound in (span.start, span.end)), num_tokens]
         if bounds[::2] != bounds[1::2] or bounds != sorted(bounds):
             self.partials[i].cut(self._proven[i])
             told = ", ".join(f"{span.start}-{span.end}" for span in spans)
             raise InstanceError(f"{self._name(i)}: its weight_versions cover {told}, but {num_tokens} tokens came")
 
-    def _prove(self, i: int, spans: Sequence[_Span]) -> None:
+    def _prove(self, i: int, spans: Spans) -> None:
         """Notes the version of the tokens received in this response, by their indices in the whole partial rollout."""
         partial, start = self.partials[i], self._starts[i]
-        partial.spans = [span for span in partial.spans if span.end <= start]
+        partial.spans = [span for span in partial.spans if span.end <= start] if start else []
         if spans:
             partial.spans += [WeightSpan(s.version, start + s.start, start + s.end) for s in spans]
         elif len(partial.token_ids) > start:
@@ -343,11 +434,10 @@ class ResponseStream:
         return f"instance {self._url}, choice {i}"
 
 
-def _are_logprobs(values: Sequence[float]) -> bool:
-    if not values:
-        return True
-    # NaN is found by the sum only: `min` and `max` may miss it.
-    return min(values) >= LEAST_LOGPROB and max(values) <= ROUNDING and not math.isnan(sum(values))
+def _are_logprobs(values: "array[float] | memoryview") -> bool:
+    logprob_N = np.frombuffer(values, np.float32)
+    # Both are NaN if one of the values is.
+    return not len(logprob_N) or bool(logprob_N.min() >= LEAST_LOGPROB and logprob_N.max() <= ROUNDING)
 
 
 def _logprobs_of(choice: _Choice) -> list[float]:

@@ -24,6 +24,7 @@ from async_rl.rewards.process_reward import ProcessReward
 from async_rl.rewards.readable_answers import answer_check
 from async_rl.rewards.row_parts import labels_of
 from async_rl.rewards.worker_process import WorkerTimeout
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.tokenizer import load_tokenizer
 from async_rl.types import Prompt, Response
 
@@ -96,8 +97,8 @@ async def _try_reward(config: Config, prompt: Prompt, tokenizer: Tokenizer, tria
 def _response(text: str, tokenizer: Tokenizer) -> Response:
     (token_ids,) = tokenizer([text], add_special_tokens=False)["input_ids"]
     return Response(
-        token_ids=tuple(token_ids),
-        logprobs=(-1.0,) * len(token_ids),
+        token_ids=TokenIds(token_ids),
+        logprobs=Logprobs([-1.0] * len(token_ids)),
         text=text,
         finish_reason="stop",
         weight_spans=(),

@@ -17,7 +17,6 @@ MODULES = {
         "fastapi",
         "huggingface_hub",
         "megatron",
-        "numpy",
         "prometheus_client",
         "pyarrow",
         "safetensors",
@@ -29,7 +28,6 @@ MODULES = {
     ),
     "serve": (
         "fastapi",
-        "numpy",
         "prometheus_client",
         "psutil",
         "safetensors",

@@ -25,7 +25,7 @@ from async_rl.instance.client import InstanceClient
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
-from async_rl.protocol.sender import ALL_STRENGTHS, CONSTANT, Sender, SenderFacts
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ Kind = str
 In exact mode each process is of its own kind: what bits it computes also depends on --exact, its processor and torch.
 """
 
-Samples = Sequence[tuple[tuple[int, ...], tuple[float, ...]]]
+Samples = Sequence[tuple[TokenIds, Logprobs]]
 """(tokens, log-probs) of each response."""
 
 Sample = Callable[[Sequence[Member]], Mapping[Member, Samples]]
@@ -132,7 +132,7 @@ class Canary:
                 f"instance {client.url} did not answer the canary {version!r} within {self._timeout_s:g} s "
                 "(publish.timeout_s)"
             ) from error
-        return [(tuple(partial.token_ids), tuple(partial.logprobs)) for partial in partials]
+        return [(TokenIds(partial.token_ids), Logprobs(partial.logprobs)) for partial in partials]
 
     @contextmanager
     def changed(self, trainer: Sender) -> Iterator[None]:
@@ -183,7 +183,7 @@ class Canary:
         return f"{kind}, process {member.boot_id} at {member.url}" if self._exact else kind
 
     def _score(
-        self, trainer: Sender, left_out: Sequence[str], responses: Sequence[tuple[int, ...]]
+        self, trainer: CanaryTrainer, left_out: Sequence[str], responses: Sequence[TokenIds]
     ) -> list[list[float]]:
         """Log-probs with every class changed but those in `left_out`."""
         trainer.change({name: strength for name, strength in self._strengths.items() if name not in left_out})
@@ -191,9 +191,8 @@ class Canary:
 
     def _calibrate(self, trainer: Sender) -> None:
         """Finds strengths at which each class left out is visible in the log-probs of some tokens; leaves them set."""
-        tokens = tuple(self._prompt[i % len(self._prompt)] for i in range(self._sampling.max_tokens))
-        facts = trainer.facts()
-        self._strengths = dict.fromkeys(facts.classes, 1)
+        tokens = TokenIds(self._prompt[i % len(self._prompt)] for i in range(self._sampling.max_tokens))
+        self._strengths = dict.fromkeys(trainer.classes, 1)
         for _ in range(ALL_STRENGTHS):
             (expected,) = self._score(trainer, (), [tokens])
             weak = {
@@ -336,7 +335,7 @@ class _Comparison:
         return [name for name, effect in self.effects.items() if not effect > DISTINCT * self.own]
 
 
-def _compare(samples: Samples, scores: Mapping[str, Mapping[tuple[int, ...], list[float]]]) -> _Comparison:
+def _compare(samples: Samples, scores: Mapping[str, Mapping[TokenIds, list[float]]]) -> _Comparison:
     answered = _flat(logprobs for _, logprobs in samples)
     scored = {name: _flat(scores[name][tokens] for tokens, _ in samples) for name in scores}
     expected = scored.pop("")

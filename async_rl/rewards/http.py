@@ -38,9 +38,10 @@ def make_score(config: RewardSection) -> RewardFunction:
 
 def _request(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "prompt": {"id": prompt.prompt_id, "token_ids": prompt.token_ids},
+        "prompt": {"id": prompt.prompt_id, "token_ids": prompt.token_ids.tolist()},
         "row": dict(row),
         "responses": [
-            {"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason} for each in responses
+            {"text": each.text, "token_ids": each.token_ids.tolist(), "finish_reason": each.finish_reason}
+            for each in responses
         ],
     }

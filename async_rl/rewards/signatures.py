@@ -134,7 +134,7 @@ def _trl_calls(responses: Sequence[Response], row: Mapping[str, Any]) -> list[Ca
         {
             **columns,
             COMPLETIONS: [[{"role": "assistant", "content": text}] for text in texts] if is_conversation else texts,
-            COMPLETION_IDS: [list(response.token_ids) for response in responses],
+            COMPLETION_IDS: [response.token_ids.tolist() for response in responses],
         }
     ]
 

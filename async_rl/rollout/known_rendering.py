@@ -16,6 +16,7 @@ from async_rl.errors import ConfigError
 from async_rl.programs.renderer_names import AUTO, require_renderer
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
 from async_rl.rollout.rendering import ParsedCall, ToolParser
+from async_rl.token_arrays import TokenIds
 
 
 def make_known_renderer(
@@ -50,29 +51,29 @@ class KnownRenderer:
         self._renderer = renderer
         self._tokenizer = tokenizer
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> TokenIds:
         try:
-            return tuple(self._renderer.render_ids(list(messages), tools=_list(tools), add_generation_prompt=True))
+            return TokenIds(self._renderer.render_ids(list(messages), tools=_list(tools), add_generation_prompt=True))
         except Exception as error:
             # It trusts its input, and raises whatever follows.
             raise InvalidRequest(f"the renderer does not render these messages: {error!r}") from error
 
     def bridge(
         self,
-        context: tuple[int, ...],
-        sampled: tuple[int, ...],
+        context: TokenIds,
+        sampled: TokenIds,
         before: Sequence[Message],
         after: Sequence[Message],
         tools: Sequence[Tool] | None,
-    ) -> tuple[tuple[int, ...], Message] | None:
+    ) -> tuple[TokenIds, Message] | None:
         try:
             bridged = self._renderer.bridge_to_next_turn(list(context), list(sampled), list(after), tools=_list(tools))
         except Exception as error:
             raise InvalidRequest(f"the renderer does not render these messages: {error!r}") from error
-        return None if bridged is None else (tuple(bridged.token_ids), before[-1])
+        return None if bridged is None else (TokenIds(bridged.token_ids), before[-1])
 
     def parse(
-        self, context: tuple[int, ...], sampled: tuple[int, ...], tools: Sequence[Tool] | None
+        self, context: TokenIds, sampled: TokenIds, tools: Sequence[Tool] | None
     ) -> tuple[dict[str, Any], list[ParsedCall]]:
         said = sampled[:-1] if sampled and sampled[-1] in self._unknown_ends else sampled
         parsed = self._renderer.parse_response(list(said), tools=_list(tools), prompt_ids=list(context))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from async_rl.rewards.base import LARGEST_REWARD, as_float, is_reward
 from async_rl.rollout.messages import Message, Tool
 from async_rl.rollout.turn import Turn
+from async_rl.token_arrays import TokenIds
 
 if TYPE_CHECKING:
     from async_rl.rollout.session import RolloutSession
@@ -32,7 +33,7 @@ class ProgramPrompt:
     """
 
     prompt_id: str
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     row: Mapping[str, Any] = field(repr=False)
     messages: Sequence[Message] | None = None
     seed: int = 0

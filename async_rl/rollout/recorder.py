@@ -13,9 +13,8 @@ from itertools import chain
 
 from async_rl.rollout.messages import Message, MessageKey, Tool, key_of, key_of_tools, normalized, num_bytes_of
 from async_rl.rollout.rendering import Renderer
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Response, WeightSpan
-
-TokenIds = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,8 @@ class Recorder:
             length = len(parent.conversation.keys)
             context, after = self._context_of(parent), conversation.messages[length:]
             earlier, sampled = parent.conversation.messages, parent.response.token_ids
-            bridged, said = self._renderer.bridge(context, sampled, earlier, after, tools) or ((), earlier[-1])
+            nothing = TokenIds(), earlier[-1]
+            bridged, said = self._renderer.bridge(context, sampled, earlier, after, tools) or nothing
             if bridged[: len(context + sampled)] == context + sampled:
                 messages = (*earlier[:-1], said, *after)
                 return Request(bridged, Conversation(messages, conversation.keys, conversation.tools), parent)
@@ -228,7 +228,7 @@ def _response(path: Sequence[TurnNode], new: Sequence[TurnNode], prompt_ids: Tok
     observed = tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=False) if start < end)
     return Response(
         token_ids=token_ids,
-        logprobs=tuple(logprob for node in new for logprob in node.response.logprobs),
+        logprobs=Logprobs.joined(node.response.logprobs for node in new),
         text="",
         finish_reason=leaf.response.finish_reason,
         weight_spans=_spans([node.response for node in new]),
@@ -242,7 +242,7 @@ def _response(path: Sequence[TurnNode], new: Sequence[TurnNode], prompt_ids: Tok
 
 
 def _joined(path: Sequence[TurnNode]) -> TokenIds:
-    return tuple(chain.from_iterable(node.own for node in path))
+    return TokenIds.joined(node.own for node in path)
 
 
 def _instances(responses: Sequence[Response]) -> tuple[tuple[str, int], ...]:

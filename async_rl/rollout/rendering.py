@@ -19,6 +19,7 @@ from async_rl.errors import ConfigError
 from async_rl.programs.extras import require_extras
 from async_rl.programs.renderer_names import AUTO, TEMPLATE
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
+from async_rl.token_arrays import TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Renderer(Protocol):
         """They end what the policy says."""
         ...
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> TokenIds:
         """The whole conversation, up to where the policy speaks.
 
         Raises:
@@ -58,12 +59,12 @@ class Renderer(Protocol):
 
     def bridge(
         self,
-        context: tuple[int, ...],
-        sampled: tuple[int, ...],
+        context: TokenIds,
+        sampled: TokenIds,
         before: Sequence[Message],
         after: Sequence[Message],
         tools: Sequence[Tool] | None,
-    ) -> tuple[tuple[int, ...], Message] | None:
+    ) -> tuple[TokenIds, Message] | None:
         """`context`, `sampled` and then the messages `after` those of `before`, which ends with what was sampled.
 
         Its last message is as the program saw it: without what ended it.
@@ -75,7 +76,7 @@ class Renderer(Protocol):
         ...
 
     def parse(
-        self, context: tuple[int, ...], sampled: tuple[int, ...], tools: Sequence[Tool] | None
+        self, context: TokenIds, sampled: TokenIds, tools: Sequence[Tool] | None
     ) -> tuple[dict[str, Any], list[ParsedCall]]:
         """What the policy said as a message, and its calls, which are not in the message yet: they lack an id."""
         ...
@@ -145,17 +146,17 @@ class TemplateRenderer:
         self._arguments = template_arguments
         self._parse_tools = parse_tools
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> TokenIds:
         return self._encode(self._text(messages, tools))
 
     def bridge(
         self,
-        context: tuple[int, ...],
-        sampled: tuple[int, ...],
+        context: TokenIds,
+        sampled: TokenIds,
         before: Sequence[Message],
         after: Sequence[Message],
         tools: Sequence[Tool] | None,
-    ) -> tuple[tuple[int, ...], Message] | None:
+    ) -> tuple[TokenIds, Message] | None:
         earlier = self._text(before[:-1], tools)
         beginnings = [earlier + text for text in self._sampled_texts(context, sampled)]
         for said in self._as_sampled(sampled, before[-1]):
@@ -167,7 +168,7 @@ class TemplateRenderer:
         return None
 
     def parse(
-        self, context: tuple[int, ...], sampled: tuple[int, ...], tools: Sequence[Tool] | None
+        self, context: TokenIds, sampled: TokenIds, tools: Sequence[Tool] | None
     ) -> tuple[dict[str, Any], list[ParsedCall]]:
         said: Sequence[int] = self._without_end(sampled)
         calls: list[ParsedCall] = []
@@ -175,12 +176,12 @@ class TemplateRenderer:
             said, calls = self._parse_tools(said)
         return {"role": "assistant", "content": self._decode(said)}, calls
 
-    def _sampled_texts(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> tuple[str, str]:
+    def _sampled_texts(self, context: TokenIds, sampled: TokenIds) -> tuple[str, str]:
         """The sampled text with the space at its beginning, which decoders drop at that of a text, and without."""
         last = context[-1:]
         return self._decode(last + sampled).removeprefix(self._decode(last)), self._decode(sampled)
 
-    def _as_sampled(self, sampled: tuple[int, ...], shown: Message) -> Iterator[Message]:
+    def _as_sampled(self, sampled: TokenIds, shown: Message) -> Iterator[Message]:
         """The message `shown` to the program, and then as a template may need it to write again what was sampled."""
         yield shown
         # Calls are written by the template, while the sampled text has them, too.
@@ -189,7 +190,7 @@ class TemplateRenderer:
             yield {**shown, "content": self._decode(self._without_end(sampled))}
             yield {**shown, "content": self._decode(sampled)}
 
-    def _without_end(self, sampled: tuple[int, ...]) -> tuple[int, ...]:
+    def _without_end(self, sampled: TokenIds) -> TokenIds:
         return sampled[:-1] if sampled and sampled[-1] in self.stop_token_ids else sampled
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
@@ -211,10 +212,10 @@ class TemplateRenderer:
             raise InvalidRequest(f"the chat template does not render these messages: {error}") from error
         return text
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer([text], add_special_tokens=False)["input_ids"][0])
+    def _encode(self, text: str) -> TokenIds:
+        return TokenIds(self._tokenizer([text], add_special_tokens=False)["input_ids"][0])
 
-    def _encode_after(self, recorded: tuple[int, ...], beginning: str, text: str) -> tuple[int, ...]:
+    def _encode_after(self, recorded: TokenIds, beginning: str, text: str) -> TokenIds:
         """The tokens that `text` has after `beginning`, the text of `recorded`.
 
         From an added token on, text is encoded independently of what is before it: the last one is far enough to look

@@ -37,6 +37,7 @@ from async_rl.rollout.turn_message import parsed_message, plain_message
 from async_rl.rollout.turn_request import require_well_formed
 from async_rl.rollout.turnstile import LONG, Turnstile
 from async_rl.seeds import turn_seed
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Prompt, Response, WeightVersion, digest_of
 
 __all__ = ["InvalidRequest", "LimitReached", "NothingSampled", "RolloutSession", "SessionClosed", "Sessions", "Turn"]
@@ -237,7 +238,7 @@ class RolloutSession:
                 require_well_formed(messages, token_ids, max_tokens, stop)
                 if messages is None:
                     assert token_ids is not None, "one of both is given"
-                    return Request(tuple(token_ids))
+                    return Request(TokenIds(token_ids))
                 conversation = Conversation.of(messages, tools)
                 self._allowance(least_tokens(conversation.messages, shared.most_letters), None, num_known)
                 if conversation.num_bytes < LONG:

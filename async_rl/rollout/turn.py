@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import WeightVersion
 
 Limit = Literal["turns", "tokens", "context", "time"]
@@ -31,10 +32,10 @@ class Turn:
     """
 
     message: Mapping[str, Any]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: TokenIds
+    logprobs: Logprobs
     finish_reason: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     weight_version: WeightVersion
 
     @property

@@ -29,6 +29,7 @@ from async_rl.rollout.program import ProgramPrompt, RolloutResult
 from async_rl.rollout.program_rollouts import ProgramRollouts
 from async_rl.rollout.rendering import TemplateRenderer
 from async_rl.rollout.session import RolloutSession, Sessions
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Batch, Prompt
 from benchmarks.producer.mock_instance import Script
 from benchmarks.producer.rig import VERSION, mock_instance
@@ -186,4 +187,4 @@ def open_producer(script: Script, num_rollouts: int, group_size: int) -> Iterato
 
 
 def make_batch(iteration: int, rows: list[dict[str, Any]]) -> Batch:
-    return Batch(iteration, {i: Prompt(str(i), tuple(range(8)), row) for i, row in enumerate(rows)})
+    return Batch(iteration, {i: Prompt(str(i), TokenIds(range(8)), row) for i, row in enumerate(rows)})

@@ -2,6 +2,7 @@
 
 import torch
 
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Group, Prompt, Response
 
 
@@ -13,8 +14,8 @@ def random_group(
     prompt, rest = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
     responses = tuple(
         Response(
-            token_ids=tuple(rest[i : i + num_response_tokens]),
-            logprobs=(0.0,) * num_response_tokens,
+            token_ids=TokenIds(rest[i : i + num_response_tokens]),
+            logprobs=Logprobs([0.0] * num_response_tokens),
             text="",
             finish_reason="length",
             weight_spans=(),
@@ -25,7 +26,7 @@ def random_group(
     return Group(
         iteration=0,
         index=index,
-        prompt=Prompt("p", tuple(prompt), {}),
+        prompt=Prompt("p", TokenIds(prompt), {}),
         responses=responses,
         rewards=tuple(float(i % 2) for i in range(num_responses)),
         weight_version="",

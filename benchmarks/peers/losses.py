@@ -16,6 +16,7 @@ from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection, OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Group, Prompt, Response
 from benchmarks.common.random_model import save_endless_qwen3, save_word_tokenizer
 from benchmarks.peers.loss_cases import (
@@ -72,8 +73,8 @@ def group_of(index: int, given: dict[str, Any], times: float) -> Group:
     parts = {part: tuple(times * reward for reward in rewards) for part, rewards in given["rewards"].items()}
     responses = tuple(
         Response(
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs),
+            token_ids=TokenIds(token_ids),
+            logprobs=Logprobs(logprobs),
             text="",
             finish_reason="stop" if token_ids[-1] == END else "length",
             weight_spans=(),
@@ -84,7 +85,7 @@ def group_of(index: int, given: dict[str, Any], times: float) -> Group:
     return Group(
         iteration=0,
         index=index,
-        prompt=Prompt(str(index), tuple(given["prompt"]), {}),
+        prompt=Prompt(str(index), TokenIds(given["prompt"]), {}),
         responses=responses,
         rewards=tuple(map(sum, zip(*parts.values(), strict=True))),
         reward_parts=tuple(parts.items()) if len(parts) > 1 else (),

@@ -1,6 +1,6 @@
 """The cost of rollouts in the trainer's process: the real producer against instances that only send tokens.
 
-    python -m benchmarks.producer --json
+    python -m benchmarks.producer --json [--events] [--no-texts]
 
 Producer, pool, client, queue, tokenizer and an asynchronous reward are the real ones; the instances are separate
 processes (`benchmarks.producer.mock_instance`). Three cases, each with fresh instances:
@@ -9,6 +9,9 @@ processes (`benchmarks.producer.mock_instance`). Three cases, each with fresh in
 - small: many short responses, batch after batch; the cost per response besides its tokens;
 - beside training: the main thread runs many small torch operations, as a trainer does, with and without rollouts at the
   rate of a run, alternately.
+
+Instances send frames of arrays, as the embedded engine does; with `--events` vLLM's JSON. `--no-texts` leaves out the
+tokenizer's decoding, which takes longer than all else.
 
 The last line is one JSON object:
 
@@ -58,11 +61,17 @@ class Size:
     pairs: int
     window_s: float
     warm_up_s: float
+    events: bool
+    no_texts: bool
+
+    def script(self, mean_tokens: int, sigma: float, first_token_s: float, token_s: float) -> Script:
+        """What the instances do."""
+        return Script(VERSION, mean_tokens, sigma, first_token_s, token_s, VOCAB_SIZE, has_frames=not self.events)
 
 
 def measure_large(directory: Path, size: Size) -> dict[str, float]:
-    script = Script(VERSION, size.tokens, sigma=0.3, first_token_s=0.2, token_s=0.02, vocab_size=VOCAB_SIZE)
-    with open_producer(directory, script, size.responses) as producer:
+    script = size.script(size.tokens, sigma=0.3, first_token_s=0.2, token_s=0.02)
+    with open_producer(directory, script, size.responses, has_texts=not size.no_texts) as producer:
         before, cpu_s = reset_peak_bytes(), time.process_time()
         num_tokens = take_all(producer, iteration=0, num_prompts=size.prompts)[1]
         cpu_s = time.process_time() - cpu_s
@@ -77,9 +86,9 @@ def measure_large(directory: Path, size: Size) -> dict[str, float]:
 
 
 def measure_small(directory: Path, size: Size) -> dict[str, float]:
-    script = Script(VERSION, 10, sigma=0.3, first_token_s=0.05, token_s=0.005, vocab_size=VOCAB_SIZE)
+    script = size.script(10, sigma=0.3, first_token_s=0.05, token_s=0.005)
     num_prompts = -(-size.small_responses // size.responses)
-    with open_producer(directory, script, size.responses) as producer:
+    with open_producer(directory, script, size.responses, has_texts=not size.no_texts) as producer:
         take_all(producer, iteration=0, num_prompts=min(num_prompts, 64))  # connections and caches
         cpu_s, wall_s, count = time.process_time(), time.monotonic(), 0
         for first in range(0, num_prompts, BATCH_PROMPTS):
@@ -95,11 +104,12 @@ def measure_small(directory: Path, size: Size) -> dict[str, float]:
 
 def measure_beside_training(directory: Path, size: Size, say: Callable[[str], None]) -> dict[str, float]:
     responses, tokens = BESIDE_TRAINING
-    script = Script(VERSION, tokens, sigma=0.5, first_token_s=0.1, token_s=0.5 / tokens, vocab_size=VOCAB_SIZE)
+    script = size.script(tokens, sigma=0.5, first_token_s=0.1, token_s=0.5 / tokens)
     step = training_step()
     slowdowns = []
     num_tokens, wall_s, cpu_s = 0, 0.0, 0.0
-    with open_producer(directory, script, responses) as producer, Rollouts(producer, size.prompts_per_s) as rollouts:
+    opened = open_producer(directory, script, responses, has_texts=not size.no_texts)
+    with opened as producer, Rollouts(producer, size.prompts_per_s) as rollouts:
         timed_steps(step, size.window_s, lambda: None)
         for pair in range(size.pairs):
             alone = timed_steps(step, size.window_s, lambda: None)
@@ -225,6 +235,8 @@ def main() -> None:
     parser.add_argument(
         "--warm-up-s", type=float, default=2.0, help="rollouts before the half with them (default: %(default)s)"
     )
+    parser.add_argument("--events", action="store_true", help="instances send events of JSON, as vLLM does")
+    parser.add_argument("--no-texts", action="store_true", help="responses are not decoded")
     options = parser.parse_args()
     size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
     say: Callable[[str], None] = (lambda line: None) if options.json else print

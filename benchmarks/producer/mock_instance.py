@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
-from async_rl.protocol import inference, routes
+from async_rl.protocol import inference, routes, token_frames
 
 MAX_CONCURRENCY = 2**20
 """Reported to the pool, which would otherwise hold back most of a batch: the rollouts of all of it are measured."""
@@ -40,6 +41,7 @@ class Script:
     first_token_s: float
     token_s: float
     vocab_size: int
+    has_frames: bool = True
 
 
 class MockInstance:
@@ -81,35 +83,51 @@ class MockInstance:
             await asyncio.sleep(self._script.first_token_s + max(lengths) * self._script.token_s)
             choices = (self._choice(j, 0, length, length) for j, length in enumerate(lengths))
             return web.Response(body=head + b",".join(choices) + b"]}", content_type="application/json")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        has_frames = self._script.has_frames and token_frames.MEDIA_TYPE in request.headers.get("Accept", "")
+        media_type = token_frames.MEDIA_TYPE if has_frames else "text/event-stream"
+        response = web.StreamResponse(headers={"Content-Type": media_type})
+        steps = self._frames(lengths, interval) if has_frames else self._events(head, lengths, interval)
         with suppress(ConnectionResetError):  # the client has disconnected
             await response.prepare(request)
-            await self._stream(response, head, self._chunks(lengths, interval), interval * self._script.token_s)
+            await self._stream(response, steps, interval * self._script.token_s)
         return response
 
-    async def _stream(
-        self, response: web.StreamResponse, head: bytes, steps: Iterator[list[bytes]], step_s: float
-    ) -> None:
+    async def _stream(self, response: web.StreamResponse, steps: Iterator[bytes], step_s: float) -> None:
         due = time.monotonic() + self._script.first_token_s
-        for chunks in steps:
+        for data in steps:
             due += step_s
             await asyncio.sleep(due - time.monotonic())
-            await response.write(b"".join(b"data: " + head + chunk + b"]}\n\n" for chunk in chunks))
-        await response.write(b"data: [DONE]\n\n")
+            await response.write(data)
 
     def _length(self, seed: int, max_tokens: int) -> int:
         sigma = self._script.sigma
         drawn = self._script.mean_tokens * random.Random(seed).lognormvariate(-sigma * sigma / 2, sigma)
         return max(1, min(max_tokens, round(drawn)))
 
-    def _chunks(self, lengths: list[int], interval: int) -> Iterator[list[bytes]]:
-        """For each step of the engine, a chunk of every response that is not finished."""
+    def _events(self, head: bytes, lengths: list[int], interval: int) -> Iterator[bytes]:
+        """For each step of the engine, an event of every response that is not finished."""
         for start in range(0, max(lengths), interval):
-            yield [
-                self._choice(j, start, min(start + interval, length), length)
+            yield b"".join(
+                b"data: " + head + self._choice(j, start, min(start + interval, length), length) + b"]}\n\n"
                 for j, length in enumerate(lengths)
                 if start < length
-            ]
+            )
+        yield b"data: [DONE]\n\n"
+
+    def _frames(self, lengths: list[int], interval: int) -> Iterator[bytes]:
+        """For each step of the engine, a frame of all responses that are not finished."""
+        script = self._script
+        for start in range(0, max(lengths), interval):
+            choices, arrays = [], []
+            for j, length in enumerate(lengths):
+                if start < length:
+                    end = min(start + interval, length)
+                    spans = [token_frames.Span(script.version, 0, end)]
+                    choices.append(token_frames.FramedChoice(j, end - start, "stop" if end == length else None, spans))
+                    arrays.append(token_arrays(end - start, (j + start) % NUM_VARIANTS, script.vocab_size))
+            token_ids, logprobs = (memoryview(b"".join(parts)) for parts in zip(*arrays, strict=True))
+            yield token_frames.framed(token_frames.encode(token_frames.Frame(choices, token_ids, logprobs)))
+        yield token_frames.END
 
     def _choice(self, index: int, start: int, end: int, length: int) -> bytes:
         finish = b'"stop"' if end == length else b"null"
@@ -122,13 +140,22 @@ class MockInstance:
 
 
 @cache
-def rendered_tokens(count: int, variant: int, vocab_size: int) -> bytes:
-    """`count` tokens with their log-probs, as fields of a choice; with every field that the embedded engine writes."""
+def token_arrays(count: int, variant: int, vocab_size: int) -> tuple[bytes, bytes]:
+    """`count` tokens, int32, and their log-probs, float32."""
     draw = random.Random(f"{count}/{variant}")
     token_ids = [draw.randrange(vocab_size) for _ in range(count)]
+    return array("i", token_ids).tobytes(), array("f", [math.log(1 - draw.random()) for _ in token_ids]).tobytes()
+
+
+@cache
+def rendered_tokens(count: int, variant: int, vocab_size: int) -> bytes:
+    """`count` tokens with their log-probs, as fields of a choice; with every field that the embedded engine writes."""
+    token_ids, logprobs = (
+        array(kind, data).tolist() for kind, data in zip("if", token_arrays(count, variant, vocab_size), strict=True)
+    )
     content: list[dict[str, Any]] = [
-        {"token_id": token_id, "logprob": math.log(1 - draw.random()), "rank": None, "top_logprobs": []}
-        for token_id in token_ids
+        {"token_id": token_id, "logprob": logprob, "rank": None, "top_logprobs": []}
+        for token_id, logprob in zip(token_ids, logprobs, strict=True)
     ]
     return json.dumps({"token_ids": token_ids, "logprobs": {"content": content}}, separators=(",", ":"))[1:-1].encode()
 

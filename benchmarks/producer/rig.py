@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,7 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import make_reward
 from async_rl.rollout.producer import Producer, RolloutRun
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Batch, Prompt
 from benchmarks.producer.mock_instance import Script
 
@@ -35,7 +36,9 @@ REWARD = "async def score(prompt, responses, row):\n    return [float(len(r.text
 
 
 @contextmanager
-def open_producer(directory: Path, script: Script, responses_per_prompt: int) -> Iterator[Producer]:
+def open_producer(
+    directory: Path, script: Script, responses_per_prompt: int, *, has_texts: bool = True
+) -> Iterator[Producer]:
     """A producer whose instances are in service and follow `script`."""
     reward_file = directory / "reward.py"
     reward_file.write_text(REWARD)
@@ -50,7 +53,8 @@ def open_producer(directory: Path, script: Script, responses_per_prompt: int) ->
         loop.run(pool.end_publish(VERSION, urls))
         reward = make_reward(RewardSection(name=f"python:{reward_file}:score"))
         rollout = RolloutSection(responses_per_prompt=responses_per_prompt, max_response_tokens=MAX_RESPONSE_TOKENS)
-        producer = Producer(pool, reward, loop, make_tokenizer(), rollout, seed=0)
+        tokenizer = make_tokenizer() if has_texts else cast(prompts.Tokenizer, NoTexts())
+        producer = Producer(pool, reward, loop, tokenizer, rollout, seed=0)
         closing.callback(producer.close)
         yield producer
 
@@ -68,6 +72,13 @@ def mock_instance(script: Script) -> Iterator[str]:
             process.kill()
 
 
+class NoTexts:
+    """A tokenizer whose texts are empty."""
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return [""] * len(sequences)
+
+
 def make_tokenizer() -> prompts.Tokenizer:
     """Decodes like the byte-level tokenizers of most models: one short word per token."""
     tokenizer = Tokenizer(models.BPE({f"Ġw{i}": i for i in range(VOCAB_SIZE)}, []))
@@ -76,7 +87,7 @@ def make_tokenizer() -> prompts.Tokenizer:
 
 
 def make_batch(iteration: int, num_prompts: int) -> Batch:
-    token_ids = tuple(range(PROMPT_TOKENS))
+    token_ids = TokenIds(range(PROMPT_TOKENS))
     return Batch(iteration, {i: Prompt(str(i), token_ids, {}) for i in range(num_prompts)})
 
 

@@ -9,12 +9,13 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from async_rl.errors import AsyncRLError
+from async_rl.protocol import token_frames
 from inference_service.api import errors
 
 T = TypeVar("T")
 
 Chunks = AsyncGenerator[tuple[bytes, bool], None]
-"""JSON texts, and whether each is the last."""
+"""JSON texts or frames, and whether each is the last."""
 
 END: Final = b"data: [DONE]\n\n"
 
@@ -46,6 +47,7 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    end = END
 
     def __init__(self, chunks: Chunks) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
@@ -68,10 +70,19 @@ class EventStream(Response):
         try:
             async with aclosing(self._chunks) as chunks:
                 async for data, is_last in chunks:
-                    await send_body(_event(data) + (END if is_last else b""), not is_last)
+                    await send_body(self.framed(data) + (self.end if is_last else b""), not is_last)
         except AsyncRLError as error:
-            await send_body(_event(errors.body_of(error).encode()), False)
+            await send_body(self.framed(errors.body_of(error).encode()), False)
+
+    @staticmethod
+    def framed(data: bytes) -> bytes:
+        """One of `chunks` as it is sent."""
+        return b"data: %b\n\n" % data
 
 
-def _event(data: bytes) -> bytes:
-    return b"data: %b\n\n" % data
+class FrameStream(EventStream):
+    """The same with frames of arrays in place of events: `async_rl.protocol.token_frames`."""
+
+    media_type = token_frames.MEDIA_TYPE
+    end = token_frames.END
+    framed = staticmethod(token_frames.framed)

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
-from async_rl.protocol import routes
+from async_rl.protocol import routes, token_frames
 from async_rl.protocol.inference import AbortRequest
 from inference_service.api import responses, stream_chunks
 from inference_service.api.completion_choice import CompletionFormatter
 from inference_service.api.errors import UnknownModel
-from inference_service.api.event_stream import EventStream, unless_disconnected
+from inference_service.api.event_stream import EventStream, FrameStream, unless_disconnected
 from inference_service.api.requests import (
     MAX_RESPONSES,
     AbortResponse,
@@ -41,7 +41,9 @@ def add(app: FastAPI, engine: Engine, codec: TextCodec | None, model_name: str) 
         params = body.sampling_params
         if body.stream:
             deltas = engine.stream(request_id, body.token_ids, params)
-            return EventStream(stream_chunks.generate_chunks(request_id, params, deltas))
+            as_frames = params.logprobs == 0 and token_frames.MEDIA_TYPE in request.headers.get("accept", "")
+            chunks = stream_chunks.generate_chunks(request_id, params, deltas, as_frames=as_frames)
+            return FrameStream(chunks) if as_frames else EventStream(chunks)
         run = engine.generate(request_id, body.token_ids, params)
         choices = await unless_disconnected(request.receive, run)
         answer = responses.generate_response(request_id, model_name, len(body.token_ids), choices, params)

@@ -5,12 +5,14 @@ sampling the tokens.
 """
 
 import time
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
+from async_rl.protocol import token_frames
 from async_rl.protocol.inference import SamplingParams, Usage
 from inference_service.engine_interface import Choice, Sample
 
@@ -59,6 +61,23 @@ class GenerateChunks:
         self._request_id = request_id
         self._num_top = params.logprobs
         self._spans: list[list[Span]] = [[] for _ in range(params.n)]
+
+    def frame(self, deltas: dict[int, Choice]) -> bytes:
+        """The same as the payload of a frame of `async_rl.protocol.token_frames`."""
+        samples = [sample for choice in deltas.values() for sample in choice.samples]
+        choices = [
+            token_frames.FramedChoice(
+                index, len(choice.samples), choice.finish_reason, self._framed_spans(index, choice)
+            )
+            for index, choice in deltas.items()
+        ]
+        token_ids = array("i", [sample.token_id for sample in samples])
+        logprobs = array("f", [sample.logprob for sample in samples])
+        return token_frames.encode(token_frames.Frame(choices, memoryview(token_ids), memoryview(logprobs)))
+
+    def _framed_spans(self, index: int, choice: Choice) -> list[token_frames.Span]:
+        spans = extend_spans(self._spans[index], choice.samples)
+        return [token_frames.Span(span["version"], span["start"], span["end"]) for span in spans]
 
     def chunk(self, deltas: dict[int, Choice]) -> bytes:
         """A GenerateChunk as JSON."""

@@ -16,14 +16,17 @@ Deltas = AsyncGenerator[dict[int, Choice], None]
 """Deltas by the choice's index."""
 
 
-async def generate_chunks(request_id: str, params: SamplingParams, deltas: Deltas) -> Chunks:
-    """One chunk for all choices that have deltas at the same time."""
+async def generate_chunks(
+    request_id: str, params: SamplingParams, deltas: Deltas, *, as_frames: bool = False
+) -> Chunks:
+    """One chunk for all choices that have deltas at the same time, as JSON or as a frame."""
     answer = GenerateChunks(request_id, params)
+    chunk = answer.frame if as_frames else answer.chunk
     num_open = params.n
     async with aclosing(deltas):
         async for choices in deltas:
             num_open -= _num_ended(choices)
-            yield answer.chunk(choices), num_open == 0
+            yield chunk(choices), num_open == 0
 
 
 async def completion_chunks(

@@ -12,6 +12,7 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.rollout.rendering import make_renderer
 from async_rl.rollout.session import RolloutSession, Sessions
 from async_rl.rollout.trajectory import Trajectory
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Prompt
 from tests.support.agent_tokenizer import make_agent_tokenizer
 from tests.support.scripted_policy import Say, ScriptedPolicy
@@ -60,7 +61,7 @@ class GatewayRig:
         name = f"rollout-{len(self.rollouts)}"
 
         async def begin() -> Rollout:
-            session = self.sessions.open(Prompt("0", (3, 9), {}), VERSION, seed, name, 10.0)
+            session = self.sessions.open(Prompt("0", TokenIds((3, 9)), {}), VERSION, seed, name, 10.0)
             closing = ExitStack()
             return Rollout(self, session, closing.enter_context(self.gateway.serving(session)), closing)
 

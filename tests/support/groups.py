@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Group, Prompt, Response, RolloutFacts, WeightSpan, WeightVersion
 
 
@@ -21,14 +22,14 @@ def make_response(
     """A response whose sampled tokens, those not in `observed`, have log-prob -1 and are all of `version`."""
     num_sampled = len(token_ids) - sum(end - start for start, end in observed)
     return Response(
-        token_ids=tuple(token_ids),
-        logprobs=(-1.0,) * num_sampled if logprobs is None else tuple(logprobs),
+        token_ids=TokenIds(token_ids),
+        logprobs=Logprobs([-1.0] * num_sampled if logprobs is None else logprobs),
         text=text,
         finish_reason=finish_reason,
         weight_spans=(WeightSpan(version, 0, num_sampled),) if weight_spans is None else tuple(weight_spans),
         instance=instance,
         observed=tuple(observed),
-        prompt_ids=None if prompt_ids is None else tuple(prompt_ids),
+        prompt_ids=None if prompt_ids is None else TokenIds(prompt_ids),
     )
 
 
@@ -59,7 +60,7 @@ def make_group(
     return Group(
         iteration=iteration,
         index=index,
-        prompt=prompt if isinstance(prompt, Prompt) else Prompt(f"p{index}", tuple(prompt), {}),
+        prompt=prompt if isinstance(prompt, Prompt) else Prompt(f"p{index}", TokenIds(prompt), {}),
         responses=responses,
         rewards=tuple(rewards),
         rollouts=tuple(rollouts),

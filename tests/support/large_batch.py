@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import LogprobGaps
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Batch, Group, Prompt, Publication, digest_of
 from tests.support.groups import make_group, make_response
 
@@ -22,7 +23,7 @@ def publication_of(version: str) -> Publication:
 def make_batch(iteration: int, num_prompts: int) -> Batch:
     """Rows of a source of ten times as many, in a shuffled order, as in an epoch."""
     numbers = random.Random(iteration).sample(range(10 * num_prompts), num_prompts)
-    return Batch(iteration, {i: Prompt(str(number), (5, 6, 7), {}) for i, number in enumerate(numbers)})
+    return Batch(iteration, {i: Prompt(str(number), TokenIds((5, 6, 7)), {}) for i, number in enumerate(numbers)})
 
 
 def make_groups(batch: Batch, version: str, responses_per_prompt: int) -> list[Group]:

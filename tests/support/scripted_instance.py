@@ -280,7 +280,7 @@ def sample(seed: int, start: int, max_tokens: int) -> tuple[list[int], list[floa
     while len(token_ids) < max_tokens and END not in token_ids:
         rng = random.Random(f"{seed}/{start + len(token_ids)}")
         token_ids.append(rng.randrange(3, 60) if rng.random() < 0.8 else END)
-        logprobs.append(-rng.random())
+        logprobs.append(-rng.getrandbits(24) / 2**24)  # a float32, as engines have it
     return token_ids, logprobs
 
 

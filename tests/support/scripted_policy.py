@@ -46,6 +46,6 @@ class ScriptedPolicy:
         assert sampling.seed is not None
         said = self._tokenizer([self.say(text, sampling.seed)], add_special_tokens=False)["input_ids"][0]
         token_ids = (*said, END)[: sampling.max_tokens]
-        logprobs = [-0.01 * (1 + token_id) for token_id in token_ids]
+        logprobs = [-(1 + token_id) / 128 for token_id in token_ids]
         reason = "stop" if token_ids[-1] == END else "length"
         return (make_response(token_ids, logprobs=logprobs, version=version, finish_reason=reason),), 1

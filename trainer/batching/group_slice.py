@@ -7,6 +7,7 @@ long for a micro-batch is split into micro-groups.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Group, Response
 
 
@@ -18,7 +19,7 @@ class GroupSlice:
     """
 
     group: Group
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     indices: Sequence[int]
 
     @property

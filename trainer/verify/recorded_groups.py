@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Batch, Group, Prompt, WeightVersion
 from trainer.batching.group_codec import pack_groups, unpack_groups
 from trainer.hf.checkpoint import save_tensors
@@ -51,7 +52,7 @@ def read_share(directory: Path, iteration: int, replica: int) -> RecordedShare:
 def read_batch(directory: Path, iteration: int, num_replicas: int, first_reserve: int | None) -> Batch:
     """The whole batch of an iteration; its prompts have names only."""
     shares = [read_share(directory, iteration, replica) for replica in range(num_replicas)]
-    prompts = {i: Prompt(name, (), {}) for share in shares for i, name in share.prompt_ids.items()}
+    prompts = {i: Prompt(name, TokenIds(), {}) for share in shares for i, name in share.prompt_ids.items()}
     return Batch(iteration, dict(sorted(prompts.items())), first_reserve)
 
 

@@ -11,7 +11,7 @@ from async_rl.config.sections import Config
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.proof.logprob_gaps import MIXED
 from async_rl.types import Group
-from trainer.batching.group_codec import pack_groups, unpack_groups
+from trainer.batching.group_codec import joined_tensor, pack_groups, unpack_groups
 from trainer.forward_backward import make_passes
 from trainer.model.gpt import SharedPromptGPT, build_model
 from trainer.parallel import Parallel
@@ -38,9 +38,8 @@ class Scorer:
         limits = noise_limits(section.train, section.model.dtype)
         found = {}
         for url, chosen in self._chosen(groups).items():
-            reported_N = torch.tensor(
-                [logprob for group in chosen for r in group.responses for logprob in r.logprobs], dtype=torch.float64
-            )
+            reported = (response.logprobs for group in chosen for response in group.responses)
+            reported_N = joined_tensor(reported, torch.float64)
             of_instance = _OfInstance(self, chosen)
             found[url] = diagnose(reported_N, of_instance, limits, section.rollout.temperature, section.model.dtype)
         return found
@@ -98,7 +97,7 @@ class Scorer:
         gathered = self._parallel.gather_json([headers, tokens.tolist(), logprobs.tolist()])
         by_instance: dict[str, list[Group]] = {}
         for its_headers, its_tokens, its_logprobs in gathered:
-            packed = torch.tensor(its_tokens), torch.tensor(its_logprobs, dtype=torch.float64)
+            packed = torch.tensor(its_tokens, dtype=torch.int32), torch.tensor(its_logprobs, dtype=torch.float32)
             for group in unpack_groups(its_headers, *packed):
                 url = _sampler(group)
                 assert url is not None, "only groups of one instance are chosen"

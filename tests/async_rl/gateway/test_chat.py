@@ -56,7 +56,7 @@ def test_a_tool_loop_of_the_sdk_is_one_sequence_with_the_tokens_that_were_sample
         rig.tokenizer([text], add_special_tokens=False)["input_ids"][0] for text in (f"let me see{CALL}", "it is 3")
     ]
     assert [response.token_ids[i] for i in response.sampled] == [token for ids in said for token in (*ids, END)]
-    assert response.logprobs == tuple(-0.01 * (1 + token) for ids in said for token in (*ids, END))
+    assert response.logprobs == tuple(-(1 + token) / 128 for ids in said for token in (*ids, END))
     assert (trajectory.num_turns, trajectory.status, trajectory.reward) == (2, "completed", 1.0)
     assert [span.version for span in response.weight_spans] == [VERSION]
 

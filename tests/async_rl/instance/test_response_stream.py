@@ -1,13 +1,18 @@
-"""Answers fed without a server: whatever their bytes do, partials hold only tokens shown to be of the version."""
+"""Answers fed without a server: whatever their bytes do, partials hold only tokens shown to be of the version.
+
+Every answer is fed in both of its forms, as events of JSON and as frames of arrays.
+"""
 
 import asyncio
 import json
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from async_rl.errors import (
@@ -20,7 +25,8 @@ from async_rl.errors import (
 from async_rl.instance.dialect import DEAD_ENGINE
 from async_rl.instance.model_tokens import ModelTokens, SampledTokens
 from async_rl.instance.partial_rollout import PartialRollout
-from async_rl.instance.response_stream import ResponseStream, event_payloads, whole_body
+from async_rl.instance.response_stream import ResponseStream, event_payloads, frame_payloads, whole_body
+from async_rl.protocol import token_frames
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import WeightSpan
 
@@ -68,9 +74,46 @@ def partials_of(num: int, prefix: Sequence[int] = ()) -> list[PartialRollout]:
     return partials
 
 
+def frame_of(event: bytes) -> bytes:
+    """The payload of the frame that says what an event says; as it is where no frame can say that."""
+    try:
+        choices = json.loads(event)["choices"]
+        framed, token_ids, logprobs = [], array("i"), array("f")
+        for choice in choices:
+            own = array("i", choice["token_ids"])
+            own_logprobs = array("f", [token["logprob"] for token in choice["logprobs"]["content"]])
+            assert len(own) == len(own_logprobs)
+            spans = choice["weight_versions"] and [token_frames.Span(**span) for span in choice["weight_versions"]]
+            framed.append(token_frames.FramedChoice(choice["index"], len(own), choice["finish_reason"], spans))
+            token_ids += own
+            logprobs += own_logprobs
+        return token_frames.encode(token_frames.Frame(framed, memoryview(token_ids), memoryview(logprobs)))
+    except (ValueError, KeyError, TypeError, AssertionError, OverflowError, RecursionError):
+        return event
+
+
+class OfFrames(ResponseStream):
+    """Gets its events as frames."""
+
+    def feed(self, payload: bytes) -> None:
+        frame = frame_of(payload)
+        super().feed(payload) if frame is payload else self.feed_frame(frame)
+
+
+@pytest.fixture(autouse=True, params=[ResponseStream, OfFrames], ids=["events", "frames"])
+def form(request: pytest.FixtureRequest) -> type[ResponseStream]:
+    """The class of `answer_to`'s answers."""
+    Form.now = request.param
+    return Form.now
+
+
+class Form:
+    now: type[ResponseStream] = ResponseStream
+
+
 def answer_to(partials: Sequence[PartialRollout], **options: Any) -> ResponseStream:
     usual = {"says_versions": True, "max_tokens": MAX_TOKENS, "tokens": SampledTokens(None, SamplingParams())}
-    return ResponseStream(URL, partials, VERSION, **(usual | options))
+    return Form.now(URL, partials, VERSION, **(usual | options))
 
 
 class Bytes:
@@ -115,6 +158,110 @@ def test_neither_an_event_nor_a_body_may_be_without_end(size: int) -> None:
     assert asyncio.run(body) == b"x" * (1000 // size * size)
     with pytest.raises(BrokenAnswer, match=f"instance {URL}: the body of an answer has no end after"):
         asyncio.run(whole_body(Bytes([b"x" * size] * 1001), 1000, URL))
+
+
+def frames_of(parts: Sequence[bytes], max_bytes: int = 10**6) -> list[bytes]:
+    async def read() -> list[bytes]:
+        return [payload async for payload in frame_payloads(Bytes(parts), max_bytes, URL)]
+
+    return asyncio.run(read())
+
+
+def test_frames_are_the_same_however_their_bytes_are_split() -> None:
+    rng = Random(0)
+    for _ in range(NUM_SCRIPTS):
+        frames = [rng.randbytes(rng.choice((1, 4, 300))) for _ in range(rng.randrange(5))]
+        body = b"".join(map(token_frames.framed, frames))
+        body += rng.choice([token_frames.END + b"after the end", token_frames.framed(b"torn")[:-1], b"\x01\x00", b""])
+        bounds = sorted([0, len(body), *(rng.randint(0, len(body)) for _ in range(rng.randrange(12)))])
+        assert frames_of([body[a:b] for a, b in pairwise(bounds)]) == frames
+    assert frames_of([body[i : i + 1] for i in range(len(body))]) == frames
+
+
+@pytest.mark.parametrize("num_bytes", [1001, 2**31, 2**32 - 1])
+def test_a_frame_says_first_how_long_it_is_and_none_is_too_long(num_bytes: int) -> None:
+    with pytest.raises(BrokenAnswer, match=f"instance {URL}: a frame of an answer has {num_bytes} bytes"):
+        frames_of([token_frames.LENGTH.pack(num_bytes)], max_bytes=1000)
+
+
+def hostile_frames() -> dict[str, bytes]:
+    """Payloads of frames, by what is wrong with them."""
+    good = frame_of(Piece(0, (10, 11), 2).payload())
+    decoded = msgspec.msgpack.decode(good)
+    (choice,) = decoded[0]
+
+    def changed(at: int, value: Any) -> bytes:
+        fields = [[choice], *decoded[1:]]
+        fields[at] = value
+        return msgspec.msgpack.encode(fields)
+
+    def with_field(at: int, value: Any) -> bytes:
+        return changed(0, [[*choice[:at], value, *choice[at + 1 :]]])
+
+    return {
+        "nothing": b"",
+        "text": b"tokens",
+        "cut": good[:-1],
+        "more than a frame": good + b"\x00",
+        "a dict": msgspec.msgpack.encode({"choices": []}),
+        "no arrays": msgspec.msgpack.encode([[choice]]),
+        "half a token": changed(1, decoded[1][:-1]),
+        "a token less": changed(1, decoded[1][:-4]),
+        "a log-prob more": changed(2, decoded[2] + bytes(4)),
+        "text for tokens": changed(1, "12345678"),
+        "numbers for tokens": changed(1, [10, 11]),
+        "more tokens than it has": with_field(1, 3),
+        "fewer tokens than it has": with_field(1, 1),
+        "a negative number of tokens": with_field(1, -2),
+        "a huge number of tokens": with_field(1, 2**31),
+        "a number of tokens that is none": with_field(1, 2.5),
+        "a choice that is text": with_field(0, "0"),
+        "a choice of lists": changed(0, [[[[[]]]]]),
+        "an end that is a number": with_field(2, 1),
+        "spans that are text": with_field(3, "v1"),
+        "a span without its end": with_field(3, [["v1", 0]]),
+        "a version that is a number": with_field(3, [[1, 0, 2]]),
+        "choices that add up": changed(0, [[0, 3, None, None], [1, -1, None, None]]),
+    }
+
+
+@pytest.mark.parametrize("name", hostile_frames())
+def test_what_is_no_frame_is_an_instance_error_and_adds_nothing(name: str) -> None:
+    partials = partials_of(2)
+    answer = answer_to(partials)
+    answer.feed(Piece(1, (30,), 1).payload())
+    with pytest.raises(InstanceError, match=f"instance {URL} answered something else than tokens: "):
+        answer.feed_frame(hostile_frames()[name])
+    assert [list(partial.token_ids) for partial in partials] == [[], [30]]
+
+
+def test_random_bytes_of_a_frame_never_do_more_than_end_an_answer() -> None:
+    rng, good = Random(0), frame_of(Piece(0, (10, 11), 2).payload())
+    for _ in range(2000):
+        (partial,) = partials_of(1)
+        damaged = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        try:
+            answer_to([partial], tokens=SampledTokens(MODEL, SamplingParams())).feed_frame(bytes(damaged))
+        except InstanceError:
+            assert not partial.token_ids
+        assert all(0 <= token < MODEL.vocab_size for token in partial.token_ids)
+        assert len(partial.token_ids) == len(partial.logprobs) <= 2
+
+
+@pytest.mark.parametrize("token", [-1, 60, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("num_ends", [1, 20])
+def test_a_frame_with_a_token_of_no_model_leaves_nothing(token: int, num_ends: int) -> None:
+    (partial,) = partials_of(1)
+    sampling = SamplingParams(stop_token_ids=list(range(30, 30 + num_ends)))
+    answer = answer_to([partial], tokens=SampledTokens(MODEL, sampling))
+    answer.feed_frame(frame_of(Piece(0, (10,), 1).payload()))
+    one = Piece(0, (11, 12), 3).payload()
+    broken = frame_of(one).replace(array("i", [12]).tobytes(), array("i", [token]).tobytes())
+    with pytest.raises(BrokenAnswer, match=f"token {token}, but the model's tokens are 0 to 59"):
+        answer.feed_frame(broken)
+    assert not partial.token_ids and not partial.logprobs
 
 
 # Events to tokens

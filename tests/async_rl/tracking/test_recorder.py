@@ -231,7 +231,7 @@ def test_times_of_groups_are_read_from_records_of_before_there_was_a_timeline(tm
 
 
 def test_samples_are_the_first_groups_by_place_whatever_finishes_first(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, iterations=2, decode=lambda token_ids: f"prompt of {token_ids}")
+    recorder = Recorder(tmp_path, iterations=2, decode=lambda token_ids: f"prompt of {tuple(token_ids)}")
     run_iteration(recorder, 0, [group(index, 0.01) for index in (7, 2, 9, 0, 5)], train_s=0.0, num_instances=1)
     run_iteration(recorder, 1, [group(4, 0.01)], train_s=0.0, num_instances=1)
     recorder.close()

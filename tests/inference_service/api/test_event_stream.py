@@ -9,7 +9,8 @@ import pytest
 from starlette.types import Message
 
 from async_rl.errors import AsyncRLError
-from inference_service.api.event_stream import END, Disconnected, EventStream, unless_disconnected
+from async_rl.protocol import token_frames
+from inference_service.api.event_stream import END, Disconnected, EventStream, FrameStream, unless_disconnected
 from inference_service.engine_interface import OutOfService
 
 SCOPE: dict[str, Any] = {"type": "http"}
@@ -54,8 +55,8 @@ class Work:
             self.closed.set()
 
 
-async def answer(work: Work, client: Client) -> None:
-    await EventStream(work.chunks())(SCOPE, client.receive, client.send)  # type: ignore[arg-type]
+async def answer(work: Work, client: Client, kind: type[EventStream] = EventStream) -> None:
+    await kind(work.chunks())(SCOPE, client.receive, client.send)  # type: ignore[arg-type]
 
 
 def test_each_text_is_one_event_and_the_end_goes_with_the_last() -> None:
@@ -80,6 +81,21 @@ def test_a_fault_on_the_way_is_the_last_event_and_no_end_follows() -> None:
         assert END not in client.body and client.sent[-1]["more_body"] is False
         error = json.loads(client.sent[-1]["body"].removeprefix(b"data: "))["error"]
         assert (error["message"], error["code"]) == ("the weights broke", 503)
+
+    asyncio.run(scenario())
+
+
+def test_frames_are_sent_with_their_length_and_a_fault_is_one_of_them() -> None:
+    async def scenario() -> None:
+        client, work = Client(), Work(b"abc", b"d")
+        await answer(work, client, FrameStream)
+        assert dict(client.sent[0]["headers"])[b"content-type"].decode() == token_frames.MEDIA_TYPE
+        assert client.body == b"\x03\x00\x00\x00abc" + token_frames.framed(b"d") + token_frames.END
+        client, work = Client(), Work(b"abc", error=OutOfService("the weights broke"))
+        await answer(work, client, FrameStream)
+        _, body = client.body.split(b"abc")
+        assert token_frames.LENGTH.unpack(body[:4]) == (len(body) - 4,)
+        assert json.loads(body[4:])["error"]["message"] == "the weights broke"
 
     asyncio.run(scenario())
 

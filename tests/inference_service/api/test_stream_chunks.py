@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_rl.protocol import token_frames
 from async_rl.protocol.inference import SamplingParams
 from inference_service.api.requests import CompletionRequest
 from inference_service.api.stream_chunks import completion_chunks, generate_chunks
@@ -118,3 +120,26 @@ def test_an_answer_that_is_closed_early_closes_its_streams() -> None:
         assert all(stream.closed for stream in some)
 
     asyncio.run(leave())
+
+
+@settings(max_examples=30, deadline=None)
+@given(stream=streams(3, 0))
+def test_frames_have_the_tokens_log_probs_ends_and_versions_of_the_chunks(stream: Stream) -> None:
+    async def scenario() -> tuple[list[Any], list[Any]]:
+        params = SamplingParams(n=3, logprobs=0)
+        events = Stream(stream.events)
+        chunks = [chunk async for chunk in generate_chunks("r", params, events.deltas())]
+        frames = [frame async for frame in generate_chunks("r", params, events.deltas(), as_frames=True)]
+        return chunks, frames
+
+    chunks, frames = asyncio.run(scenario())
+    assert [is_last for _, is_last in frames] == [is_last for _, is_last in chunks]
+    for (chunk, _), (payload, _) in zip(chunks, frames, strict=True):
+        frame = token_frames.decode(payload)
+        tokens, logprobs = iter(array("i", frame.token_ids.tobytes())), iter(array("f", frame.logprobs.tobytes()))
+        for choice, framed in zip(json.loads(chunk)["choices"], frame.choices, strict=True):
+            assert (framed.index, framed.finish_reason) == (choice["index"], choice["finish_reason"])
+            assert [next(tokens) for _ in range(framed.num_tokens)] == choice["token_ids"]
+            content = choice["logprobs"]["content"]
+            assert [next(logprobs) for _ in range(framed.num_tokens)] == [each["logprob"] for each in content]
+            assert framed.weight_versions == [token_frames.Span(**span) for span in choice["weight_versions"]]

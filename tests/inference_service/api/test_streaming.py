@@ -4,6 +4,8 @@ import itertools
 import json
 import threading
 import time
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import httpx
 import pytest
 import torch
 
-from async_rl.protocol import inference
+from async_rl.protocol import inference, token_frames
 
 pytestmark = pytest.mark.distributed
 
@@ -103,6 +105,40 @@ def test_chunks_add_up_to_the_unary_answer(instance: Any, interval: int | None) 
         assert [piece["finish_reason"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
         assert pieces[-1]["finish_reason"] == choice["finish_reason"]
         assert pieces[-1]["stop_reason"] == choice["stop_reason"]
+
+
+def test_frames_add_up_to_the_unary_answer(instance: Any) -> None:
+    params = {"n": 5, "max_tokens": 30, "logprobs": 0}
+    whole = instance.generate(PROMPT, seed=7, **params)["choices"]
+    body = {**body_of(**params, stream_interval=4), "stream": True}
+    with instance.client.stream("POST", GENERATE, json=body, headers={"Accept": token_frames.MEDIA_TYPE}) as answer:
+        assert answer.headers["content-type"] == token_frames.MEDIA_TYPE
+        rest = b"".join(answer.iter_bytes())
+    token_ids: dict[int, array[int]] = defaultdict(lambda: array("i"))
+    logprobs: dict[int, array[float]] = defaultdict(lambda: array("f"))
+    ends: dict[int, str | None] = {}
+    while rest != token_frames.END:
+        (length,) = token_frames.LENGTH.unpack(rest[:4])
+        frame, rest, begin = token_frames.decode(rest[4 : 4 + length]), rest[4 + length :], 0
+        for choice in frame.choices:
+            assert choice.weight_versions is not None
+            piece, begin = slice(begin, begin + 4 * choice.num_tokens), begin + 4 * choice.num_tokens
+            token_ids[choice.index].frombytes(frame.token_ids[piece])
+            logprobs[choice.index].frombytes(frame.logprobs[piece])
+            assert choice.weight_versions[-1].end == len(token_ids[choice.index])
+            ends[choice.index] = choice.finish_reason
+    for choice in whole:
+        index = choice["index"]
+        assert (token_ids[index].tolist(), ends[index]) == (choice["token_ids"], choice["finish_reason"])
+        expected = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert logprobs[index].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_who_asks_for_more_log_probs_gets_events_though_frames_were_welcome(instance: Any) -> None:
+    body = {**body_of(max_tokens=2, logprobs=2), "stream": True}
+    headers = {"Accept": f"{token_frames.MEDIA_TYPE}, text/event-stream"}
+    answer = instance.client.post(GENERATE, json=body, headers=headers)
+    assert answer.headers["content-type"].startswith("text/event-stream") and answer.text.endswith("data: [DONE]\n\n")
 
 
 def test_answers_and_chunks_are_the_protocols_bodies(instance: Any) -> None:

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Group, Response, RolloutFacts
 from tests.support.groups import make_group, make_response
 
@@ -44,7 +45,7 @@ def branched_group(
         for _ in range(rng.choice((0, 0, 1, 5))):
             kind = rng.choice(("prompt only", "repeats", "another prompt"))
             if kind == "another prompt":
-                own.append(replace(grown(()), prompt_ids=rng.choice(own_prompts)))
+                own.append(replace(grown(()), prompt_ids=TokenIds(rng.choice(own_prompts))))
             elif kind == "repeats":
                 of = rng.choice(own)
                 repeated = grown((*of.token_ids[: rng.randint(1, len(of.token_ids))], *tokens(0)))

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Group, Response, WeightSpan
 from tests.support.groups import make_group
 
@@ -41,8 +42,8 @@ def drawn_groups(
             length = own.index(end) + 1 if end in own else num_tokens
             responses.append(
                 Response(
-                    token_ids=tuple(own[:length]),
-                    logprobs=tuple(logprobs[:length]),
+                    token_ids=TokenIds(own[:length]),
+                    logprobs=Logprobs(logprobs[:length]),
                     text="",
                     finish_reason="stop" if end in own else "length",
                     weight_spans=(WeightSpan(version, 0, length),),

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.token_arrays import Logprobs
 from async_rl.types import Group
 from tests.support.trainer import layout_worker
 from tests.support.trainer.bf16_bound import STEP, bound, roundings
@@ -129,7 +130,7 @@ def with_logprobs(group: Group, a_pass: Pass, logprobs: Sequence[torch.Tensor]) 
     values = iter(torch.cat(list(logprobs)).tolist())
     responses = list(group.responses)
     for i in (i for micro_batch in a_pass.micro_batches for part in micro_batch.slices for i in part.indices):
-        responses[i] = replace(responses[i], logprobs=tuple(islice(values, len(responses[i].logprobs))))
+        responses[i] = replace(responses[i], logprobs=Logprobs(islice(values, len(responses[i].logprobs))))
     return replace(group, responses=tuple(responses))
 
 
