@@ -32,6 +32,8 @@ AsyncRLError
 ├── WriteFailed                     a file of the run cannot be written: a full disk, or a missing directory
 ├── WaitTimedOut (also TimeoutError)  a coroutine or process did not end in time when it was asked to
 ├── RunStopped                      the run was asked to end (SIGTERM)
+├── ProducerFailed                  the producer failed by an internal error
+├── ProducerLost                    the producer has ended, or does not answer
 ├── LeaderFailed                    the training rank that leads a replica's rollouts failed
 ├── RankLost                        another training rank is gone or stopped, or this one is cut off
 ├── Fenced                          another trainer has taken over the run
@@ -196,6 +198,14 @@ class RunStopped(AsyncRLError):
     """The run was asked to end early, by SIGTERM to any of its training ranks."""
 
     may_pass = False
+
+
+class ProducerFailed(AsyncRLError):
+    """The producer failed by an error that is none of these; the message has its traceback."""
+
+
+class ProducerLost(AsyncRLError):
+    """The producer of the run has ended, or has said nothing for `trainer.lost_after_s`."""
 
 
 class LeaderFailed(AsyncRLError):

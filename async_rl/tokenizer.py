@@ -1,7 +1,12 @@
 """The tokenizer of a run's model, and what a response of that model may be, from its checkpoint."""
 
+import importlib.util
 import logging
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +17,8 @@ from async_rl.instance.model_tokens import ModelTokens
 
 log = logging.getLogger(__name__)
 
+QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
 
 def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelTokens]:
     """Of the model called `name` in the config, whose files are those of `checkpoint`, a directory or a hub name.
@@ -20,7 +27,8 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
         ConfigError: it has no tokenizer, or no config, that loads.
     """
     # Not with the module: programs name a missing extra themselves.
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    with _without_torch():
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
@@ -42,3 +50,27 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     return cast(Tokenizer, tokenizer), ModelTokens(config["vocab_size"], ends.ids, text_of)
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """In its body, transformers finds no torch: a tokenizer needs none, and it takes seconds to load.
+
+    A process that has loaded either goes on with it.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        yield
+        return
+    find_spec = importlib.util.find_spec
+
+    def find_other(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "torch" else find_spec(name, package)
+
+    importlib.util.find_spec = find_other
+    # Or it says that models cannot be had.
+    os.environ[QUIET] = "1"
+    try:
+        yield
+    finally:
+        importlib.util.find_spec = find_spec
+        del os.environ[QUIET]

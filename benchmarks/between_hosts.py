@@ -38,9 +38,9 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.local import LocalProducer as Producer
 from async_rl.publish.publisher import Publisher
 from async_rl.rewards import make_reward
-from async_rl.rollout.producer import Producer
 from async_rl.token_arrays import TokenIds
 from async_rl.types import Batch, Prompt
 from async_rl.weights.sender import WeightSender, WeightSource

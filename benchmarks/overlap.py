@@ -27,11 +27,16 @@ import json
 import logging
 import math
 import os
+import queue
 import random
+import secrets
 import statistics
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,8 @@ from async_rl.config.sections import Config
 from async_rl.data.prompts import PromptSource
 from async_rl.group_proof import GroupProof
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.process import Given, ProducerAddress
+from async_rl.producer.program import serve
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Batch, Response
 from benchmarks.common.iteration import bound, run_iteration
@@ -95,6 +102,16 @@ class Pace:
     def set(self, responses_at_once: int) -> None:
         self.piece = PIECE if responses_at_once < MANY_RESPONSES else RESPONSES_PER_PROMPT
         self.slots = asyncio.Semaphore(responses_at_once // self.piece)
+
+
+def start_paced(pace: "Pace", closing: ExitStack, config: Config, lease_name: str, host: str) -> ProducerAddress:
+    """The producer with a paced pool, in a thread of this process."""
+    given = Given(config.model_dump_json(), secrets.token_hex(), lease_name, host)
+    ports: queue.SimpleQueue[int] = queue.SimpleQueue()
+    thread = threading.Thread(target=serve, args=(given, ports.put, PacedPool(pace, config.pool)))
+    thread.start()
+    closing.callback(thread.join)
+    return ProducerAddress(given.host, ports.get(), given.secret)
 
 
 class PacedPool(InferencePool):
@@ -234,7 +251,7 @@ def measure(pairs: int, num_prompts: int, responses_at_once: int | None, say: Ca
             config = make_config(directory, url, pairs, num_prompts)
             parallel = init_parallel(choose_device("cpu"), 0, config.trainer)
             pace = Pace()
-            with open_session(config, parallel, pool=PacedPool(pace, config.pool)) as session:
+            with open_session(config, parallel, start=partial(start_paced, pace)) as session:
                 run_once(session, config, "periodic", pairs)  # compiles, allocates and connects
 
                 def measure_at(responses: int) -> float:

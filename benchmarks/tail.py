@@ -42,6 +42,7 @@ from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rollout.expected_length import ExpectedLength
+from async_rl.token_arrays import TokenIds
 from async_rl.types import WeightSpan
 from benchmarks.common import virtual_time
 
@@ -215,7 +216,7 @@ class Engine:
         return self._lengths[partial.seed] - len(partial.token_ids)
 
     def _advance(self, num_steps: int) -> None:
-        tokens = array("q", bytes(8 * num_steps))
+        tokens = array(TokenIds.typecode, bytes(4 * num_steps))
         jobs: dict[_Job, None] = {}
         for job, partial in self._running:
             partial.token_ids.extend(tokens)

@@ -10,10 +10,10 @@ PACKAGES = ("async_rl", "inference_service", "trainer", "deploy")
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "marshal.load", "marshal.loads", "yaml.load"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve"}
 BETWEEN_PARENT_AND_CHILD = {
+    "async_rl/programs/user_process.py",
     "async_rl/rewards/worker.py",
     "async_rl/rewards/worker_process.py",
     "async_rl/rollout/program_process.py",
-    "async_rl/rollout/program_worker.py",
 }
 """They pickle over pipes that nobody else has an end of."""
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trainer")
 
-Work = Callable[[Config, str | None, StopSignal], None]
-"""(config, bearer token of the instances, what tells this rank to end): what a rank does."""
+Work = Callable[[Config, StopSignal], None]
+"""(config, what tells this rank to end): what a rank does."""
 
 
 def main(arguments: list[str], work: Work | None = None) -> int:
@@ -56,7 +56,7 @@ def main(arguments: list[str], work: Work | None = None) -> int:
         # `async-rl run` has already checked; of the ranks that a user's torchrun started, one check is enough.
         if VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
             require_sound(config, trains=True, serves=False)
-        (work or run)(config, os.environ.get("ASYNC_RL_TOKEN"), stop)
+        (work or run)(config, stop)
     except RunStopped as error:
         report_failure(error, os.environ)
         log.error("RunStopped: %s", error)
@@ -104,7 +104,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(config: Config, token: str | None, stop: StopSignal) -> None:
+def run(config: Config, stop: StopSignal) -> None:
     """Trains to the end and saves the model to `run.dir`/model."""
     with training_ranks(config, stop) as (parallel, ending):
         # See `training_ranks`.
@@ -117,7 +117,7 @@ def run(config: Config, token: str | None, stop: StopSignal) -> None:
 
         # All before it leaves the run's directory as it is: the instances may still turn out not to start.
         wait_at_gate(os.environ)
-        with open_session(config, parallel, token, ending=ending) as session:
+        with open_session(config, parallel, ending) as session:
             with ending.saving(session.saving.save_last):
                 train(
                     config.train,

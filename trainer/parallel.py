@@ -9,7 +9,8 @@ pipeline stages.
 import json
 import math
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,13 @@ from megatron.core import parallel_state, tensor_parallel
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
-from async_rl.net.local_address import choose_interface_towards
+from async_rl.net.local_address import (
+    address_for_others,
+    address_towards,
+    choose_interface_towards,
+    is_loopback,
+    own_loopback,
+)
 from trainer.devices import Device
 from trainer.gloo_device import forget_device, share_device
 
@@ -186,17 +193,40 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
     )
 
 
+def address_for_ranks() -> str:
+    """The address of this host at which all training ranks reach it: loopback where they are all here.
+
+    Raises:
+        ConfigError: there is no route to the other hosts.
+    """
+    if _are_on_this_host():
+        return own_loopback()
+    with _routed():
+        address = address_towards(os.environ["MASTER_ADDR"])
+    # A host's own name may mean loopback there.
+    return address_for_others() if is_loopback(address) else address
+
+
+def _are_on_this_host() -> bool:
+    return os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+
+
 def _choose_interface(backend: str) -> None:
     """Ranks on several hosts use the network of the rendezvous; torchrun tells its ranks where that is."""
-    if os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]):
-        return
-    master = os.environ["MASTER_ADDR"]
+    if not _are_on_this_host():
+        with _routed():
+            choose_interface_towards(os.environ["MASTER_ADDR"], backend)
+
+
+@contextmanager
+def _routed() -> Iterator[None]:
+    """In its body, that no route leads to the rendezvous is a named error."""
     try:
-        choose_interface_towards(master, backend)
+        yield
     except OSError as error:
         raise ConfigError(
-            f"MASTER_ADDR is {master!r}, to which this host has no route: {error}; give torchrun an address of the "
-            "first training host as --master-addr"
+            f"MASTER_ADDR is {os.environ['MASTER_ADDR']!r}, to which this host has no route: {error}; give torchrun an "
+            "address of the first training host as --master-addr"
         ) from error
 
 

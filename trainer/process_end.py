@@ -1,6 +1,5 @@
 """How the process of a training rank ends: with which exit code, and at once where nothing must be saved."""
 
-import ctypes
 import logging
 import os
 import signal
@@ -11,15 +10,13 @@ from typing import NoReturn
 from async_rl.errors import AsyncRLError, ConfigError, Fenced, RunStopped
 from async_rl.programs.command_line import USAGE_ERROR
 from async_rl.programs.failure_report import report_failure
+from async_rl.programs.parent import end_with_parent
 
 log = logging.getLogger("trainer")
 
 MAY_PASS = 1
 LASTING = 4
 FENCED = 5
-
-PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
 
 
 def exit_code_of(error: AsyncRLError) -> int:
@@ -40,11 +37,8 @@ def end_with_torchrun(environment: Mapping[str, str] = os.environ) -> None:
     Its ranks have sessions of their own, so nobody else would: a rank that waits for torchrun's store would do so for
     hours. A lifeline exists only later, and no checkpoint can be saved without the store.
     """
-    if "TORCHELASTIC_RUN_ID" not in environment or sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        log.warning("this rank would outlive torchrun: prctl failed with error %d", ctypes.get_errno())
+    if "TORCHELASTIC_RUN_ID" in environment:
+        end_with_parent()
 
 
 def end_now(error: AsyncRLError, environment: Mapping[str, str] = os.environ) -> NoReturn:

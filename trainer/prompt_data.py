@@ -1,64 +1,65 @@
-"""Loads a run's prompts on every rank: leaders read and tokenize them, the other ranks get the names of the prompts."""
+"""The prompts of a run by their names, on every rank: the producer reads and tokenizes them."""
 
-from dataclasses import asdict
 from typing import Any
 
 from async_rl.config.sections import Config
-from async_rl.data.prompts import PromptSource, Tokenizer
+from async_rl.data.prompts import PromptSource
 from async_rl.errors import ConfigError, WriteFailed
+from async_rl.producer.client import Control
 from async_rl.programs.user_command import COMMAND
 from async_rl.programs.user_file import PREFIX, file_identity
 from async_rl.rewards.identity import reward_identity
-from async_rl.rewards.readable_answers import answer_check
 from trainer.checkpoint.compatibility import Contents
+from trainer.model.shape import find_checkpoint
 from trainer.parallel import Parallel
 
 CACHE = "prompts"
 """The directory of tokenized prompts, below that of the run."""
 
 
-def load_prompts_and_contents(
-    config: Config, parallel: Parallel, tokenizer: Tokenizer
-) -> tuple[PromptSource, Contents]:
-    """The prompts, and what a checkpoint records of them, of the reward and of the algorithm.
-
-    All ranks call it and wait for the leaders.
+def begin_loading(config: Config, control: Control) -> None:
+    """Has the producer read the sources, beside whatever the main rank does meanwhile.
 
     Raises:
-        ConfigError: on all ranks; a leader cannot read a source or a file of the user's, or reads data that differs
-            from another leader's.
-        WriteFailed: on all ranks; a leader has no room for the tokenized prompts.
+        ConfigError: there is no such model.
     """
-    source: PromptSource | None = None
-    said: tuple[dict[str, Any] | None, tuple[str, bool] | None] | None = None
-    if parallel.is_leader:
-        try:
-            source = PromptSource.load(
-                config.prompts, tokenizer, config.run.seed, config.run.dir / CACHE, answer_check(config.reward)
-            )
-            contents = Contents(source.digests, _scoring_identity(config), _algorithm_identity(config))
-            said = contents.as_json(), None
-        except (ConfigError, WriteFailed) as error:
-            said = None, (str(error), isinstance(error, WriteFailed))
-    told = [each for each in parallel.gather_json(said) if each is not None]
-    for _, failure in told:
-        if failure is not None:
-            message, no_room = failure
+    control.begin("load", str(find_checkpoint(config.model.path)), str(config.run.dir / CACHE))
+
+
+def load_prompts_and_contents(
+    config: Config, parallel: Parallel, control: Control | None
+) -> tuple[PromptSource, Contents]:
+    """The prompts by their names, and what a checkpoint records of them, of the reward and of the algorithm.
+
+    All ranks call it and wait for the main rank, which has begun the producer's call `load`, see `begin_loading`.
+
+    Raises:
+        ConfigError: on all ranks; a source, the tokenizer or a file of the user's cannot be read, or the algorithm's
+            differs between the hosts of replicas.
+        WriteFailed: on all ranks; there is no room for the tokenized prompts.
+    """
+    outlines: list[dict[str, str]] | None = None
+    said: dict[str, Any] = {}
+    try:
+        if parallel.is_leader:
+            said["algorithm"] = _algorithm_identity(config)
+        if control is not None:
+            loaded = control.result()
+            outlines = loaded["outlines"]
+            said["contents"] = Contents(loaded["digests"], _scoring_identity(config), said["algorithm"]).as_json()
+    except (ConfigError, WriteFailed) as error:
+        said["failure"] = [str(error), isinstance(error, WriteFailed)]
+    told = parallel.gather_json(said)
+    for each in told:
+        if "failure" in each:
+            message, no_room = each["failure"]
             raise WriteFailed(message) if no_room else ConfigError(message)
-    first = told[0][0]
-    if any(contents != first for contents, _ in told):
-        raise ConfigError(
-            f"leaders of different replicas read different data: the source of prompts {_sources(config)} or a file "
-            f"of the reward {', '.join(config.reward.single_rewards)!r}, of rollout.program "
-            f"{config.rollout.program!r} or of algorithm.name {config.algorithm.name!r} is not the same on all hosts"
-        )
-    mine = [asdict(each) for each in source.outlines] if source is not None and parallel.is_main else None
-    outlines = parallel.broadcast_json(mine)
-    return source or PromptSource.by_outlines(outlines, config.prompts, config.run.seed), Contents(**first)
-
-
-def _sources(config: Config) -> str:
-    return ", ".join(repr(part.source) for part in config.prompts.mixture) or repr(config.prompts.source)
+    if len({each["algorithm"] for each in told if "algorithm" in each}) > 1:
+        raise ConfigError(f"the file of algorithm.name {config.algorithm.name!r} is not the same on all hosts")
+    (contents,) = (each["contents"] for each in told if "contents" in each)
+    outlines = parallel.broadcast_json(outlines)
+    assert outlines is not None
+    return PromptSource.by_outlines(outlines, config.prompts, config.run.seed), Contents(**contents)
 
 
 def _scoring_identity(config: Config) -> str:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from async_rl.errors import AsyncRLError, LeaderFailed
 from async_rl.group_proof import GroupProof
 from async_rl.loop import Window
-from async_rl.publish.publisher import Publisher
 from async_rl.step_stats import StepStats
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Publication, WeightVersion
@@ -35,24 +34,21 @@ class TrainingRank:
         megatron: MegatronTrainer,
         parallel: Parallel,
         run_id: str,
-        put_in_service: Callable[[WeightVersion, Collection[str]], None] | None,
-        publisher: Publisher | None,
+        publish: Callable[[WeightVersion], Publication] | None,
         ending: Ending,
         require_lease: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         run_id: the same on every rank, and unique, so that an instance of an earlier run is never taken for an instance
             of this run.
-        put_in_service: on leaders only: marks their pool's instances at these URLs as serving a version.
-        publisher: on the main rank only, where the publisher puts instances in service itself.
+        publish: on the main rank only: puts the weights in service as a version.
         ending: notifies all ranks that the run ends.
         require_lease: on the main rank only: raises Fenced if another trainer has taken over the run.
         """
         self._megatron = megatron
         self._parallel = parallel
         self._run_id = run_id
-        self._put_in_service = put_in_service
-        self._publisher = publisher
+        self._publish = publish
         self._ending = ending
         self._require_lease = require_lease
         self._num_publishes = 0
@@ -77,10 +73,8 @@ class TrainingRank:
         version = f"{self._run_id}-{self._num_publishes}"
         self._num_publishes += 1
         self._megatron.before_publish()
-        publication = self._publish(self._publisher, version) if self._publisher else self._help_to_publish()
+        publication = self._lead_publish(self._publish, version) if self._publish else self._help_to_publish()
         self._ending.part()
-        if self._publisher is None and self._put_in_service is not None:
-            self._put_in_service(version, publication.instances)
         return publication
 
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
@@ -102,11 +96,11 @@ class TrainingRank:
         with self._ending.together():
             return self._megatron.optimizer_step()
 
-    def _publish(self, publisher: Publisher, version: WeightVersion) -> Publication:
+    def _lead_publish(self, publish: Callable[[WeightVersion], Publication], version: WeightVersion) -> Publication:
         """The main rank's side; its sender announces what the other ranks take part in, see `weight_source`."""
         try:
             self._require_lease()
-            publication = publisher.publish(version)
+            publication = publish(version)
         except AsyncRLError as error:
             # The other ranks wait for the next announcement.
             self._parallel.broadcast_json([FAILED, f"{type(error).__name__}: {error}"])
@@ -143,7 +137,7 @@ def weight_source(megatron: MegatronTrainer, parallel: Parallel) -> WeightSource
         return megatron.export.stream()
 
     def score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        parallel.broadcast_json([SCORE, prompt, responses])
+        parallel.broadcast_json([SCORE, list(prompt), list(map(list, responses))])
         return megatron.score(prompt, responses)
 
     def change(strengths: Mapping[str, int]) -> None:

@@ -1,44 +1,41 @@
 """Builds the objects of one training rank from a config and runs the loop on them.
 
-Each replica's leader has its own pool client, rewards and producer; only the main rank publishes and writes records.
+The main rank starts the producer and publishes through it; each replica's leader gets its groups from it.
 """
 
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from async_rl.config.secrets import masked
 from async_rl.config.sections import Config, RunSection
-from async_rl.data.prompts import PromptSource, Tokenizer
+from async_rl.data.prompts import PromptSource
 from async_rl.errors import ConfigError, RunDirInUse
 from async_rl.files import write_file
 from async_rl.ledger import Ledger
 from async_rl.loop import Rollouts
-from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.client import Control, RemoteRecorder, RemoteRollouts
+from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress, ProducerProcess
 from async_rl.proof.gap_limits import noise_limits
-from async_rl.rewards import Reward, make_reward
-from async_rl.tokenizer import load_tokenizer
+from async_rl.publish.remote_sender import serve
 from async_rl.tracking.lease import Lease, take_lease
 from async_rl.tracking.notices import recorded_notices
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import CONFIG, cut_run_records, holds_another_run, require_no_records
 from async_rl.tracking.run_lock import lock_run, may_be_replaced
-from async_rl.tracking.throughput import TrainingPool
-from async_rl.tracking.trackers.choice import open_trackers
-from async_rl.tracking.trackers.fan_out import Trackers
 from async_rl.types import WeightVersion
+from async_rl.weights.sender import WeightSender
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.compatibility import Contents
 from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
 from trainer.ending import Ending
-from trainer.leader import Leader
-from trainer.model.shape import find_checkpoint
-from trainer.parallel import Parallel
+from trainer.parallel import Parallel, address_for_ranks
 from trainer.process_end import end_now
-from trainer.prompt_data import load_prompts_and_contents
+from trainer.prompt_data import begin_loading, load_prompts_and_contents
 from trainer.rank import NoRollouts, TrainingRank, weight_source
 from trainer.saving import Saving
 from trainer.shared_directory import require_shared
@@ -46,6 +43,9 @@ from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
 log = logging.getLogger(__name__)
+
+StartProducer = Callable[[ExitStack, Config, str, str], ProducerAddress]
+"""(closes what is started, config, lease, this host's address) -> where the producer listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +59,42 @@ class Session:
     ledger: Ledger
     recorder: Recorder
     saving: Saving
-    pool: InferencePool | None
-    """A leader's."""
-    evaluate_trained: Callable[[WeightVersion], None]
-    """Evaluates the trained weights once the pool serves them, on the main rank."""
+    control: Control | None
+    """The main rank's, of the producer."""
+
+    def evaluate_trained(self, version: WeightVersion) -> None:
+        """Evaluates the trained weights, which the pool serves as `version`, on the main rank.
+
+        Raises:
+            WaitTimedOut: that took too long.
+        """
+        if self.control is not None:
+            self.control.call("evaluate_trained", version)
+
+
+def start_producer(closing: ExitStack, config: Config, lease_name: str, host: str) -> ProducerAddress:
+    """Starts the producer as a process of its own, which ends with the session."""
+    process = ProducerProcess(config, lease_name, host)
+
+    def end(kind: type[BaseException] | None, *_: object) -> None:
+        process.end(END_TIMEOUT_S if kind is None else config.trainer.lost_after_s)
+
+    closing.push(end)
+    return process.address()
 
 
 @contextmanager
 def open_session(
     config: Config,
     parallel: Parallel,
-    token: str | None = None,
-    pool: InferencePool | None = None,
     ending: Ending | None = None,
+    start: StartProducer = start_producer,
 ) -> Iterator[Session]:
     """Loads model and data, waits for the instances, and closes everything at exit.
 
     Args:
-        token: bearer token of the instances, if they require one.
-        pool: a leader's pool, which is closed with the session; by default it is made from the config.
         ending: notifies all ranks that the run ends; by default one that no signal triggers.
+        start: starts the producer, on the main rank.
 
     Raises:
         ConfigError: model, data, reward, layout or lengths are not usable; found before any training.
@@ -90,56 +106,44 @@ def open_session(
     with ExitStack() as closing:
         lease = closing.enter_context(_claim(config.run, config.cluster.lease_s)) if parallel.is_main else None
         require_lease = lease.require if lease is not None else _do_nothing
-        reward = make_reward(config.reward)
-        tokenizer, model_tokens = load_tokenizer(config.model.path, find_checkpoint(config.model.path))
-        prompts, contents = load_prompts_and_contents(config, parallel, tokenizer)
+        lost_after_s = config.trainer.lost_after_s
+        control = mine = None
+        if lease is not None:
+            address = start(closing, config, lease.name, address_for_ranks())
+            control = Control(address.connect(lost_after_s))
+            closing.callback(control.close)
+            # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
+            mine = [secrets.token_hex(4), lease.name, lease.term, [address.host, address.port, address.secret]]
+            begin_loading(config, control)
         megatron = MegatronTrainer.of(config, parallel)
-        # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
-        mine = [secrets.token_hex(4), lease.name, lease.term] if lease is not None else None
-        run_id, lease_name, term = parallel.broadcast_json(mine)
+        prompts, contents = load_prompts_and_contents(config, parallel, control)
+        run_id, lease_name, term, address_of_producer = parallel.broadcast_json(mine)
         if config.checkpoint.every or config.run.resume:
             require_shared(config.run.dir, lease_name, parallel)
         saving = _open_saving(closing, config, parallel, megatron, prompts, contents, term, require_lease)
+        if control is not None:
+            control.call("open", saving.first_iteration, parallel.num_replicas, megatron.training_pool)
+        # Nobody asks the producer for groups before it is ready.
+        parallel.broadcast_json([] if parallel.is_main else None)
         rollouts: Rollouts = NoRollouts()
-        side = trackers = None
         if parallel.is_leader:
-            run = lease.run if lease is not None else None
-            pool = pool or InferencePool(config.pool, token, lease_name)
-            pool.model_tokens = model_tokens
-            side = Leader(closing, config, parallel, token, pool, run)
-        fleet_url = parallel.broadcast_json(side.open_fleet() if side and parallel.is_main else None)
-        if side is not None:
-            side.wait_for_instances(fleet_url, prompts.longest)
-            programs = side.programs(tokenizer, reward)
-            evaluator = None
-            if parallel.is_main:
-                trackers = _open_trackers(closing, config, saving.first_iteration)
-                evaluator = side.evaluator(tokenizer, reward, programs, prompts.held_out, require_lease, trackers)
-            rollouts = side.producer(tokenizer, reward, programs, evaluator, ending.watch, require_lease)
-        recorder = _make_recorder(
-            config, parallel, side, reward, tokenizer, require_lease, megatron.training_pool, trackers
-        )
-        closing.callback(recorder.close)
+            connection = ProducerAddress(*address_of_producer).connect(lost_after_s, replica=parallel.dp_rank)
+            closing.callback(connection.close)
+            rollouts = RemoteRollouts(connection, ending.watch)
+        publish = None
+        if control is not None:
+            sender = WeightSender(weight_source(megatron, parallel), config.publish, run_id, parallel.device.BACKEND)
+            closing.callback(sender.close)
+            publish = partial(control.publish, serve=partial(serve, sender))
         yield Session(
             megatron,
-            TrainingRank(
-                megatron,
-                parallel,
-                run_id,
-                side.put_in_service if side else None,
-                side.publisher(run_id, prompts.longest, weight_source(megatron, parallel))
-                if side and parallel.is_main
-                else None,
-                ending,
-                require_lease,
-            ),
+            TrainingRank(megatron, parallel, run_id, publish, ending, require_lease),
             prompts,
             rollouts,
             make_ledger(config, parallel, require_lease),
-            recorder,
+            make_recorder(config, control, require_lease),
             saving,
-            side.pool if side else None,
-            side.evaluate_trained if side else _do_nothing,
+            control,
         )
 
 
@@ -173,42 +177,11 @@ def _open_saving(
     return saving
 
 
-def _open_trackers(closing: ExitStack, config: Config, first_iteration: int) -> Trackers:
-    trackers = open_trackers(config.tracking, config.run.dir, first_iteration, config.model_dump(mode="json"))
-    closing.callback(trackers.close)
-    return trackers
-
-
-def _make_recorder(
-    config: Config,
-    parallel: Parallel,
-    side: Leader | None,
-    reward: Reward,
-    tokenizer: Tokenizer,
-    require_lease: Callable[[], None],
-    training_pool: TrainingPool,
-    trackers: Trackers | None,
-) -> Recorder:
-    """Writes the records on the main rank; on other ranks it only measures times."""
-    iterations = config.train.iterations
-    if side is None or not parallel.is_main:
-        return Recorder(None, iterations)
-
-    def decode(token_ids: Sequence[int]) -> str:
-        return tokenizer.batch_decode([list(token_ids)], skip_special_tokens=False)[0]
-
-    return Recorder(
-        config.run.dir,
-        iterations,
-        side.on_record,
-        reward.correct_at,
-        decode,
-        require_lease,
-        has_reserve=config.prompts.reserve > 0,
-        training_pool=training_pool,
-        trackers=trackers,
-        all_responses=config.tracking.all_responses,
-    )
+def make_recorder(config: Config, control: Control | None, require_lease: Callable[[], None]) -> Recorder:
+    """Has the producer write the records on the main rank; on other ranks it only measures times."""
+    if control is None:
+        return Recorder(None, config.train.iterations)
+    return RemoteRecorder(control, require_lease, config.run.dir, config.train.iterations)
 
 
 def make_ledger(config: Config, parallel: Parallel, require_lease: Callable[[], None] = lambda: None) -> Ledger:

@@ -6,6 +6,7 @@ The arrays are in memory, or files of `table_files` that are mapped; the rows ar
 import hashlib
 import json
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -90,6 +91,14 @@ class PromptTable(PromptSequence):
     def prompt_id(self, index: int) -> str:
         number = self.arrays.numbers[index]
         return f"{self.name}/{number}" if self.name else str(number)
+
+    def index_of(self, number: str) -> int | None:
+        """The index of the prompt of that row; they are in the order of their rows."""
+        numbers = self.arrays.numbers
+        if not number.isdecimal():
+            return None
+        index = bisect_left(numbers, int(number))
+        return index if index < len(numbers) and numbers[index] == int(number) else None
 
     def __len__(self) -> int:
         return len(self.arrays.numbers)

@@ -196,6 +196,18 @@ class PromptSource:
         drawn_by = DrawnBy(self.history.sha256, draw.passed_over.total())
         return Batch(iteration, prompts, self._first_reserve, drawn_by)
 
+    def find(self, prompt_id: str) -> Prompt:
+        """The prompt of that name.
+
+        Raises:
+            ConfigError: no batch has such a prompt.
+        """
+        name, _, number = prompt_id.rpartition("/")
+        for part in self._parts:
+            if part.table.name == name and (index := part.table.index_of(number)) is not None:
+                return part.table[index]
+        raise ConfigError(f"the prompts have no {prompt_id!r}: trainer and producer read other data")
+
     def note(self, rows: Sequence[GroupProof]) -> None:
         """How the groups of the last batch turned out, trained or left out: what later batches pass over."""
         if self.history is not None:

@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from async_rl.dashboard.page import Dashboard
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.fleet.dashboard_routes import add_dashboard
-from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
 from async_rl.fleet.run_guard import RunGuard
 from async_rl.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response, invalid_request
@@ -24,14 +23,13 @@ from async_rl.protocol.fleet import (
     NameRequest,
     RegisterRequest,
     RegisterResponse,
-    SyncRequest,
 )
 
 OPEN_PATHS = (routes.HEALTH, routes.METRICS)
 """For monitoring; they need no token and change nothing."""
 
 MAX_BODY_BYTES = 2**20
-"""Enough for the report of a leader with thousands of instances."""
+"""A request to change the fleet is far smaller."""
 
 MAX_HEARTBEAT_S = 5.0
 HEARTBEATS_PER_TIMEOUT = 3
@@ -40,7 +38,6 @@ HEARTBEATS_PER_TIMEOUT = 3
 
 def make_app(
     pool: InferencePool,
-    reports: LeaderReports,
     metrics: FleetMetrics,
     heartbeat_timeout_s: float,
     token: str | None,
@@ -57,11 +54,6 @@ def make_app(
 
     if run_dir is not None:
         add_dashboard(app, run_dir, token is not None)
-
-    @app.post(routes.FLEET_SYNC)
-    async def sync(body: SyncRequest) -> FleetInfo:
-        reports.note(body)
-        return _fleet_info(pool, metrics)
 
     app.add_exception_handler(RequestValidationError, invalid_request)
     app.add_exception_handler(ConfigError, _refused)
@@ -116,7 +108,6 @@ def _fleet_info(pool: InferencePool, metrics: FleetMetrics) -> FleetInfo:
         version=pool.version,
         instances=pool.infos(),
         desired_instances=metrics.desired_instances,
-        num_drains=pool.num_drains,
     )
 
 

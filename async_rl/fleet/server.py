@@ -11,7 +11,6 @@ import uvicorn
 from async_rl.config.pool_section import PoolSection
 from async_rl.files import write_file
 from async_rl.fleet.app import make_app
-from async_rl.fleet.leaders import LeaderReports
 from async_rl.fleet.metrics import FleetMetrics
 from async_rl.net.bounded_connections import ACCEPTS, BACKLOG
 from async_rl.net.bounded_http import BoundedHttp
@@ -50,8 +49,7 @@ class FleetServer:
         """The content of /metrics; its `note` takes the records of the run."""
         self.url = ""
         """The endpoint's URL; known after `start`."""
-        self._reports = LeaderReports(pool)
-        self._app = make_app(pool, self._reports, self.metrics, config.heartbeat_timeout_s, token, run, run_dir)
+        self._app = make_app(pool, self.metrics, config.heartbeat_timeout_s, token, run, run_dir)
         self._config = config
         self._has_token = token is not None
         self._run = run
@@ -93,7 +91,6 @@ class FleetServer:
     async def stop(self) -> None:
         """Ends the server and removes its address file, unless the trainer that took over has written it since; does
         nothing if it was not started."""
-        self._reports.close()
         if self._server is None or self._serving is None:
             return
         if self._address_file is not None and self._is_own(self._address_file):

@@ -83,6 +83,11 @@ def address_for_others() -> str:
         return next(others, LOOPBACK)
 
 
+def own_loopback() -> str:
+    """The loopback address that this host has."""
+    return LOOPBACK if _has(LOOPBACK) else LOOPBACK_6
+
+
 def is_loopback(address: str) -> bool:
     """Whether only programs on this host can reach the address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

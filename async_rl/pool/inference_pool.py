@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class InferencePool(Roster):
-    """The instances of a run, as used by one leader."""
+    """The instances of a run, as its rollouts and publishes use them."""
 
     def __init__(self, config: PoolSection, token: str | None = None, term: str | None = None) -> None:
         """`token` is the bearer token of the instances, `term` the trainer's lease on its run (`RUN_UID:TERM`).
@@ -57,10 +57,8 @@ class InferencePool(Roster):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is running, those of other leaders included."""
-        return not self.router.is_waited_for and not any(
-            member.outstanding_tokens or member.outstanding_elsewhere for member in self.members
-        )
+        """Whether no request is running."""
+        return not self.router.is_waited_for and not any(member.outstanding_tokens for member in self.members)
 
     # Publishing
 
@@ -93,7 +91,7 @@ class InferencePool(Roster):
         """URL and boot id of an instance that holds `version`; an empty URL for one that does not."""
         try:
             if member.state != "ready":
-                # It may have joined this leader's pool during the publish.
+                # It may have joined during the publish.
                 await self.get_to_know(member, HOLDING_TIMEOUT_S)
             held = await member.client.holding(HOLDING_TIMEOUT_S)
         except InstanceError as error:

@@ -25,10 +25,6 @@ class Member:
     circuit: Circuit = field(default_factory=Circuit)
     outstanding_tokens: int = 0
     """Expected tokens of the running requests, prompts included."""
-    outstanding_elsewhere: int = 0
-    """The same for requests of other leaders of the run."""
-    drain_number: int = 0
-    """Which of the pool's drains was its own, from 1 on; 0 before it is drained."""
     num_tokens: int = 0
     """Response tokens received from it."""
     tokens_per_s: float = 0.0
@@ -109,7 +105,7 @@ class Member:
             reason=self.reason or self._pause(),
             version=self.version,
             boot_id=self.boot_id,
-            outstanding_tokens=self.outstanding_tokens + self.outstanding_elsewhere,
+            outstanding_tokens=self.outstanding_tokens,
             num_requests=len(self.requests),
             tokens_per_s=self.tokens_per_s,
             num_tokens=self.num_tokens,

@@ -1,9 +1,9 @@
 """Which instances are in service, and why: the one state machine of the pool. Pure: facts in, transitions out.
 
 An instance is ready on evidence only: it passed the publish of the version in training with all its checks, or was
-admitted with that version, or returned as the same process that did so, or the run's main leader reports it for that
-process. The evidence is kept by (URL, boot id) for one version, separate from the instance's own entry: removing an
-instance and adding it again neither proves nor clears anything.
+admitted with that version, or returned as the same process that did so. The evidence is kept by (URL, boot id) for one
+version, separate from the instance's own entry: removing an instance and adding it again neither proves nor clears
+anything.
 
 `roster.py` reports the facts and acts on the transitions (cancels requests, wakes the router, logs); no other code
 changes a standing. docs/elastic_pool.md shows `TRANSITIONS`, and a test compares the two.
@@ -201,11 +201,6 @@ class Membership:
         standing._version, standing._failed_publishes = None, 0
         self._failed_now.discard(standing)
         return _apply(standing, Event.RESTARTED, "it was started anew, without weights of this run")
-
-    def vouched(self, standing: Standing, version: WeightVersion, boot_id: str) -> None:
-        """The main leader has put this process in service with `version`: evidence, if that is the one in training."""
-        if version == self.version:
-            self._proofs.add((standing.url, boot_id))
 
     def registered(self, standing: Standing, boot_id: str) -> None:
         """It sent a heartbeat; it may have been known by its address only."""

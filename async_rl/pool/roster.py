@@ -6,7 +6,6 @@ here waits for them. Everything runs on the producer's event loop; `members` may
 """
 
 import logging
-import math
 import time
 from urllib.parse import urlsplit
 
@@ -37,7 +36,7 @@ HOLDING_TIMEOUT_S = 5.0
 
 
 class Roster:
-    """The instances of a run, as known to one leader."""
+    """The instances of a run."""
 
     def __init__(self, config: PoolSection, token: str | None, term: str | None = None) -> None:
         """`token` is the bearer token of the instances, `term` the trainer's lease on its run (`RUN_UID:TERM`)."""
@@ -52,10 +51,6 @@ class Roster:
         """The length that an instance must accept; smaller ones that join later stay out of service."""
         self.model_tokens: ModelTokens | None = None
         """What responses are compared with, and what else ends them; None before it is set."""
-        self.num_drains = 0
-        """Drains begun so far."""
-        self.drains_known_elsewhere: float = math.inf
-        """How many of them every other leader of the run knows; infinite without other leaders."""
         self.router = Router(lambda: self.members)
 
     @property
@@ -65,7 +60,7 @@ class Roster:
 
     @property
     def can_be_joined(self) -> bool:
-        """Whether instances that join between two publishes may be put in service, by this leader or the main one."""
+        """Whether instances that join between two publishes may be put in service."""
         return self._config.join == "now"
 
     @property
@@ -170,24 +165,18 @@ class Roster:
         self._drop(member, reason)
 
     def drain(self, name: str) -> Member:
-        """Gives an instance no new requests; it leaves the pool when its running ones have finished, and every other
-        leader knows of the drain.
+        """Gives an instance no new requests; it leaves the pool when its running ones have finished.
 
         Raises:
             UnknownInstance: there is none of that name or URL.
         """
         member = self.find(name)
-        if member.state != "draining":
-            self.num_drains += 1
-            member.drain_number = self.num_drains
         self._act(member, self._membership.drained(member.standing))
         return member
 
     def is_drained(self, member: Member) -> bool:
-        """Whether it drains, and no leader has a request there or may still send one."""
-        is_known_to_all = member.drain_number <= self.drains_known_elsewhere
-        is_busy = member.outstanding_tokens or member.outstanding_elsewhere
-        return member.state == "draining" and is_known_to_all and not is_busy
+        """Whether it drains, and has no request any more."""
+        return member.state == "draining" and not member.outstanding_tokens
 
     def remove(self, name: str) -> Member:
         """Drops an instance at once; its running requests are continued by other instances.
@@ -229,10 +218,6 @@ class Roster:
         """It responded as this process, which may be another one than before."""
         if (transition := self._membership.seen(member.standing, boot_id)) is not None:
             self._act(member, transition)
-
-    def vouch_for(self, member: Member, version: WeightVersion, boot_id: str) -> None:
-        """The main leader has put this process in service with `version`: it may join here too."""
-        self._membership.vouched(member.standing, version, boot_id)
 
     def note_unwell(self, member: Member, reason: str) -> None:
         """Its health check has failed for too long, but it responds."""

@@ -149,7 +149,7 @@ class Router:
         usual = [member.speed for member in self._members() if member.speed]
         unknown = sum(usual) / len(usual) if usual else 1.0
         speeds = {member: member.speed or unknown for member in candidates}
-        loads_s = {m: (m.outstanding_tokens + m.outstanding_elsewhere) / speed for m, speed in speeds.items()}
+        loads_s = {m: m.outstanding_tokens / speed for m, speed in speeds.items()}
         candidates.sort(key=loads_s.__getitem__)
         for member in candidates:
             if waiting.cached is not None and member.url == waiting.cached.url:

@@ -7,12 +7,13 @@ over two pipes, each after its length. The process is the first of a group, whic
 import asyncio
 import contextlib
 import os
+import pickle
 import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
-from typing import BinaryIO
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
 
 LENGTH = struct.Struct(">Q")
 """In front of each message, on both pipes."""
@@ -58,6 +59,17 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return requests, answers
+
+
+def messages(requests: BinaryIO) -> Iterator[Any]:
+    """Inside the process: the parent's messages until its end of the pipe closes, also in the middle of one, as where
+    the parent was killed."""
+    while len(header := requests.read(LENGTH.size)) == LENGTH.size:
+        (length,) = LENGTH.unpack(header)
+        message = requests.read(length)
+        if len(message) < length:
+            return
+        yield pickle.loads(message)
 
 
 def kill_group(process: Process) -> None:

@@ -1,7 +1,7 @@
 """Request and response bodies of the trainer's fleet endpoint, see `async_rl.fleet`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError
 
@@ -60,8 +60,6 @@ class FleetInfo(Body):
     version: str | None = None
     instances: list[InstanceInfo]
     desired_instances: int | None = None
-    num_drains: int = 0
-    """Drains begun in this run: a leader repeats the number in its next report, see `SyncRequest`."""
 
 
 class RegisterRequest(StrictBody):
@@ -91,15 +89,3 @@ class NameRequest(StrictBody):
     """POST /fleet/drain and /fleet/remove: by name, or by URL."""
 
     name: str = Field(min_length=1, max_length=2048)
-
-
-class SyncRequest(StrictBody):
-    """POST /fleet/sync: another leader's outstanding tokens at each instance of the same run, by URL.
-
-    `num_drains` is that of the last response it has applied: of those drains it knows, so that its outstanding tokens
-    at the drained instances can only fall. Until then it may send one of them a request after a report of none.
-    """
-
-    leader: int = Field(ge=1)
-    outstanding_tokens: dict[str, Annotated[int, Field(ge=0, le=2**53)]]
-    num_drains: int = Field(0, ge=0)

@@ -40,7 +40,6 @@ FLEET_REGISTER = "/fleet/register"
 FLEET_ADD = "/fleet/add"
 FLEET_DRAIN = "/fleet/drain"
 FLEET_REMOVE = "/fleet/remove"
-FLEET_SYNC = "/fleet/sync"
 """The trainer's own routes, see `async_rl.fleet`: GET /fleet lists the instances, the others change the fleet."""
 
 BOOT_ID_HEADER = "X-Async-RL-Boot-Id"

@@ -25,6 +25,7 @@ from async_rl.instance.client import InstanceClient
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.protocol.inference import SamplingParams
+from async_rl.protocol.sender import ALL_STRENGTHS, CONSTANT, Sender, SenderFacts
 from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import WeightVersion
 
@@ -182,9 +183,7 @@ class Canary:
         kind = f"{client.dialect.name} {client.server}, {await client.engine_options(self._timeout_s)}, {self._dtype}"
         return f"{kind}, process {member.boot_id} at {member.url}" if self._exact else kind
 
-    def _score(
-        self, trainer: CanaryTrainer, left_out: Sequence[str], responses: Sequence[TokenIds]
-    ) -> list[list[float]]:
+    def _score(self, trainer: Sender, left_out: Sequence[str], responses: Sequence[TokenIds]) -> list[list[float]]:
         """Log-probs with every class changed but those in `left_out`."""
         trainer.change({name: strength for name, strength in self._strengths.items() if name not in left_out})
         return trainer.score(self._prompt, responses)
@@ -192,7 +191,8 @@ class Canary:
     def _calibrate(self, trainer: Sender) -> None:
         """Finds strengths at which each class left out is visible in the log-probs of some tokens; leaves them set."""
         tokens = TokenIds(self._prompt[i % len(self._prompt)] for i in range(self._sampling.max_tokens))
-        self._strengths = dict.fromkeys(trainer.classes, 1)
+        facts = trainer.facts()
+        self._strengths = dict.fromkeys(facts.classes, 1)
         for _ in range(ALL_STRENGTHS):
             (expected,) = self._score(trainer, (), [tokens])
             weak = {

@@ -20,9 +20,6 @@ from async_rl.protocol.inference import SamplingParams
 from async_rl.protocol.sender import Score
 from async_rl.types import Response, WeightVersion
 
-Score = Callable[[Sequence[int], Sequence[Sequence[int]]], list[list[float]]]
-"""(prompt, token ids of each response) -> the trainer's log-probs of each response's tokens, after temperature."""
-
 SEED = 0
 
 

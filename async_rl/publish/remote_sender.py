@@ -62,7 +62,7 @@ class RemoteSender:
         self._ask(type(None), "change", strengths)
 
     def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._ask(list[list[float]], "score", prompt, responses)
+        return self._ask(list[list[float]], "score", list(prompt), [list(each) for each in responses])
 
     @cached_property
     def _facts(self) -> SenderFacts:

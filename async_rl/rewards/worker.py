@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.programs.user_file import traceback_of_user
-from async_rl.programs.user_process import LENGTH, take_pipes
+from async_rl.programs.user_process import LENGTH, messages, take_pipes
 from async_rl.rewards import signatures
 from async_rl.rewards.base import NotRewards, as_scores
 from async_rl.rewards.function import Traits, load_function
@@ -138,9 +138,7 @@ def _start_reader(requests: BinaryIO, answers: Answers, receive: Callable[[int, 
         answers.end(number, "stuck", _where(main_thread))
 
     def read() -> None:
-        while header := requests.read(LENGTH.size):
-            (length,) = LENGTH.unpack(header)
-            number, call = pickle.loads(requests.read(length))
+        for number, call in messages(requests):
             if call is None:
                 timer = threading.Timer(STUCK_AFTER_S, report, [number])
                 timer.daemon = True

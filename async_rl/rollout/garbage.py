@@ -17,8 +17,9 @@ class FullCollections:
         self._threshold: tuple[int, int, int] | None = None
 
     def hold(self) -> None:
-        self._threshold = gc.get_threshold()
-        gc.set_threshold(*self._threshold[:2], NEVER)
+        if self._threshold is None:
+            self._threshold = gc.get_threshold()
+            gc.set_threshold(*self._threshold[:2], NEVER)
 
     def make_up(self) -> None:
         if self._threshold is not None:

@@ -15,7 +15,6 @@ import itertools
 import json
 import operator
 import os
-import pickle
 import sys
 import threading
 import traceback
@@ -26,7 +25,7 @@ from typing import Any, BinaryIO
 
 from async_rl.errors import ConfigError
 from async_rl.programs.user_file import find_file, is_async, load_from_file, traceback_from
-from async_rl.programs.user_process import LENGTH, MAX_FRAME_BYTES, take_pipes
+from async_rl.programs.user_process import LENGTH, MAX_FRAME_BYTES, messages, take_pipes
 from async_rl.rollout.messages import InvalidRequest, Message, Tool
 from async_rl.rollout.program import ProgramPrompt, RolloutResult
 from async_rl.rollout.program_mark import Mark
@@ -197,9 +196,7 @@ class Worker:
 
     def _read(self) -> None:
         """In a thread of its own, so that the end of the trainer is noticed while a rollout computes."""
-        while header := self._requests.read(LENGTH.size):
-            (length,) = LENGTH.unpack(header)
-            frame = pickle.loads(self._requests.read(length))
+        for frame in messages(self._requests):
             self._loop.call_soon_threadsafe(self._receive, *frame)
         os._exit(0)
 

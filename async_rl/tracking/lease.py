@@ -179,6 +179,18 @@ class Lease:
         return f"{successor.host} (process {successor.process.pid}) has taken over with term {successor.term}"
 
 
+def lease_of(run_dir: Path, name: str) -> Lease:
+    """The lease called `name`, which another process of the same trainer holds: for `require` only.
+
+    Raises:
+        Fenced: another trainer has taken over.
+    """
+    term = read_term(run_dir)
+    if term is None or f"{term.run}:{term.term}" != name:
+        raise Fenced(f"run.dir {str(run_dir)!r} is held under another lease than {name!r} by now")
+    return Lease(run_dir / LEASE_DIR, term)
+
+
 def take_lease(run_dir: Path, ttl_s: float, clock: Clock = time.monotonic, sleep: Sleep = time.sleep) -> Lease:
     """Takes the next term of a run's directory, which exists; waits while the last holder may still be alive.
 

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,6 +89,36 @@ class IterationRecord:
             times = (group.started_s, group.finished_s, started, ended)
             self.times[group.index] = GroupTimes(group.index, *(round(t - self.started_s, 6) for t in times))
         self.sampled.offer(groups)
+
+    def as_data(self) -> dict[str, Any]:
+        """All but the sampled groups, of which it has the indices; for `from_data` in another process."""
+        return {
+            "iteration": self.iteration,
+            "seconds_since": time.monotonic() - self.started_s,
+            "started_unix_s": self.started_unix_s,
+            "spans": self.spans,
+            "seconds": self.seconds,
+            "times": list(self.times.values()),
+            "sampled": [group.index for group in self.sampled],
+            "rows": self.rows,
+            "left_out": self.left_out,
+            "steps": self.steps,
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any], groups: Iterable[Group] = ()) -> "IterationRecord":
+        """The record as it was; `groups` are those of the iteration that are known here, with their texts."""
+        record = cls(data["iteration"])
+        record.started_s -= data["seconds_since"]
+        record.started_unix_s = data["started_unix_s"]
+        record.spans = [tuple(span) for span in data["spans"]]
+        record.seconds = data["seconds"]
+        record.times = {times["index"]: GroupTimes(**times) for times in data["times"]}
+        record.sampled.offer(group for group in groups if group.index in data["sampled"])
+        record.rows = [GroupProof.from_json(row) for row in data["rows"]]
+        record.left_out = [GroupProof.from_json(row) for row in data["left_out"]]
+        record.steps = [StepStats(**step) for step in data["steps"]]
+        return record
 
     def add_step(self, rows: Sequence[GroupProof], stats: StepStats) -> None:
         """Notes a step, taken or skipped, and the proof of its groups, and of those that were left out."""

@@ -11,7 +11,7 @@ from async_rl.tracking.samples import SAMPLES
 from async_rl.tracking.timeline import TIMELINE
 
 ROLLOUTS = "rollouts.jsonl"
-"""How the rollouts of a program went in each iteration, on the main rank's replica."""
+"""How the rollouts of a program went in each iteration."""
 
 RECORDS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl", ROLLOUTS)
 """Files of a run directory, with a few lines of bounded size per iteration."""

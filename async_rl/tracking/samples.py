@@ -48,16 +48,18 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class FirstGroups:
-    """Of the groups of one iteration after the other: the first ones by index, among those that were offered."""
+    """Of the groups of one iteration after the other: the first `num_groups` by index, among those that were
+    offered."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = NUM_GROUPS) -> None:
+        self._num_groups = num_groups
         self._groups: list[Group] = []
 
     def offer(self, group: Group) -> bool:
         """Adds a group; returns whether it is among the first ones so far."""
         same = (other for other in self._groups if other.iteration == group.iteration)
         kept = [other for other in same if other.index != group.index]
-        self._groups = sorted([*kept, group], key=lambda group: group.index)[:NUM_GROUPS]
+        self._groups = sorted([*kept, group], key=lambda group: group.index)[: self._num_groups]
         return any(group is other for other in self._groups)
 
     def __iter__(self) -> Iterator[Group]:
@@ -76,6 +78,9 @@ class Sampled:
 
     def __init__(self) -> None:
         self._groups = FirstGroups()
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups)
 
     def offer(self, groups: Iterable[Group]) -> None:
         for group in groups:

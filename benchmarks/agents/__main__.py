@@ -30,7 +30,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from async_rl.rollout.producer import Producer
+from async_rl.producer.local import LocalProducer as Producer
 from benchmarks.agents.rig import NUM_WORDS, AgentsElsewhere, LongestStep, make_batch, open_producer
 from benchmarks.producer.__main__ import peak_bytes, reset_peak_bytes
 from benchmarks.producer.mock_instance import Script

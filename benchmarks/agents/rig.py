@@ -23,8 +23,8 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.gateway.gateway import Gateway
 from async_rl.gateway.served_program import ServedProgram
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
-from async_rl.rollout.producer import Producer
 from async_rl.rollout.program import ProgramPrompt, RolloutResult
 from async_rl.rollout.program_rollouts import ProgramRollouts
 from async_rl.rollout.rendering import TemplateRenderer

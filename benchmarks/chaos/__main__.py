@@ -1,6 +1,7 @@
 """Fault injection: a real run whose inference pool fails repeatedly, compared with the same run without faults.
 
     python -m benchmarks.chaos --json [--seed N] [--iterations K] [--minutes M] [--rollouts KIND] [--trainer-kills N]
+        [--producer-kills N]
 
 The trainer and instances of the embedded engine are real processes. While they run, instances are killed, stalled,
 slowed down, cut off, drained, restarted and added, also in the middle of a publish; twice no instance is left. A proxy
@@ -19,7 +20,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -61,20 +62,24 @@ SOUND = Disturbance(shares={}, pace_s=0.0, hold_s=0.0)
 
 
 async def run_hurt(
-    directory: Path, rollouts: Rollouts, iterations: int, seed: int, minutes: float, trainer_kills: int, log: FaultLog
+    directory: Path,
+    rollouts: Rollouts,
+    iterations: int,
+    seed: int,
+    minutes: float,
+    kills: Mapping[str, int],
+    log: FaultLog,
 ) -> Outcome:
     """A run with faults injected into its pool and its own processes for `minutes` at most."""
     (port,) = free_ports(1)
-    run = TrainerRun(directory, "hurt", rollouts, iterations, seed, port, is_killed=trainer_kills > 0)
+    run = TrainerRun(directory, "hurt", rollouts, iterations, seed, port, is_killed=any(kills.values()))
     draw = random.Random(seed)
     shares = {kind: share * rollouts.spoil for kind, share in FAULTY.shares.items()}
     crew = _crew(directory, "hurt", rollouts, port, replace(FAULTY, shares=shares), draw, log)
     controller = Controller(
         crew, FleetClient(f"http://127.0.0.1:{port}", None), draw, log, lambda: run.progress, outages=(0.25, 0.7)
     )
-    faults = TrainerFaults(
-        run, random.Random(seed), log, rollouts.worker, trainer_kills, num_streams=lambda: crew.num_streams
-    )
+    faults = TrainerFaults(run, random.Random(seed), log, rollouts.worker, kills, num_streams=lambda: crew.num_streams)
     try:
         operating = asyncio.create_task(controller.operate())
         injuring = asyncio.create_task(_injure(controller, faults, minutes * 60))
@@ -108,7 +113,8 @@ async def measure(directory: Path, options: argparse.Namespace, say: Callable[[s
     rollouts, iterations, seed = KINDS[options.rollouts], options.iterations, options.seed
     make_inputs(directory, iterations)
     log = FaultLog()
-    hurt = await run_hurt(directory, rollouts, iterations, seed, options.minutes, options.trainer_kills, log)
+    kills = {"trainer": options.trainer_kills, "producer": options.producer_kills}
+    hurt = await run_hurt(directory, rollouts, iterations, seed, options.minutes, kills, log)
     say(f"with faults: {len(hurt.records)} iterations in {hurt.seconds:.1f} s, {log.num_faults} faults")
     calm = await run_calm(directory, rollouts, iterations, seed)
     say(f"without: {len(calm.records)} iterations in {calm.seconds:.1f} s")
@@ -119,7 +125,7 @@ async def measure(directory: Path, options: argparse.Namespace, say: Callable[[s
 
 
 async def _injure(controller: Controller, faults: TrainerFaults, seconds: float) -> None:
-    """The kills of the trainer have their places in the run, whatever the time."""
+    """The kills of trainer and producer have their places in the run, whatever the time."""
 
     async def injure_others() -> None:
         with suppress(TimeoutError):
@@ -129,7 +135,7 @@ async def _injure(controller: Controller, faults: TrainerFaults, seconds: float)
 
     async with asyncio.TaskGroup() as both:
         both.create_task(injure_others())
-        both.create_task(faults.kill_trainer())
+        both.create_task(faults.kill())
 
 
 def _crew(
@@ -158,6 +164,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--trainer-kills", type=int, default=0, help="how often the trainer is killed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--producer-kills", type=int, default=0, help="how often its producer is killed (default: %(default)s)"
     )
     parser.add_argument(
         "--keep", type=Path, help="a new directory for all files of both runs (default: a temporary one)"

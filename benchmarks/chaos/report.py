@@ -33,6 +33,7 @@ def report(iterations: int, log: FaultLog, hurt: Outcome, calm: Outcome) -> dict
         "removals": log.count("remove"),
         "outages": log.count("outage"),
         "trainer_kills": log.count("trainer kill"),
+        "producer_kills": log.count("producer kill"),
         "worker_kills": log.count("worker kill"),
         "worker_stalls": log.count("worker stall"),
         "duplicates_injected": log.count("duplicate", "late duplicate"),

@@ -3,12 +3,12 @@
 import asyncio
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import psutil
 
 from benchmarks.chaos.fault_log import FaultLog
-from benchmarks.chaos.trainer_run import TrainerRun
+from benchmarks.chaos.trainer_run import PRODUCER, TrainerRun
 
 GAP_S = (0.5, 3.0)
 """Seconds from one fault of a worker to the next."""
@@ -23,7 +23,7 @@ class TrainerFaults:
 
     Args:
         worker: a word of the command lines of the program's processes; None if there are none.
-        num_kills: how often the trainer is killed, in even parts of the run.
+        kills: of "trainer" and "producer", how often each is killed, in even parts of the run.
         num_streams: how many responses are on their way to the trainer.
     """
 
@@ -33,7 +33,7 @@ class TrainerFaults:
         draw: random.Random,
         log: FaultLog,
         worker: str | None,
-        num_kills: int,
+        kills: Mapping[str, int],
         num_streams: Callable[[], int],
     ) -> None:
         self._run = run
@@ -41,16 +41,22 @@ class TrainerFaults:
         self._log = log
         self._worker = worker
         self._num_streams = num_streams
-        self._deaths = [number / (num_kills + 1) for number in range(1, num_kills + 1)]
+        self._deaths = sorted(
+            (number / (num_kills + 1), victim)
+            for victim, num_kills in kills.items()
+            for number in range(1, num_kills + 1)
+        )
 
-    async def kill_trainer(self) -> None:
+    async def kill(self) -> None:
         """Returns after the last kill."""
-        for progress in self._deaths:
+        for progress, victim in self._deaths:
             while self._run.progress < progress:
                 await asyncio.sleep(POLL_S)
+            while not self._run.processes(PRODUCER):
+                await asyncio.sleep(POLL_S)
             await asyncio.sleep(self._draw.uniform(0.0, 1.0))
-            self._run.kill()
-            self._log.note("trainer kill")
+            self._run.kill(PRODUCER if victim == "producer" else None)
+            self._log.note(f"{victim} kill")
 
     async def injure_workers(self) -> None:
         """First ends all workers in the midst of rollouts, as a machine without memory would; then one fault after the

@@ -93,6 +93,9 @@ every = {checkpoint_every}
 
 CHECKPOINT_EVERY = 2
 
+PRODUCER = "async_rl.producer"
+"""A word of the command line of the run's producer."""
+
 
 def make_inputs(directory: Path, iterations: int) -> None:
     """A random model, a tokenizer of one token per word `w<i>`, prompts for every iteration, and a reward."""
@@ -196,10 +199,11 @@ class TrainerRun:
             self.dir / "model" / "model.safetensors",
         )
 
-    def kill(self) -> None:
-        """Ends the trainer as a lost machine would; `finish` starts it again."""
+    def kill(self, word: str | None = None) -> None:
+        """Ends the trainer as a lost machine would, or one of its processes; `finish` starts it again."""
         self._is_killed = True
-        for process in (*self.processes("torch.distributed.run"), *self.processes("async_rl.trainer")):
+        words = ("torch.distributed.run", "async_rl.trainer") if word is None else (word,)
+        for process in [process for each in words for process in self.processes(each)]:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
 

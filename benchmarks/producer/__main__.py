@@ -1,4 +1,4 @@
-"""The cost of rollouts in the trainer's process: the real producer against instances that only send tokens.
+"""The cost of rollouts, at the producer and for the trainer: the real producer against instances that only send tokens.
 
     python -m benchmarks.producer --json [--events] [--no-texts]
 
@@ -20,8 +20,9 @@ The last line is one JSON object:
 - `peak_bytes`: growth of resident memory in the large case, `large_bytes_per_token` of all its tokens, and
   `large_tokens_per_cpu_s`;
 - `main_thread_slowdown`: median over pairs of (seconds of a training step with rollouts / without) - 1, and
-  `tokens_per_s`, the rate of rollouts meanwhile, and `cpu_share`, their share of a core. Time in which the main thread
-  waited for a core is subtracted from its steps: it is caused by other programs on the machine.
+  `tokens_per_s`, the rate of rollouts meanwhile, and `taking_share`, the share of the main thread's time in which it
+  takes groups. The producer is a process of its own, as in a run. Time in which the main thread waited for a core is
+  subtracted from its steps: it is caused by other programs on the machine.
 """
 
 import argparse
@@ -39,7 +40,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from async_rl.rollout.producer import Producer
+from async_rl.producer.local import LocalProducer as Producer
+from benchmarks.producer.beside import producer_elsewhere
 from benchmarks.producer.mock_instance import Script
 from benchmarks.producer.rig import MAX_RESPONSE_TOKENS, VERSION, VOCAB_SIZE, Rollouts, make_batch, open_producer
 
@@ -107,26 +109,26 @@ def measure_beside_training(directory: Path, size: Size, say: Callable[[str], No
     script = size.script(tokens, sigma=0.5, first_token_s=0.1, token_s=0.5 / tokens)
     step = training_step()
     slowdowns = []
-    num_tokens, wall_s, cpu_s = 0, 0.0, 0.0
-    opened = open_producer(directory, script, responses, has_texts=not size.no_texts)
-    with opened as producer, Rollouts(producer, size.prompts_per_s) as rollouts:
+    num_tokens, wall_s, taking_s = 0, 0.0, 0.0
+    opened = producer_elsewhere(directory, script, responses)
+    with opened as producer, Rollouts(producer.start, size.prompts_per_s) as rollouts:
         timed_steps(step, size.window_s, lambda: None)
         for pair in range(size.pairs):
             alone = timed_steps(step, size.window_s, lambda: None)
             rollouts.begin()
             timed_steps(step, size.warm_up_s, rollouts.keep_going)  # until as many end as begin
-            before = rollouts.num_tokens, time.monotonic(), other_threads_cpu_s()
+            before = rollouts.num_tokens, time.monotonic(), rollouts.taking_s
             beside = timed_steps(step, size.window_s, rollouts.keep_going)
             num_tokens += rollouts.num_tokens - before[0]
             wall_s += time.monotonic() - before[1]
-            cpu_s += other_threads_cpu_s() - before[2]
+            taking_s += rollouts.taking_s - before[2]
             rollouts.end()
             slowdowns.append(beside / alone - 1)
             say(f"pair {pair + 1}/{size.pairs}: a step takes {1e3 * alone:.3f} ms, {1e3 * beside:.3f} ms beside them")
     return {
         "main_thread_slowdown": round(statistics.median(slowdowns), 4),
         "tokens_per_s": round(num_tokens / wall_s),
-        "cpu_share": round(cpu_s / wall_s, 3),
+        "taking_share": round(taking_s / wall_s, 4),
     }
 
 
@@ -167,11 +169,6 @@ def timed_steps(step: Callable[[], None], seconds: float, between: Callable[[], 
         spent += time.perf_counter() - begun - (waited_for_core_s() - waited)
         count += 1
     return spent / count
-
-
-def other_threads_cpu_s() -> float:
-    """CPU seconds of all threads of this process except the calling one."""
-    return time.process_time() - time.thread_time()
 
 
 def waited_for_core_s() -> float:

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +20,9 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.data import prompts
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.client import RemoteRun
+from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
-from async_rl.rollout.producer import Producer, RolloutRun
 from async_rl.token_arrays import TokenIds
 from async_rl.types import Batch, Prompt
 from benchmarks.producer.mock_instance import Script
@@ -37,7 +38,12 @@ REWARD = "async def score(prompt, responses, row):\n    return [float(len(r.text
 
 @contextmanager
 def open_producer(
-    directory: Path, script: Script, responses_per_prompt: int, *, has_texts: bool = True
+    directory: Path,
+    script: Script,
+    responses_per_prompt: int,
+    *,
+    has_texts: bool = True,
+    kind: type[Producer] = Producer,
 ) -> Iterator[Producer]:
     """A producer whose instances are in service and follow `script`."""
     reward_file = directory / "reward.py"
@@ -54,7 +60,8 @@ def open_producer(
         reward = make_reward(RewardSection(name=f"python:{reward_file}:score"))
         rollout = RolloutSection(responses_per_prompt=responses_per_prompt, max_response_tokens=MAX_RESPONSE_TOKENS)
         tokenizer = make_tokenizer() if has_texts else cast(prompts.Tokenizer, NoTexts())
-        producer = Producer(pool, reward, loop, tokenizer, rollout, seed=0)
+        producer = kind(pool, reward, loop, tokenizer, rollout, seed=0)
+        producer.with_texts = False
         closing.callback(producer.close)
         yield producer
 
@@ -94,15 +101,17 @@ def make_batch(iteration: int, num_prompts: int) -> Batch:
 class Rollouts:
     """Starts a batch of so many prompts every second and takes their groups; `keep_going` must be called repeatedly."""
 
-    def __init__(self, producer: Producer, prompts_per_s: int) -> None:
-        self._producer = producer
+    def __init__(self, start: Callable[[Batch, str], RemoteRun], prompts_per_s: int) -> None:
+        self._start = start
         self._prompts_per_s = prompts_per_s
-        self._runs: list[tuple[RolloutRun, int]] = []
+        self._runs: list[tuple[RemoteRun, int]] = []
         """The runs in progress, with the number of groups still to come."""
         self._iteration = 0
         self._due_s = 0.0
         self.num_tokens = 0
         """Response tokens taken so far."""
+        self.taking_s = 0.0
+        """Processor seconds in which groups were taken so far."""
 
     def __enter__(self) -> "Rollouts":
         return self
@@ -117,12 +126,14 @@ class Rollouts:
 
     def keep_going(self) -> None:
         """Takes finished groups, and starts prompts when they are due."""
+        begun_s = time.thread_time()
         self._runs = [(run, left) for run, left in map(self._take, self._runs) if left]
         while time.monotonic() >= self._due_s:
             self._due_s += 1.0
             self._iteration += 1
-            run = self._producer.start(make_batch(self._iteration, self._prompts_per_s), VERSION)
+            run = self._start(make_batch(self._iteration, self._prompts_per_s), VERSION)
             self._runs.append((run, self._prompts_per_s))
+        self.taking_s += time.thread_time() - begun_s
 
     def end(self) -> None:
         """Ends all runs in progress."""
@@ -130,7 +141,7 @@ class Rollouts:
             run.__exit__(None, None, None)
         self._runs = []
 
-    def _take(self, entry: tuple[RolloutRun, int]) -> tuple[RolloutRun, int]:
+    def _take(self, entry: tuple[RemoteRun, int]) -> tuple[RemoteRun, int]:
         run, left = entry
         groups = run.ready(wait=False)
         self.num_tokens += sum(group.num_response_tokens for group in groups)

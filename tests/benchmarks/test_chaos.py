@@ -40,11 +40,19 @@ def test_a_run_under_faults_loses_nothing_and_ends_as_one_without() -> None:
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 def test_a_run_of_programs_whose_trainer_and_workers_die_ends_as_one_without() -> None:
-    arguments = "--rollouts program --trainer-kills 1 --iterations 4 --seed 3 --minutes 3"
+    arguments = "--rollouts program --trainer-kills 1 --producer-kills 1 --iterations 4 --seed 3 --minutes 3"
     figures = json.loads(make("bench-chaos", arguments, timeout_s=840).splitlines()[-1])
     assert not any(figures[key] for key in MUST_BE_ZERO)
     assert figures["weights_equal"] and figures["samples_equal"]
-    for kind in ("trainer_kills", "worker_kills", "rollouts_repeated", "turns", "branches", "truncated"):
+    for kind in (
+        "trainer_kills",
+        "producer_kills",
+        "worker_kills",
+        "rollouts_repeated",
+        "turns",
+        "branches",
+        "truncated",
+    ):
         assert figures[kind] > 0, f"{kind} of {figures}"
 
 

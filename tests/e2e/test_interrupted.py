@@ -4,6 +4,7 @@ Most tests read what these two left. Their settings are two replicas, which shar
 """
 
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -66,11 +67,14 @@ def disturbed(new_run: Callable[..., Run]) -> Disturbed:
     lose_an_instance(run)
     seen.ends["SIGTERM to a rank"] = run.end_by(run.ranks()[-1].terminate)
 
-    run.start(*resumed)
+    run.start(*resumed, "--trainer.lost_after_s=3")
     run.wait_for_iterations(run.num_trained() + 1)
     instances = run.instances()
     lose_all_ranks(run)
     run.wait_for_iterations(run.num_trained() + 1)
+    for number, lose in enumerate((psutil.Process.kill, psutil.Process.suspend), start=2):
+        lose_the_producer(run, lose, number)
+        run.wait_for_iterations(run.num_trained() + 1)
     seen.keeps_instances = run.instances() == instances
     seen.ends["kill -9"] = run.end_by(lambda: run.send(signal.SIGKILL))
 
@@ -100,16 +104,25 @@ def lose_all_ranks(run: Run) -> None:
     run.wait_until(lambda: run.restarts()["trainer"] == 1)
 
 
+def lose_the_producer(run: Run, lose: Callable[[psutil.Process], None], num_restarts: int) -> None:
+    """Wherever it is in an iteration: it dies, or hangs."""
+    time.sleep(random.uniform(0, 0.5))
+    lose(run.producer())
+    run.wait_until(lambda: run.restarts()["trainer"] == num_restarts)
+
+
 def lose_an_instance(run: Run) -> None:
     """Amid its requests, which are made again or have been taken over; returns when its successor takes part."""
     lost = run.instances()[0]
     url = f"http://127.0.0.1:{port_of(lost)}"
     stop_amid_requests(run, lost, url)
+    boot_id = member(run, url).boot_id
     lost.kill()
-    run.wait_until(lambda: run.lines("metrics.jsonl")[-1]["num_instances"] == 1)
-    # The iterations are so short that they would be over before it is back.
+    # It may be back before the next publish, so that no record is of the other one alone.
+    run.wait_until(lambda: sum(run.restarts().values()) == run.restarts()["trainer"] + 1)
+    # Or the iterations are so short that they would be over before it is back.
     run.hold()
-    run.wait_until(lambda: member(run, url).state in ("joining", "ready"))
+    run.wait_until(lambda: (now := member(run, url)).state in ("joining", "ready") and now.boot_id != boot_id)
     run.tell("")
     run.wait_until(lambda: run.lines("metrics.jsonl")[-1]["num_instances"] == 2)
 
@@ -203,7 +216,7 @@ def test_a_run_goes_on_under_another_layout(undisturbed: Run, tmp_path: Path) ->
     assert_proven(run, ITERATIONS + 2)
 
 
-def test_a_run_that_lost_ranks_an_instance_and_its_host_trains_what_it_would_have_trained(
+def test_a_run_that_lost_ranks_an_instance_its_host_and_its_producer_trains_what_it_would_have_trained(
     disturbed: Disturbed, undisturbed: Run
 ) -> None:
     assert_proven(disturbed.run, ITERATIONS)
@@ -218,13 +231,17 @@ def test_a_rank_that_is_killed_while_the_others_wait_is_no_request_to_end(distur
 def test_an_instance_that_dies_amid_its_requests_loses_nothing_and_comes_back(disturbed: Disturbed) -> None:
     restarts = disturbed.ends["SIGTERM to a rank"].restarts
     assert sorted(restarts.values()) == [0, 1, 1], restarts
-    records = disturbed.run.lines("metrics.jsonl")
-    num_instances = [record["num_instances"] for record in records]
-    assert 1 in num_instances and num_instances[-1] == 2
+    assert disturbed.run.lines("metrics.jsonl")[-1]["num_instances"] == 2
 
 
-def test_instances_stay_when_all_ranks_are_lost_at_once(disturbed: Disturbed) -> None:
-    assert disturbed.ends["kill -9"].restarts["trainer"] == 1
+def test_a_producer_that_dies_or_hangs_is_named_and_the_trainer_goes_on_with_another(disturbed: Disturbed) -> None:
+    assert disturbed.ends["kill -9"].restarts["trainer"] == 3
+    log = (disturbed.run.dir / "logs" / "trainer.log").read_text()
+    assert "has said nothing for trainer.lost_after_s = 3 s" in log
+    assert re.search(r"ProducerLost: the producer at \S+ port \d+ (has ended|was lost)", log)
+
+
+def test_instances_stay_when_all_ranks_or_the_producer_are_lost(disturbed: Disturbed) -> None:
     assert disturbed.keeps_instances
 
 

@@ -219,6 +219,10 @@ class Run:
             p for p in self.descendants() if "async_rl.trainer" in (words := command_of(p)) and not no_rank & set(words)
         ]
 
+    def producer(self) -> psutil.Process:
+        (found,) = [p for p in self.descendants() if "async_rl.producer" in command_of(p)]
+        return found
+
     def members(self) -> list[InstanceInfo]:
         """The instances of its pool."""
         return FleetClient(read_address(self.dir).url, None).info().instances

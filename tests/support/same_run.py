@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from tests.support.local_run import Run
 
-ITERATIONS = 16
+ITERATIONS = 20
 SETTINGS = (
     *("--train.iterations", str(ITERATIONS), "--train.order", "prompt", "--checkpoint.every", "1"),
     *("--optimizer.warmup_iterations", "3", "--algorithm.kl_coef", "0.05"),

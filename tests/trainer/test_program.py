@@ -44,7 +44,7 @@ def test_a_traceback_goes_to_a_log(
     caplog: pytest.LogCaptureFixture,
     is_launched: bool,
 ) -> None:
-    def run(config: Config, token: str | None, stop: StopSignal) -> None:
+    def run(config: Config, stop: StopSignal) -> None:
         raise RewardError("reward x, prompt 3 failed")
 
     monkeypatch.chdir(tmp_path)
@@ -73,7 +73,7 @@ def test_a_traceback_goes_to_a_log(
 def test_sigterm_before_the_loop_is_reported_as_a_request_to_end_and_no_other_exit_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    def run(config: Config, token: str | None, stop: StopSignal) -> None:
+    def run(config: Config, stop: StopSignal) -> None:
         if told:
             stop.note(signal.SIGTERM, None)
         sys.exit(7)
@@ -98,7 +98,7 @@ def test_sigterm_before_the_loop_is_reported_as_a_request_to_end_and_no_other_ex
 def test_a_run_that_exits_before_its_end_is_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
 ) -> None:
-    def run(config: Config, token: str | None, stop: StopSignal) -> None:
+    def run(config: Config, stop: StopSignal) -> None:
         sys.exit(code)
 
     monkeypatch.chdir(tmp_path)
@@ -135,7 +135,7 @@ def test_a_rank_that_waits_for_its_launcher_has_loaded_and_opened_nothing(
     monkeypatch.setenv(VARIABLE, str(gate))
     monkeypatch.setattr("async_rl.programs.start_gate.time.sleep", lambda _: open_gate())
     with pytest.raises(Reached):
-        program.run(load_config(tmp_path / "run.toml"), None, StopSignal())
+        program.run(load_config(tmp_path / "run.toml"), StopSignal())
     assert was_loaded == [True], "waited, for one look at the gate, after its imports"
 
 

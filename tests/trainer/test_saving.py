@@ -105,7 +105,7 @@ class Runs:
         megatron: MegatronTrainer = make_trainer(config, self._parallel)
         checkpoints = Checkpoints(directory / "checkpoints", 2, self._parallel, config)
         progress = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
-        replica = RaggedRank(megatron, self._parallel, "run", None, Publisher(publish_fails), ending)  # type: ignore[arg-type]
+        replica = RaggedRank(megatron, self._parallel, "run", Publisher(publish_fails).publish, ending)
         replica._num_publishes = progress.first_iteration
         rollouts = Rollouts(self._groups, fault, stale)
         ledger = Ledger(None, responses_per_prompt=1, limits=NoiseLimits(float("inf")))

@@ -53,7 +53,7 @@ def test_a_stale_tied_head_is_found_and_named_and_the_mended_one_serves(
     publisher = Publisher(pool, loop, config, sender, wait_s=60.0, canary=canary)
     try:
         ending = Ending(parallel, StopSignal(), grace_s=60.0)
-        publication = TrainingRank(megatron, parallel, "run", None, publisher, ending).publish_weights()
+        publication = TrainingRank(megatron, parallel, "run", publisher.publish, ending).publish_weights()
         reasons = {member.url: member.reason for member in pool.members}
         kinds = set(canary.kinds.values())
     finally:

@@ -15,7 +15,7 @@ from trainer.__main__ import run_process, training_ranks
 from trainer.stop_signal import StopSignal
 
 
-def record(directory: Path, config: Config, token: str | None, stop: StopSignal, *, needs_all: bool) -> None:
+def record(directory: Path, config: Config, stop: StopSignal, *, needs_all: bool) -> None:
     """Trains to the end, and records."""
     with training_ranks(config, stop) as (parallel, ending):
         # As in `trainer.__main__`: after the config was validated, and MindSpeed before Megatron.
@@ -25,7 +25,7 @@ def record(directory: Path, config: Config, token: str | None, stop: StopSignal,
         from trainer.verify.recording import RecordingRank, RecordingRollouts
         from trainer.verify.scoring import Scorer
 
-        with open_session(config, parallel, token, ending=ending) as session:
+        with open_session(config, parallel, ending) as session:
             rollouts = RecordingRollouts(session.rollouts, directory if parallel.is_leader else None, parallel.dp_rank)
             rank = RecordingRank(
                 session.rank,
@@ -34,7 +34,7 @@ def record(directory: Path, config: Config, token: str | None, stop: StopSignal,
                 Scorer(config, parallel, session.megatron).diagnose,
                 noise_limits(config.train, config.model.dtype),
                 config.run.dir,
-                session.pool if parallel.is_main else None,
+                session.control,
             )
             with ending.saving(session.saving.save_last):
                 train(config.train, rank, session.prompts, rollouts, session.ledger, session.recorder)
@@ -42,7 +42,7 @@ def record(directory: Path, config: Config, token: str | None, stop: StopSignal,
             session.megatron.save_hf(config.run.dir / "model")
 
 
-def replay_recorded(directory: Path, config: Config, token: str | None, stop: StopSignal) -> None:
+def replay_recorded(directory: Path, config: Config, stop: StopSignal) -> None:
     """Trains what was recorded."""
     with training_ranks(config, stop) as (parallel, _):
         from trainer.verify.replay import replay
@@ -52,7 +52,7 @@ def replay_recorded(directory: Path, config: Config, token: str | None, stop: St
 
 if __name__ == "__main__":
     action, directory, *arguments = sys.argv[1:]
-    works: dict[str, Callable[[Path, Config, str | None, StopSignal], None]] = {
+    works: dict[str, Callable[[Path, Config, StopSignal], None]] = {
         "record": partial(record, needs_all=False),
         "record-all": partial(record, needs_all=True),
         "replay": replay_recorded,

@@ -16,7 +16,7 @@ from async_rl.files import write_file
 from async_rl.group_proof import GroupProof
 from async_rl.ledger import gaps_by_instance
 from async_rl.loop import Rollouts, Window
-from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.client import Control
 from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.selection.finished_groups import FinishedGroups
@@ -122,18 +122,18 @@ class RecordingRank:
         diagnose: Diagnose,
         limits: NoiseLimits,
         run_dir: Path,
-        pool: InferencePool | None,
+        control: Control | None,
     ) -> None:
         """Args:
         instances: the URLs that all must serve.
-        pool: on the main rank, which writes.
+        control: on the main rank, which writes.
         """
         self._rank = rank
         self._rollouts = rollouts
         self._instances = instances
         self._diagnose = diagnose
         self._run_dir = run_dir
-        self._pool = pool
+        self._control = control
         self._findings = Findings(run_dir, limits)
         self._is_first_part = True
 
@@ -156,8 +156,8 @@ class RecordingRank:
             serving = publication.instances
         finally:
             missing = sorted(set(self._instances) - set(serving))
-            if missing and self._pool is not None:
-                reasons = {member.url: member.reason for member in self._pool.members if member.url in missing}
+            if missing and self._control is not None:
+                reasons = {url: reason for url, reason in self._control.call("members") if url in missing}
                 write_file(self._run_dir / NOT_IN_SERVICE, json.dumps(reasons))
         if missing:
             raise PublishError(f"these instances do not serve: {', '.join(missing)}; see {NOT_IN_SERVICE}")
@@ -176,7 +176,7 @@ class RecordingRank:
         # After the first step of several of a batch the weights are not those that sampled.
         diagnoses = self._diagnose(self._rollouts.groups) if self._is_first_part else {}
         self._findings.add(gaps_by_instance(gathered), diagnoses)
-        if self._pool is not None:
+        if self._control is not None:
             self._findings.write()
         return gathered
 

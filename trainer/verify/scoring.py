@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from async_rl.config.sections import Config
+from async_rl.group_codec import unpack
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.proof.logprob_gaps import MIXED
+from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Group
-from trainer.batching.group_codec import joined_tensor, pack_groups, unpack_groups
+from trainer.batching.group_codec import joined_tensor, pack_groups
 from trainer.forward_backward import make_passes
 from trainer.model.gpt import SharedPromptGPT, build_model
 from trainer.parallel import Parallel
@@ -97,8 +99,7 @@ class Scorer:
         gathered = self._parallel.gather_json([headers, tokens.tolist(), logprobs.tolist()])
         by_instance: dict[str, list[Group]] = {}
         for its_headers, its_tokens, its_logprobs in gathered:
-            packed = torch.tensor(its_tokens, dtype=torch.int32), torch.tensor(its_logprobs, dtype=torch.float32)
-            for group in unpack_groups(its_headers, *packed):
+            for group in unpack(its_headers, TokenIds(its_tokens).buffer, Logprobs(its_logprobs).buffer):
                 url = _sampler(group)
                 assert url is not None, "only groups of one instance are chosen"
                 by_instance.setdefault(url, []).append(group)

@@ -19,8 +19,8 @@ from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
-from async_rl.rollout.producer import Producer
 from async_rl.seeds import evaluation_seed, group_seed
 from async_rl.types import Batch, Prompt
 
@@ -198,13 +198,13 @@ def test_an_evaluation_begins_when_other_rollouts_have_ended(instances, make_sta
     (instance,) = instances({})
     stage = make_stage(instance)
     (member,) = stage.pool.members
-    member.outstanding_elsewhere = 100
+    member.outstanding_tokens = 100
     looks, is_idle = [], InferencePool.is_idle.fget
     monkeypatch.setattr(InferencePool, "is_idle", property(lambda pool: looks.append(True) or is_idle(pool)))
     under_way = stage.begin(stage.evaluator(a_set("words", 2)))
     wait_for(lambda: len(looks) >= 3)
     assert instance.seen()["requests"] == []
-    member.outstanding_elsewhere = 0
+    member.outstanding_tokens = 0
     under_way.result(20)
     assert stage.results[0][0].num_prompts == 2
 

@@ -35,7 +35,7 @@ def metrics_of(pool: InferencePool) -> FleetMetrics:
 def test_every_instance_has_its_figures(make_pool) -> None:
     pool = make_pool(A)
     member = pool.members[0]
-    member.outstanding_tokens, member.outstanding_elsewhere = 100, 20
+    member.outstanding_tokens = 120
     member.num_tokens, member.num_failures, member.tokens_per_s = 5000, 2, 12.5
     assert scrape(metrics_of(pool)) == {
         ("async_rl_instance_state", "joining"): 1,

@@ -16,8 +16,8 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.gateway.programs import make_program
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
-from async_rl.rollout.producer import Producer
 from async_rl.rollout.program_rollouts import make_program_rollouts
 from async_rl.types import Batch, Group, Prompt
 from benchmarks.common.running_instance import launch

@@ -189,16 +189,6 @@ class AnyHistory(RuleBasedStateMachine):
         self.evidence = set(passed.items())
         self.bars -= {(url, either) for url, boot in passed.items() for either in (boot, None)}
 
-    @rule(which=st.integers(0, 1), boot=st.sampled_from([b for b in BOOTS if b]), is_current=st.booleans())
-    def vouch(self, which: int, boot: str, is_current: bool) -> None:
-        """The main leader's word is as good as an admission, but does not lift a bar."""
-        standing = list(self.standings.values())[which]
-        before = standing.state
-        self.membership.vouched(standing, self.version if is_current and self.version else "v-before", boot)
-        assert standing.state == before
-        if is_current and self.version and not {(standing.url, boot), (standing.url, None)} & self.bars:
-            self.evidence.add((standing.url, boot))
-
     @rule(which=st.integers(0, 1), boot=st.sampled_from(BOOTS), is_current=st.booleans())
     def answer(self, which: int, boot: str | None, is_current: bool) -> None:
         standing = list(self.standings.values())[which]

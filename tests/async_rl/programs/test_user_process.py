@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rl.programs.user_process import end_group_after, exit_code, kill_group, reap, start_process
+from async_rl.config.reward_section import RewardSection
+from async_rl.programs.user_process import LENGTH, end_group_after, exit_code, kill_group, reap, start_process
+from async_rl.rollout.program_mark import Mark
 from tests.support import ROOT
 
 pytestmark = pytest.mark.distributed
@@ -131,3 +135,22 @@ def test_a_process_that_closes_its_output_and_goes_on_is_killed(run) -> None:
         assert process.returncode == -signal.SIGKILL
 
     run("os.closerange(0, 64)\ntime.sleep(3600)\n", check)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["reward", "program"])
+def test_a_process_whose_parent_dies_amid_a_message_ends(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "own.py").write_text("async def own(*_):\n    return [0.0]\n")
+    _, fd = Mark.make()
+    arguments = {
+        "reward": ["async_rl.rewards.worker", RewardSection(name=f"python:{tmp_path}/own.py:own").model_dump_json()],
+        "program": ["async_rl.rollout.program_worker", f"python:{tmp_path}/own.py:own", str(fd)],
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", *arguments[kind]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[fd]
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.read(LENGTH.size), "it has loaded"
+        process.stdin.write(LENGTH.pack(1000) + b"half")
+        process.stdin.close()
+        assert process.wait(20) == 0

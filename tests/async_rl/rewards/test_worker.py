@@ -6,15 +6,21 @@ import threading
 from random import Random
 from typing import Any
 
-from async_rl.programs.user_process import LENGTH
+from async_rl.programs.user_process import LENGTH, messages
 from async_rl.rewards.worker import Answers
 
 
 def messages_in(file: io.BytesIO) -> list[Any]:
-    data, found = io.BytesIO(file.getvalue()), []
-    while header := data.read(LENGTH.size):
-        found.append(pickle.loads(data.read(*LENGTH.unpack(header))))
-    return found
+    return list(messages(io.BytesIO(file.getvalue())))
+
+
+def test_messages_end_where_the_parent_was_killed_amid_one() -> None:
+    texts = [pickle.dumps(value) for value in ("one", "x" * 500)]
+    data = b"".join(LENGTH.pack(len(text)) + text for text in texts)
+    whole = LENGTH.size + len(texts[0])
+    for cut in range(len(data)):
+        assert list(messages(io.BytesIO(data[:cut]))) == (["one"] if cut >= whole else [])
+    assert list(messages(io.BytesIO(data))) == ["one", "x" * 500]
 
 
 def test_every_call_is_answered_once_whoever_is_first_and_answers_do_not_mix() -> None:

@@ -16,9 +16,9 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError, NoInstanceLeft, RolloutFailed, WriteFailed
 from async_rl.event_loop import EventLoopThread
+from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
 from async_rl.rollout import program_rollouts
-from async_rl.rollout.producer import Producer
 from async_rl.rollout.program_rollouts import make_program_rollouts
 from async_rl.types import Batch, Group, Prompt
 from tests.support.chat_tokenizer import make_chat_tokenizer
@@ -295,7 +295,7 @@ def test_a_program_that_cannot_be_loaded_is_named_at_the_start(rig: Rig) -> None
 
 def test_single_turns_need_no_program(rig: Rig) -> None:
     producer = rig.make(program="single_turn")
-    assert producer._programs is None
+    assert producer.rollouts.programs is None
 
 
 def test_the_documents_environment_runs(rig: Rig, tmp_path: Path) -> None:

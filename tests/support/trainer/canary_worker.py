@@ -6,7 +6,7 @@ Arguments: a JSON list of [name, checkpoint, trainer section], the output direct
 import json
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.protocol.sender import CONSTANT
-from async_rl.publish.publisher import Publisher
 from async_rl.types import Publication
 from async_rl.weights.sender import WeightSource
 from async_rl.weights.stream import Fingerprint
@@ -74,7 +73,7 @@ def report(megatron: MegatronTrainer, parallel: Parallel) -> dict[str, Any]:
     """Publishes twice; returns the results on this rank."""
     publisher = CanaryOnly(weight_source(megatron, parallel)) if parallel.is_main else None
     ending = Ending(parallel, StopSignal(), grace_s=60.0)
-    replica = TrainingRank(megatron, parallel, "run", None, cast(Publisher | None, publisher), ending)
+    replica = TrainingRank(megatron, parallel, "run", publisher.publish if publisher else None, ending)
     for _ in range(2):
         replica.publish_weights()
     return {"fingerprints": publisher.fingerprints, "scores": publisher.scores} if publisher else {}

@@ -142,8 +142,7 @@ def run_rank(scenario: Scenario, config: Config, groups: list[Group]) -> str:
     require_lease = failing_call(2 * scenario.fails_at + 1 if fault == "lease" else -1)
     checkpoints = Checkpoints(directory, 2, parallel, config, require_lease=require_lease)
     saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
-    publisher: Any = Publisher() if parallel.is_main else None
-    rank = RaggedRank(megatron, parallel, "run", None, publisher, ending)
+    rank = RaggedRank(megatron, parallel, "run", Publisher().publish if parallel.is_main else None, ending)
     fails_alone = scenario.fault == "rollouts" and not parallel.is_main
     rollouts = Rollouts(groups, scenario.fails_at if fails_alone else None)
     path = config.run.dir / "ledger.jsonl" if parallel.is_main else None

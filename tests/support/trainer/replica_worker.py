@@ -5,15 +5,13 @@ Arguments: the checkpoint, the output directory.
 
 import json
 import sys
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.publish.publisher import Publisher
 from async_rl.types import Publication
 from async_rl.weights.sender import WeightSource
 from tests.support.trainer.layout_worker import Job, make_trainer
@@ -51,16 +49,10 @@ def main(checkpoint: str, out: Path) -> None:
     parallel = init_parallel(choose_device("cpu"), 0, section)
     trainer = make_trainer(Job("", checkpoint, [], {}), parallel, section)
     publisher = TwoTries(weight_source(trainer, parallel)) if parallel.is_main else None
-    served: list[tuple[str, list[str]]] = []
-
-    def put_in_service(version: str, urls: Collection[str]) -> None:
-        served.append((version, list(urls)))
-
-    # As if every rank led its own replica.
     ending = Ending(parallel, StopSignal(), 60.0)
-    replica = TrainingRank(trainer, parallel, "run", put_in_service, cast(Publisher | None, publisher), ending)
+    replica = TrainingRank(trainer, parallel, "run", publisher.publish if publisher else None, ending)
     publications = [asdict(replica.publish_weights()) for _ in range(2)]
-    report = {"publications": publications, "served": served, "scores": publisher.scores if publisher else None}
+    report = {"publications": publications, "scores": publisher.scores if publisher else None}
     (out / f"rank{parallel.rank}.json").write_text(json.dumps(report))
     parallel.close()
 

@@ -25,7 +25,14 @@ from tests.support.warm.start import STARTED, Start, become, prepare_interpreter
 
 NAME = "warm-interpreter"
 
-MODULES = ("torch.distributed.run", "transformers", "async_rl.loop", "inference_service.server", "trainer.session")
+MODULES = (
+    "torch.distributed.run",
+    "transformers",
+    "async_rl.loop",
+    "async_rl.producer.program",
+    "inference_service.server",
+    "trainer.session",
+)
 
 
 def import_everything() -> None:

@@ -14,7 +14,11 @@ from io import BufferedReader, BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
+TRAINS = ("async_rl.trainer", "trainer.verify")
+
 STARTS_OTHERS = (
+    *TRAINS,
+    "async_rl.producer",
     "async_rl.programs.process_guard",
     "deploy.kubernetes.training_pod",
     "deploy.local.evaluate",
@@ -27,7 +31,7 @@ STARTS_OTHERS = (
 """Programs that get a warm interpreter of their own, from which their children are forked."""
 
 LEAVES = (
-    *("async_rl.evaluation", "async_rl.trainer", "inference_service", "trainer", "trainer.export", "trainer.verify"),
+    *("async_rl.evaluation", "inference_service", "trainer", "trainer.export"),
     *("deploy.quickstart.warm_start", "trainer.verify.distance"),
     *("async_rl.preflight.trial", "async_rl.rewards.worker", "tests.support.receiving_instance"),
     *("tests.support.scripted_instance", "tests.support.warm.facts"),
@@ -130,7 +134,7 @@ def start_of(
 
 def _has_its_own(directory: Path, module: str) -> bool:
     """Whether the program would import other packages in it than those that the warm interpreter has imported."""
-    packages = PACKAGES_OF_STARTERS if module in STARTS_OTHERS else PACKAGES
+    packages = PACKAGES_OF_STARTERS if module in STARTS_OTHERS and module not in TRAINS else PACKAGES
     files = (directory / name for package in packages for name in (package, f"{package}.py"))
     return any(file.exists() and file.resolve().parent != ROOT for file in files)
 

@@ -47,9 +47,9 @@ def test_an_instance_that_lies_only_in_its_second_iteration_is_found(tmp_path: P
     inner = SimpleNamespace(
         publish_weights=lambda: publication, gather=lambda rows: list(rows), optimizer_step=lambda: None
     )
-    rollouts, pool = SimpleNamespace(groups=[]), SimpleNamespace(members=())
+    rollouts, control = SimpleNamespace(groups=[]), SimpleNamespace(call=lambda name: [])
     rank = RecordingRank(
-        cast(Any, inner), cast(Any, rollouts), (URL,), diagnose, LIMITS, tmp_path, pool=cast(Any, pool)
+        cast(Any, inner), cast(Any, rollouts), (URL,), diagnose, LIMITS, tmp_path, control=cast(Any, control)
     )
     for _ in range(3):
         rank.publish_weights()

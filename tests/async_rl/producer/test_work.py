@@ -2,8 +2,8 @@ import pytest
 
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError
+from async_rl.producer.work import require_fit, require_len, require_room
 from async_rl.types import Prompt
-from trainer.leader import require_fit, require_len, require_room
 
 PROMPT = Prompt("row-7", (1, 2, 3), {})
 

@@ -3,7 +3,6 @@ import math
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import InstanceRefused, NoInstanceLeft, RewardError, RolloutLost, RunStopped
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.client import RemoteRun
+from async_rl.producer.frames import error_as_data
+from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import Reward, make_reward
-from async_rl.rollout.producer import Producer, RolloutRun
 from async_rl.types import Batch, Group, Prompt, Response, Scores
 
 pytestmark = pytest.mark.distributed
@@ -86,7 +87,7 @@ def batch(size: int, *, iteration: int = 0, faults: dict[int, str] | None = None
     return Batch(iteration, {i: Prompt(f"row{i}", (3, 4, 5 + i), row) for i, row in enumerate(rows)})
 
 
-def drain(run: RolloutRun) -> list[Group]:
+def drain(run: RemoteRun) -> list[Group]:
     """All groups of a batch, as they finish."""
     groups: list[Group] = []
     while ready := run.ready(wait=True):
@@ -115,9 +116,10 @@ def test_start_returns_at_once_and_the_batch_is_generated_beside_the_consumer(in
     producer = make_producer(instance)
     with producer.start(batch(4), "v1") as run:
         assert run.ready(wait=False) == [], "it returned before anything was answered"
-        while len(run._queue._groups) < 4:
+        groups: list[Group] = []
+        while len(groups) < 4:
+            groups += run.ready(wait=False)
             time.sleep(0.01)
-        assert len(run.ready(wait=False)) == 4
 
 
 def test_same_run_seed_draws_the_same_samples_and_each_group_has_its_own(instances, make_producer) -> None:
@@ -167,7 +169,7 @@ def test_failing_reward_cancels_the_siblings_and_surfaces_at_once(
     producer = make_producer(instance, reward=reward)
     with pytest.raises(RewardError, match=message) as caught, producer.start(batch(3, faults={2: fault}), "v1") as run:
         drain(run)
-    assert "roll_out" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert "roll_out" in caught.value.__notes__[-1], "the producer's traceback"
     instance.rescript(slow_token=None)
     with producer.start(batch(3), "v1") as run:
         assert len(drain(run)) == 3
@@ -192,7 +194,7 @@ def test_refusal_of_a_request_names_the_prompt(instances, make_producer) -> None
     instance.rescript(max_model_len=10)
     with pytest.raises(InstanceRefused, match="longer than the model") as caught, producer.start(batch(1), "v1") as run:
         drain(run)
-    assert caught.value.__notes__ == ["asked for prompt row0, index 0 of iteration 0"]
+    assert caught.value.__notes__[0] == "asked for prompt row0, index 0 of iteration 0"
 
 
 class Idle:
@@ -287,10 +289,10 @@ def test_a_rollout_that_is_ended_from_beside_is_an_error_and_never_a_success(
     instances, make_producer, fault: Callable[[], Any]
 ) -> None:
     producer = make_producer(*instances({}))
-    real, producer._reward = producer._reward, Lengths(fault)
+    real, producer.rollouts._reward = producer.rollouts._reward, Lengths(fault)
     with pytest.raises(RolloutLost, match="row0, index 0 of iteration 0"), producer.start(batch(1), "v1") as run:
         drain(run)
-    producer._reward = real
+    producer.rollouts._reward = real
     with producer.start(batch(3), "v1") as run:
         assert len(drain(run)) == 3
 
@@ -298,23 +300,40 @@ def test_a_rollout_that_is_ended_from_beside_is_an_error_and_never_a_success(
 def test_what_goes_wrong_with_a_rollout_that_is_not_needed_any_more_ends_nothing(instances, make_producer) -> None:
     idle = Idle()
     producer = make_producer(*instances({}), idle_work=idle)
-    real, runs, failed = producer._reward, list[RolloutRun](), threading.Event()
+    scoring, failed = threading.Event(), threading.Event()
 
-    def fail_once_cancelled() -> None:
-        while not runs:
-            time.sleep(0.001)
-        runs[0].cancel({0})
-        failed.set()
-        raise KeyError("broken reward")
+    class Ungrateful(Lengths):
+        async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Scores:
+            scoring.set()
+            try:
+                await asyncio.sleep(30)
+            finally:
+                failed.set()
+                raise KeyError("broken reward")
 
-    producer._reward = Lengths(fail_once_cancelled)
+    real, producer.rollouts._reward = producer.rollouts._reward, Ungrateful()
     with producer.start(batch(1), "v1") as run:
-        runs.append(run)
+        assert scoring.wait(60)
+        run.cancel({0})
         assert run.ready(wait=True) == [] and failed.wait(60)
         while not idle.events:
             time.sleep(0.01)
         assert run.ready(wait=True) == []
-    producer._reward = real
+    producer.rollouts._reward = real
+
+
+def test_a_failure_that_crosses_the_word_that_it_is_not_needed_ends_nothing(instances, make_producer) -> None:
+    producer = make_producer(*instances({}))
+    with producer.start(batch(2, faults={}), "v1") as run:
+        while not (groups := run.ready(wait=False)):
+            time.sleep(0.01)
+        (left,) = {0, 1} - {group.index for group in groups} or (None,)
+        if left is not None:
+            run._queue.cancel({left})
+            run._note({"failed": error_as_data(RewardError("too late")), "index": left}, b"")
+            assert run.ready(wait=True) == []
+        with pytest.raises(RewardError, match="of another"):
+            run._note({"failed": error_as_data(RewardError("of another")), "index": groups[0].index}, b"")
 
 
 def test_whoever_waits_for_a_group_can_be_called_away(instances, make_producer) -> None:

@@ -1,0 +1,227 @@
+"""The producer as the ranks of the trainer use it: groups, publishing and records, asked for over a connection."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from async_rl.errors import AsyncRLError, ProducerLost, WaitTimedOut
+from async_rl.group_codec import unpack
+from async_rl.group_proof import GroupProof
+from async_rl.producer.connection import Connection
+from async_rl.producer.frames import Message, error_as_data, error_from_data
+from async_rl.producer.sample_queue import SampleQueue
+from async_rl.tracking.recorder import IterationRecord, Recorder
+from async_rl.types import Batch, Group, Publication, WeightVersion
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How often a wait looks whether the run has to end."""
+
+LEAVE_TIMEOUT_S = 40.0
+"""For the end of a batch's rollouts: it closes connections, and calls no instance or reward."""
+
+MAX_IDLE_WORK_S = 5400.0
+"""The longest that training waits for the work of the idle pool: its other ranks wait two hours at most."""
+
+Serve = Callable[[str, Sequence[Any]], Any]
+"""Does what the producer asks the trainer for while it publishes: (name, arguments) -> plain result."""
+
+
+def _serve_nothing(name: str, arguments: Sequence[Any]) -> Any:
+    raise AssertionError(f"the producer asks for {name} outside of a publish")
+
+
+class Control:
+    """The main rank's side: one call at a time, each of which the producer carries out before it takes the next."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def call(self, name: str, *arguments: Any, serve: Serve = _serve_nothing) -> Any:
+        """The result of the producer's `name`; see `producer.work`.
+
+        Raises:
+            ProducerLost: it has ended or hangs.
+            AsyncRLError: as it was raised there.
+        """
+        self.begin(name, *arguments)
+        return self.result(serve)
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        """Begins a call, whose `result` is due before the next one."""
+        self._connection.send({"call": name, "arguments": arguments})
+
+    def result(self, serve: Serve = _serve_nothing) -> Any:
+        """That of the call that was begun; raises as `call`."""
+        while True:
+            match self._connection.receive(POLL_S):
+                case ({"serve": asked, "arguments": given}, _):
+                    self._connection.send(_answer(serve, asked, given))
+                case ({"done": result}, _):
+                    return result
+                case ({"failed": error}, _):
+                    raise error_from_data(error)
+
+    def publish(self, version: WeightVersion, serve: Serve) -> Publication:
+        """Has the producer put the weights in service, which asks `serve` for them.
+
+        Raises:
+            PublishError: no instance received them.
+        """
+        return publication_of(self.call("publish", version, serve=serve))
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def publication_of(data: Mapping[str, Any]) -> Publication:
+    """From its plain data."""
+    return Publication(**{**data, "instances": tuple(data["instances"])})
+
+
+def _answer(serve: Serve, name: str, arguments: Sequence[Any]) -> Message:
+    try:
+        return {"served": serve(name, arguments)}
+    except AsyncRLError as error:
+        # It is the producer's to decide what follows from it.
+        return {"refused": error_as_data(error)}
+
+
+class RemoteRecorder(Recorder):
+    """Measures here, and has the producer write."""
+
+    def __init__(self, control: Control, require_lease: Callable[[], None], run_dir: Path, iterations: int) -> None:
+        super().__init__(run_dir, iterations)
+        self._control = control
+        self._require = require_lease
+
+    def write_groups(self, record: IterationRecord, rows: Sequence[GroupProof]) -> None:
+        self._require()
+        self._control.call("write_groups", record.iteration, list(record.times.values()), rows)
+
+    def end(self, record: IterationRecord, publication: Publication) -> None:
+        self._require()
+        self._control.call("end_iteration", record.as_data(), publication)
+
+    def close(self) -> None:
+        """The producer's own says how well the pools were balanced."""
+
+
+class RemoteRollouts:
+    """A leader's `Rollouts`: its replica's share of each batch, from the producer.
+
+    Args:
+        watch: called while it waits; an exception that it raises ends the batch.
+    """
+
+    def __init__(self, connection: Connection, watch: Callable[[], None]) -> None:
+        self.connection = connection
+        self.watch = watch
+
+    def start(self, batch: Batch, version: WeightVersion) -> "RemoteRun":
+        """Has the whole batch dispatched to the instances that serve `version`; does not wait."""
+        return RemoteRun(self, batch, version)
+
+
+class RemoteRun(AbstractContextManager["RemoteRun"]):
+    """The running rollouts of one share: a context manager that has the groups in order of completion.
+
+    Leaving it, normally or by an error, ends the rest: running requests are closed, and the instances abort them.
+    """
+
+    def __init__(self, rollouts: RemoteRollouts, batch: Batch, version: WeightVersion) -> None:
+        self._connection = rollouts.connection
+        self._watch = rollouts.watch
+        self._iteration = batch.iteration
+        self._queue = SampleQueue(len(batch.prompts), version)
+        self._failure: AsyncRLError | None = None
+        self._connection.send(
+            {
+                "start": batch.iteration,
+                "version": version,
+                "prompts": [(index, prompt.prompt_id) for index, prompt in batch.prompts.items()],
+                "num_trained": batch.num_trained,
+            }
+        )
+
+    def ready(self, wait: bool) -> list[Group]:
+        """The groups that finished since the last call, in order of completion.
+
+        With `wait` at least one, and none only after all of them; without, those available now.
+
+        Raises:
+            AsyncRLError: the producer's failure, or raised by `watch`.
+            ProducerLost: it has ended, or hangs.
+        """
+        while True:
+            while (frame := self._connection.receive(0.0)) is not None:
+                self._note(*frame)
+            groups = self._queue.take()
+            if groups or not wait or self._queue.has_all:
+                return groups
+            self._watch()
+            if (frame := self._connection.receive(POLL_S)) is not None:
+                self._note(*frame)
+
+    def cancel(self, indices: Collection[int]) -> None:
+        """See `FinishedGroups.cancel`; does not wait for the end of the rollouts, which the instances abort."""
+        self._queue.cancel(indices)
+        self._connection.send({"cancel": sorted(indices)})
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Waits for the work of the idle pool if the batch was trained, and for the end of the running rollouts.
+
+        Raises:
+            WaitTimedOut: they do not end, and nothing else is being raised.
+            ProducerLost: the same.
+        """
+        try:
+            self._leave(waits=error is None)
+        except (WaitTimedOut, ProducerLost) as late:
+            if error is None:
+                raise
+            log.error("leaving the batch of iteration %d: %s", self._iteration, late)
+
+    def _leave(self, *, waits: bool) -> None:
+        """That the run has to end is raised by the next publish, after the iteration's record."""
+        self._connection.send({"leave": waits})
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S + (MAX_IDLE_WORK_S if waits else 0.0)
+        while time.monotonic() < deadline:
+            match self._connection.receive(POLL_S):
+                case ({"left": _}, _):
+                    return
+            if not waits:
+                continue
+            try:
+                self._watch()
+            except AsyncRLError as ending:
+                log.warning("the work of the idle pool in iteration %d ends early: %s", self._iteration, ending)
+                self._connection.send({"leave": False})
+                waits, deadline = False, time.monotonic() + LEAVE_TIMEOUT_S
+        raise WaitTimedOut(f"the producer did not end the rollouts of iteration {self._iteration} in time")
+
+    def _note(self, message: Mapping[str, Any], body: bytes) -> None:
+        match message:
+            case {"group": header, "token_bytes": num_bytes}:
+                (group,) = unpack([header], body[:num_bytes], body[num_bytes:])
+                offset_s = self._connection.clock_offset_s
+                if offset_s:
+                    started_s, finished_s = group.started_s + offset_s, group.finished_s + offset_s
+                    group = replace(group, started_s=started_s, finished_s=finished_s)
+                self._queue.put(group)
+            case {"failed": error, **more}:
+                # It may have been cancelled when it failed.
+                if not (self._queue.has_all and self._queue.is_cancelled(more.get("index"))):
+                    raise error_from_data(error)
+            case {"ended": _}:
+                self._queue.end()
+            case _:
+                raise AssertionError(f"the producer says {message}")

@@ -1,0 +1,75 @@
+"""Frames between the producer and the ranks of its trainer: a message, and bytes that belong to it.
+
+    12 bytes (lengths of both, big-endian: 4 and 8) | the message as MessagePack | the bytes
+
+A message is plain data; tuples arrive as lists. Errors travel as plain data, too.
+"""
+
+import asyncio
+import struct
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from async_rl.errors import AsyncRLError, ProducerFailed
+
+LENGTHS = struct.Struct(">IQ")
+
+Message = dict[str, Any]
+
+encode_message = msgspec.msgpack.Encoder().encode
+decode_message = msgspec.msgpack.Decoder(Message).decode
+
+
+def frame(message: Message, parts: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
+    """The pieces of a frame, to be written one after the other."""
+    text = encode_message(message)
+    return [LENGTHS.pack(len(text), sum(memoryview(part).nbytes for part in parts)), text, *parts]
+
+
+async def read_frame(reader: asyncio.StreamReader, most_bytes: int | None = None) -> tuple[Message, bytes]:
+    """The next frame.
+
+    Args:
+        most_bytes: of a peer that has not said who it is; a longer frame of it is none.
+
+    Raises:
+        IncompleteReadError, ConnectionError: the peer is gone.
+        ValueError: the bytes are no frame.
+    """
+    length, num_bytes = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
+    if most_bytes is not None and length + num_bytes > most_bytes:
+        raise ValueError(f"a frame of {length + num_bytes} bytes before a greeting")
+    return decode_message(await reader.readexactly(length)), await reader.readexactly(num_bytes)
+
+
+def error_as_data(error: BaseException) -> list[Any]:
+    """Its class, text, attributes and notes, and the traceback as text."""
+    attributes = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float)}
+    notes = list(getattr(error, "__notes__", ()))
+    return [type(error).__name__, str(error), attributes, notes, "".join(traceback.format_exception(error))]
+
+
+def error_from_data(data: Sequence[Any]) -> AsyncRLError:
+    """The error as it was raised; `ProducerFailed` in place of one that is none of ours: an internal mistake."""
+    name, text, attributes, notes, trace = data
+    kind = next((each for each in _kinds(AsyncRLError) if each.__name__ == name), None)
+    if kind is None:
+        return ProducerFailed(f"the producer failed by an internal error, {name}: {text}\n{trace}")
+    # Not by its constructor: some take more than a text.
+    error = kind.__new__(kind, text)
+    error.args = (text,)
+    vars(error).update(attributes)
+    for note in notes:
+        error.add_note(note)
+    error.add_note(f"raised by the producer:\n{trace}")
+    return error
+
+
+def _kinds(kind: type[AsyncRLError]) -> Iterator[type[AsyncRLError]]:
+    """A class of errors and all its subclasses."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _kinds(each)

@@ -1,0 +1,116 @@
+"""A producer of given parts in the process of its caller, connected to as any other: for benchmarks and tests."""
+
+import secrets
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from async_rl.config.rollout_section import RolloutSection
+from async_rl.data.prompts import Tokenizer
+from async_rl.event_loop import EventLoopThread
+from async_rl.net.listener import listen
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.client import RemoteRollouts, RemoteRun
+from async_rl.producer.frames import Message
+from async_rl.producer.process import ProducerAddress
+from async_rl.producer.replica_batch import ReplicaBatch
+from async_rl.producer.server import ProducerServer
+from async_rl.rewards import Reward
+from async_rl.rollout.idle_work import IdleWork
+from async_rl.rollout.program_rollouts import ProgramRollouts
+from async_rl.rollout.scored_rollouts import ScoredRollouts
+from async_rl.types import Batch, WeightVersion
+
+LOST_AFTER_S = 30.0
+
+
+class LocalProducer:
+    """Rolls out batches on `loop`; each has a connection of its own.
+
+    Args:
+        idle_work: gets the pool when the rollouts of a batch have finished.
+        watch: called while a group is waited for; an exception that it raises ends the batch. May be replaced.
+        on_rollouts: gets the figures of the programs' rollouts of each batch.
+
+    `with_texts`: groups have texts and rows, as they have not in a run.
+    """
+
+    with_texts = True
+
+    def __init__(
+        self,
+        pool: InferencePool,
+        reward: Reward,
+        loop: EventLoopThread,
+        tokenizer: Tokenizer,
+        rollout: RolloutSection,
+        seed: int,
+        idle_work: IdleWork | None = None,
+        *,
+        skip_special_tokens: bool = True,
+        watch: Callable[[], None] = lambda: None,
+        programs: ProgramRollouts | None = None,
+        on_rollouts: Callable[[Mapping[str, Any]], None] = lambda figures: None,
+    ) -> None:
+        self.rollouts = ScoredRollouts(
+            pool, reward, tokenizer, rollout, seed, skip_special_tokens=skip_special_tokens, programs=programs
+        )
+        self._loop = loop
+        self.idle_work = idle_work
+        self.watch = watch
+        self._on_rollouts = on_rollouts
+        self._batches: list[Batch] = []
+        loop.run(self.rollouts.start())
+        secret, listener = secrets.token_hex(), listen("the producer", "127.0.0.1", 0, None)
+        self._server = ProducerServer(secret, self._start_batch)
+        loop.run(self._server.start(listener))
+        host, port = listener.getsockname()[:2]
+        self.address = ProducerAddress(host, port, secret)
+
+    def start(self, batch: Batch, version: WeightVersion) -> RemoteRun:
+        """Has the whole batch dispatched to the instances that serve `version`; does not wait."""
+        self._batches.append(batch)
+        return start_alone(self.address, len(self._batches) - 1, batch, version, lambda: self.watch())
+
+    def close(self) -> None:
+        """Ends what runs."""
+        self._loop.end(self._server.stop())
+        self._loop.end(self.rollouts.close())
+
+    def batch_of(self, number: int, message: Message) -> Batch:
+        """The batch that a connection asks for."""
+        return self._batches[number]
+
+    async def _start_batch(self, number: int, message: Message) -> ReplicaBatch:
+        batch = self.batch_of(number, message)
+
+        def note_finished() -> None:
+            self.rollouts.note_finished(batch.iteration, self._on_rollouts)
+
+        version = message["version"]
+        return ReplicaBatch(
+            self.rollouts, batch, version, self.idle_work, on_finished=note_finished, with_texts=self.with_texts
+        )
+
+
+def start_alone(
+    address: ProducerAddress,
+    number: int,
+    batch: Batch,
+    version: WeightVersion,
+    watch: Callable[[], None] = lambda: None,
+) -> RemoteRun:
+    """Starts a batch on a connection of its own, which takes the place of a replica of that number."""
+    return _OwnConnection(RemoteRollouts(address.connect(LOST_AFTER_S, replica=number), watch), batch, version)
+
+
+class _OwnConnection(RemoteRun):
+    """Closes the connection with the run."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, traceback)
+        finally:
+            self._connection.close()

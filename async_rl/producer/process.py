@@ -1,0 +1,92 @@
+"""The producer as a child of the trainer's main rank."""
+
+import logging
+import secrets
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import msgspec
+
+from async_rl.config.sections import Config
+from async_rl.errors import ProducerLost
+from async_rl.producer.connection import Connection
+from async_rl.producer.frames import error_from_data
+
+log = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 60.0
+"""For ending rollouts, rewards, programs and trackers, which have limits of their own."""
+
+
+class Given(msgspec.Struct):
+    """What the main rank gives the producer: the config as JSON, the secret of all greetings, its lease, and where
+    to listen."""
+
+    config: str
+    secret: str
+    lease_name: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerAddress:
+    """Where the ranks of a trainer reach its producer."""
+
+    host: str
+    port: int
+    secret: str
+
+    def connect(self, lost_after_s: float, *, replica: int | None = None) -> Connection:
+        """A leader's connection, or without a replica that of the main rank.
+
+        Raises:
+            ProducerLost: nobody answers.
+        """
+        role = {"role": "control"} if replica is None else {"role": "rollouts", "replica": replica}
+        return Connection((self.host, self.port), {"secret": self.secret, **role}, lost_after_s)
+
+
+class ProducerProcess:
+    """Starts the producer, and gives it the run; it listens at `host`, an address of this one."""
+
+    def __init__(self, config: Config, lease_name: str, host: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "async_rl.producer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._host, self._secret = host, secrets.token_hex()
+        given = Given(config.model_dump_json(), self._secret, lease_name, host)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(given) + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+
+    def address(self) -> ProducerAddress:
+        """Waits until it listens.
+
+        Raises:
+            ConfigError: its address cannot be used.
+            ProducerLost: it ended before.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ProducerLost(
+                f"the producer ended when it started, with exit code {self._process.wait()}: its last words are in the "
+                "log"
+            )
+        said = msgspec.json.decode(line)
+        if "failed" in said:
+            raise error_from_data(said["failed"])
+        return ProducerAddress(self._host, said["port"], self._secret)
+
+    def end(self, timeout_s: float) -> None:
+        """Waits for its end, which follows that of the main rank's connection; kills it after `timeout_s`."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            log.error("the producer did not end within %g s, and is killed", timeout_s)
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,381 @@
+"""What the producer does for a run, by the names of the main rank's calls; built in the order of its methods.
+
+`load`, then `open`, then as often as the trainer asks `publish`, `write_groups`, `end_iteration`, `members`,
+`evaluate_trained`. The calls run in the main thread, one at a time; everything asynchronous runs on the event loop.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
+from async_rl.config.sections import Config
+from async_rl.data.prompts import PromptSource, Tokenizer
+from async_rl.errors import ConfigError
+from async_rl.evaluation.evaluator import Evaluator
+from async_rl.evaluation.recorder import EvaluationRecorder
+from async_rl.evaluation.sampler import Sampler
+from async_rl.evaluation.sets import load_sets
+from async_rl.event_loop import EventLoopThread
+from async_rl.files import append_lines
+from async_rl.fleet.dns import DnsMembership
+from async_rl.fleet.server import FleetServer
+from async_rl.gateway.programs import make_program
+from async_rl.group_proof import GroupProof
+from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.client import MAX_IDLE_WORK_S, publication_of
+from async_rl.producer.frames import Message
+from async_rl.producer.replica_batch import ReplicaBatch
+from async_rl.proof.gap_limits import noise_limits, noise_scale
+from async_rl.publish.admission import Admission
+from async_rl.publish.canary import Canary
+from async_rl.publish.probe import Probe
+from async_rl.publish.publisher import Publisher
+from async_rl.publish.remote_sender import RemoteSender
+from async_rl.rewards import Reward, make_reward
+from async_rl.rewards.readable_answers import answer_check
+from async_rl.rollout.garbage import FullCollections
+from async_rl.rollout.program_rollouts import ProgramRollouts, make_program_rollouts
+from async_rl.rollout.scored_rollouts import ScoredRollouts
+from async_rl.tokenizer import load_tokenizer
+from async_rl.tracking.recorder import IterationRecord, Recorder
+from async_rl.tracking.records import ROLLOUTS
+from async_rl.tracking.samples import NUM_GROUPS, FirstGroups
+from async_rl.tracking.throughput import ModelSize, TrainingPool
+from async_rl.tracking.timeline import GroupTimes
+from async_rl.tracking.trackers.choice import open_trackers
+from async_rl.types import Batch, Group, Prompt, Publication
+
+START_TIMEOUT_S = 600.0
+"""For starting the processes of a reward or a program, which have limits of their own: that of anything beyond."""
+
+CLOSE_TIMEOUT_S = 30.0
+"""For ending them."""
+
+Ask = Callable[[str, Sequence[Any]], Any]
+"""Has the main rank do something while it waits for a publish: (name, arguments) -> plain result."""
+
+
+class Work:
+    """
+    Args:
+        closing: closes what is opened, in reverse order.
+        pool: of the run; by default made from the config.
+        lease_name: `RUN_UID:TERM`, as instances are told; `run` is the uid.
+        require_lease: raises if another trainer writes the records by now.
+    """
+
+    def __init__(
+        self,
+        closing: ExitStack,
+        config: Config,
+        loop: EventLoopThread,
+        *,
+        token: str | None = None,
+        lease_name: str | None = None,
+        run: str | None = None,
+        require_lease: Callable[[], None] = lambda: None,
+        pool: InferencePool | None = None,
+    ) -> None:
+        self._closing = closing
+        self._config = config
+        self._loop = loop
+        self._token = token
+        self._run = run
+        self._require_lease = require_lease
+        self._pool = pool or InferencePool(config.pool, token, lease_name)
+        closing.callback(lambda: loop.end(self._pool.close()))
+        self._tokenizer: Tokenizer
+        self._reward: Reward
+        self._prompts: PromptSource
+        self._rollouts: ScoredRollouts
+        self._recorder: Recorder
+        self._publisher: Publisher | None = None
+        self._evaluator: Evaluator | None = None
+        self._programs: ProgramRollouts | None = None
+        self._num_replicas = 1
+        self._num_finished: Counter[int] = Counter()
+        """Shares of an iteration whose rollouts have finished."""
+        self._samples = FirstGroups(NUM_GROUPS + config.prompts.reserve)
+        self._full_collections = FullCollections()
+
+    # Calls
+
+    def load(self, checkpoint: str, cache_dir: str) -> dict[str, Any]:
+        """Tokenizer, reward and prompts; returns the names of the prompts and digests of the data.
+
+        Raises:
+            ConfigError: one of them is not usable.
+            WriteFailed: there is no room for the tokenized prompts.
+        """
+        config = self._config
+        self._reward = make_reward(config.reward)
+        self._tokenizer, self._pool.model_tokens = load_tokenizer(config.model.path, checkpoint)
+        check = answer_check(config.reward)
+        self._prompts = PromptSource.load(config.prompts, self._tokenizer, config.run.seed, Path(cache_dir), check)
+        return {"outlines": list(map(asdict, self._prompts.outlines)), "digests": self._prompts.digests}
+
+    def open(self, first_iteration: int, num_replicas: int, training_pool: Mapping[str, Any]) -> str:
+        """Opens the fleet endpoint, waits for the instances, and starts reward, programs and evaluator; returns the
+        URL of the endpoint.
+
+        Raises:
+            ConfigError: an address is not available, or a reward, a program, a set or the longest prompt is not usable.
+            NoInstanceLeft: no instance became healthy within `pool.timeout_s`.
+        """
+        config, pool, loop = self._config, self._pool, self._loop
+        self._num_replicas = num_replicas
+        server = FleetServer(pool, config.pool, self._token, config.run.dir, config.publish.master_address, self._run)
+        self._start(server)
+        if config.pool.dns is not None:
+            self._start(DnsMembership(pool, config.pool.dns))
+        loop.run(pool.wait_until_ready())
+        pool.min_model_len = require_len(config.rollout, self._prompts.longest, pool.max_model_len)
+        self._programs = self._make_programs()
+        trackers = open_trackers(config.tracking, config.run.dir, first_iteration, config.model_dump(mode="json"))
+        self._closing.callback(trackers.close)
+        self._evaluator = self._make_evaluator(EvaluationRecorder(config.run.dir, self._require_lease, trackers))
+        self._rollouts = ScoredRollouts(
+            pool,
+            self._reward,
+            self._tokenizer,
+            config.rollout,
+            config.run.seed,
+            skip_special_tokens=config.reward.skip_special_tokens,
+            programs=self._programs,
+        )
+        self._closing.callback(lambda: loop.end(self._rollouts.close(), CLOSE_TIMEOUT_S))
+        loop.run(self._rollouts.start(), START_TIMEOUT_S)
+        self._recorder = Recorder(
+            config.run.dir,
+            config.train.iterations,
+            server.metrics.note,
+            self._reward.correct_at,
+            self._decode,
+            self._require_lease,
+            has_reserve=config.prompts.reserve > 0,
+            training_pool=_training_pool(training_pool),
+            trackers=trackers,
+            all_responses=config.tracking.all_responses,
+        )
+        self._closing.callback(self._recorder.close)
+        return server.url
+
+    def publish(self, version: str, ask: Ask) -> Publication:
+        """Puts the trainer's weights in service as `version`; `ask` has its main rank send them.
+
+        Raises:
+            PublishError: no instance received them.
+        """
+        if self._publisher is None:
+            self._publisher = self._make_publisher(RemoteSender(ask))
+        return self._publisher.publish(version)
+
+    def write_groups(self, iteration: int, times: Sequence[Mapping[str, Any]], rows: Sequence[Any]) -> None:
+        """Writes the groups of a mini-batch."""
+        record = IterationRecord(iteration)
+        record.times = {each["index"]: GroupTimes(**each) for each in times}
+        self._recorder.write_groups(record, list(map(GroupProof.from_json, rows)))
+
+    def end_iteration(self, record: Mapping[str, Any], publication: Mapping[str, Any]) -> None:
+        """Writes the record of an iteration."""
+        self._recorder.end(IterationRecord.from_data(record, self._samples), publication_of(publication))
+
+    def members(self) -> list[tuple[str, str | None]]:
+        """URL of each instance, and why it is out of service."""
+        return [(member.url, member.reason) for member in self._pool.members]
+
+    def evaluate_trained(self, version: str) -> None:
+        """Evaluates the trained weights, which the pool serves as `version`, and waits for that.
+
+        Raises:
+            WaitTimedOut: it took longer than `MAX_IDLE_WORK_S`.
+        """
+
+        async def evaluate(evaluator: Evaluator) -> None:
+            evaluator.note_awaited()
+            await evaluator.evaluate(self._config.train.iterations, version)
+
+        if self._evaluator is not None:
+            self._loop.run(evaluate(self._evaluator), MAX_IDLE_WORK_S)
+
+    # Rollouts, on the event loop
+
+    async def start_batch(self, replica: int, message: Message) -> ReplicaBatch:
+        """Begins to roll out a replica's share.
+
+        Raises:
+            ConfigError: there is no prompt of such a name.
+        """
+        iteration = message["start"]
+        # Rows are read from disk: the loop goes on meanwhile.
+        prompts = await asyncio.to_thread(self._find, message["prompts"])
+        is_first = replica == 0
+        if self._programs is not None and not self._num_finished:
+            self._full_collections.hold()
+
+        def note_finished() -> None:
+            self._num_finished[iteration] += 1
+            if self._num_finished[iteration] == self._num_replicas:
+                del self._num_finished[iteration]
+                self._note_rollouts(iteration)
+
+        return ReplicaBatch(
+            self._rollouts,
+            Batch(iteration, prompts),
+            message["version"],
+            self._evaluator if is_first else None,
+            self._samples.offer if is_first else _ignore,
+            note_finished,
+        )
+
+    def _find(self, prompts: Sequence[tuple[int, str]]) -> dict[int, Prompt]:
+        return {index: self._prompts.find(prompt_id) for index, prompt_id in prompts}
+
+    def _note_rollouts(self, iteration: int) -> None:
+        """All rollouts of an iteration have finished."""
+        self._full_collections.make_up()
+        self._rollouts.note_finished(iteration, self._write_rollouts)
+
+    def _write_rollouts(self, figures: Mapping[str, Any]) -> None:
+        self._require_lease()
+        append_lines(self._config.run.dir / ROLLOUTS, [json.dumps(figures)])
+
+    # Parts
+
+    def _make_programs(self) -> ProgramRollouts | None:
+        config = self._config
+        return make_program_rollouts(
+            config.rollout,
+            config.prompts,
+            config.run.seed,
+            config.model.path,
+            self._pool,
+            self._tokenizer,
+            self._reward,
+            skip_special_tokens=config.reward.skip_special_tokens,
+            program=make_program(config.rollout, self._tokenizer, config.publish.master_address),
+        )
+
+    def _make_evaluator(self, recorder: EvaluationRecorder) -> Evaluator | None:
+        config = self._config
+        if not config.evaluation.sets:
+            return None
+        sets = load_sets(
+            config.evaluation,
+            config.prompts,
+            self._tokenizer,
+            config.run.seed,
+            self._prompts.held_out,
+            answer_check(config.reward),
+        )
+        sampler = Sampler(
+            self._pool,
+            self._reward,
+            self._tokenizer,
+            config.rollout,
+            config.run.seed,
+            skip_special_tokens=config.reward.skip_special_tokens,
+            programs=self._programs,
+        )
+        evaluator = Evaluator(self._pool, sampler, sets, config.evaluation, recorder.write)
+        if evaluator.longest is not None:
+            require_len(config.rollout, evaluator.longest, self._pool.max_model_len)
+        return evaluator
+
+    def _make_publisher(self, sender: RemoteSender) -> Publisher:
+        config, prompt = self._config, self._prompts.longest.token_ids
+        admission = probe = canary = None
+        if config.publish.canary != "off":
+            noise, dtype = noise_limits(config.train, config.model.dtype).noise, config.model.dtype
+            canary = Canary(
+                config.publish,
+                config.rollout,
+                prompt,
+                noise,
+                dtype,
+                rounding=noise_scale(dtype),
+                exact=config.train.exact,
+            )
+        if config.publish.snapshot_dir is not None:
+            admission = Admission(config.publish)
+            admission.canary = canary
+            self._pool.late_joiners.admit = admission.admit
+        if config.publish.probe_tokens:
+            probe = Probe(config.publish, config.rollout, prompt)
+        return Publisher(
+            self._pool,
+            self._loop,
+            config.publish,
+            sender,
+            wait_s=config.pool.timeout_s,
+            admission=admission,
+            probe=probe,
+            canary=canary,
+        )
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.batch_decode([list(token_ids)], skip_special_tokens=False)[0]
+
+    def _start(self, part: FleetServer | DnsMembership) -> None:
+        self._loop.run(part.start())
+        self._closing.callback(lambda: self._loop.end(part.stop()))
+
+
+def _ignore(group: Group) -> None:
+    """Other replicas' groups are not among the samples."""
+
+
+def _training_pool(data: Mapping[str, Any]) -> TrainingPool:
+    model = data["model"]
+    return TrainingPool(**{**data, "model": None if model is None else ModelSize(**model)})
+
+
+def require_len(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> int:
+    """Checks that every prompt fits into the model of every instance; returns the tokens that an instance has to take.
+
+    Raises:
+        ConfigError: some do not: with their longest response, or of a program with a turn.
+    """
+    if rollout.program != SINGLE_TURN:
+        return require_room(rollout, longest, max_model_len)
+    require_fit(rollout, longest, max_model_len)
+    return len(longest.token_ids) + rollout.max_response_tokens
+
+
+def require_fit(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> None:
+    """Checks that every prompt and its longest response fit into the model of every instance.
+
+    Raises:
+        ConfigError: some do not fit; names the prompt and the lengths.
+    """
+    num_tokens = len(longest.token_ids) + rollout.max_response_tokens
+    if max_model_len is not None and num_tokens > max_model_len:
+        raise ConfigError(
+            f"prompt {longest.prompt_id} has {len(longest.token_ids)} tokens; with rollout.max_response_tokens = "
+            f"{rollout.max_response_tokens} that is {num_tokens}, but the instances' model takes {max_model_len}: "
+            f"lower prompts.max_prompt_tokens to {max(max_model_len - rollout.max_response_tokens, 0)} "
+            "or shorten the responses"
+        )
+
+
+def require_room(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> int:
+    """Checks that a program has room for a turn after every prompt; returns the tokens that a turn may need in all.
+
+    Raises:
+        ConfigError: it has none after some; names the prompt and the lengths.
+    """
+    num_tokens = len(longest.token_ids)
+    most = min((length for length in (max_model_len, rollout.max_context_tokens) if length), default=num_tokens + 1)
+    if num_tokens >= most:
+        raise ConfigError(
+            f"prompt {longest.prompt_id} has {num_tokens} tokens, which leaves no room for a turn: with all that is "
+            f"before it, it has at most {most} (rollout.max_context_tokens, else the instances' model): lower "
+            f"prompts.max_prompt_tokens to {most - 1}, or raise rollout.max_context_tokens"
+        )
+    return most
