@@ -1,8 +1,8 @@
 """Algorithm 1 of Periodic Asynchrony (arXiv 2511.18871) and nothing else.
 
 `Trainer` is implemented on Megatron by `trainer`, `PromptBatches` by `async_rl.data.prompts` and `Rollouts` by
-`async_rl.rollout.producer`. Every training rank runs this same loop; the leader of each data-parallel replica makes the
-rollouts of the replica's share of each batch, and the replica's other ranks get the groups from it.
+`async_rl.producer.client`. Every training rank runs this same loop; the leader of each data-parallel replica gets the
+groups of the replica's share of each batch from the producer, and the replica's other ranks get them from it.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """Types that all packages share: prompts, responses, groups, batches and the result of a publish.
 
 All are frozen dataclasses without behaviour beyond small derived properties; they are passed between all parts of the
-trainer process (producer thread -> queue -> training loop -> ledger).
+run (producer -> queue -> training loop -> ledger).
 """
 
 import hashlib
@@ -319,7 +319,7 @@ class Batch:
         return self.num_trained < len(self.prompts)
 
     def share(self, rank: int, size: int) -> "Batch":
-        """The prompts at indices congruent to `rank` modulo `size`: the share of one of `size` leaders."""
+        """The prompts at indices congruent to `rank` modulo `size`: the share of one of `size` replicas."""
         return replace(self, prompts={i: p for i, p in self.prompts.items() if i % size == rank})
 
     def split(self, num_parts: int) -> "list[Batch]":

@@ -1,7 +1,7 @@
 """Where the files of prompt tables are: in the directory of a run, for it to resume, or nowhere that has a name.
 
 CACHE/KEY/       a table; KEY digests its source's contents, its settings and the tokenizer
-CACHE/.lock      held while one is written: leaders of one host write it once
+CACHE/.lock      held while one is written: runs that share a cache write it once
 CACHE/.KEY.partial   one that is being written, or was when its writer died
 """
 

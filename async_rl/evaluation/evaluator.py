@@ -131,7 +131,7 @@ class Evaluator:
         return max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
 
     async def run(self, iteration: int, version: WeightVersion) -> None:
-        """Evaluates `version`, if an evaluation is due, as soon as no leader has a rollout running."""
+        """Evaluates `version`, if an evaluation is due, as soon as no rollout is running."""
         if iteration % self._every == 0:
             await self.evaluate(iteration, version)
 
@@ -154,7 +154,7 @@ class Evaluator:
                 self._report([evaluation.result(loaded, correct_at) for loaded in self._sets])
 
     def note_awaited(self) -> None:
-        """Training waits from now on: the batch is proven, so that no rollout of any leader is left to wait for."""
+        """Training waits from now on: the batch is proven, so that no rollout is left to wait for."""
         self._awaited_since_s = time.monotonic()
 
     async def stop(self) -> None:

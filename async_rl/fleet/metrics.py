@@ -56,7 +56,7 @@ RUN_GAUGES = {
 INSTANCE_GAUGES = {
     "outstanding_tokens": (
         "async_rl_instance_outstanding_tokens",
-        "Expected tokens of the requests under way, of all leaders.",
+        "Expected tokens of the requests under way.",
     ),
     "num_requests": ("async_rl_instance_requests_running", "Requests under way."),
     "tokens_per_s": ("async_rl_instance_tokens_per_second", "Response tokens per second, recently."),

@@ -216,7 +216,7 @@ class Work:
         # Rows are read from disk: the loop goes on meanwhile.
         prompts = await asyncio.to_thread(self._find, message["prompts"])
         is_first = replica == 0
-        if self._programs is not None and not self._num_finished:
+        if self._programs is not None:
             self._full_collections.hold()
 
         def note_finished() -> None:

@@ -25,7 +25,7 @@ class Offer:
 
 
 class Admission:
-    """`LateJoiners.admit` of the leader that publishes; the publisher sets `offer` before it ends a publish."""
+    """`LateJoiners.admit` where there are snapshots; the publisher sets `offer` before it ends a publish."""
 
     def __init__(self, config: PublishSection) -> None:
         self._timeout_s = config.timeout_s

@@ -4,6 +4,7 @@
 are, NaN and infinite ones too: msgpack does, JSON by msgspec does not.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -15,6 +16,8 @@ import msgspec
 from async_rl import errors
 from async_rl.errors import AsyncRLError, InstanceError, LeaderFailed
 from async_rl.protocol.sender import Forming, Invitations, Sender, SenderFacts, Sent
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -97,4 +100,7 @@ def serve(sender: Sender, name: str, arguments: Sequence[Any]) -> dict[str, Any]
     try:
         return {"result": msgspec.to_builtins(getattr(sender, name)(*given))}
     except Exception as error:
+        if not isinstance(error, AsyncRLError):
+            # Only its text crosses; the traceback is of use here.
+            log.exception("%s failed by an internal error", name)
         return {"error": type(error).__name__, "text": str(error)}

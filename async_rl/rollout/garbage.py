@@ -11,7 +11,7 @@ NEVER = 2**31 - 1
 
 
 class FullCollections:
-    """Holds full collections back from `hold` to `make_up`, which may be called without it."""
+    """Holds full collections back from the first `hold` to `make_up`, which may be called without it."""
 
     def __init__(self) -> None:
         self._threshold: tuple[int, int, int] | None = None

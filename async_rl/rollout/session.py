@@ -51,7 +51,7 @@ class NothingSampled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """What all rollouts of a leader share; opens their sessions."""
+    """What all rollouts of a run share; opens their sessions."""
 
     pool: InferencePool
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""Rendering, parsing and decoding for all rollouts of a leader: short work on the event loop, long work in a thread.
+"""Rendering, parsing and decoding for all rollouts of a run: short work on the event loop, long work in a thread.
 
 A rendering takes a millisecond: of a thousand at once, one goes through in each round of the loop. That of a text of
 100,000 tokens takes 0.2 s, nearly all in a library that leaves the interpreter to others meanwhile: one after the other
