@@ -168,9 +168,15 @@ class WeightGroup:
         return store.check([_presence(rank)])
 
     def announce(self, rank: int) -> None:
-        """Receiver: announces that this rank accepted the next update and is about to receive."""
+        """Receiver: announces that this rank accepted the next update and is about to receive.
+
+        A sender that is gone by then has broken the broadcast, as one that goes later.
+        """
         self._num_updates += 1
-        self._store.set(f"update/{self._num_updates}/{rank}", "ready")
+        try:
+            self._store.set(f"update/{self._num_updates}/{rank}", "ready")
+        except PublishError as error:
+            raise PublishError(f"the weight broadcast broke: {error}") from error
 
     def wait_accepted(self, timeout_s: float) -> list[int]:
         """Sender: waits until all ranks have announced the next update, at most `timeout_s`; returns the others."""

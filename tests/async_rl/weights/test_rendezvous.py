@@ -134,7 +134,7 @@ def test_a_group_is_formed_and_says_whose_workers_have_not_accepted_an_update() 
     assert rendezvous.group.wait_accepted(PATIENCE_S) == [] and time.monotonic() - begun < PATIENCE_S / 2
     rendezvous.close()
     rendezvous.close()
-    with pytest.raises(PublishError):
+    with pytest.raises(PublishError, match="the weight broadcast broke"):
         groups[0].announce(1)
     for group in groups:
         group.close()
