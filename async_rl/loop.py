@@ -1,8 +1,8 @@
 """Algorithm 1 of Periodic Asynchrony (arXiv 2511.18871) and nothing else.
 
 `Trainer` is implemented on Megatron by `trainer`, `PromptBatches` by `async_rl.data.prompts` and `Rollouts` by
-`async_rl.producer.client`. Every training rank runs this same loop; the leader of each data-parallel replica gets the
-groups of the replica's share of each batch from the producer, and the replica's other ranks get them from it.
+`async_rl.producer.client`. Every training rank runs this same loop; the leader of each data-parallel replica gets
+groups of each batch from the producer, which gives each to one replica, and the replica's other ranks get them from it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -67,8 +67,8 @@ class PromptBatches(Protocol):
 
 
 class Rollouts(Protocol):
-    def start(self, batch: Batch, version: WeightVersion) -> AbstractContextManager[FinishedGroups]:
-        """Dispatches the whole batch and returns immediately; the groups arrive in order of completion."""
+    def start(self, mini_batches: Sequence[Batch], version: WeightVersion) -> AbstractContextManager[FinishedGroups]:
+        """Dispatches the whole batch and returns immediately; the groups arrive as they finish."""
         ...
 
 
@@ -96,10 +96,9 @@ def train(
         with record.timed("publish_s"):
             publication = trainer.publish_weights()
         mini_batches = prompts.batch(iteration).split(config.steps_per_batch)
-        shares = [mini_batch.share(trainer.dp_rank, trainer.num_replicas) for mini_batch in mini_batches]
-        rollouts = producer.start(Batch.union(shares), publication.version)
+        rollouts = producer.start(mini_batches, publication.version)
         with record.timed_exit("evaluation_s", rollouts) as finished:
-            order = TrainingOrder(finished, config, shares)
+            order = TrainingOrder(finished, config, mini_batches, trainer.dp_rank, trainer.num_replicas)
             for mini_batch in mini_batches:
                 order.begin_mini_batch()
                 rows: list[GroupProof] = []

@@ -1,8 +1,8 @@
-"""Which groups may be trained next: in order of completion, or by index in the batch, mini-batch after mini-batch.
+"""Which groups may be trained next: as they come, or by index in the batch, mini-batch after mini-batch.
 
-`mode = "synchronous"` waits for the whole batch first, as a baseline. `order = "prompt"` trains groups by their index
-in the batch, holding back groups that finished early, so that sums are formed in the same order in every run. Of a
-batch with a reserve only the selected groups are trained, those without a signal last if by index.
+`order = "prompt"` trains groups by their index in the batch, holding back groups that finished early, so that sums are
+formed in the same order in every run. Of a batch with a reserve only the selected groups are trained, those without a
+signal last if by index.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,76 +14,77 @@ from async_rl.types import Batch, Group
 
 
 class TrainingOrder:
-    """Returns the groups of one batch, or of a replica's share, in training order; used by the training thread."""
+    """Returns the groups that come to a replica in training order; used by the training thread.
 
-    def __init__(self, finished: FinishedGroups, config: TrainSection, mini_batches: Sequence[Batch]) -> None:
+    Args:
+        mini_batches: the whole of each; by index and with a reserve, groups of the replica's share of them come.
+        replica: this one, of `num_replicas`.
+    """
+
+    def __init__(
+        self,
+        finished: FinishedGroups,
+        config: TrainSection,
+        mini_batches: Sequence[Batch],
+        replica: int = 0,
+        num_replicas: int = 1,
+    ) -> None:
         self.by_index = config.order == "prompt"
+        shares = [part.share(replica, num_replicas) for part in mini_batches]
         self._selected: SelectedGroups | None = None
-        if any(mini_batch.has_reserve for mini_batch in mini_batches):
-            (share,) = mini_batches
+        if any(part.has_reserve for part in mini_batches):
+            (share,) = shares
             finished = self._selected = SelectedGroups(finished, share, by_index=self.by_index)
         self._finished = finished
-        self._synchronous = config.mode == "synchronous"
-        self._indices = [sorted(mini_batch.prompts) for mini_batch in mini_batches]
+        self._indices = [sorted(share.prompts) for share in shares]
         self._due: list[int] = []
         self._held: list[Group] = []
-        self._all_arrived = False
+        self._is_complete = True
         self.watch: Callable[[], None] = lambda: None
         """Called whenever groups are requested; an exception it raises ends the batch."""
 
     def begin_mini_batch(self) -> None:
-        """From now on `take` returns the groups of the next mini-batch; those of later ones wait."""
-        self._due = self._indices.pop(0)
+        """From now on `take` returns the groups of the next mini-batch."""
+        self._due, self._is_complete = self._indices.pop(0), False
 
     def take(self, wait: bool) -> list[Group]:
         """The groups that may be trained now.
 
-        With `wait` at least one, and none only when the mini-batch is complete: all its indices were returned and, for
-        the last mini-batch, the whole batch has arrived, since a surplus group must be detected.
+        With `wait` at least one, and none only when the mini-batch has no more for this replica.
         """
         self.watch()
-        if not wait:
-            self._fetch(wait=False)
-        while True:
-            groups = self._pick()
-            if groups or not wait or self._all_arrived or (self._indices and not self._due):
+        while not self._is_complete:
+            arrived = self._finished.ready(wait)
+            self._held += arrived
+            self._is_complete = wait and not arrived
+            if (groups := self._pick()) or not wait:
                 return groups
-            self._fetch(wait=True)
+        return self._pick()
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """See `FinishedGroups.begin`."""
+        self._finished.begin(groups)
 
     def left_out(self) -> list[GroupProof]:
         """Rows, for the ledger, of the groups that the selection passed over; known when the batch is complete."""
         return [] if self._selected is None else self._selected.left_out()
 
-    def _fetch(self, wait: bool) -> None:
-        if self._all_arrived:
-            return
-        arrived = self._finished.ready(wait)
-        self._held += arrived
-        self._all_arrived = wait and not arrived
-
     def _pick(self) -> list[Group]:
-        if self._synchronous:
-            while not self._all_arrived:
-                self._fetch(wait=True)
-        later = {index for indices in self._indices for index in indices}
-        groups = [group for group in self._held if group.index not in later]
-        if self.by_index and self._selected is None:
-            groups = self._next_by_index(groups)
+        groups = self._next_by_index() if self.by_index and self._selected is None else self._held
         self._held = _without(self._held, groups)
         taken = {group.index for group in groups}
         self._due = [index for index in self._due if index not in taken]
         return groups
 
-    def _next_by_index(self, groups: Sequence[Group]) -> list[Group]:
-        held = {group.index: group for group in groups}
+    def _next_by_index(self) -> list[Group]:
+        held = {group.index: group for group in self._held}
         picked: list[Group] = []
         for index in self._due:
             if index not in held:
                 break
             picked.append(held.pop(index))
-        # Groups that belong to no index of the batch are returned last; the ledger will report them.
-        complete = self._all_arrived and len(picked) == len(self._due)
-        return [*picked, *_without(groups, picked)] if complete else picked
+        # What nobody waits for comes last; the ledger will report it.
+        return [*picked, *_without(self._held, picked)] if self._is_complete else picked
 
 
 def _without(groups: Sequence[Group], picked: Sequence[Group]) -> list[Group]:

@@ -152,10 +152,13 @@ class NoRollouts:
     """The rollouts of a rank that is not its replica's leader: the leader sends it the groups."""
 
     @contextmanager
-    def start(self, batch: Batch, version: WeightVersion) -> Iterator["NoRollouts"]:
+    def start(self, mini_batches: Sequence[Batch], version: WeightVersion) -> Iterator["NoRollouts"]:
         yield self
 
     def ready(self, wait: bool) -> list[Group]:
+        raise AssertionError("only a leader reads the order of training")
+
+    def begin(self, groups: Sequence[Group]) -> None:
         raise AssertionError("only a leader reads the order of training")
 
     def cancel(self, indices: Collection[int]) -> None:

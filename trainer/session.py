@@ -129,7 +129,10 @@ def open_session(
         if parallel.is_leader:
             connection = ProducerAddress(*address_of_producer).connect(lost_after_s, replica=parallel.dp_rank)
             closing.callback(connection.close)
-            rollouts = RemoteRollouts(connection, ending.watch)
+            by_index = config.train.order == "prompt"
+            rollouts = RemoteRollouts(
+                connection, ending.watch, parallel.dp_rank, parallel.num_replicas, by_index=by_index
+            )
         publish = None
         if control is not None:
             sender = WeightSender(weight_source(megatron, parallel), config.publish, run_id, parallel.device.BACKEND)

@@ -46,6 +46,12 @@ class TrainerSection(Section):
         """Training ranks of `async-rl run`."""
         return self.num_processes or self.ranks_per_replica
 
+    @property
+    def trains_backlogs(self) -> bool:
+        """Whether a window has a cost of its own, and so is everything that is ready: a pipeline's ranks idle while it
+        fills and drains, and frozen weights are copied from the host."""
+        return self.pipeline_parallel > 1 or self.frozen_weights == "host"
+
     def shares_optimizer(self, num_replicas: int) -> bool:
         """Whether the replicas, of which there are `num_replicas`, share the optimizer's state."""
         return num_replicas > 1 if self.distributed_optimizer is None else self.distributed_optimizer

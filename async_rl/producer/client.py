@@ -13,6 +13,7 @@ from async_rl.errors import AsyncRLError, ProducerLost, WaitTimedOut
 from async_rl.group_codec import unpack
 from async_rl.group_proof import GroupProof
 from async_rl.producer.connection import Connection
+from async_rl.producer.dock import has_fixed_shares, own_shares
 from async_rl.producer.frames import Message, error_as_data, error_from_data
 from async_rl.producer.sample_queue import SampleQueue
 from async_rl.tracking.recorder import IterationRecord, Recorder
@@ -114,46 +115,63 @@ class RemoteRecorder(Recorder):
 
 
 class RemoteRollouts:
-    """A leader's `Rollouts`: its replica's share of each batch, from the producer.
+    """A leader's `Rollouts`: its replica's groups of each batch, from the producer.
 
     Args:
         watch: called while it waits; an exception that it raises ends the batch.
+        replica: this one, of `num_replicas`; the first one says what is rolled out.
+        by_index: whether groups are trained by index, and so have a replica of their own.
     """
 
-    def __init__(self, connection: Connection, watch: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        watch: Callable[[], None],
+        replica: int = 0,
+        num_replicas: int = 1,
+        *,
+        by_index: bool = False,
+    ) -> None:
         self.connection = connection
         self.watch = watch
+        self.replica = replica
+        self._num_replicas = num_replicas
+        self._by_index = by_index
 
-    def start(self, batch: Batch, version: WeightVersion) -> "RemoteRun":
+    def start(self, mini_batches: Sequence[Batch], version: WeightVersion) -> "RemoteRun":
         """Has the whole batch dispatched to the instances that serve `version`; does not wait."""
-        return RemoteRun(self, batch, version)
+        shares = own_shares(mini_batches, self.replica, self._num_replicas, by_index=self._by_index)
+        is_own = has_fixed_shares(mini_batches, by_index=self._by_index)
+        queue = SampleQueue([part.prompts.keys() for part in shares], version, needs_all=is_own)
+        return RemoteRun(self, mini_batches, version, queue)
 
 
 class RemoteRun(AbstractContextManager["RemoteRun"]):
-    """The running rollouts of one share: a context manager that has the groups in order of completion.
+    """The running rollouts of a batch: a context manager that has this replica's groups.
 
     Leaving it, normally or by an error, ends the rest: running requests are closed, and the instances abort them.
     """
 
-    def __init__(self, rollouts: RemoteRollouts, batch: Batch, version: WeightVersion) -> None:
+    def __init__(
+        self, rollouts: RemoteRollouts, mini_batches: Sequence[Batch], version: WeightVersion, queue: SampleQueue
+    ) -> None:
         self._connection = rollouts.connection
         self._watch = rollouts.watch
-        self._iteration = batch.iteration
-        self._queue = SampleQueue(len(batch.prompts), version)
-        self._failure: AsyncRLError | None = None
-        self._connection.send(
-            {
-                "start": batch.iteration,
+        self._iteration = mini_batches[0].iteration
+        self._queue = queue
+        start: Message = {"start": self._iteration}
+        if rollouts.replica == 0:
+            start |= {
                 "version": version,
-                "prompts": [(index, prompt.prompt_id) for index, prompt in batch.prompts.items()],
-                "num_trained": batch.num_trained,
+                "first_reserve": mini_batches[0].first_reserve,
+                "mini_batches": [
+                    [(index, prompt.prompt_id) for index, prompt in part.prompts.items()] for part in mini_batches
+                ],
             }
-        )
+        self._connection.send(start)
 
     def ready(self, wait: bool) -> list[Group]:
-        """The groups that finished since the last call, in order of completion.
-
-        With `wait` at least one, and none only after all of them; without, those available now.
+        """See `FinishedGroups.ready`.
 
         Raises:
             AsyncRLError: the producer's failure, or raised by `watch`.
@@ -163,11 +181,15 @@ class RemoteRun(AbstractContextManager["RemoteRun"]):
             while (frame := self._connection.receive(0.0)) is not None:
                 self._note(*frame)
             groups = self._queue.take()
-            if groups or not wait or self._queue.has_all:
+            if groups or not wait or self._queue.ends_mini_batch():
                 return groups
             self._watch()
             if (frame := self._connection.receive(POLL_S)) is not None:
                 self._note(*frame)
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """See `FinishedGroups.begin`."""
+        self._connection.send({"begin": [group.index for group in groups]})
 
     def cancel(self, indices: Collection[int]) -> None:
         """See `FinishedGroups.cancel`; does not wait for the end of the rollouts, which the instances abort."""
@@ -210,18 +232,18 @@ class RemoteRun(AbstractContextManager["RemoteRun"]):
 
     def _note(self, message: Mapping[str, Any], body: bytes) -> None:
         match message:
-            case {"group": header, "token_bytes": num_bytes}:
-                (group,) = unpack([header], body[:num_bytes], body[num_bytes:])
+            case {"groups": headers, "token_bytes": num_bytes}:
                 offset_s = self._connection.clock_offset_s
-                if offset_s:
-                    started_s, finished_s = group.started_s + offset_s, group.finished_s + offset_s
-                    group = replace(group, started_s=started_s, finished_s=finished_s)
-                self._queue.put(group)
-            case {"failed": error, **more}:
+                for group in unpack(headers, body[:num_bytes], body[num_bytes:]):
+                    if offset_s:
+                        started_s, finished_s = group.started_s + offset_s, group.finished_s + offset_s
+                        group = replace(group, started_s=started_s, finished_s=finished_s)
+                    self._queue.put(group)
+            case {"complete": number}:
+                self._queue.complete(number)
+            case {"failed": error, "index": index}:
                 # It may have been cancelled when it failed.
-                if not (self._queue.has_all and self._queue.is_cancelled(more.get("index"))):
+                if not (self._queue.has_all and self._queue.is_cancelled(index)):
                     raise error_from_data(error)
-            case {"ended": _}:
-                self._queue.end()
             case _:
                 raise AssertionError(f"the producer says {message}")

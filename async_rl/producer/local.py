@@ -11,15 +11,18 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.net.listener import listen
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.client import RemoteRollouts, RemoteRun
+from async_rl.producer.connection import Connection
+from async_rl.producer.dock import Docking
 from async_rl.producer.frames import Message
 from async_rl.producer.process import ProducerAddress
-from async_rl.producer.replica_batch import ReplicaBatch
+from async_rl.producer.running_batch import RunningBatch
+from async_rl.producer.sample_queue import SampleQueue
 from async_rl.producer.server import ProducerServer
 from async_rl.rewards import Reward
 from async_rl.rollout.idle_work import IdleWork
 from async_rl.rollout.program_rollouts import ProgramRollouts
 from async_rl.rollout.scored_rollouts import ScoredRollouts
-from async_rl.types import Batch, WeightVersion
+from async_rl.types import Batch, Prompt, WeightVersion
 
 LOST_AFTER_S = 30.0
 
@@ -59,7 +62,7 @@ class LocalProducer:
         self.idle_work = idle_work
         self.watch = watch
         self._on_rollouts = on_rollouts
-        self._batches: list[Batch] = []
+        self._prompts: dict[str, Prompt] = {}
         loop.run(self.rollouts.start())
         secret, listener = secrets.token_hex(), listen("the producer", "127.0.0.1", 0, None)
         self._server = ProducerServer(secret, self._start_batch)
@@ -69,43 +72,48 @@ class LocalProducer:
 
     def start(self, batch: Batch, version: WeightVersion) -> RemoteRun:
         """Has the whole batch dispatched to the instances that serve `version`; does not wait."""
-        self._batches.append(batch)
-        return start_alone(self.address, len(self._batches) - 1, batch, version, lambda: self.watch())
+        self._prompts.update({prompt.prompt_id: prompt for prompt in batch.prompts.values()})
+        return start_alone(self.address, batch, version, lambda: self.watch())
 
     def close(self) -> None:
         """Ends what runs."""
         self._loop.end(self._server.stop())
         self._loop.end(self.rollouts.close())
 
-    def batch_of(self, number: int, message: Message) -> Batch:
-        """The batch that a connection asks for."""
-        return self._batches[number]
+    def prompts_of(self, message: Message) -> list[dict[int, Prompt]]:
+        """Of each mini-batch that a connection asks for."""
+        return [{index: self._prompts[name] for index, name in part} for part in message["mini_batches"]]
 
-    async def _start_batch(self, number: int, message: Message) -> ReplicaBatch:
-        batch = self.batch_of(number, message)
+    async def _start_batch(self, replica: int, message: Message) -> RunningBatch:
+        iteration = message["start"]
 
         def note_finished() -> None:
-            self.rollouts.note_finished(batch.iteration, self._on_rollouts)
+            self.rollouts.note_finished(iteration, self._on_rollouts)
 
-        version = message["version"]
-        return ReplicaBatch(
-            self.rollouts, batch, version, self.idle_work, on_finished=note_finished, with_texts=self.with_texts
+        return RunningBatch(
+            self.rollouts,
+            [Batch(iteration, prompts, message["first_reserve"]) for prompts in self.prompts_of(message)],
+            message["version"],
+            Docking(),
+            self.idle_work,
+            on_finished=note_finished,
+            with_texts=self.with_texts,
         )
 
 
 def start_alone(
-    address: ProducerAddress,
-    number: int,
-    batch: Batch,
-    version: WeightVersion,
-    watch: Callable[[], None] = lambda: None,
+    address: ProducerAddress, batch: Batch, version: WeightVersion, watch: Callable[[], None] = lambda: None
 ) -> RemoteRun:
-    """Starts a batch on a connection of its own, which takes the place of a replica of that number."""
-    return _OwnConnection(RemoteRollouts(address.connect(LOST_AFTER_S, replica=number), watch), batch, version)
+    """Starts a batch on a connection of its own, which has all of its groups."""
+    return _OwnConnection(address.connect(LOST_AFTER_S, replica=0), watch, batch, version)
 
 
 class _OwnConnection(RemoteRun):
     """Closes the connection with the run."""
+
+    def __init__(self, connection: Connection, watch: Callable[[], None], batch: Batch, version: WeightVersion) -> None:
+        queue = SampleQueue([batch.prompts], version)
+        super().__init__(RemoteRollouts(connection, watch), [batch], version, queue)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

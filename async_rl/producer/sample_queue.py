@@ -1,80 +1,106 @@
-"""The queue of one replica's groups: exactly one batch, as it arrives from the producer, checked before it is trained.
+"""The queue of one replica's groups, mini-batch after mini-batch, as they arrive from the producer, each checked before
+it is trained.
 
-The producer puts no more into it than was asked for; what comes nevertheless ends the run.
+The producer puts no more into it than was asked for; what comes nevertheless ends the run. Over all replicas the
+ledger proves that each group was trained once.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from async_rl.errors import OnPolicyViolation, RolloutLost
 from async_rl.types import Group, WeightVersion
 
 
 class SampleQueue:
-    """Carries exactly `num_groups` groups, all of `version`, in order of completion."""
+    """Carries groups of `version`, in their order of arrival.
 
-    def __init__(self, num_groups: int, version: WeightVersion) -> None:
-        self._num_groups = num_groups
+    Args:
+        mini_batches: the indices of each whose groups may come here.
+        needs_all: whether all of them have to, since no other replica gets them.
+    """
+
+    def __init__(
+        self, mini_batches: Sequence[Collection[int]], version: WeightVersion, *, needs_all: bool = True
+    ) -> None:
         self._version = version
-        self._groups: list[Group] = []
+        self._needs_all = needs_all
+        self._due = [set(indices) for indices in mini_batches]
+        """Of each mini-batch, the indices that may still come."""
+        self._size = sum(map(len, self._due))
+        self._groups: list[list[Group]] = [[] for _ in self._due]
         self._seen: set[int] = set()
         self._cancelled: set[int] = set()
+        self._num_complete = 0
+        self._taking = 0
 
     def put(self, group: Group) -> None:
         """Adds a group; a cancelled one is dropped.
 
         Raises:
-            OnPolicyViolation: the group is of another weight version, its index is a duplicate, or the batch is full.
+            OnPolicyViolation: the group is of another weight version, its index is a duplicate, or none of those whose
+                groups may come now.
         """
         if group.index in self._cancelled:
             return
         self._require_expected(group)
+        self._due[self._num_complete].remove(group.index)
         self._seen.add(group.index)
-        self._groups.append(group)
+        self._groups[self._num_complete].append(group)
 
     def cancel(self, indices: Collection[int]) -> None:
         """These groups, which have not been taken, are not part of the batch any more."""
         self._cancelled |= set(indices)
-        self._num_groups -= len(indices)
         self._seen -= self._cancelled
-        self._groups = [group for group in self._groups if group.index not in self._cancelled]
+        self._due = [due - self._cancelled for due in self._due]
+        self._groups = [[group for group in part if group.index not in self._cancelled] for part in self._groups]
 
     def is_cancelled(self, index: int | None) -> bool:
         return index in self._cancelled
 
-    def end(self) -> None:
-        """No more groups will be put.
+    def complete(self, number: int) -> None:
+        """All groups of this mini-batch that come here have been put.
 
         Raises:
-            RolloutLost: the batch is not complete.
+            RolloutLost: one that had to come is missing.
         """
-        if num_missing := self._num_groups - len(self._seen):
+        assert number == self._num_complete, f"mini-batch {number} ends, but {self._num_complete} has begun"
+        if self._needs_all and (missing := self._due[number]):
             raise RolloutLost(
-                f"{num_missing} of {self._num_groups} rollouts ended without a group and without an error: "
-                "something beside them cancelled them; go on from the checkpoint with run.resume = true"
+                f"{len(missing)} of {self._size} rollouts ended without a group and without an error: something "
+                "beside them cancelled them; go on from the checkpoint with run.resume = true"
             )
+        self._num_complete += 1
 
     def take(self) -> list[Group]:
-        """The groups that were put since the last call."""
-        groups, self._groups = self._groups, []
+        """The groups of the mini-batch that is taken which were put since the last call."""
+        if self._taking == len(self._groups):
+            return []
+        groups, self._groups[self._taking] = self._groups[self._taking], []
         return groups
+
+    def ends_mini_batch(self) -> bool:
+        """Whether all groups of the mini-batch that is taken were; if so, that of the next one is from now on."""
+        if self._taking < self._num_complete:
+            self._taking += 1
+            return True
+        return self._num_complete == len(self._groups)
 
     @property
     def has_all(self) -> bool:
-        """Whether all groups of the batch were put."""
-        return len(self._seen) == self._num_groups
+        """Whether all groups that had to come were put."""
+        return not any(self._due)
 
     def _require_expected(self, group: Group) -> None:
+        name = f"group {group.index} (prompt {group.prompt.prompt_id})"
         versions = frozenset({group.weight_version}).union(*(r.weight_versions for r in group.responses))
         if versions != {self._version}:
             raise OnPolicyViolation(
-                f"group {group.index} (prompt {group.prompt.prompt_id}) has weight versions {sorted(versions)}, "
+                f"{name} has weight versions {sorted(versions)}, "
                 f"but this batch trains {self._version!r}: drain the instance before publishing"
             )
         if group.index in self._seen:
-            raise OnPolicyViolation(
-                f"group {group.index} (prompt {group.prompt.prompt_id}) came twice: an index of the batch trains once"
-            )
-        if self.has_all:
-            raise OnPolicyViolation(
-                f"group {group.index} (prompt {group.prompt.prompt_id}) came after all {self._num_groups} groups"
-            )
+            raise OnPolicyViolation(f"{name} came twice: an index of the batch trains once")
+        if self._num_complete == len(self._due):
+            raise OnPolicyViolation(f"{name} came after all {self._size} groups")
+        if group.index not in self._due[self._num_complete]:
+            raise OnPolicyViolation(f"{name} came to mini-batch {self._num_complete}, of which it is none")

@@ -5,10 +5,12 @@ clock and the host. Then, in frames of `frames.py`:
 
     control, one         {"call": name, "arguments": [...]} -> {"done": result} | {"failed": error}
                          meanwhile {"serve": name, "arguments": [...]} <- {"served": result} | {"refused": error}
-    rollouts, a replica  {"start": iteration, "version", "prompts": [[index, prompt id], ...], "num_trained"}
-                         -> {"group": header, "token_bytes"}, then both arrays ... {"ended": iteration}
-                            | {"failed": error, "index": of its prompt}
-                         {"cancel": [index, ...]};  {"leave": waits} -> {"left": iteration}
+    rollouts, a replica  {"start": iteration}, of the first replica with "version", "first_reserve" and "mini_batches":
+                            [[[index, prompt id], ...], ...]
+                         -> {"groups": headers, "token_bytes"}, then both arrays ... {"complete": number of the
+                            mini-batch} | {"failed": error, "index": of its prompt}
+                         {"begin": [index, ...]}: trains these now, or waits;  {"cancel": [index, ...]}
+                         {"leave": waits} -> {"left": iteration}; that of the first replica ends the batch
 """
 
 import asyncio
@@ -24,7 +26,7 @@ from typing import Any
 from async_rl.errors import AsyncRLError, ProducerLost
 from async_rl.producer.connection import ALIVE, boot_id
 from async_rl.producer.frames import Message, error_as_data, error_from_data, frame, read_frame
-from async_rl.producer.replica_batch import ReplicaBatch
+from async_rl.producer.running_batch import RunningBatch
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,8 @@ MOST_STRANGERS = 64
 
 ALIVE_S = 1.0
 
-StartBatch = Callable[[int, Message], Awaitable[ReplicaBatch]]
-"""(replica, the message that starts its share) -> the running share."""
+StartBatch = Callable[[int, Message], Awaitable[RunningBatch]]
+"""(replica, its message) -> the running batch: the first replica's message starts it, the others wait for that."""
 
 
 class ProducerServer:
@@ -44,7 +46,7 @@ class ProducerServer:
 
     Args:
         secret: what every greeting must have.
-        start_batch: called for each share that a replica asks for.
+        start_batch: called for each batch that a replica asks for.
     """
 
     def __init__(self, secret: str, start_batch: StartBatch) -> None:
@@ -181,7 +183,7 @@ class _LeaderLink:
         self._writer = writer
         self._replica = replica
         self._start_batch = start_batch
-        self._batch: ReplicaBatch | None = None
+        self._batch: RunningBatch | None = None
         self._sending: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
 
@@ -205,9 +207,12 @@ class _LeaderLink:
                     _send(self._writer, {"failed": error_as_data(error)})
                     return
                 self._sending = asyncio.create_task(self._send_groups(self._batch))
+            case {"begin": indices}:
+                if self._batch is not None:
+                    self._batch.begin(self._replica, indices)
             case {"cancel": indices}:
                 if self._batch is not None:
-                    self._batch.cancel(indices)
+                    self._batch.cancel(self._replica, indices)
             case {"leave": True}:
                 self._leaving = asyncio.create_task(self._leave(waits=True))
             case {"leave": False}:
@@ -216,8 +221,8 @@ class _LeaderLink:
                 elif self._batch is not None:
                     self._batch.hurry()
 
-    async def _send_groups(self, batch: ReplicaBatch) -> None:
-        async for message, parts in batch.messages():
+    async def _send_groups(self, batch: RunningBatch) -> None:
+        async for message, parts in batch.messages(self._replica):
             _send(self._writer, message, parts)
             # What the rank does not take waits here as groups.
             await self._writer.drain()
@@ -229,7 +234,8 @@ class _LeaderLink:
 
     async def _end_batch(self, *, waits: bool) -> None:
         if self._batch is not None:
-            await self._batch.leave(waits=waits)
+            if self._replica == 0:
+                await self._batch.leave(waits=waits)
             self._batch = None
         if self._sending is not None:
             self._sending.cancel()

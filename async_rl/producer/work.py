@@ -6,10 +6,10 @@
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from async_rl.gateway.programs import make_program
 from async_rl.group_proof import GroupProof
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.client import MAX_IDLE_WORK_S, publication_of
+from async_rl.producer.dock import Docking
 from async_rl.producer.frames import Message
-from async_rl.producer.replica_batch import ReplicaBatch
+from async_rl.producer.running_batch import RunningBatch
 from async_rl.proof.gap_limits import noise_limits, noise_scale
 from async_rl.publish.admission import Admission
 from async_rl.publish.canary import Canary
@@ -49,7 +50,7 @@ from async_rl.tracking.samples import NUM_GROUPS, FirstGroups
 from async_rl.tracking.throughput import ModelSize, TrainingPool
 from async_rl.tracking.timeline import GroupTimes
 from async_rl.tracking.trackers.choice import open_trackers
-from async_rl.types import Batch, Group, Prompt, Publication
+from async_rl.types import Batch, Prompt, Publication
 
 START_TIMEOUT_S = 600.0
 """For starting the processes of a reward or a program, which have limits of their own: that of anything beyond."""
@@ -98,9 +99,10 @@ class Work:
         self._publisher: Publisher | None = None
         self._evaluator: Evaluator | None = None
         self._programs: ProgramRollouts | None = None
-        self._num_replicas = 1
-        self._num_finished: Counter[int] = Counter()
-        """Shares of an iteration whose rollouts have finished."""
+        self._docking = Docking()
+        self._batch: RunningBatch | None = None
+        """The last one that was started."""
+        self._batch_started = asyncio.Condition()
         self._samples = FirstGroups(NUM_GROUPS + config.prompts.reserve)
         self._full_collections = FullCollections()
 
@@ -129,7 +131,7 @@ class Work:
             NoInstanceLeft: no instance became healthy within `pool.timeout_s`.
         """
         config, pool, loop = self._config, self._pool, self._loop
-        self._num_replicas = num_replicas
+        self._docking = Docking.of(config, num_replicas)
         server = FleetServer(pool, config.pool, self._token, config.run.dir, config.publish.master_address, self._run)
         self._start(server)
         if config.pool.dns is not None:
@@ -206,33 +208,35 @@ class Work:
 
     # Rollouts, on the event loop
 
-    async def start_batch(self, replica: int, message: Message) -> ReplicaBatch:
-        """Begins to roll out a replica's share.
+    async def start_batch(self, replica: int, message: Message) -> RunningBatch:
+        """The running batch of an iteration: the first replica starts it, the others wait until it has.
 
         Raises:
             ConfigError: there is no prompt of such a name.
         """
         iteration = message["start"]
-        # Rows are read from disk: the loop goes on meanwhile.
-        prompts = await asyncio.to_thread(self._find, message["prompts"])
-        is_first = replica == 0
-        if self._programs is not None:
-            self._full_collections.hold()
-
-        def note_finished() -> None:
-            self._num_finished[iteration] += 1
-            if self._num_finished[iteration] == self._num_replicas:
-                del self._num_finished[iteration]
-                self._note_rollouts(iteration)
-
-        return ReplicaBatch(
-            self._rollouts,
-            Batch(iteration, prompts),
-            message["version"],
-            self._evaluator if is_first else None,
-            self._samples.offer if is_first else _ignore,
-            note_finished,
-        )
+        async with self._batch_started:
+            if replica != 0:
+                await self._batch_started.wait_for(
+                    lambda: self._batch is not None and self._batch.iteration == iteration
+                )
+            else:
+                # Rows are read from disk: the loop goes on meanwhile.
+                parts = await asyncio.to_thread(lambda: list(map(self._find, message["mini_batches"])))
+                if self._programs is not None:
+                    self._full_collections.hold()
+                self._batch = RunningBatch(
+                    self._rollouts,
+                    [Batch(iteration, prompts, message["first_reserve"]) for prompts in parts],
+                    message["version"],
+                    self._docking,
+                    self._evaluator,
+                    self._samples.offer,
+                    partial(self._note_rollouts, iteration),
+                )
+                self._batch_started.notify_all()
+            assert self._batch is not None
+            return self._batch
 
     def _find(self, prompts: Sequence[tuple[int, str]]) -> dict[int, Prompt]:
         return {index: self._prompts.find(prompt_id) for index, prompt_id in prompts}
@@ -325,10 +329,6 @@ class Work:
     def _start(self, part: FleetServer | DnsMembership) -> None:
         self._loop.run(part.start())
         self._closing.callback(lambda: self._loop.end(part.stop()))
-
-
-def _ignore(group: Group) -> None:
-    """Other replicas' groups are not among the samples."""
 
 
 def _training_pool(data: Mapping[str, Any]) -> TrainingPool:

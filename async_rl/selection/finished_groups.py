@@ -1,6 +1,6 @@
 """Groups as rollouts finish them: all of a batch, or only the selected ones of a batch with a reserve."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -11,9 +11,17 @@ from async_rl.types import Batch, Group
 
 class FinishedGroups(Protocol):
     def ready(self, wait: bool) -> list[Group]:
-        """The groups that finished since the last call, in that order.
+        """The groups that came here since the last call, in that order, of one mini-batch.
 
-        With `wait` at least one, and none only when the batch is complete; without, those available now.
+        With `wait` at least one, and none only when the mini-batch has no more for this replica: from then on those of
+        the next one. Without, those available now.
+        """
+        ...
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """These groups are trained from now on, and those before them have been; without any, this replica waits.
+
+        By this others are given while it trains (`producer/dock.py`).
         """
         ...
 
@@ -49,6 +57,9 @@ class SelectedGroups:
             groups = self._pick() if arrived else []
             if groups or not wait or not arrived:
                 return groups
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        self._finished.begin(groups)
 
     def cancel(self, indices: Collection[int]) -> None:
         self._finished.cancel(indices)

@@ -100,6 +100,9 @@ class Finished:
         ready, self._groups = self._groups, []
         return ready
 
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Nobody waits for more."""
+
     def cancel(self, indices: Collection[int]) -> None:
         raise AssertionError("the groups of a batch without a reserve are all trained")
 

@@ -15,7 +15,7 @@ from async_rl.producer.client import RemoteRun
 from async_rl.producer.frames import Message
 from async_rl.producer.local import LocalProducer, start_alone
 from async_rl.producer.process import ProducerAddress
-from async_rl.types import Batch
+from async_rl.types import Batch, Prompt
 from benchmarks.producer.mock_instance import Script
 from benchmarks.producer.rig import make_batch, open_producer
 
@@ -23,8 +23,9 @@ from benchmarks.producer.rig import make_batch, open_producer
 class OwnBatches(LocalProducer):
     """Makes the batches that it is asked for."""
 
-    def batch_of(self, number: int, message: Message) -> Batch:
-        return make_batch(message["start"], len(message["prompts"]))
+    def prompts_of(self, message: Message) -> list[dict[int, Prompt]]:
+        (prompts,) = message["mini_batches"]
+        return [dict(make_batch(message["start"], len(prompts)).prompts)]
 
 
 class Elsewhere:
@@ -32,11 +33,9 @@ class Elsewhere:
 
     def __init__(self, address: ProducerAddress) -> None:
         self._address = address
-        self._num_started = 0
 
     def start(self, batch: Batch, version: str) -> RemoteRun:
-        self._num_started += 1
-        return start_alone(self._address, self._num_started, batch, version)
+        return start_alone(self._address, batch, version)
 
 
 @contextmanager

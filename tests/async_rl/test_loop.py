@@ -1,7 +1,7 @@
 """Algorithm 1 on scripted parts: what is called when, and what stops the step."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,14 +73,34 @@ class Prompts:
 
 
 class OneByOne:
-    """Groups that finish one after the other."""
+    """Groups that finish one after the other; those of a later mini-batch wait for it, as at the producer."""
 
-    def __init__(self, groups: Iterator[Group]) -> None:
-        self.groups = groups
+    def __init__(self, groups: Iterator[Group], mini_batches: Sequence[Batch]) -> None:
+        self._groups = groups
+        self._mini_batches = [part.prompts.keys() for part in mini_batches]
+        self._held: list[Group] = []
 
     def ready(self, wait: bool) -> list[Group]:
-        group = next(self.groups, None) if wait else None
+        if not wait:
+            return []
+        later = {index for indices in self._mini_batches[1:] for index in indices}
+        while (group := self._next(later)) is not None and group.index in later:
+            self._held.append(group)
+        if group is None:
+            self._mini_batches.pop(0)
         return [] if group is None else [group]
+
+    def _next(self, later: set[int]) -> Group | None:
+        for number, group in enumerate(self._held):
+            if group.index not in later:
+                return self._held.pop(number)
+        return next(self._groups, None)
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        pass
+
+    def cancel(self, indices: Collection[int]) -> None:
+        raise AssertionError("nothing is selected")
 
 
 class ScriptedRollouts:
@@ -93,14 +113,14 @@ class ScriptedRollouts:
         self.closed = False
 
     @contextmanager
-    def start(self, batch: Batch, version: str) -> Iterator[OneByOne]:
+    def start(self, mini_batches: Sequence[Batch], version: str) -> Iterator[OneByOne]:
         def groups() -> Iterator[Group]:
             for index in self.order:
                 self.calls.append(f"finish {index}")
-                yield group_of(index, self.version or version, batch.iteration)
+                yield group_of(index, self.version or version, mini_batches[0].iteration)
 
         try:
-            yield OneByOne(groups())
+            yield OneByOne(groups(), mini_batches)
         finally:
             self.closed = True
 
@@ -108,15 +128,12 @@ class ScriptedRollouts:
 def run(
     tmp_path: Path,
     order: Sequence[int] = (2, 0, 3, 1),
-    mode: str = "periodic",
     train_order: str = "completion",
     steps_per_batch: int = 1,
 ) -> list[str]:
     trainer = ScriptedTrainer()
     train(
-        TrainSection.model_validate(
-            {"iterations": 1, "mode": mode, "order": train_order, "steps_per_batch": steps_per_batch}
-        ),
+        TrainSection.model_validate({"iterations": 1, "order": train_order, "steps_per_batch": steps_per_batch}),
         trainer,
         Prompts(),
         ScriptedRollouts(trainer.calls, order),
@@ -135,12 +152,6 @@ def test_periodic_training_starts_at_the_first_finished_group(tmp_path: Path) ->
     ]
 
 
-def test_synchronous_training_waits_for_the_whole_batch(tmp_path: Path) -> None:
-    calls = run(tmp_path, mode="synchronous")
-    assert calls[1:5] == ["finish 2", "finish 0", "finish 3", "finish 1"]
-    assert calls[5:9] == ["train 2", "train 0", "train 3", "train 1"]
-
-
 def test_prompt_order_trains_each_group_as_soon_as_its_turn_comes(tmp_path: Path) -> None:
     calls = run(tmp_path, order=(1, 0, 3, 2), train_order="prompt")
     assert calls[1:-1] == [
@@ -150,8 +161,9 @@ def test_prompt_order_trains_each_group_as_soon_as_its_turn_comes(tmp_path: Path
 
 
 def test_prompt_order_keeps_groups_that_belong_to_no_place(tmp_path: Path) -> None:
-    groups = OneByOne(group_of(index, "v0") for index in (9, 1, 0, 3, 2))
-    order = TrainingOrder(groups, TrainSection(iterations=1, order="prompt"), [Prompts().batch(0)])
+    batch = Prompts().batch(0)
+    groups = OneByOne((group_of(index, "v0") for index in (9, 1, 0, 3, 2)), [batch])
+    order = TrainingOrder(groups, TrainSection(iterations=1, order="prompt"), [batch])
     order.begin_mini_batch()
     trained: list[int] = []
     while ready := order.take(wait=True):
@@ -214,13 +226,13 @@ def test_a_failing_producer_ends_the_run_and_is_closed(tmp_path: Path) -> None:
 
     class Failing(ScriptedRollouts):
         @contextmanager
-        def start(self, batch: Batch, version: str) -> Iterator[OneByOne]:
+        def start(self, mini_batches: Sequence[Batch], version: str) -> Iterator[OneByOne]:
             def groups() -> Iterator[Group]:
                 yield group_of(0, version)
                 raise RewardError("reward 'math' raised on prompt 'row-1'")
 
             try:
-                yield OneByOne(groups())
+                yield OneByOne(groups(), mini_batches)
             finally:
                 self.closed = True
 

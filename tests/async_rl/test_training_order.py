@@ -10,27 +10,10 @@ import pytest
 from async_rl.config.sections import TrainSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt
+from tests.support.finished_groups import Arriving
 from tests.support.groups import make_group
 
 PROMPT = Prompt("p", (1,), {})
-
-
-class Arriving:
-    """Groups that arrive in this order, so many between two looks; a look that waits gets at least one."""
-
-    def __init__(self, groups: Sequence[Group], arrivals: Iterator[int]) -> None:
-        self._left = list(groups)
-        self._arrivals = arrivals
-        self.num_waits = 0
-        self.is_over = False
-
-    def ready(self, wait: bool) -> list[Group]:
-        assert not self.is_over, "asked again after the batch was complete"
-        self.num_waits += wait
-        num = max(next(self._arrivals), int(wait))
-        arrived, self._left = self._left[:num], self._left[num:]
-        self.is_over = wait and not arrived
-        return arrived
 
 
 def arrivals(rng: Random) -> Iterator[int]:
@@ -38,9 +21,12 @@ def arrivals(rng: Random) -> Iterator[int]:
         yield rng.choice((0, 0, 1, 2, 5))
 
 
+def parts_of(places: Sequence[int], num_parts: int) -> list[Batch]:
+    return Batch(0, dict.fromkeys(places, PROMPT)).split(num_parts)
+
+
 def order_of(source: Arriving, places: Sequence[int], num_parts: int, **settings: Any) -> TrainingOrder:
-    batch = Batch(0, dict.fromkeys(places, PROMPT))
-    return TrainingOrder(source, TrainSection(iterations=1, **settings), batch.split(num_parts))
+    return TrainingOrder(source, TrainSection(iterations=1, **settings), parts_of(places, num_parts))
 
 
 def train(order: TrainingOrder, num_parts: int, rng: Random) -> list[list[list[Group]]]:
@@ -59,7 +45,7 @@ def train(order: TrainingOrder, num_parts: int, rng: Random) -> list[list[list[G
     return mini_batches
 
 
-MODES = [{}, {"order": "prompt"}, {"mode": "synchronous"}, {"mode": "synchronous", "order": "prompt"}]
+MODES = [{}, {"order": "prompt"}]
 
 
 @pytest.mark.parametrize("settings", MODES, ids=str)
@@ -69,12 +55,12 @@ def test_every_group_is_handed_out_once_in_its_own_mini_batch(settings: dict[str
     for _ in range(60):
         places = sorted(rng.sample(range(40), rng.randint(num_parts, 12)))
         arriving = [make_group(place) for place in rng.sample(places, len(places))]
-        source = Arriving(arriving, arrivals(rng))
+        source = Arriving(arriving, parts_of(places, num_parts), arrivals(rng))
         handed_out = train(order_of(source, places, num_parts, **settings), num_parts, rng)
-        parts = [sorted(part.prompts) for part in Batch(0, dict.fromkeys(places, PROMPT)).split(num_parts)]
+        parts = [sorted(part.prompts) for part in parts_of(places, num_parts)]
         flat = [[each.index for call in calls for each in call] for calls in handed_out]
         assert [sorted(part) for part in flat] == parts
-        assert source.is_over, "the last mini-batch ends only when the whole batch has arrived"
+        assert source.ends == num_parts
         if "order" in settings:
             assert flat == parts, "by place is in the order of places"
         else:
@@ -84,7 +70,7 @@ def test_every_group_is_handed_out_once_in_its_own_mini_batch(settings: dict[str
 
 @pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
 def test_by_place_a_group_waits_for_those_before_it_and_for_nothing_else(order: tuple[int, ...]) -> None:
-    training = order_of(Arriving([make_group(i) for i in order], iter([1] * 4)), range(4), 1, order="prompt")
+    training = order_of(Arriving([make_group(i) for i in order], counts=iter([1] * 4)), range(4), 1, order="prompt")
     training.begin_mini_batch()
     arrived: set[int] = set()
     handed_out: list[int] = []
@@ -96,35 +82,9 @@ def test_by_place_a_group_waits_for_those_before_it_and_for_nothing_else(order: 
 
 
 def test_in_order_of_completion_nothing_is_held_back() -> None:
-    training = order_of(Arriving([make_group(i) for i in (2, 0, 1)], iter([1] * 3)), range(3), 1)
+    training = order_of(Arriving([make_group(i) for i in (2, 0, 1)], counts=iter([1] * 3)), range(3), 1)
     training.begin_mini_batch()
     assert [[each.index for each in training.take(wait=False)] for _ in range(3)] == [[2], [0], [1]]
-
-
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("order", ["completion", "prompt"])
-def test_synchronous_hands_out_nothing_before_all_have_arrived(wait: bool, order: str) -> None:
-    source = Arriving([make_group(i) for i in (1, 0, 2)], iter([0] * 9))
-    training = order_of(source, range(3), 1, mode="synchronous", order=order)
-    training.begin_mini_batch()
-    assert len(training.take(wait)) == 3 and source.is_over and source.num_waits == 4
-
-
-def test_a_mini_batch_ends_without_waiting_for_the_next_one() -> None:
-    source = Arriving([make_group(i) for i in (0, 1)], iter([2]))
-    training = order_of(source, range(4), 2)
-    training.begin_mini_batch()
-    assert len(training.take(wait=True)) == 2
-    assert training.take(wait=True) == [], "no further look: this would raise StopIteration"
-
-
-def test_what_arrives_early_waits_for_its_mini_batch() -> None:
-    training = order_of(Arriving([make_group(i) for i in (3, 0, 2, 1)], iter([2, 2, 0])), range(4), 2)
-    training.begin_mini_batch()
-    assert [each.index for each in training.take(wait=True)] == [0]
-    assert [each.index for each in training.take(wait=True)] == [1]
-    training.begin_mini_batch()
-    assert [each.index for each in training.take(wait=False)] == [3, 2]
 
 
 @pytest.mark.parametrize("settings", MODES, ids=str)
@@ -136,7 +96,7 @@ def test_a_group_too_many_is_handed_out_too_for_the_ledger_to_name(settings: dic
             rng = Random(seed)
             arriving = [make_group(i) for i in (0, 1, 2, 3, surplus)]
             rng.shuffle(arriving)
-            source = Arriving(arriving, arrivals(rng))
+            source = Arriving(arriving, parts_of(range(4), num_parts), arrivals(rng))
             handed_out = train(order_of(source, range(4), num_parts, **settings), num_parts, rng)
             everything = [each for calls in handed_out for call in calls for each in call]
             assert sorted(map(id, everything)) == sorted(map(id, arriving))
@@ -144,21 +104,20 @@ def test_a_group_too_many_is_handed_out_too_for_the_ledger_to_name(settings: dic
 
 @pytest.mark.parametrize("settings", MODES, ids=str)
 def test_a_batch_that_ends_without_a_group_ends_here_too(settings: dict[str, str]) -> None:
-    source = Arriving([make_group(i) for i in (0, 2)], iter([1] * 9))
+    source = Arriving([make_group(i) for i in (0, 2)], counts=iter([1] * 9))
     training = order_of(source, range(3), 1, **settings)
     handed_out = train(training, 1, Random(0))
     assert {each.index for calls in handed_out for call in calls for each in call} <= {0, 2}
-    assert source.is_over
+    assert source.ends == 1
 
 
 def test_the_watch_ends_a_batch_at_the_next_call() -> None:
     def fail() -> None:
         raise RuntimeError("told to end")
 
-    source = Arriving([make_group(0)], iter([1]))
+    source = Arriving([make_group(0)], counts=iter([]))
     training = order_of(source, range(1), 1)
     training.begin_mini_batch()
     training.watch = fail
     with pytest.raises(RuntimeError, match="told to end"):
         training.take(wait=True)
-    assert source.num_waits == 0

@@ -23,9 +23,10 @@ from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group
 from tests.support.algorithm_formulas import Written
 from tests.support.algorithms import MAX_RESPONSE_TOKENS
+from tests.support.finished_groups import Arriving
 from tests.support.trainer.grpo_reference import sample_distributions, sample_logprobs, sampled_tokens
 from tests.support.trainer.layout_comparison import deviation, run_distributed
-from tests.support.trainer.layout_worker import Arriving, Job, run
+from tests.support.trainer.layout_worker import Job, run
 from tests.support.trainer.layout_worker import make_trainer as make_job_trainer
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer

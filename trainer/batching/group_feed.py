@@ -25,14 +25,13 @@ _FAILED = 2**40
 class GroupFeed:
     """The windows of one rank; micro-batches have at most `micro_batch_tokens` rows, except for one longer group.
 
-    A window is one micro-batch, or everything that is ready where a window has a cost of its own: a pipeline's ranks
-    idle while it fills and drains, and frozen weights are copied from the host.
+    A window is one micro-batch, or everything that is ready (`TrainerSection.trains_backlogs`).
     """
 
     def __init__(self, parallel: Parallel, section: TrainerSection) -> None:
         self._parallel = parallel
         self._max_tokens = section.micro_batch_tokens
-        self._whole_backlog = parallel.pp_size > 1 or section.frozen_weights == "host"
+        self._whole_backlog = section.trains_backlogs
         self._replica = parallel_state.get_model_parallel_group()
         self._leader = dist.get_global_rank(self._replica, 0)
         self._has_followers = dist.get_world_size(self._replica) > 1

@@ -37,6 +37,7 @@ def pack_windows(order: TrainingOrder, max_tokens: int, whole_backlog: bool) -> 
         ready = packed[:-1] if order.by_index and not ended else packed
         if ready:
             window = ready if whole_backlog else ready[:1]
+            order.begin([group for groups in window for group in groups])
             yield window
             num_taken = sum(map(len, window))
             pending, rows = pending[num_taken:], rows[num_taken:]
@@ -45,6 +46,7 @@ def pack_windows(order: TrainingOrder, max_tokens: int, whole_backlog: bool) -> 
         elif ended:
             return
         else:
+            order.begin([])
             arrived = order.take(wait=True)
             ended = not arrived
             pending += arrived

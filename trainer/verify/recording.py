@@ -47,12 +47,12 @@ class RecordingRollouts:
         self.groups: list[Group] = []
 
     @contextmanager
-    def start(self, batch: Batch, version: WeightVersion) -> Iterator[FinishedGroups]:
+    def start(self, mini_batches: Sequence[Batch], version: WeightVersion) -> Iterator[FinishedGroups]:
         self.groups = []
-        with self._rollouts.start(batch, version) as finished:
+        with self._rollouts.start(mini_batches, version) as finished:
             yield _Recorded(finished, self.groups)
         if self._directory is not None:
-            write_share(self._directory, self._replica, batch, version, self.groups)
+            write_share(self._directory, self._replica, Batch.union(mini_batches), version, self.groups)
 
 
 class _Recorded:
@@ -66,6 +66,9 @@ class _Recorded:
         groups = self._finished.ready(wait)
         self._groups += groups
         return groups
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        self._finished.begin(groups)
 
     def cancel(self, indices: Collection[int]) -> None:
         self._finished.cancel(indices)

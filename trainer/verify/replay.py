@@ -18,14 +18,23 @@ from trainer.verify.recorded_groups import read_batch, read_share
 
 
 class ArrivingAgain:
-    """The groups of a share, one by one, in the order in which they finished."""
+    """The groups that a replica trained, one by one, in the order in which they came, mini-batch after mini-batch."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], mini_batches: Sequence[Batch]) -> None:
         self._groups = list(groups)
+        self._mini_batches = [part.prompts.keys() for part in mini_batches]
 
     def ready(self, wait: bool) -> list[Group]:
         """The next group where one is waited for; so a window is formed of as many groups as it has room for."""
-        return [self._groups.pop(0)] if self._groups and wait else []
+        if not wait:
+            return []
+        if self._groups and self._groups[0].index in self._mini_batches[0]:
+            return [self._groups.pop(0)]
+        self._mini_batches.pop(0)
+        return []
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Nothing depends on it here."""
 
     def cancel(self, indices: Collection[int]) -> None:
         self._groups = [group for group in self._groups if group.index not in indices]
@@ -44,14 +53,15 @@ class RecordedBatches:
         return read_share(self._directory, iteration, 0).version
 
     def batch(self, iteration: int) -> Batch:
-        return read_batch(self._directory, iteration, self._parallel.num_replicas, self._first_reserve)
+        return read_batch(self._directory, iteration, self._first_reserve)
 
     def note(self, rows: Sequence[GroupProof]) -> None:
         """Which prompts follow is recorded."""
 
     @contextmanager
-    def start(self, batch: Batch, version: WeightVersion) -> Iterator[ArrivingAgain]:
-        yield ArrivingAgain(read_share(self._directory, batch.iteration, self._parallel.dp_rank).groups)
+    def start(self, mini_batches: Sequence[Batch], version: WeightVersion) -> Iterator[ArrivingAgain]:
+        share = read_share(self._directory, mini_batches[0].iteration, self._parallel.dp_rank)
+        yield ArrivingAgain(share.groups, mini_batches)
 
 
 class ReplayingRank:

@@ -1,4 +1,4 @@
-"""What is trained of a batch with a reserve: every order of arrival, mode, order of training and number of leaders."""
+"""What is trained of a batch with a reserve: every order of arrival, order of training and number of leaders."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import count
@@ -13,7 +13,7 @@ from async_rl.types import Batch, Group, Prompt
 from tests.async_rl.selection.test_rule import random_share, selected
 from tests.support.groups import make_group, make_response
 
-MODES = [{}, {"order": "prompt"}, {"mode": "synchronous"}, {"mode": "synchronous", "order": "prompt"}]
+MODES = [{}, {"order": "prompt"}]
 
 
 def group_of(index: int, rewards: Sequence[float]) -> Group:
@@ -34,6 +34,9 @@ class Arriving:
         arrived, self._left = self._left[:num], self._left[num:]
         self.returned |= {each.index for each in arrived}
         return arrived
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        pass
 
     def cancel(self, indices: Collection[int]) -> None:
         assert not self.returned & set(indices)

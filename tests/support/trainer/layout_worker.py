@@ -8,7 +8,6 @@ import gc
 import json
 import pickle
 import sys
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +23,7 @@ from async_rl.config.sections import ModelSection, OptimizerSection, TrainSectio
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group
+from tests.support.finished_groups import Arriving
 from tests.support.trainer.own_stores import OwnStores
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
@@ -52,20 +52,6 @@ class Job:
         return {key: value for key, value in self.layout.items() if key.endswith("_parallel")}
 
 
-class Arriving:
-    """Groups that finish two at a time."""
-
-    def __init__(self, groups: list[Group]) -> None:
-        self._groups = list(groups)
-
-    def ready(self, wait: bool) -> list[Group]:
-        arrived, self._groups = self._groups[:2], self._groups[2:]
-        return arrived
-
-    def cancel(self, indices: Collection[int]) -> None:
-        self._groups = [group for group in self._groups if group.index not in indices]
-
-
 def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> dict[str, Any]:
     """Trains all batches; returns the statistics and rows of each step, and scores before each batch."""
     report: dict[str, Any] = {"steps": [], "rows": [], "scores": []}
@@ -75,9 +61,11 @@ def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> 
         first = min(groups, key=lambda group: group.index)
         report["scores"].append(trainer.score(first.prompt.token_ids, [r.token_ids for r in first.responses]))
         batch = Batch(number, {group.index: group.prompt for group in groups})
-        shares = [part.share(replica, num_replicas) for part in batch.split(train.steps_per_batch)]
+        mini_batches = batch.split(train.steps_per_batch)
+        shares = [part.share(replica, num_replicas) for part in mini_batches]
         indices = Batch.union(shares).prompts
-        order = TrainingOrder(Arriving([group for group in groups if group.index in indices]), train, shares)
+        arriving = Arriving([group for group in groups if group.index in indices], shares)
+        order = TrainingOrder(arriving, train, mini_batches, replica, num_replicas)
         for _ in shares:
             order.begin_mini_batch()
             rows = [row for window in trainer.windows(order) for row in trainer.accumulate(window)]

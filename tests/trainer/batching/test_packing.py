@@ -1,6 +1,7 @@
 """Groups into micro-batches and windows: nothing is lost, nothing waits that need not, and bounds hold."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -30,6 +31,9 @@ class Scripted:
         while wait and self.bursts and not self.bursts[0]:
             self.bursts.pop(0)
         return self.bursts.pop(0) if self.bursts else []
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        pass
 
 
 def order_of(source: Scripted, order: str, size: int) -> TrainingOrder:

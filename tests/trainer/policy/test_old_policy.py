@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from async_rl.config.sections import TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group
+from tests.support.finished_groups import Arriving
 from tests.support.trainer import layout_worker
 from tests.support.trainer.grpo_reference import expected_advantages, rollouts_of, sample_logprobs
 from tests.support.trainer.layout_worker import Job
@@ -148,17 +150,6 @@ def test_frozen_weights_on_the_host_leave_the_device_between_uses(
     assert num_elements() == 0
 
 
-class Arrived:
-    """Groups that have all finished."""
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = list(groups)
-
-    def ready(self, wait: bool) -> list[Group]:
-        ready, self._groups = self._groups, []
-        return ready
-
-
 def test_frozen_weights_on_the_host_are_copied_once_for_all_groups_that_wait(
     tiny_model: Callable[..., Path],
     make_trainer: Callable[..., object],
@@ -171,7 +162,9 @@ def test_frozen_weights_on_the_host_are_copied_once_for_all_groups_that_wait(
     batch = Batch(0, {group.index: group.prompt for group in ragged_groups})
     for placement, num_copies in (("device", len(ragged_groups)), ("host", 1)):
         trainer = make_trainer(tiny_model("qwen3"), kl_coef=0.1, frozen_weights=placement, micro_batch_tokens=1)
-        order = TrainingOrder(Arrived(ragged_groups), TrainSection(iterations=1), [batch])
+        order = TrainingOrder(
+            Arriving(ragged_groups, counts=repeat(len(ragged_groups))), TrainSection(iterations=1), [batch]
+        )
         order.begin_mini_batch()
         copies.clear()
         rows = [row for window in trainer.windows(order) for row in trainer.accumulate(window)]

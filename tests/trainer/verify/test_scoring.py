@@ -131,8 +131,8 @@ def test_each_instance_is_diagnosed_by_the_groups_that_it_sampled_alone(
 def test_recorded_groups_are_read_as_they_were_without_texts_and_rows(tmp_path: Path) -> None:
     groups = branched_groups(random.Random(1))
     shares = groups[::2], groups[1::2]
+    prompts = {group.index: group.prompt for group in groups}
     for replica, share in enumerate(shares):
-        prompts = {group.index: group.prompt for group in share}
         write_share(tmp_path / "groups", replica, Batch(4, prompts), "v-4", share)
     read = read_share(tmp_path / "groups", 4, 1)
     assert read.version == "v-4"
@@ -143,7 +143,7 @@ def test_recorded_groups_are_read_as_they_were_without_texts_and_rows(tmp_path: 
         bare = tuple(replace(response, text="") for response in original.responses)
         assert (group.index, group.rewards, group.rollouts) == (original.index, original.rewards, original.rollouts)
         assert group.responses == bare
-    batch = read_batch(tmp_path / "groups", 4, 2, None)
+    batch = read_batch(tmp_path / "groups", 4, None)
     assert {i: p.prompt_id for i, p in batch.prompts.items()} == {g.index: g.prompt.prompt_id for g in groups}
     write_share(tmp_path / "groups", 0, Batch(5, {}), "v-5", [])
     assert read_share(tmp_path / "groups", 5, 0).groups == []

@@ -3,7 +3,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from async_rl.errors import InstanceRefused, NoInstanceLeft, RewardError, Rollou
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.client import RemoteRun
+from async_rl.producer.dock import Docking
 from async_rl.producer.frames import error_as_data
 from async_rl.producer.local import LocalProducer as Producer
+from async_rl.producer.running_batch import RunningBatch
 from async_rl.rewards import Reward, make_reward
 from async_rl.types import Batch, Group, Prompt, Response, Scores
 
@@ -329,7 +331,7 @@ def test_a_failure_that_crosses_the_word_that_it_is_not_needed_ends_nothing(inst
             time.sleep(0.01)
         (left,) = {0, 1} - {group.index for group in groups} or (None,)
         if left is not None:
-            run._queue.cancel({left})
+            run.cancel({left})
             run._note({"failed": error_as_data(RewardError("too late")), "index": left}, b"")
             assert run.ready(wait=True) == []
         with pytest.raises(RewardError, match="of another"):
@@ -354,3 +356,97 @@ def test_special_tokens_are_in_the_text_where_a_reward_asks_for_them(instances, 
     ended = [response for response in responses if response.token_ids[-1] == tokenizer.eos_token_id]
     assert all(r.text == tokenizer.decode(list(r.token_ids), skip_special_tokens=False) for r in responses)
     assert all(response.text.endswith("<eos>") for response in ended)
+
+
+@pytest.fixture
+def batch_of(instances, make_producer, loop: EventLoopThread) -> Callable[..., RunningBatch]:
+    """Begins a batch of some mini-batches on the loop, for replicas that a test plays."""
+    running: list[RunningBatch] = []
+
+    def begin(docking: Docking, *sizes: int, reward: Reward | None = None, **script: Any) -> RunningBatch:
+        producer = make_producer(*instances({"delay_s": 0.01, **script}), reward=reward)
+
+        async def start() -> RunningBatch:
+            parts = batch(sum(sizes)).split(len(sizes))
+            return RunningBatch(producer.rollouts, parts, "v1", docking)
+
+        running.append(loop.run(start()))
+        return running[-1]
+
+    yield begin
+    for each in running:
+        loop.run(each.leave(waits=False))
+
+
+async def next_message(messages: AsyncIterator[Any]) -> dict[str, Any]:
+    message, _ = await asyncio.wait_for(anext(messages), 60)
+    return message
+
+
+async def drained(running: RunningBatch, replica: int, ends: int) -> list[list[int]]:
+    """What a replica got of each mini-batch; it trains each group at once."""
+    found: list[list[int]] = [[]]
+    messages = running.messages(replica)
+    while len(found) <= ends:
+        match await next_message(messages):
+            case {"groups": headers}:
+                indices = [header["index"] for header in headers]
+                found[-1] += indices
+                running.begin(replica, indices)
+                running.begin(replica, [])
+            case {"complete": number}:
+                assert number == len(found) - 1
+                found.append([])
+    return found[:ends]
+
+
+def test_replicas_share_each_mini_batch_and_learn_of_its_end(batch_of, loop: EventLoopThread) -> None:
+    running = batch_of(Docking(3), 7, 6)
+
+    async def all_of_them() -> list[list[list[int]]]:
+        return await asyncio.gather(*(drained(running, replica, 2) for replica in range(3)))
+
+    parts = loop.run(all_of_them())
+    assert sorted(i for part in parts for i in part[0]) == list(range(6)), "13 prompts in two mini-batches"
+    assert sorted(i for part in parts for i in part[1]) == list(range(6, 13))
+
+
+def test_where_training_waits_for_the_batch_no_group_leaves_before_all_have_finished(
+    batch_of, loop: EventLoopThread
+) -> None:
+    seen: list[int] = []
+
+    class Counting(Lengths):
+        async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Scores:
+            seen.append(0)
+            return await super().score(prompt, responses)
+
+    running = batch_of(Docking(2, holds=True), 5, reward=Counting())
+
+    async def first() -> dict[str, Any]:
+        return await next_message(running.messages(0))
+
+    assert loop.run(first())["groups"] and len(seen) == 5
+
+
+def test_every_replica_learns_of_a_failure(batch_of, loop: EventLoopThread) -> None:
+    def fail() -> None:
+        raise KeyError("broken reward")
+
+    running = batch_of(Docking(2), 4, reward=Lengths(fail))
+
+    async def failures() -> list[dict[str, Any]]:
+        return [await next_message(running.messages(replica)) for replica in range(2)]
+
+    assert all("broken reward" in message["failed"][1] for message in loop.run(failures()))
+
+
+def test_groups_that_finish_together_share_a_frame(batch_of, loop: EventLoopThread) -> None:
+    running = batch_of(Docking(holds=True), 6)
+
+    async def first_two() -> list[dict[str, Any]]:
+        messages = running.messages(0)
+        return [await next_message(messages) for _ in range(2)]
+
+    groups, end = loop.run(first_two())
+    assert len(groups["groups"]) == 6 and end == {"complete": 0}

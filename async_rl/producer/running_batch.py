@@ -1,0 +1,186 @@
+"""A batch that is rolled out: a coroutine per prompt generates and scores a group, which the dock gives to a replica.
+
+The first failure of any of them cancels the others, and is sent to every replica at once.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import suppress
+
+from async_rl.errors import RolloutLost
+from async_rl.group_codec import pack
+from async_rl.producer.dock import Docking, num_tokens
+from async_rl.producer.frames import Message, error_as_data
+from async_rl.rollout.idle_work import IdleWork
+from async_rl.rollout.scored_rollouts import ScoredRollouts
+from async_rl.types import Batch, Group, WeightVersion
+
+log = logging.getLogger(__name__)
+
+Parts = tuple[Message, list[memoryview]]
+"""A message, and the bytes that belong to it."""
+
+FRAME_TOKENS = 2**18
+"""Groups share a frame until they have so many tokens: small ones cost less together."""
+
+
+class RunningBatch:
+    """Begins to roll out the whole batch when it is made, on the running loop.
+
+    Args:
+        idle_work: gets the pool when the rollouts have finished.
+        on_group: gets each group that finished.
+        on_finished: called when all have finished.
+        with_texts: groups have texts and rows, which training needs none of.
+    """
+
+    def __init__(
+        self,
+        rollouts: ScoredRollouts,
+        mini_batches: Sequence[Batch],
+        version: WeightVersion,
+        docking: Docking,
+        idle_work: IdleWork | None = None,
+        on_group: Callable[[Group], object] = lambda group: None,
+        on_finished: Callable[[], None] = lambda: None,
+        *,
+        with_texts: bool = False,
+    ) -> None:
+        self._rollouts = rollouts
+        self._batch = Batch.union(mini_batches)
+        self._version = version
+        self._idle_work = idle_work
+        self._on_group = on_group
+        self._on_finished = on_finished
+        self._with_texts = with_texts
+        self._given: list[asyncio.Queue[Group | Message]] = [asyncio.Queue() for _ in range(docking.num_replicas)]
+        self._docks = docking.docks(mini_batches, self._give)
+        self._held: list[Group] | None = [] if docking.holds else None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._cancelled: set[int] = set()
+        self._hurry = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"rollouts of iteration {self._batch.iteration}")
+        self._task.add_done_callback(lambda _: self._require_complete())
+
+    @property
+    def iteration(self) -> int:
+        return self._batch.iteration
+
+    async def messages(self, replica: int) -> AsyncIterator[Parts]:
+        """What a replica is sent: groups and the ends of mini-batches; a failure is the last."""
+        given = self._given[replica]
+        while True:
+            groups: list[Group] = []
+            arrived = await given.get()
+            # Those that finish at the same time share a frame.
+            await asyncio.sleep(0)
+            with suppress(asyncio.QueueEmpty):
+                while isinstance(arrived, Group):
+                    if arrived.index not in self._cancelled:
+                        groups.append(arrived)
+                    if sum(map(num_tokens, groups)) >= FRAME_TOKENS:
+                        break
+                    arrived = given.get_nowait()
+            if groups:
+                headers, tokens, logprobs = pack(groups, with_texts=self._with_texts)
+                message = {"groups": headers, "token_bytes": tokens.nbytes}
+                yield message, [tokens.data.cast("B"), logprobs.data.cast("B")]
+            if not isinstance(arrived, Group):
+                yield arrived, []
+                if "failed" in arrived:
+                    return
+
+    def begin(self, replica: int, indices: Sequence[int]) -> None:
+        """A replica trains these groups now; without any it waits."""
+        self._docks[replica % len(self._docks)].begin(replica, indices)
+
+    def cancel(self, replica: int, indices: Collection[int]) -> None:
+        """Ends the rollouts of these groups of a replica's share; does not wait for that."""
+        self._cancelled |= set(indices)
+        for index in indices:
+            self._tasks[index].cancel()
+        self._docks[replica % len(self._docks)].cancel(indices)
+
+    def hurry(self) -> None:
+        """Ends the wait of `leave`."""
+        self._hurry.set()
+
+    async def leave(self, *, waits: bool) -> None:
+        """Ends what is left; with `waits` after the work of the idle pool, as far as that may delay training."""
+        if waits and self._idle_work is not None:
+            self._idle_work.note_awaited()
+            hurry = asyncio.create_task(self._hurry.wait())
+            await asyncio.wait(
+                {self._task, hurry}, timeout=self._idle_work.max_delay_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            hurry.cancel()
+        if self._idle_work is not None:
+            await self._idle_work.stop()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as siblings:
+            for index in self._batch.prompts:
+                self._tasks[index] = siblings.create_task(self._produce(index))
+        if self._held is not None:
+            self._put(*self._held)
+        self._on_finished()
+        if self._idle_work is not None:
+            try:
+                await self._idle_work.run(self._batch.iteration, self._version)
+            except Exception:
+                # Training does not depend on it; no other code awaits this task.
+                log.exception("the work of the idle pool failed in iteration %d", self._batch.iteration)
+
+    async def _produce(self, index: int) -> None:
+        iteration, prompt = self._batch.iteration, self._batch.prompts[index]
+        try:
+            group = await self._rollouts.roll_out(iteration, index, prompt, self._version)
+        except Exception as error:
+            if index in self._cancelled:
+                log.info("a rollout that was cancelled, index %d of its batch, failed: %s", index, error)
+                return
+            # The boundary: it is raised in the trainer, and the task group cancels the siblings.
+            self._fail(error, index)
+            raise
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            # Cancelled from outside: the task group would treat it as success, and the rest would end the loop.
+            lost = RolloutLost(
+                f"the rollout of prompt {prompt.prompt_id}, index {index} of iteration {iteration}, was ended by "
+                f"{error!r} from beside"
+            )
+            self._fail(lost, index)
+            raise lost from error
+        self._on_group(group)
+        if self._held is None:
+            self._put(group)
+        else:
+            self._held.append(group)
+
+    def _put(self, *groups: Group) -> None:
+        for number, dock in enumerate(self._docks):
+            if own := [group for group in groups if group.index % len(self._docks) == number]:
+                dock.put(*own)
+
+    def _give(self, replica: int, item: Group | int) -> None:
+        self._given[replica].put_nowait(item if isinstance(item, Group) else {"complete": item})
+
+    def _fail(self, error: BaseException, index: int | None = None) -> None:
+        failure = {"failed": error_as_data(error), "index": index}
+        for given in self._given:
+            given.put_nowait(failure)
+
+    def _require_complete(self) -> None:
+        """A batch ends by a failure or with every group; one that something else has ended is a failure, too."""
+        if not all(dock.is_complete for dock in self._docks):
+            self._fail(
+                RolloutLost(
+                    f"the rollouts of iteration {self.iteration} ended without all groups and without an error: "
+                    "something beside them cancelled them; go on from the checkpoint with run.resume = true"
+                )
+            )
