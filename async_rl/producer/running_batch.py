@@ -5,7 +5,7 @@ The first failure of any of them cancels the others, and is sent to every replic
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 
 from async_rl.errors import RolloutLost
@@ -60,8 +60,10 @@ class RunningBatch:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
         self._hurry = asyncio.Event()
+        self._is_settled = False
+        """Whether all rollouts have ended as they should, a failure was sent, or the batch was left."""
         self._task = asyncio.create_task(self._run(), name=f"rollouts of iteration {self._batch.iteration}")
-        self._task.add_done_callback(lambda _: self._require_complete())
+        self._task.add_done_callback(lambda _: self._require_settled())
 
     @property
     def iteration(self) -> int:
@@ -117,6 +119,7 @@ class RunningBatch:
             hurry.cancel()
         if self._idle_work is not None:
             await self._idle_work.stop()
+        self._is_settled = True
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -124,6 +127,7 @@ class RunningBatch:
         async with asyncio.TaskGroup() as siblings:
             for index in self._batch.prompts:
                 self._tasks[index] = siblings.create_task(self._produce(index))
+        self._is_settled = True
         if self._held is not None:
             self._put(*self._held)
         self._on_finished()
@@ -171,16 +175,36 @@ class RunningBatch:
         self._given[replica].put_nowait(item if isinstance(item, Group) else {"complete": item})
 
     def _fail(self, error: BaseException, index: int | None = None) -> None:
+        self._is_settled = True
         failure = {"failed": error_as_data(error), "index": index}
         for given in self._given:
             given.put_nowait(failure)
 
-    def _require_complete(self) -> None:
-        """A batch ends by a failure or with every group; one that something else has ended is a failure, too."""
-        if not all(dock.is_complete for dock in self._docks):
+    def _require_settled(self) -> None:
+        """That something beside the rollouts has ended them is a failure, too."""
+        if not self._is_settled:
             self._fail(
                 RolloutLost(
                     f"the rollouts of iteration {self.iteration} ended without all groups and without an error: "
                     "something beside them cancelled them; go on from the checkpoint with run.resume = true"
                 )
             )
+
+
+class BatchStarts:
+    """The running batch of each iteration, which several replicas ask for: the first one starts it."""
+
+    def __init__(self) -> None:
+        self._batch: RunningBatch | None = None
+        """The last one that was started."""
+        self._started = asyncio.Condition()
+
+    async def of(self, replica: int, iteration: int, start: Callable[[], Awaitable[RunningBatch]]) -> RunningBatch:
+        """What `start` makes, which the first replica calls; the others wait for that."""
+        async with self._started:
+            if replica == 0:
+                self._batch = await start()
+                self._started.notify_all()
+            await self._started.wait_for(lambda: self._batch is not None and self._batch.iteration == iteration)
+            assert self._batch is not None
+            return self._batch

@@ -31,7 +31,7 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.client import MAX_IDLE_WORK_S, publication_of
 from async_rl.producer.dock import Docking
 from async_rl.producer.frames import Message
-from async_rl.producer.running_batch import RunningBatch
+from async_rl.producer.running_batch import BatchStarts, RunningBatch
 from async_rl.proof.gap_limits import noise_limits, noise_scale
 from async_rl.publish.admission import Admission
 from async_rl.publish.canary import Canary
@@ -100,9 +100,7 @@ class Work:
         self._evaluator: Evaluator | None = None
         self._programs: ProgramRollouts | None = None
         self._docking = Docking()
-        self._batch: RunningBatch | None = None
-        """The last one that was started."""
-        self._batch_started = asyncio.Condition()
+        self._batches = BatchStarts()
         self._samples = FirstGroups(NUM_GROUPS + config.prompts.reserve)
         self._full_collections = FullCollections()
 
@@ -209,34 +207,28 @@ class Work:
     # Rollouts, on the event loop
 
     async def start_batch(self, replica: int, message: Message) -> RunningBatch:
-        """The running batch of an iteration: the first replica starts it, the others wait until it has.
+        """The running batch that a replica's message asks for.
 
         Raises:
             ConfigError: there is no prompt of such a name.
         """
+        return await self._batches.of(replica, message["start"], partial(self._start_batch, message))
+
+    async def _start_batch(self, message: Message) -> RunningBatch:
         iteration = message["start"]
-        async with self._batch_started:
-            if replica != 0:
-                await self._batch_started.wait_for(
-                    lambda: self._batch is not None and self._batch.iteration == iteration
-                )
-            else:
-                # Rows are read from disk: the loop goes on meanwhile.
-                parts = await asyncio.to_thread(lambda: list(map(self._find, message["mini_batches"])))
-                if self._programs is not None:
-                    self._full_collections.hold()
-                self._batch = RunningBatch(
-                    self._rollouts,
-                    [Batch(iteration, prompts, message["first_reserve"]) for prompts in parts],
-                    message["version"],
-                    self._docking,
-                    self._evaluator,
-                    self._samples.offer,
-                    partial(self._note_rollouts, iteration),
-                )
-                self._batch_started.notify_all()
-            assert self._batch is not None
-            return self._batch
+        # Rows are read from disk: the loop goes on meanwhile.
+        parts = await asyncio.to_thread(lambda: list(map(self._find, message["mini_batches"])))
+        if self._programs is not None:
+            self._full_collections.hold()
+        return RunningBatch(
+            self._rollouts,
+            [Batch(iteration, prompts, message["first_reserve"]) for prompts in parts],
+            message["version"],
+            self._docking,
+            self._evaluator,
+            self._samples.offer,
+            partial(self._note_rollouts, iteration),
+        )
 
     def _find(self, prompts: Sequence[tuple[int, str]]) -> dict[int, Prompt]:
         return {index: self._prompts.find(prompt_id) for index, prompt_id in prompts}

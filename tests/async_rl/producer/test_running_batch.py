@@ -411,6 +411,28 @@ def test_replicas_share_each_mini_batch_and_learn_of_its_end(batch_of, loop: Eve
     assert sorted(i for part in parts for i in part[1]) == list(range(6, 13))
 
 
+def test_what_waits_in_the_dock_stays_there_when_all_rollouts_have_ended(batch_of, loop: EventLoopThread) -> None:
+    running = batch_of(Docking(2, most_ahead=1), 8)
+
+    async def slowly() -> list[list[list[int]]]:
+        while not running._task.done():
+            await asyncio.sleep(0.01)
+        return await asyncio.gather(*(drained(running, replica, 1) for replica in range(2)))
+
+    parts = loop.run(slowly())
+    assert sorted(i for part in parts for i in part[0]) == list(range(8))
+
+
+def test_rollouts_that_are_ended_from_beside_are_a_failure(batch_of, loop: EventLoopThread) -> None:
+    running = batch_of(Docking(2), 4, delay_s=30)
+
+    async def ended() -> list[dict[str, Any]]:
+        running._task.cancel()
+        return [await next_message(running.messages(replica)) for replica in range(2)]
+
+    assert all("something beside them cancelled them" in message["failed"][1] for message in loop.run(ended()))
+
+
 def test_where_training_waits_for_the_batch_no_group_leaves_before_all_have_finished(
     batch_of, loop: EventLoopThread
 ) -> None:

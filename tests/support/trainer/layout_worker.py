@@ -62,11 +62,9 @@ def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> 
         report["scores"].append(trainer.score(first.prompt.token_ids, [r.token_ids for r in first.responses]))
         batch = Batch(number, {group.index: group.prompt for group in groups})
         mini_batches = batch.split(train.steps_per_batch)
-        shares = [part.share(replica, num_replicas) for part in mini_batches]
-        indices = Batch.union(shares).prompts
-        arriving = Arriving([group for group in groups if group.index in indices], shares)
+        arriving = Arriving([group for group in groups if _deal(number, group, num_replicas) == replica], mini_batches)
         order = TrainingOrder(arriving, train, mini_batches, replica, num_replicas)
-        for _ in shares:
+        for _ in mini_batches:
             order.begin_mini_batch()
             rows = [row for window in trainer.windows(order) for row in trainer.accumulate(window)]
             report["rows"].append(
@@ -74,6 +72,11 @@ def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> 
             )
             report["steps"].append(asdict(trainer.optimizer_step()))
     return report
+
+
+def _deal(number: int, group: Group, num_replicas: int) -> int:
+    """The replica of a group: those of every second batch all go to the last one, as a dock may give them."""
+    return num_replicas - 1 if number % 2 else group.index % num_replicas
 
 
 def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> MegatronTrainer:
