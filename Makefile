@@ -37,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
 .PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
 	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-memory bench-modes bench-peers bench-products \
-	bench-dashboard bench-data bench-sandbox bench-system bench-tail bench-turns
+	bench-dashboard bench-data bench-dock bench-sandbox bench-system bench-tail bench-turns
 
 quickstart: $(READY_USER)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -163,6 +163,9 @@ bench-agents: $(READY)
 
 bench-tail: $(READY)
 	$(BIN)/python -m benchmarks.tail --json $(ARGS)
+
+bench-dock: $(READY)
+	$(BIN)/python -m benchmarks.dock --json $(ARGS)
 
 bench-turns: $(READY)
 	$(BIN)/python -m benchmarks.turns --json $(ARGS)

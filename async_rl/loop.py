@@ -45,7 +45,7 @@ class Trainer(Protocol):
         ...
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
-        """The rows of all ranks; waits until each rank has finished its share."""
+        """The rows of all ranks; waits until each rank has finished its groups."""
         ...
 
     def optimizer_step(self) -> StepStats:

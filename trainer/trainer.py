@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class MegatronTrainer:
-    """One rank of the training pool: every replica accumulates its share of a batch, all of them step together.
+    """One rank of the training pool: every replica accumulates its part of a batch, all of them step together.
 
     Its methods are collective: all ranks call them in the same order, ranks of one replica with the same windows.
     """
@@ -257,7 +257,7 @@ class MegatronTrainer:
         save_hf_checkpoint(self.models.policy_model, self.checkpoint, path)
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
-        """The rows of all ranks, in order of ranks; waits until every rank has finished its share."""
+        """The rows of all ranks, in order of ranks; waits until every rank has finished its groups."""
         gathered = self._parallel.gather_json([asdict(row) for row in rows])
         return [GroupProof.from_json(row) for part in gathered for row in part]
 

@@ -1,7 +1,6 @@
 """`samples.jsonl`: the text of a few groups of each iteration, for inspection; `recorder` writes it.
 
-The groups are the first by their index in the batch, among those that the writing replica trains: selected by
-completion, they would be those with short responses.
+The groups are the first by their index in the batch: selected by completion, they would be those with short responses.
 """
 
 import json
