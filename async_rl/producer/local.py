@@ -58,7 +58,7 @@ class LocalProducer:
         self.rollouts = ScoredRollouts(
             pool, reward, tokenizer, rollout, seed, skip_special_tokens=skip_special_tokens, programs=programs
         )
-        self._loop = loop
+        self.loop = loop
         self.idle_work = idle_work
         self.watch = watch
         self._on_rollouts = on_rollouts
@@ -77,8 +77,8 @@ class LocalProducer:
 
     def close(self) -> None:
         """Ends what runs."""
-        self._loop.end(self._server.stop())
-        self._loop.end(self.rollouts.close())
+        self.loop.end(self._server.stop())
+        self.loop.end(self.rollouts.close())
 
     def prompts_of(self, message: Message) -> list[dict[int, Prompt]]:
         """Of each mini-batch that a connection asks for."""

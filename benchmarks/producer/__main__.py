@@ -18,7 +18,7 @@ The last line is one JSON object:
 - `responses_per_s`: short responses per CPU second of this process, the throughput of one core; `cpu_s_per_1000` of
   them, and `wall_responses_per_s`, with the mock instances on the same machine;
 - `peak_bytes`: growth of resident memory in the large case, `large_bytes_per_token` of all its tokens, and
-  `large_tokens_per_cpu_s`;
+  `large_tokens_per_cpu_s`; `longest_block_s`, for which the producer's event loop was at work on one thing;
 - `main_thread_slowdown`: median over pairs of (seconds of a training step with rollouts / without) - 1, and
   `tokens_per_s`, the rate of rollouts meanwhile, and `taking_share`, the share of the main thread's time in which it
   takes groups. The producer is a process of its own, as in a run. Time in which the main thread waited for a core is
@@ -43,7 +43,16 @@ import torch
 from async_rl.producer.local import LocalProducer as Producer
 from benchmarks.producer.beside import producer_elsewhere
 from benchmarks.producer.mock_instance import Script
-from benchmarks.producer.rig import MAX_RESPONSE_TOKENS, VERSION, VOCAB_SIZE, Rollouts, make_batch, open_producer
+from benchmarks.producer.rig import (
+    MAX_RESPONSE_TOKENS,
+    VERSION,
+    VOCAB_SIZE,
+    Lateness,
+    Rollouts,
+    make_batch,
+    open_producer,
+    waited_for_core_s,
+)
 
 BESIDE_TRAINING = (16, 512)
 """Responses to each prompt and mean tokens of each response, in the case beside training."""
@@ -75,7 +84,8 @@ def measure_large(directory: Path, size: Size) -> dict[str, float]:
     script = size.script(size.tokens, sigma=0.3, first_token_s=0.2, token_s=0.02)
     with open_producer(directory, script, size.responses, has_texts=not size.no_texts) as producer:
         before, cpu_s = reset_peak_bytes(), time.process_time()
-        num_tokens = take_all(producer, iteration=0, num_prompts=size.prompts)[1]
+        with Lateness(producer.loop) as lateness:
+            num_responses, num_tokens = take_all(producer, iteration=0, num_prompts=size.prompts)
         cpu_s = time.process_time() - cpu_s
         grown = peak_bytes() - before
     return {
@@ -83,7 +93,9 @@ def measure_large(directory: Path, size: Size) -> dict[str, float]:
         "large_tokens": num_tokens,
         "large_bytes_per_token": round(grown / num_tokens, 1),
         "large_tokens_per_cpu_s": round(num_tokens / cpu_s),
+        "large_responses": num_responses,
         "large_cpu_s": round(cpu_s, 2),
+        "longest_block_s": round(lateness.longest_s, 3),
     }
 
 
@@ -169,11 +181,6 @@ def timed_steps(step: Callable[[], None], seconds: float, between: Callable[[], 
         spent += time.perf_counter() - begun - (waited_for_core_s() - waited)
         count += 1
     return spent / count
-
-
-def waited_for_core_s() -> float:
-    """How long this thread has been ready to run, without a core to run on (Linux)."""
-    return 1e-9 * int(Path("/proc/thread-self/schedstat").read_text().split()[1])
 
 
 def reset_peak_bytes() -> int:

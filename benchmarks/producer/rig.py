@@ -1,5 +1,6 @@
 """Tools of `benchmarks.producer`: a producer on mock instances, its batches, and a steady rate of batches."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -32,6 +33,7 @@ VOCAB_SIZE = 32_768
 PROMPT_TOKENS = 128
 MAX_RESPONSE_TOKENS = 16_384
 NUM_INSTANCES = 2
+TIMER_S = 0.01
 
 REWARD = "async def score(prompt, responses, row):\n    return [float(len(r.text) % 2) for r in responses]\n"
 
@@ -77,6 +79,40 @@ def mock_instance(script: Script) -> Iterator[str]:
             yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
         finally:
             process.kill()
+
+
+class Lateness:
+    """How late the producer's event loop was at most for a timer, in seconds, less the time that its thread waited for
+    a core: for so long it was at work on other things."""
+
+    def __init__(self, loop: EventLoopThread) -> None:
+        self._loop = loop
+        self.longest_s = 0.0
+
+    def __enter__(self) -> "Lateness":
+        self._task = self._loop.run(self._begin())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run(self._end())
+
+    async def _begin(self) -> "asyncio.Task[None]":
+        return asyncio.create_task(self._watch())
+
+    async def _end(self) -> None:
+        self._task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            due_s, waited_s = time.monotonic() + TIMER_S, waited_for_core_s()
+            await asyncio.sleep(TIMER_S)
+            late_s = time.monotonic() - due_s - (waited_for_core_s() - waited_s)
+            self.longest_s = max(self.longest_s, late_s)
+
+
+def waited_for_core_s() -> float:
+    """How long this thread has been ready to run, without a core to run on (Linux)."""
+    return 1e-9 * int(Path("/proc/thread-self/schedstat").read_text().split()[1])
 
 
 class NoTexts:
