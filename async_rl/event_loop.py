@@ -7,6 +7,7 @@ wait outlives the thread. User code does not run here: rewards run in processes 
 import asyncio
 import concurrent.futures
 import logging
+import selectors
 import threading
 import time
 from collections.abc import Coroutine
@@ -25,11 +26,26 @@ POLL_S = 1.0
 """How often a thread that waits for the loop checks that the loop's thread is alive."""
 
 
+EVENTS_AT_ONCE = 16
+"""Sockets that are served in one round of the loop. A thousand responses may end at the same time; the loop looks at its
+timers, and at what others ask for, only between rounds."""
+
+
+class FewAtOnce(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
+    """Returns some of the events that are there; the others are there the next time.
+
+    The kernel has those that were returned behind the others (epoll), so that each gets its turn.
+    """
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return super().select(timeout)[:EVENTS_AT_ONCE]
+
+
 class EventLoopThread:
     """One running loop in a daemon thread. All methods are for threads other than the loop's own."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop(FewAtOnce())
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="async-rl-event-loop", daemon=True)
         self._thread.start()

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 Parts = tuple[Message, list[memoryview]]
 """A message, and the bytes that belong to it."""
 
+STARTS_AT_ONCE = 8
+"""Rollouts that begin in one round of the event loop, which has other things to do besides."""
+
 FRAME_TOKENS = 2**18
 """Groups share a frame until they have so many tokens: small ones cost less together."""
 
@@ -101,7 +104,8 @@ class RunningBatch:
         """Ends the rollouts of these groups of a replica's share; does not wait for that."""
         self._cancelled |= set(indices)
         for index in indices:
-            self._tasks[index].cancel()
+            if index in self._tasks:
+                self._tasks[index].cancel()
         self._docks[replica % len(self._docks)].cancel(indices)
 
     def hurry(self) -> None:
@@ -125,8 +129,12 @@ class RunningBatch:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as siblings:
-            for index in self._batch.prompts:
+            for number, index in enumerate(self._batch.prompts):
+                if index in self._cancelled:
+                    continue
                 self._tasks[index] = siblings.create_task(self._produce(index))
+                if number % STARTS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
         self._is_settled = True
         if self._held is not None:
             self._put(*self._held)

@@ -14,6 +14,7 @@ from async_rl.rewards import Reward
 from async_rl.rollout.expected_length import ExpectedLength
 from async_rl.rollout.program_rollouts import ProgramRollouts
 from async_rl.rollout.sampling import single_turn_sampling, with_text
+from async_rl.rollout.turnstile import Turnstile
 from async_rl.seeds import group_seed
 from async_rl.types import Group, Prompt, WeightVersion
 
@@ -46,6 +47,7 @@ class ScoredRollouts:
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
         self._skip_special_tokens = skip_special_tokens
         self.programs = programs
+        self._turnstile = Turnstile()
 
     async def start(self) -> None:
         """Starts the processes of the reward and of the rollout program, and waits for them.
@@ -102,7 +104,8 @@ class ScoredRollouts:
                 "the instances stay in service: take the prompt out of the data, or repair what it meets there"
             ) from error
         self._expected_length.note(prompt.prompt_id, [len(response.token_ids) for response in sampled])
-        responses = with_text(sampled, sampling.stop, self._decode)
+        num_tokens = sum(len(response.token_ids) for response in sampled)
+        responses = await self._turnstile.run(lambda: with_text(sampled, sampling.stop, self._decode), num_tokens)
         scores = await self._reward.score(prompt, responses)
         return Group(
             iteration=iteration,
