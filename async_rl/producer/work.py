@@ -118,6 +118,7 @@ class Work:
         self._tokenizer, self._pool.model_tokens = load_tokenizer(config.model.path, checkpoint)
         check = answer_check(config.reward)
         self._prompts = PromptSource.load(config.prompts, self._tokenizer, config.run.seed, Path(cache_dir), check)
+        self._config = config.with_iterations(len(self._prompts))
         return {"outlines": list(map(asdict, self._prompts.outlines)), "digests": self._prompts.digests}
 
     def open(self, first_iteration: int, num_replicas: int, training_pool: Mapping[str, Any]) -> str:
@@ -153,7 +154,7 @@ class Work:
         loop.run(self._rollouts.start(), START_TIMEOUT_S)
         self._recorder = Recorder(
             config.run.dir,
-            config.train.iterations,
+            config.train.num_iterations,
             server.metrics.note,
             self._reward.correct_at,
             self._decode,
@@ -199,7 +200,7 @@ class Work:
 
         async def evaluate(evaluator: Evaluator) -> None:
             evaluator.note_awaited()
-            await evaluator.evaluate(self._config.train.iterations, version)
+            await evaluator.evaluate(self._config.train.num_iterations, version)
 
         if self._evaluator is not None:
             self._loop.run(evaluate(self._evaluator), MAX_IDLE_WORK_S)
