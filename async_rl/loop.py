@@ -91,7 +91,7 @@ def train(
     Raises:
         AsyncRLError: any error of the parts: publishing, rollouts, rewards or the on-policy proof.
     """
-    for iteration in range(first_iteration, config.iterations):
+    for iteration in range(first_iteration, config.num_iterations):
         record = recorder.begin(iteration)
         with record.timed("publish_s"):
             publication = trainer.publish_weights()

@@ -25,7 +25,7 @@ from async_rl.tracking.record_lines import record_of, whole_lines
 from deploy.cluster.fleet import read_fleet
 from deploy.cluster.kept_process import ENDED
 from deploy.cluster.restarts import num_trained
-from deploy.cluster.tasks import LAUNCH_FILE, Launch, Task, read_launch
+from deploy.cluster.tasks import LAUNCH_FILE, LEFT, Launch, Task, read_launch
 from deploy.slurm.commands import SlurmFailed
 from deploy.slurm.files import read_token
 from deploy.slurm.queue import with_queue
@@ -84,7 +84,7 @@ def read_status(run_dir: Path, token: str | None) -> Status:
 def _tasks_now(launch: Launch) -> tuple[Task, ...]:
     if launch.launcher is not None and has_died(launch.launcher):
         # Its processes have ended with it, however it ended: see `async_rl.programs.process_guard`.
-        return tuple(task if task.state in ENDED else replace(task, state="ended") for task in launch.tasks)
+        return tuple(task if task.state in ENDED else replace(task, state=LEFT) for task in launch.tasks)
     if launch.engine != "slurm":
         return launch.tasks
     try:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
 from async_rl.cpu.reproducible import use_reproducible_products
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, ProcessFailed
 from async_rl.net.bounded_connections import ACCEPTS, BACKLOG
 from async_rl.net.bounded_http import BoundedHttp
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
@@ -59,10 +59,13 @@ class Server(uvicorn.Server):
             self._registration.start()
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; True ends the server."""
+        """Called by uvicorn ten times a second; True ends the server.
+
+        A dead engine is told to the requests that waited for it, which are answered within the grace time.
+        """
         is_free = self._registration is not None and self._registration.leave_requested.is_set()
         has_left = self._leaving is not None and not self._leaving.is_alive()
-        return await super().on_tick(counter) or is_free or has_left
+        return await super().on_tick(counter) or is_free or has_left or self._engine.death is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._registration is None or self._leaving is not None:
@@ -79,6 +82,7 @@ def serve(options: Options, listener: socket.socket, token: str | None) -> None:
         ConfigError: the model cannot be loaded, or does not fit, or the instance cannot join the fleet with these
             options; or `--exact` on a processor without what it needs.
         FleetLost: no fleet has answered for `--patience-s`.
+        ProcessFailed: the engine died; whoever started the instance starts another one.
     """
     warn_if_exposed(options.host, token)
     boot_id = new_boot_id()
@@ -135,5 +139,7 @@ def _run(app: FastAPI, engine: TransformersEngine, listener: socket.socket, regi
         timeout_graceful_shutdown=CLOSE_CONNECTIONS_S,
     )
     Server(config, engine, url_of(listener), registration).run(sockets=[listener])
+    if engine.death is not None:
+        raise ProcessFailed(f"{engine.death}; the traceback is in this log")
     if registration is not None:
         registration.require_fleet()

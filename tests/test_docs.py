@@ -30,6 +30,7 @@ NO_KEYS = {
     *(
         "trainer.save_freq",
         "trainer.test_freq",
+        "trainer.total_epochs",
         "trainer.total_training_steps",
         "trainer.v1.sampler.max_off_policy_threshold",
         "trainer.v1.trainer_mode",

@@ -120,7 +120,7 @@ def run(config: Config, stop: StopSignal) -> None:
         with open_session(config, parallel, ending) as session:
             with ending.saving(session.saving.save_last):
                 train(
-                    config.train,
+                    session.train,
                     session.rank,
                     session.prompts,
                     session.rollouts,

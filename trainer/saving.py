@@ -29,7 +29,7 @@ class Saving:
         self._checkpoints = checkpoints
         self._megatron = megatron
         self._every = section.every
-        self._iterations = train.iterations
+        self._iterations = train.num_iterations
         self.first_iteration = 0
         newest = newest_checkpoint(checkpoints_dir(run.dir)) if run.resume else None
         if newest is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from async_rl.config.secrets import masked
-from async_rl.config.sections import Config, RunSection
+from async_rl.config.sections import Config, RunSection, TrainSection
 from async_rl.data.prompts import PromptSource
 from async_rl.errors import ConfigError, RunDirInUse
 from async_rl.files import write_file
@@ -52,6 +52,8 @@ StartProducer = Callable[[ExitStack, Config, str, str], ProducerAddress]
 class Session:
     """The arguments of `async_rl.loop.train`, built and connected."""
 
+    train: TrainSection
+    """That of the config; with the number of iterations, if the config has epochs."""
     megatron: MegatronTrainer
     rank: TrainingRank
     prompts: PromptSource
@@ -115,12 +117,22 @@ def open_session(
             # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
             mine = [secrets.token_hex(4), lease.name, lease.term, [address.host, address.port, address.secret]]
             begin_loading(config, control)
-        megatron = MegatronTrainer.of(config, parallel)
+        # Epochs are counted with the prompts, and the learning rate's schedule needs their number.
+        megatron = MegatronTrainer.of(config, parallel) if config.train.epochs is None else None
         prompts, contents = load_prompts_and_contents(config, parallel, control)
+        counted = config.with_iterations(len(prompts))
+        megatron = megatron or MegatronTrainer.of(counted, parallel)
+        if config.train.epochs is not None:
+            log.info(
+                "train.epochs = %g of %d prompts: %d iterations",
+                config.train.epochs,
+                len(prompts),
+                counted.train.num_iterations,
+            )
         run_id, lease_name, term, address_of_producer = parallel.broadcast_json(mine)
         if config.checkpoint.every or config.run.resume:
             require_shared(config.run.dir, lease_name, parallel)
-        saving = _open_saving(closing, config, parallel, megatron, prompts, contents, term, require_lease)
+        saving = _open_saving(closing, config, counted, parallel, megatron, prompts, contents, term, require_lease)
         if control is not None:
             control.call("open", saving.first_iteration, parallel.num_replicas, megatron.training_pool)
         # Nobody asks the producer for groups before it is ready.
@@ -139,12 +151,13 @@ def open_session(
             closing.callback(sender.close)
             publish = partial(control.publish, serve=partial(serve, sender))
         yield Session(
+            counted.train,
             megatron,
             TrainingRank(megatron, parallel, run_id, publish, ending, require_lease),
             prompts,
             rollouts,
             make_ledger(config, parallel, require_lease),
-            make_recorder(config, control, require_lease),
+            make_recorder(counted, control, require_lease),
             saving,
             control,
         )
@@ -153,6 +166,7 @@ def open_session(
 def _open_saving(
     closing: ExitStack,
     config: Config,
+    counted: Config,
     parallel: Parallel,
     megatron: MegatronTrainer,
     prompts: PromptSource,
@@ -160,7 +174,11 @@ def _open_saving(
     term: int,
     require_lease: Callable[[], None],
 ) -> Saving:
-    """Loads the newest checkpoint if the run resumes; the main rank cuts the records to it."""
+    """Loads the newest checkpoint if the run resumes; the main rank cuts the records to it.
+
+    Args:
+        counted: the config with its number of iterations, which a checkpoint does not hold it to.
+    """
     checkpoints = Checkpoints(
         checkpoints_dir(config.run.dir),
         config.checkpoint.keep,
@@ -172,9 +190,9 @@ def _open_saving(
         require_lease=require_lease,
     )
     closing.callback(checkpoints.close)
-    saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
+    saving = Saving(checkpoints, megatron, config.run, counted.train, config.checkpoint)
     if parallel.is_main:
-        write_file(config.run.dir / CONFIG, json.dumps(masked("", config.model_dump(mode="json")), indent=1) + "\n")
+        write_file(config.run.dir / CONFIG, json.dumps(masked("", counted.model_dump(mode="json")), indent=1) + "\n")
         num_cut = cut_run_records(config.run.dir, saving.first_iteration)
         log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
     return saving
@@ -183,8 +201,8 @@ def _open_saving(
 def make_recorder(config: Config, control: Control | None, require_lease: Callable[[], None]) -> Recorder:
     """Has the producer write the records on the main rank; on other ranks it only measures times."""
     if control is None:
-        return Recorder(None, config.train.iterations)
-    return RemoteRecorder(control, require_lease, config.run.dir, config.train.iterations)
+        return Recorder(None, config.train.num_iterations)
+    return RemoteRecorder(control, require_lease, config.run.dir, config.train.num_iterations)
 
 
 def make_ledger(config: Config, parallel: Parallel, require_lease: Callable[[], None] = lambda: None) -> Ledger:

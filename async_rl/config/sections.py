@@ -3,6 +3,7 @@
 Every entry point loads it first and passes each part only its own section. Unknown keys are errors.
 """
 
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -77,8 +78,18 @@ class OptimizerSection(Section):
         return self
 
 
+MOST_EPOCHS = 1e9
+"""So many of any number of rows are still a whole number of iterations."""
+
+
 class TrainSection(Section):
-    iterations: int = Field(ge=1, description="batches to train")
+    iterations: int | None = Field(None, ge=1, description="batches to train; or else train.epochs")
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        le=MOST_EPOCHS,
+        description="how often every row is drawn, 0.5 for every other one; the start makes train.iterations of it",
+    )
     steps_per_batch: int = Field(
         1,
         ge=1,
@@ -107,6 +118,27 @@ class TrainSection(Section):
         description="trainer and embedded engine compute log-probs that are equal bit for bit, and the proof demands "
         "it; float32 on CPUs of one kind (see exact.md)",
     )
+
+    @property
+    def num_iterations(self) -> int:
+        """Of a run whose rows are known, see `Config.with_iterations`."""
+        assert self.iterations is not None, f"train.epochs = {self.epochs} is no number of iterations yet"
+        return self.iterations
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> "TrainSection":
+        if self.iterations is None and self.epochs is None:
+            raise ValueError(
+                "train.iterations and train.epochs are both missing: set one of them, the batches to train or how "
+                "often every row is drawn, in the file or as --train.iterations INT or --train.epochs FLOAT"
+            )
+        if self.iterations is not None and self.epochs is not None:
+            raise ValueError(
+                f"train.iterations is {self.iterations} and train.epochs is {self.epochs:g}, but each of them is the "
+                "length of the run: remove one; on the command line --train.iterations null or --train.epochs null "
+                "does so"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -203,6 +235,58 @@ class Config(Section):
             return self.prompts.max_prompt_tokens + self.rollout.max_response_tokens
         return self.rollout.max_context_tokens
 
+    def with_iterations(self, num_prompts: int) -> "Config":
+        """With the number of iterations that `train.epochs` of so many prompts are, if these are what it has.
+
+        A last batch that crosses the end of an epoch is filled from the next one.
+
+        Raises:
+            ConfigError: the critic would be alone in all of them.
+        """
+        if self.train.epochs is None:
+            return self
+        # 0.1 of 30 are a little more than 3 as floats.
+        iterations = max(1, ceil(self.train.epochs * num_prompts / self.prompts.num_drawn - 1e-9))
+        counted = self.model_copy(update={"train": self.train.model_copy(update={"iterations": iterations})})
+        counted.require_learning()
+        return counted
+
+    def require_learning(self) -> None:
+        """
+        Raises:
+            ConfigError: the critic is alone in all iterations, as far as their number is known.
+        """
+        alone, iterations = self.critic.iterations_alone, self.train.iterations
+        if iterations is not None and alone >= iterations:
+            of_epochs = f" (train.epochs = {self.train.epochs:g})" if self.train.epochs is not None else ""
+            raise ConfigError(
+                f"critic.iterations_alone is {alone}, but train.iterations is {iterations}{of_epochs}: the policy "
+                "would never learn; lower the one or raise the other"
+            )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_train_section(cls, tree: Any) -> Any:
+        # None of its keys is required alone, so that the section's own error names what is missing.
+        return {"train": {}} | tree if isinstance(tree, dict) else tree
+
+    @model_validator(mode="after")
+    def _epochs_can_be_counted(self) -> "Config":
+        epochs, prompts = self.train.epochs, self.prompts
+        if epochs is None:
+            return self
+        if len(prompts.mixture) > 1:
+            raise ValueError(
+                f"train.epochs is {epochs:g}, but prompts.mixture has {len(prompts.mixture)} parts, each of which "
+                "begins its next epoch by its weight: set train.iterations instead"
+            )
+        if prompts.pass_over:
+            raise ValueError(
+                f"train.epochs is {epochs:g} with prompts.pass_over = {prompts.pass_over}: how many prompts an epoch "
+                "has depends on their rewards; set train.iterations instead, or prompts.pass_over = 0"
+            )
+        return self
+
     @model_validator(mode="after")
     def _joining_at_once_has_a_snapshot(self) -> "Config":
         if self.pool.join == "now" and self.publish.snapshot_dir is None:
@@ -244,12 +328,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _the_critic_is_not_always_alone(self) -> "Config":
-        alone = self.critic.iterations_alone
-        if alone >= self.train.iterations:
-            raise ValueError(
-                f"critic.iterations_alone is {alone}, but train.iterations is {self.train.iterations}: the policy "
-                "would never learn; lower the one or raise the other"
-            )
+        self.require_learning()
         return self
 
     @model_validator(mode="after")

@@ -149,13 +149,14 @@ def require_renderable(row: Row, number: int, part: Part) -> None:
         ConfigError: it has not; names the row.
     """
     column = part.columns.get("prompt", part.prompt_name)
+    place = f"prompts.source {part.source!r}, row {number}"
     value = row[part.prompt_name]
     if isinstance(value, str):
         require_unicode(value, number, part)
         return
     if not part.chat_template:
         raise ConfigError(
-            f"row {number}: column {column!r} is {type(value).__name__}, expected text; "
+            f"{place}: column {column!r} is {type(value).__name__}, expected text; "
             "chat messages need prompts.chat_template = true"
         )
     try:
@@ -164,12 +165,18 @@ def require_renderable(row: Row, number: int, part: Part) -> None:
         fault = error.errors(include_url=False)[0]
         where = "".join(f"[{part!r}]" for part in fault["loc"])
         raise ConfigError(
-            f"row {number}: column {column!r} is {value!r:.80}, expected text or a list of chat messages with a "
+            f"{place}: column {column!r} is {value!r:.80}, expected text or a list of chat messages with a "
             f"role: correct {column}{where} ({fault['msg']}), or set prompts.column"
         ) from error
+    for i, message in enumerate(value):
+        if not _is_content(content := message.get("content")):
+            raise ConfigError(
+                f"{place}: column {column!r} has a message whose content is {content!r:.80}, expected text or a list "
+                f"of texts and parts: correct {column}[{i}]['content'], or set prompts.column"
+            )
     if value[-1]["role"] == ASSISTANT and not (_is_begun(value) or value[-1].get("content") == ""):
         raise ConfigError(
-            f"row {number}: column {column!r} ends with a message of the assistant without text, which cannot be "
+            f"{place}: column {column!r} ends with a message of the assistant without text, which cannot be "
             "continued: leave that message out, or end with a message of another role"
         )
 
@@ -195,6 +202,13 @@ def _conversation(value: Any, part: Part) -> list[dict[str, Any]]:
         # Nothing was said yet.
         value = value[:-1]
     return value if value and value[0]["role"] == "system" else [*system, *value]
+
+
+def _is_content(content: Any) -> bool:
+    """Whether templates take it for what it is: they would write a number, NaN or a mapping as Python does."""
+    if isinstance(content, list):
+        return all(isinstance(each, str | Mapping) for each in content)
+    return content is None or isinstance(content, str)
 
 
 def _is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -227,7 +227,7 @@ def open_table(part: Part, rows: Rows, directory: Path) -> LoadedPart:
     """The table whose files are in `directory`, which may be removed then; logs what was left out of it."""
     about = json.loads((directory / ABOUT).read_text())
     for line in about["report"]:
-        logger.warning("%s", line)
+        logger.warning("prompts.source %r: %s", part.source, line)
     return LoadedPart(part, _open(part, rows, directory), about["digests"], about["longest"], about["rows"])
 
 

@@ -55,7 +55,7 @@ class TabularRows:
             raise ConfigError(f"{self._name} has several columns {twice[0]!r}: rename or drop all but one")
         place = 0
         for block in blocks:
-            for row in self._as_rows(block):
+            for row in self._as_rows(block, place):
                 yield place, row
                 place += 1
 
@@ -79,7 +79,7 @@ class TabularRows:
         assert self._copy is not None, "rows are read before `take`"
         number, offset = divmod(place, BLOCK_ROWS)
         if number != self._block[0]:
-            self._block = number, self._as_rows(self._copy.get_batch(number))
+            self._block = number, self._as_rows(self._copy.get_batch(number), number * BLOCK_ROWS)
         return self._block[1][offset]
 
     @property
@@ -90,13 +90,17 @@ class TabularRows:
         states = [path.stat() for path in self._files]
         return [(state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states]
 
-    def _as_rows(self, block: Any) -> list[Row]:
+    def _as_rows(self, block: Any, first: int) -> list[Row]:
+        """The rows of a block, the first of which has the number `first`."""
         try:
             return [without_nulls(row) for row in block.to_pylist()]
         # Arrow's own errors are ValueErrors; others are of times that Python does not have, and of broken texts.
         except (ValueError, OverflowError) as error:
+            if block.num_rows > 1:
+                return [row for i in range(block.num_rows) for row in self._as_rows(block.slice(i, 1), first + i)]
             raise ConfigError(
-                f"{self._name}: a value cannot be read: {error}; drop the column, or write it as text or number"
+                f"{self._name}, row {first}: a value cannot be read: {error}; drop the column, or write it as text "
+                "or number"
             ) from error
 
 

@@ -19,13 +19,14 @@ from types import FrameType
 
 from async_rl.config.evaluation_section import EvaluationSection
 from async_rl.config.file import load_config
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, InstanceError, NoInstanceLeft, StaleWeights
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.output import Output
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sampler import Sampler
-from async_rl.evaluation.sets import load_sets
+from async_rl.evaluation.sets import LoadedSet, load_sets
 from async_rl.gateway.programs import make_program
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.programs.command_line import USAGE_ERROR, Parser
@@ -34,6 +35,7 @@ from async_rl.programs.failure_report import report_failure
 from async_rl.rewards import make_reward
 from async_rl.rewards.readable_answers import answer_check
 from async_rl.rollout.program_rollouts import make_program_rollouts
+from async_rl.rollout.prompt_room import require_len
 from async_rl.tokenizer import load_tokenizer
 from async_rl.types import WeightVersion
 
@@ -67,7 +69,7 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
     """Evaluates all sets, and writes the results as described above.
 
     Raises:
-        ConfigError: there is no set, or a set or the reward cannot be loaded.
+        ConfigError: there is no set, a set or the reward cannot be loaded, or a prompt leaves no room for a response.
         NoInstanceLeft, InstanceError: no instance was healthy, or they do not serve one version, or prompts failed.
     """
     if not config.evaluation.sets:
@@ -82,6 +84,8 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
         pool.model_tokens = model_tokens
         closing.push_async_callback(pool.close)
         await pool.wait_until_ready(publishes=False)
+        for loaded in sets:
+            _require_room(config.rollout, loaded, pool.max_model_len)
         version = await _put_in_service(pool)
         await reward.start()
         closing.push_async_callback(reward.close)
@@ -114,6 +118,14 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
         await evaluator.run(0, version)
     _require_complete(results, evaluator.first_failure)
     output.finish(results)
+
+
+def _require_room(rollout: RolloutSection, loaded: LoadedSet, max_model_len: int | None) -> None:
+    longest = max(loaded.prompts, key=lambda prompt: len(prompt.token_ids))
+    try:
+        require_len(rollout, longest, max_model_len)
+    except ConfigError as error:
+        raise ConfigError(f"evaluation set {loaded.name!r}: {error}") from error
 
 
 def _require_complete(results: Sequence[SetResult], first_failure: str) -> None:

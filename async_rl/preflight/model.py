@@ -211,6 +211,24 @@ def _require_fitting_files(files: ModelFiles, directory: Path) -> None:
         )
 
 
+def with_room(config: Config, files: ModelFiles) -> Config:
+    """The config with no longer prompts than the model has positions for beside a response, or before a turn.
+
+    For a program that measures the rows and names one that does not fit: the limit alone is no fault. A config whose
+    responses leave no room at all stays as it is.
+    """
+    positions, rollout = files.config.get("max_position_embeddings"), config.rollout
+    if not isinstance(positions, int):
+        return config
+    if rollout.program == SINGLE_TURN:
+        most = positions - rollout.max_response_tokens
+    else:
+        most = min(positions, rollout.max_context_tokens or positions) - 1
+    if not 0 < most < config.prompts.max_prompt_tokens:
+        return config
+    return config.model_copy(update={"prompts": config.prompts.model_copy(update={"max_prompt_tokens": most})})
+
+
 def require_fit(config: Config, files: ModelFiles) -> None:
     """Checks that the longest prompt and response fit into the model; of a program, whose turns end there, the prompt.
 

@@ -13,10 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.config.sections import Config
 from async_rl.data.prompts import PromptSource, Tokenizer
-from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import EvaluationRecorder
 from async_rl.evaluation.sampler import Sampler
@@ -42,6 +40,7 @@ from async_rl.rewards import Reward, make_reward
 from async_rl.rewards.readable_answers import answer_check
 from async_rl.rollout.garbage import FullCollections
 from async_rl.rollout.program_rollouts import ProgramRollouts, make_program_rollouts
+from async_rl.rollout.prompt_room import require_len
 from async_rl.rollout.scored_rollouts import ScoredRollouts
 from async_rl.tokenizer import load_tokenizer
 from async_rl.tracking.recorder import IterationRecord, Recorder
@@ -118,6 +117,7 @@ class Work:
         self._tokenizer, self._pool.model_tokens = load_tokenizer(config.model.path, checkpoint)
         check = answer_check(config.reward)
         self._prompts = PromptSource.load(config.prompts, self._tokenizer, config.run.seed, Path(cache_dir), check)
+        self._config = config.with_iterations(len(self._prompts))
         return {"outlines": list(map(asdict, self._prompts.outlines)), "digests": self._prompts.digests}
 
     def open(self, first_iteration: int, num_replicas: int, training_pool: Mapping[str, Any]) -> str:
@@ -153,7 +153,7 @@ class Work:
         loop.run(self._rollouts.start(), START_TIMEOUT_S)
         self._recorder = Recorder(
             config.run.dir,
-            config.train.iterations,
+            config.train.num_iterations,
             server.metrics.note,
             self._reward.correct_at,
             self._decode,
@@ -199,7 +199,7 @@ class Work:
 
         async def evaluate(evaluator: Evaluator) -> None:
             evaluator.note_awaited()
-            await evaluator.evaluate(self._config.train.iterations, version)
+            await evaluator.evaluate(self._config.train.num_iterations, version)
 
         if self._evaluator is not None:
             self._loop.run(evaluate(self._evaluator), MAX_IDLE_WORK_S)
@@ -326,48 +326,3 @@ class Work:
 def _training_pool(data: Mapping[str, Any]) -> TrainingPool:
     model = data["model"]
     return TrainingPool(**{**data, "model": None if model is None else ModelSize(**model)})
-
-
-def require_len(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> int:
-    """Checks that every prompt fits into the model of every instance; returns the tokens that an instance has to take.
-
-    Raises:
-        ConfigError: some do not: with their longest response, or of a program with a turn.
-    """
-    if rollout.program != SINGLE_TURN:
-        return require_room(rollout, longest, max_model_len)
-    require_fit(rollout, longest, max_model_len)
-    return len(longest.token_ids) + rollout.max_response_tokens
-
-
-def require_fit(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> None:
-    """Checks that every prompt and its longest response fit into the model of every instance.
-
-    Raises:
-        ConfigError: some do not fit; names the prompt and the lengths.
-    """
-    num_tokens = len(longest.token_ids) + rollout.max_response_tokens
-    if max_model_len is not None and num_tokens > max_model_len:
-        raise ConfigError(
-            f"prompt {longest.prompt_id} has {len(longest.token_ids)} tokens; with rollout.max_response_tokens = "
-            f"{rollout.max_response_tokens} that is {num_tokens}, but the instances' model takes {max_model_len}: "
-            f"lower prompts.max_prompt_tokens to {max(max_model_len - rollout.max_response_tokens, 0)} "
-            "or shorten the responses"
-        )
-
-
-def require_room(rollout: RolloutSection, longest: Prompt, max_model_len: int | None) -> int:
-    """Checks that a program has room for a turn after every prompt; returns the tokens that a turn may need in all.
-
-    Raises:
-        ConfigError: it has none after some; names the prompt and the lengths.
-    """
-    num_tokens = len(longest.token_ids)
-    most = min((length for length in (max_model_len, rollout.max_context_tokens) if length), default=num_tokens + 1)
-    if num_tokens >= most:
-        raise ConfigError(
-            f"prompt {longest.prompt_id} has {num_tokens} tokens, which leaves no room for a turn: with all that is "
-            f"before it, it has at most {most} (rollout.max_context_tokens, else the instances' model): lower "
-            f"prompts.max_prompt_tokens to {most - 1}, or raise rollout.max_context_tokens"
-        )
-    return most

@@ -53,9 +53,11 @@ def accepted_answers(row: Mapping[str, Any]) -> list[str]:
     if isinstance(given, str) or not isinstance(given, Sequence):
         given = [] if given is None else [given]
     if not given or not all(map(_is_answer, given)):
+        found = next((name for name in ("answer", "answers") if row.get(name) is not None), None)
+        said = f"it has {sorted(row)}" if found is None else f"its {found!r} is {row[found]!r:.80}"
         raise ValueError(
-            f"the row has no answer to compare with (it has {sorted(row)}): expected a text or a list of texts in "
-            "'answer' or 'answers'"
+            f"the row has no answer to compare with ({said}): expected a text or a list of texts in 'answer' or "
+            "'answers'"
         )
     # Tables in which some rows have no number have all of them as floats: 42.0 is said as 42.
     whole = [str(int(answer)) for answer in given if isinstance(answer, float) and answer.is_integer()]

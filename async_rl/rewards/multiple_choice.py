@@ -71,12 +71,18 @@ def choices_of(row: Mapping[str, Any]) -> Choices:
     if isinstance(given, Mapping):
         is_by_column = given.keys() >= {"label", "text"}
         labels, given = (given["label"], given["text"]) if is_by_column else (list(given), list(given.values()))
-    if isinstance(given, str) or not isinstance(given, Sequence) or not 2 <= len(given) <= len(labels):
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_list or not 2 <= len(given) <= len(labels) or not all(map(_is_choice, given)):
         raise ValueError(
             f"the row's choices are {given!r:.200}: expected a list of 2 to 26 texts, "
             '{"label": [...], "text": [...]}, or {label: text}'
         )
     return {str(label): str(text) for label, text in zip(labels, given, strict=False)}
+
+
+def _is_choice(value: Any) -> bool:
+    # NaN, which equals nothing, is how tables write that there is none.
+    return isinstance(value, str | int | float) and value == value
 
 
 def right_choice(row: Mapping[str, Any], choices: Choices) -> str:

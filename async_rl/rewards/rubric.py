@@ -74,9 +74,11 @@ class Rubric:
 
         def fill(found: re.Match[str]) -> str:
             name = found[1]
-            if name != "response" and row.get(name) is None:
-                raise ValueError(f"reward.rubric has {{{name}}}, but the row has no such column: it has {sorted(row)}")
-            return response if name == "response" else _as_text(row[name])
+            value = row.get(name)
+            # NaN, which equals nothing, is how tables write that there is none.
+            if name != "response" and (value is None or value != value):
+                raise ValueError(f"reward.rubric has {{{name}}}, but the row has no value for it: it has {sorted(row)}")
+            return response if name == "response" else _as_text(value)
 
         return PLACEHOLDER.sub(fill, self.text)
 
@@ -109,5 +111,5 @@ class Rubric:
 def _as_text(value: Any) -> str:
     """A column: text as it is, chat messages one after the other, anything else as Python writes it."""
     if isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[0], Mapping):
-        return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in value)
+        return "\n\n".join(f"{message.get('role')}: {message.get('content', '')}" for message in value)
     return str(value)

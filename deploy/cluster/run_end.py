@@ -14,6 +14,7 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError
 from async_rl.programs.command_line import USAGE_ERROR
 from async_rl.tracking.record_lines import number_of, record_of, whole_lines
+from async_rl.tracking.records import CONFIG
 from deploy.cluster.run_view import EVALUATIONS, METRICS, RunView
 from deploy.cluster.stopping import Stopped, explain_end
 
@@ -27,10 +28,22 @@ def num_saved(run_dir: Path) -> int | None:
     return max((int(match[1]) for match in found if match), default=None)
 
 
+def num_iterations(config: Config) -> int | None:
+    """Of the whole run. Of epochs the trainer makes a number, and writes it to `run.dir`: None before that."""
+    if config.train.epochs is None:
+        return config.train.num_iterations
+    path = config.run.dir / CONFIG
+    train = (record_of(path.read_bytes()) or {}).get("train") if path.is_file() else None
+    if not isinstance(train, dict) or train.get("epochs") != config.train.epochs:
+        return None
+    found = number_of(train.get("iterations"))
+    return None if found is None else int(found)
+
+
 def is_finished(config: Config) -> bool:
     """Whether the run in `run.dir` is trained to its end and its model is written."""
-    saved = num_saved(config.run.dir)
-    return saved is not None and saved >= config.train.iterations and (config.run.dir / "model").is_dir()
+    saved, total = num_saved(config.run.dir), num_iterations(config)
+    return saved is not None and total is not None and saved >= total and (config.run.dir / "model").is_dir()
 
 
 def describe_end(config: Config) -> str:
@@ -45,20 +58,28 @@ def describe_end(config: Config) -> str:
         ("one file", f"async-rl report {name}"),
         ("hand it on", f"async-rl export {name} --to DIR, with a model card"),
     ]
-    return "\n".join([f"the run is trained: {config.train.iterations} iterations", *_table(rows)])
+    return "\n".join([f"the run is trained: {_length(config)}", *_table(rows)])
 
 
 def describe_finished(config: Config) -> str:
     """Where a run is to go on that has trained all its iterations."""
+    epochs, iterations = config.train.epochs, config.train.iterations
+    more = f"--train.iterations {2 * iterations}" if iterations else f"--train.epochs {2 * (epochs or 1):g}"
     return (
-        f"{str(config.run.dir)!r} is finished: all {config.train.iterations} iterations are trained, and nothing is "
-        f"started; --train.iterations {2 * config.train.iterations} would train as many again\n{describe_end(config)}"
+        f"{str(config.run.dir)!r} is finished: all {_length(config)} are trained, and nothing is started; {more} would "
+        f"train as many again\n{describe_end(config)}"
     )
+
+
+def _length(config: Config) -> str:
+    total, epochs = num_iterations(config), config.train.epochs
+    said = [f"{total} iterations"] if total is not None else []
+    return ", ".join([*said, f"train.epochs = {epochs:g}"] if epochs is not None else said)
 
 
 def describe_saved(config: Config, command: Sequence[str]) -> str:
     """After an early end: what is saved, and the command that goes on; `command` is the one that started the run."""
-    saved, total = num_saved(config.run.dir), config.train.iterations
+    saved = num_saved(config.run.dir)
     if saved is None:
         if not (config.run.dir / METRICS).exists():
             return "nothing is saved: no iteration was trained"
@@ -66,7 +87,8 @@ def describe_saved(config: Config, command: Sequence[str]) -> str:
         return f"nothing is saved, {why}: to begin again, name another run.dir or remove {str(config.run.dir)!r}"
     words = [word for word in command if not word.startswith("--run.resume")]
     again = shlex.join(masked_words([*words, "--run.resume=true"]))
-    return f"saved in {str(config.run.dir / 'checkpoints')!r}: {saved} of {total} iterations; go on with\n  {again}"
+    total = f"{num_iterations(config) or 'its'} iterations"
+    return f"saved in {str(config.run.dir / 'checkpoints')!r}: {saved} of {total}; go on with\n  {again}"
 
 
 def evaluation_lines(run_dir: Path) -> list[str]:

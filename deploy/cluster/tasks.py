@@ -19,6 +19,9 @@ from async_rl.tracking.process_identity import Process
 LAUNCH_FILE = "launch.json"
 TASKS_FOLDER = "tasks"
 
+LEFT: Final = "ended"
+"""The state of a task that ended with its launcher, by itself or not."""
+
 Record = TypeVar("Record")
 
 

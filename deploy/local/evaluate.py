@@ -22,6 +22,7 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.net.free_ports import free_ports
 from async_rl.preflight import require_sound
+from async_rl.preflight.model import ModelFiles, with_room
 from async_rl.programs.extras import require_extras
 from async_rl.tracking.records import require_no_run
 from deploy.cluster.process import Process, Running, log_path
@@ -86,10 +87,13 @@ def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> E
     serves_itself = not config.pool.instances and config.inference.engine == "transformers"
     require_extras("async-rl eval", "trainer", *(("serve",) if serves_itself else ()))
     require_no_run(config.run.dir)
-    require_sound(config, trains=False, serves=not config.pool.instances)
+    serves = not config.pool.instances
+    # The default limit of prompts may be beyond a small model; the program measures the prompts there are.
+    started = with_room(config, ModelFiles.find(config.model.path)) if serves else config
+    require_sound(started, trains=False, serves=serves)
     out = config.run.dir
     with Deployment() as deployment, console.status("evaluation: starting") as status:
-        instances = OwnInstances(deployment, config)
+        instances = OwnInstances(deployment, started)
         argv = (
             *(sys.executable, "-m", "async_rl.evaluation", str(config_path), "--out", str(out), *overrides),
             *("--pool.instances", json.dumps(list(instances.urls))),

@@ -141,14 +141,17 @@ def config_text(options: argparse.Namespace, run_dir: Path) -> str:
 
 
 def set_names(sources: Sequence[str]) -> list[str]:
-    """The name of each source's set: the file's name without its suffix, or the task's name; a number after one that
-    is taken."""
+    """The name of each source's set: the file's name without its suffix, or the task's or the split's name; a number
+    after one that is taken."""
     names: list[str] = []
     for source in sources:
         stem = (
-            Path(source).stem if source.endswith((".jsonl", ".json", ".csv", ".parquet")) else source.rpartition(":")[2]
+            Path(source).stem
+            if source.endswith((".jsonl", ".json", ".csv", ".parquet"))
+            # A colon in brackets is a slice of a split.
+            else re.split(r":(?![^\[]*\])", source)[-1]
         )
-        name = base = re.sub(r"[^A-Za-z0-9_.-]", "-", stem) or "data"
+        name = base = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-") or "data"
         number = 1
         while name in names:
             number += 1

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -109,7 +110,12 @@ def run_config(
     """
     this_plan = make_plan(config_path, config, overrides)
     require_startable("async-rl run", config, this_plan)
-    with make_run_view(console, config.run.dir, token) as view, Deployment() as deployment, said_when_stopped(view):
+    with (
+        make_run_view(console, config.run.dir, token) as view,
+        ExitStack() as ended,
+        Deployment() as deployment,
+        said_when_stopped(view),
+    ):
         instances = [deployment.start(process) for process in this_plan.instances]
         trainer, gate = deployment.start_at_gate(this_plan.trainer)
 
@@ -120,6 +126,8 @@ def run_config(
         wait_until_healthy(instances, this_plan.urls, watch)
         view.note(f"{len(instances)} instance(s) ready, the trainer begins")
         supervisor = Supervisor(this_plan.urls, config, deployment, instances, trainer, view)
+        # When the deployment has ended all processes.
+        ended.callback(supervisor.note_end)
         gate.touch()
         supervisor.run()
     return this_plan

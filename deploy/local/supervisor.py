@@ -7,6 +7,7 @@ again on its port, and joins the pool again with the next publish.
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from async_rl.config.sections import Config
@@ -16,7 +17,7 @@ from deploy.cluster.kept_process import ENDED, KeptProcess
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import Restarts, num_trained
 from deploy.cluster.run_view import RunFeed, RunView
-from deploy.cluster.tasks import Task, remove_tasks, write_launch
+from deploy.cluster.tasks import LEFT, Task, remove_tasks, write_launch
 from deploy.local.processes import POLL_S, Deployment
 
 RESUME = "--run.resume=true"
@@ -43,6 +44,7 @@ class Supervisor:
         self._view = view
         self._feed = RunFeed(self._run_dir)
         self._written: tuple[Task, ...] = ()
+        self._has_left = False
 
         def keep(running: Running, url: str | None, again: tuple[str, ...] = ()) -> KeptProcess:
             restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_delay_s)
@@ -67,6 +69,11 @@ class Supervisor:
         if self._trainer.failure is not None:
             raise self._trainer.failure
 
+    def note_end(self) -> None:
+        """Writes that nothing of the run is left: its processes have been ended, whatever ended the run."""
+        self._has_left = True
+        self._write_tasks()
+
     def _has_ended(self) -> bool:
         for instance in self._instances:
             self._say(instance.check())
@@ -86,6 +93,8 @@ class Supervisor:
     def _write_tasks(self) -> None:
         """Writes the record of all tasks if anything has changed."""
         tasks = tuple(map(_task, [self._trainer, *self._instances]))
+        if self._has_left:
+            tasks = tuple(task if task.state in ENDED else replace(task, state=LEFT) for task in tasks)
         if tasks != self._written:
             self._written = tasks
             try:

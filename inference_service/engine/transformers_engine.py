@@ -84,6 +84,11 @@ class TransformersEngine:
         return self._batching.fault or self._update.fault
 
     @property
+    def death(self) -> str | None:
+        """Why its generation thread died; only another process serves again."""
+        return self._batching.fault
+
+    @property
     def needs_weights(self) -> bool:
         return self._batching.fault is None and self._update.fault is not None
 

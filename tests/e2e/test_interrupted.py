@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.protocol.fleet import InstanceInfo
 from tests.support.local_run import End, Run, command_of, gone
+from tests.support.mortal_instance import kill_an_engine, mortal_python
 from tests.support.same_run import ITERATIONS, SETTINGS, assert_same_run
 from trainer.checkpoint.files import find_damage, read_manifest
 
@@ -64,7 +66,8 @@ def disturbed(new_run: Callable[..., Run]) -> Disturbed:
     resumed = (*SETTINGS_OF_BOTH, "--run.resume=true", "--cluster.restart_delay_s=0.2")
     run.start(*resumed, AT_THE_END)
     lose_a_rank(run)
-    lose_an_instance(run)
+    lose_an_instance(run, kill_amid_requests)
+    lose_an_instance(run, kill_while_paused)
     seen.ends["SIGTERM to a rank"] = run.end_by(run.ranks()[-1].terminate)
 
     run.start(*resumed, "--trainer.lost_after_s=3")
@@ -78,8 +81,9 @@ def disturbed(new_run: Callable[..., Run]) -> Disturbed:
     seen.keeps_instances = run.instances() == instances
     seen.ends["kill -9"] = run.end_by(lambda: run.send(signal.SIGKILL))
 
-    run.start(*resumed, AT_THE_END)
+    run.start(*resumed, AT_THE_END, f"--inference.python={mortal_python(run.config.parent)}")
     run.wait_for_iterations(run.num_trained() + 1)
+    lose_an_instance(run, lose_the_engine)
     seen.ends["ctrl-c"] = run.end_by(lambda: run.send(signal.SIGINT))
 
     run.train(*resumed)
@@ -111,30 +115,48 @@ def lose_the_producer(run: Run, lose: Callable[[psutil.Process], None], num_rest
     run.wait_until(lambda: run.restarts()["trainer"] == num_restarts)
 
 
-def lose_an_instance(run: Run) -> None:
-    """Amid its requests, which are made again or have been taken over; returns when its successor takes part."""
+def lose_an_instance(run: Run, lose: Callable[[Run, psutil.Process, str], None]) -> None:
+    """Returns when its successor takes part."""
+    boot_ids = {each.boot_id for each in run.members()}
+    num_restarts = sum(run.restarts().values())
     lost = run.instances()[0]
-    url = f"http://127.0.0.1:{port_of(lost)}"
-    stop_amid_requests(run, lost, url)
-    boot_id = member(run, url).boot_id
-    lost.kill()
+    lose(run, lost, f"http://127.0.0.1:{port_of(lost)}")
     # It may be back before the next publish, so that no record is of the other one alone.
-    run.wait_until(lambda: sum(run.restarts().values()) == run.restarts()["trainer"] + 1)
+    run.wait_until(lambda: sum(run.restarts().values()) == num_restarts + 1)
     # Or the iterations are so short that they would be over before it is back.
     run.hold()
-    run.wait_until(lambda: (now := member(run, url)).state in ("joining", "ready") and now.boot_id != boot_id)
+    run.wait_until(lambda: any(are_there_again(each, boot_ids) for each in run.members()))
     run.tell("")
-    run.wait_until(lambda: run.lines("metrics.jsonl")[-1]["num_instances"] == 2)
+    num_before = run.num_trained()
+    run.wait_until(lambda: run.num_trained() > num_before and run.lines("metrics.jsonl")[-1]["num_instances"] == 2)
 
 
-def stop_amid_requests(run: Run, instance: psutil.Process, url: str) -> None:
+def are_there_again(member: InstanceInfo, boot_ids: set[str | None]) -> bool:
+    return member.state in ("joining", "ready") and member.boot_id not in boot_ids
+
+
+def kill_amid_requests(run: Run, instance: psutil.Process, url: str) -> None:
+    """Its requests are made again, or have been taken over."""
     while True:
         instance.suspend()
         time.sleep(0.1)  # What it had sent has arrived.
         if member(run, url).num_requests:
+            instance.kill()
             return
         instance.resume()
         time.sleep(0.02)
+
+
+def kill_while_paused(run: Run, instance: psutil.Process, url: str) -> None:
+    """It is about to get new weights, or gets them."""
+    with httpx.Client() as client:
+        run.wait_until(lambda: client.get(f"{url}/is_paused").json()["is_paused"], every_s=0)
+    instance.kill()
+
+
+def lose_the_engine(run: Run, instance: psutil.Process, url: str) -> None:
+    """Of either instance, whose process is not killed."""
+    kill_an_engine(run.config.parent)
 
 
 def port_of(instance: psutil.Process) -> str:
@@ -228,10 +250,18 @@ def test_a_rank_that_is_killed_while_the_others_wait_is_no_request_to_end(distur
     assert disturbed.ends["SIGTERM to a rank"].restarts["trainer"] == 1
 
 
-def test_an_instance_that_dies_amid_its_requests_loses_nothing_and_comes_back(disturbed: Disturbed) -> None:
+def test_an_instance_that_dies_amid_its_requests_or_a_publish_loses_nothing_and_comes_back(
+    disturbed: Disturbed,
+) -> None:
     restarts = disturbed.ends["SIGTERM to a rank"].restarts
-    assert sorted(restarts.values()) == [0, 1, 1], restarts
+    assert restarts["trainer"] == 1 and sum(restarts.values()) == 3, restarts
     assert disturbed.run.lines("metrics.jsonl")[-1]["num_instances"] == 2
+
+
+def test_an_instance_whose_engine_dies_ends_and_is_started_again(disturbed: Disturbed) -> None:
+    end = disturbed.ends["ctrl-c"]
+    assert sorted(end.restarts.values()) == [0, 0, 1] and end.restarts["trainer"] == 0
+    assert "the generation thread died: MemoryError('told to die')" in end.output
 
 
 def test_a_producer_that_dies_or_hangs_is_named_and_the_trainer_goes_on_with_another(disturbed: Disturbed) -> None:

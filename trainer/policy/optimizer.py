@@ -81,7 +81,7 @@ class PolicyOptimizer:
         In the first `num_held` iterations steps add to the moments and leave the weights as they are.
         """
         self._section = section
-        self._schedule = LearningRate(section, train.iterations, num_held)
+        self._schedule = LearningRate(section, train.num_iterations, num_held)
         self._steps_per_iteration = train.steps_per_batch
         self._on_nonfinite = train.on_nonfinite
         self._optimizer = _make_adam(section, policy, distributed)

@@ -37,7 +37,7 @@ def record(directory: Path, config: Config, stop: StopSignal, *, needs_all: bool
                 session.control,
             )
             with ending.saving(session.saving.save_last):
-                train(config.train, rank, session.prompts, rollouts, session.ledger, session.recorder)
+                train(session.train, rank, session.prompts, rollouts, session.ledger, session.recorder)
                 ending.meet(may_stop=False)
             session.megatron.save_hf(config.run.dir / "model")
 

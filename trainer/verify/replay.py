@@ -109,7 +109,7 @@ def replay(config: Config, parallel: Parallel, directory: Path) -> None:
     batches = RecordedBatches(directory, parallel, first_reserve)
     recorder = Recorder(
         config.run.dir if parallel.is_main else None,
-        config.train.iterations,
+        config.train.num_iterations,
         has_reserve=config.prompts.reserve > 0,
     )
     ledger = make_ledger(config, parallel)

@@ -62,6 +62,17 @@ def test_what_running_instances_serve_is_evaluated_under_its_own_version(instanc
     assert lines(tmp_path / "out" / "progress.jsonl") == [{"set": "words", "total_prompts": 4}] * 4
 
 
+@pytest.mark.distributed
+def test_only_a_prompt_that_leaves_no_room_for_a_response_is_refused(instances, make_config, tmp_path) -> None:
+    config = make_config(*instances({"version": "step-9", "max_model_len": 16}))
+    asyncio.run(evaluate(config, tmp_path / "fits", None))
+    with (tmp_path / "words.jsonl").open("a") as rows:
+        rows.write(json.dumps({"prompt": "Word Word Word 17", "reward": 1}) + "\n")
+    with pytest.raises(ConfigError, match=r"set 'words': prompt 4 has .* tokens; .* model takes 16: lower"):
+        asyncio.run(evaluate(config, tmp_path / "out", None))
+    assert lines(tmp_path / "out" / "progress.jsonl") == [], "before anything is sampled"
+
+
 def test_the_directory_of_a_run_is_left_alone(make_config, tmp_path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()

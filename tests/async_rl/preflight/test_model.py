@@ -10,7 +10,7 @@ from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight import find_faults, find_missing_files
-from async_rl.preflight.model import FAMILIES, ModelFiles, require_fit, require_tokens, require_trainable
+from async_rl.preflight.model import FAMILIES, ModelFiles, require_fit, require_tokens, require_trainable, with_room
 from tests.support.minimal_config import minimal_tree
 
 
@@ -171,3 +171,26 @@ def test_a_path_that_cannot_even_be_looked_at_is_an_error_with_its_key() -> None
     config = config_of(model={"path": TOO_LONG}, algorithm={"teacher": TOO_LONG})
     assert find_missing_files(config) == [], "find_faults names it"
     assert any("model.path" in str(fault.error) for fault in find_faults(config, trains=True, serves=True))
+
+
+@pytest.mark.parametrize(
+    ("limit", "rollout", "positions", "most"),
+    [
+        (1024, {"max_response_tokens": 16}, 256, 240),
+        (64, {"max_response_tokens": 16}, 256, 64),
+        (1024, {"max_response_tokens": 255}, 256, 1),
+        (1024, {"max_response_tokens": 256}, 256, 1024),  # No prompt has room: `require_fit` names the responses.
+        (1024, {"max_response_tokens": 16}, None, 1024),
+        (1024, {"program": "command:true", "max_response_tokens": 900}, 256, 255),
+        (1024, {"program": "command:true", "max_context_tokens": 100}, 256, 99),
+    ],
+)
+def test_prompts_may_have_what_responses_leave_of_the_models_positions(
+    limit: int, rollout: dict[str, Any], positions: int | None, most: int
+) -> None:
+    config = config_of(prompts={"max_prompt_tokens": limit}, rollout=rollout)
+    files = files_of(max_position_embeddings=positions)
+    fitted = with_room(config, files)
+    assert fitted.prompts.max_prompt_tokens == most
+    if most != limit:
+        require_fit(fitted, files)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_unreadable_answers_are_named_and_left_out(tmp_path: Path, caplog: pytes
         assert "is no mathematical expression" in caplog.text
     numbers = {int(source.batch(i).prompts[0].prompt_id) for i in range(len(source))}
     assert set(range(len(READABLE))) == numbers
-    # Another reward takes any answer, and has a table of its own.
+    # Another reward takes any text, and has a table of its own.
     assert len(load(tmp_path, answers, RewardSection(name="exact"))) == len(answers)
 
 
@@ -54,5 +55,29 @@ def test_only_rows_that_math_scores_are_looked_at(tmp_path: Path) -> None:
     assert check.fault_of({"answer": "####", "kind": "m"}, ()) is not None
     assert check.fault_of({"answer": "####", "kind": "e"}, ()) is None
     assert check.fault_of({"answer": "####", "kind": "m"}, ("e",)) is None
+    assert check.fault_of({"answer": {}, "kind": "e"}, ()) is not None
     assert check.fault_of({"answer": "####"}, ()) is None, "what it lacks is said where it is used"
-    assert answer_check(RewardSection(name="exact")) is NO_CHECK
+    assert answer_check(RewardSection(name="regex", pattern="a")) is NO_CHECK
+
+
+CHOICES = ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("exact", [{"answer": 0}, {"answers": ["a", 1.5]}], [{}, {"answer": math.nan}, {"answer": ["a", None]}]),
+        ("f1", [{"answer": {"text": ["a"]}}], [{"answer": " "}, {"answer": {"a": 1}}]),
+        (
+            "multiple_choice",
+            [{"answer": "B"}, {"answer": 1, "choices": CHOICES}],
+            [{"answer": "no"}, {"answer": 2, "choices": CHOICES}, {"answer": "A", "choices": ["x", None]}],
+        ),
+    ],
+)
+def test_each_reward_that_compares_says_which_rows_it_cannot_read(
+    name: str, good: list[dict[str, Any]], bad: list[dict[str, Any]]
+) -> None:
+    check = answer_check(RewardSection(name=name))
+    assert all(check.fault_of(row, ()) is None for row in good)
+    assert all(check.fault_of(row, ()) for row in bad)

@@ -1,5 +1,6 @@
 """What a judge is asked, and which numbers of its answers count."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,17 @@ def test_placeholders_are_the_response_and_columns_and_nothing_else_is_touched()
     assert asked == 'Q: user: 2 + 3? A: {answer} {prompt} Gold: 5. Reply as {"score": 3} or {}.'
 
 
-def test_a_column_that_the_row_lacks_is_named() -> None:
+@pytest.mark.parametrize("row", [{}, {"question": None}, {"question": math.nan}])
+def test_a_column_that_the_row_has_no_value_for_is_named(row: dict[str, Any]) -> None:
     with pytest.raises(
-        ValueError, match=r"reward\.rubric has \{question\}, but the row has no such column: .*'prompt'"
+        ValueError, match=r"reward\.rubric has \{question\}, but the row has no value for it: .*'prompt'"
     ):
-        rubric("{question} {response}").task("a", {"prompt": "p"})
+        rubric("{question} {response}").task("a", {"prompt": "p", **row})
+
+
+def test_a_message_without_content_says_nothing() -> None:
+    row = {"prompt": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "tool_calls": []}]}
+    assert rubric("{prompt}|{response}").task("5", row) == "user: 2 + 3?\n\nassistant: |5"
 
 
 def test_the_text_may_be_in_a_file(tmp_path: Path) -> None:

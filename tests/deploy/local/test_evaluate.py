@@ -52,7 +52,7 @@ def evaluate(model: Path, data: Path, *arguments: str, **environment: str) -> "s
         reward,
         *arguments,
     ]
-    command += ["--prompts.chat_template", "false", "--prompts.max_prompt_tokens", "64"]
+    command += ["--prompts.chat_template", "false"]
     environment = {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
 
@@ -133,7 +133,9 @@ def test_a_program_that_rewards_itself_needs_no_reward(tmp_path: Path) -> None:
 
 def test_a_set_is_called_after_its_source_and_no_two_alike() -> None:
     sources = ["a/b/aime 24.parquet", "reasoning-gym:spell_backward", "x.jsonl", "y/x.jsonl", "z/x.jsonl", ""]
-    assert set_names(sources) == ["aime-24", "spell_backward", "x", "x-2", "x-3", "data"]
+    sources += ["hf:a/b", "hf:a/b:main:test[:100]", "hf:a/b:test[10:20]"]
+    names = ["aime-24", "spell_backward", "x", "x-2", "x-3", "data", "a-b", "test-100", "test-10-20"]
+    assert set_names(sources) == names
 
 
 def test_every_source_is_a_set_that_is_sampled_as_the_options_say(tmp_path: Path) -> None:

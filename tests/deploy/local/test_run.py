@@ -144,6 +144,8 @@ def test_a_signal_ends_every_process(ground: Any, signum: signal.Signals) -> Non
     assert f"stopped by {signum.name}: the trainer saves its last whole iteration" in output
     assert "nothing is saved" in output
     assert ground.living() == {}
+    tasks = json.loads((ground.path / "run" / "launch.json").read_text())["tasks"]
+    assert {task["state"] for task in tasks} == {"ended"}, "nothing of it runs any more"
 
 
 def test_ctrl_c_while_instances_start_ends_them_and_the_waiting_trainer(ground: Any) -> None:
@@ -190,8 +192,8 @@ def test_a_trainer_that_dies_once_is_started_again_with_resume_beside_the_same_i
     record = json.loads((ground.path / "run" / "launch.json").read_text())
     assert [(task["name"], task["state"], task["restarts"]) for task in record["tasks"]] == [
         ("trainer", "done", 1),
-        ("instance-0", "running", 0),
-        ("instance-1", "running", 0),
+        ("instance-0", "ended", 0),
+        ("instance-1", "ended", 0),
     ]
 
 

@@ -57,6 +57,9 @@ def test_every_stage_is_short_repeatable_and_free_of_what_is_beside_training(run
     assert as_run.critic.iterations_alone == 2
     assert as_run.inference.num_instances == 2
     assert as_run.publish.canary == "first" and not as_run.evaluation.sets
+    words = ("--train.iterations=null", "--train.epochs=2")
+    of_epochs = load_config(run.config, common_overrides(load_config(run.config, words), words, tmp_path, 3, 2))
+    assert of_epochs.train.iterations == 3
     assert load_config(run.config, common_overrides(config, (), tmp_path, 1, 1)).critic.iterations_alone == 0
 
 

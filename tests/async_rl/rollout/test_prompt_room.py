@@ -2,7 +2,7 @@ import pytest
 
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError
-from async_rl.producer.work import require_fit, require_len, require_room
+from async_rl.rollout.prompt_room import require_fit, require_len, require_room
 from async_rl.types import Prompt
 
 PROMPT = Prompt("row-7", (1, 2, 3), {})
