@@ -12,6 +12,7 @@ from async_rl.errors import RolloutLost
 from async_rl.group_codec import pack
 from async_rl.producer.dock import Docking, num_tokens
 from async_rl.producer.frames import Message, error_as_data
+from async_rl.rollout.garbage import COLLECTIONS
 from async_rl.rollout.idle_work import IdleWork
 from async_rl.rollout.scored_rollouts import ScoredRollouts
 from async_rl.types import Batch, Group, WeightVersion
@@ -21,11 +22,16 @@ log = logging.getLogger(__name__)
 Parts = tuple[Message, list[memoryview]]
 """A message, and the bytes that belong to it."""
 
+MAKE_UP_S = 0.1
+"""From the end of a batch to the collection of garbage that was held back."""
+
 STARTS_AT_ONCE = 8
 """Rollouts that begin in one round of the event loop, which has other things to do besides."""
 
 FRAME_TOKENS = 2**18
-"""Groups share a frame until they have so many tokens: small ones cost less together."""
+FRAME_RESPONSES = 2**8
+"""Groups share a frame until they have so many tokens or responses: small ones cost less together, and packing them all
+would take as long as the loop may be at work on one thing."""
 
 
 class RunningBatch:
@@ -65,6 +71,7 @@ class RunningBatch:
         self._hurry = asyncio.Event()
         self._is_settled = False
         """Whether all rollouts have ended as they should, a failure was sent, or the batch was left."""
+        COLLECTIONS.hold()
         self._task = asyncio.create_task(self._run(), name=f"rollouts of iteration {self._batch.iteration}")
         self._task.add_done_callback(lambda _: self._require_settled())
 
@@ -84,7 +91,8 @@ class RunningBatch:
                 while isinstance(arrived, Group):
                     if arrived.index not in self._cancelled:
                         groups.append(arrived)
-                    if sum(map(num_tokens, groups)) >= FRAME_TOKENS:
+                    num_responses = sum(len(group.responses) for group in groups)
+                    if num_responses >= FRAME_RESPONSES or sum(map(num_tokens, groups)) >= FRAME_TOKENS:
                         break
                     arrived = given.get_nowait()
             if groups:
@@ -126,6 +134,8 @@ class RunningBatch:
         self._is_settled = True
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        # Then whoever leaves has his answer, and the batch's objects are gone.
+        asyncio.get_running_loop().call_later(MAKE_UP_S, COLLECTIONS.make_up)
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as siblings:

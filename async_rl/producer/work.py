@@ -38,7 +38,6 @@ from async_rl.publish.publisher import Publisher
 from async_rl.publish.remote_sender import RemoteSender
 from async_rl.rewards import Reward, make_reward
 from async_rl.rewards.readable_answers import answer_check
-from async_rl.rollout.garbage import FullCollections
 from async_rl.rollout.program_rollouts import ProgramRollouts, make_program_rollouts
 from async_rl.rollout.prompt_room import require_len
 from async_rl.rollout.scored_rollouts import ScoredRollouts
@@ -101,7 +100,6 @@ class Work:
         self._docking = Docking()
         self._batches = BatchStarts()
         self._samples = FirstGroups(NUM_GROUPS + config.prompts.reserve)
-        self._full_collections = FullCollections()
 
     # Calls
 
@@ -218,8 +216,6 @@ class Work:
         iteration = message["start"]
         # Rows are read from disk: the loop goes on meanwhile.
         parts = await asyncio.to_thread(lambda: list(map(self._find, message["mini_batches"])))
-        if self._programs is not None:
-            self._full_collections.hold()
         return RunningBatch(
             self._rollouts,
             [Batch(iteration, prompts, message["first_reserve"]) for prompts in parts],
@@ -235,7 +231,6 @@ class Work:
 
     def _note_rollouts(self, iteration: int) -> None:
         """All rollouts of an iteration have finished."""
-        self._full_collections.make_up()
         self._rollouts.note_finished(iteration, self._write_rollouts)
 
     def _write_rollouts(self, figures: Mapping[str, Any]) -> None:

@@ -1,6 +1,8 @@
 import asyncio
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -140,3 +142,58 @@ def test_close_ends_though_a_task_swallows_its_cancellation(
     assert not loop._thread.is_alive()
     assert "did not end when it was cancelled" in caplog.text and "stay" in caplog.text
     release.set()
+
+
+def test_timers_are_not_late_for_a_thousand_sockets_that_are_ready_at_once(loop: EventLoopThread) -> None:
+    """Each takes a millisecond, together a second; each is served once, and those closed meanwhile are not."""
+    pairs = [socket.socketpair() for _ in range(400)]
+
+    async def serve() -> tuple[float, list[int]]:
+        own = asyncio.get_running_loop()
+        served: list[int] = []
+
+        def read(number: int) -> None:
+            pairs[number][0].recv(1)
+            time.sleep(0.001)
+            served.append(number)
+            if number == 0:
+                own.remove_reader(pairs[399][0])
+
+        for number, (ours, theirs) in enumerate(pairs):
+            theirs.send(b"x")
+            own.add_reader(ours, read, number)
+        longest_s, before_s = 0.0, time.monotonic()
+        while len(served) < 399:
+            await asyncio.sleep(0.001)
+            longest_s, before_s = max(longest_s, time.monotonic() - before_s), time.monotonic()
+        await asyncio.sleep(0.01)
+        for ours, _ in pairs:
+            own.remove_reader(ours)
+        return longest_s, served
+
+    longest_s, served = loop.run(serve())
+    assert sorted(served) == list(range(399)) and longest_s < 0.3
+    for pair in pairs:
+        for each in pair:
+            each.close()
+
+
+def test_sockets_that_are_always_ready_leave_others_their_turn(loop: EventLoopThread) -> None:
+    pairs = [socket.socketpair() for _ in range(40)]
+
+    async def serve() -> set[int]:
+        own = asyncio.get_running_loop()
+        served: set[int] = set()
+        for number, (ours, theirs) in enumerate(pairs):
+            theirs.send(b"x")  # Nobody reads it.
+            own.add_reader(ours, served.add, number)
+        for _ in range(6):
+            await asyncio.sleep(0)
+        for ours, _ in pairs:
+            own.remove_reader(ours)
+        return served
+
+    assert loop.run(serve()) == set(range(40))
+    for pair in pairs:
+        for each in pair:
+            each.close()

@@ -1,7 +1,7 @@
 """The groups of an iteration as a file of each replica: written by `recording.py`, read by `replay.py`.
 
-A file has the groups in the order in which they came to the replica, without texts and rows of the data set, which training does
-not read.
+A file has the groups in the order in which they came to the replica, without texts and rows of the data set, which
+training does not read.
 """
 
 import json
