@@ -10,7 +10,7 @@ from async_rl.evaluation.sets import LoadedSet
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import Reward
 from async_rl.rollout.program_rollouts import ProgramRollouts
-from async_rl.rollout.sampling import Truncation, single_turn_sampling, with_text
+from async_rl.rollout.sampling import Truncation, decoder, single_turn_sampling, with_text
 from async_rl.seeds import evaluation_seed
 from async_rl.types import CorrectAt, Prompt, Response, Scores, WeightVersion
 
@@ -39,10 +39,9 @@ class Sampler:
     ) -> None:
         self._pool = pool
         self._reward = reward
-        self._tokenizer = tokenizer
         self._rollout = rollout
         self._seed = seed
-        self._skip_special_tokens = skip_special_tokens
+        self._decode = decoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._programs = programs
         self._on_scored = on_scored
 
@@ -84,9 +83,6 @@ class Sampler:
         request_id = f"{version}-evaluation-{loaded.name}-{prompt.prompt_id}"
         sampled, _ = await self._pool.generate_group(prompt.token_ids, sampling, request_id, version)
         return with_text(sampled, sampling.stop, self._decode)
-
-    def _decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        return self._tokenizer.batch_decode(list(map(list, token_ids)), skip_special_tokens=self._skip_special_tokens)
 
 
 def _truncation(config: EvaluationSet) -> Truncation:

@@ -4,8 +4,12 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from async_rl.config.rollout_section import RolloutSection
+from async_rl.data.prompts import Tokenizer
 from async_rl.protocol.inference import SamplingParams
+from async_rl.token_arrays import TokenIds
 from async_rl.types import Prompt, Response, WeightSpan
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
@@ -87,6 +91,19 @@ def turn_sampling(
         is_turn=True,
         num_continued=num_continued or None,
     )
+
+
+def decoder(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Decode:
+    """The texts of sequences of token ids.
+
+    As arrays, whose elements transformers does not look at one by one: a quarter of the time of lists.
+    """
+
+    def decode(sequences: Sequence[Sequence[int]]) -> list[str]:
+        arrays = [np.asarray(ids.buffer if isinstance(ids, TokenIds) else ids) for ids in sequences]
+        return tokenizer.batch_decode(arrays, skip_special_tokens=skip_special_tokens)
+
+    return decode
 
 
 def with_text(sampled: Sequence[Response], stop: Sequence[str], decode: Decode) -> tuple[Response, ...]:

@@ -3,7 +3,7 @@
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from async_rl.config.rollout_section import RolloutSection
@@ -13,7 +13,7 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import Reward
 from async_rl.rollout.expected_length import ExpectedLength
 from async_rl.rollout.program_rollouts import ProgramRollouts
-from async_rl.rollout.sampling import single_turn_sampling, with_text
+from async_rl.rollout.sampling import decoder, single_turn_sampling, with_text
 from async_rl.rollout.turnstile import Turnstile
 from async_rl.seeds import group_seed
 from async_rl.types import Group, Prompt, WeightVersion
@@ -41,11 +41,10 @@ class ScoredRollouts:
         """
         self._pool = pool
         self._reward = reward
-        self._tokenizer = tokenizer
         self._rollout = rollout
         self._seed = seed
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
-        self._skip_special_tokens = skip_special_tokens
+        self._decode = decoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self.programs = programs
         self._turnstile = Turnstile()
 
@@ -120,6 +119,3 @@ class ScoredRollouts:
             finished_s=time.monotonic(),
             attempts=attempts,
         )
-
-    def _decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        return self._tokenizer.batch_decode(list(map(list, token_ids)), skip_special_tokens=self._skip_special_tokens)
