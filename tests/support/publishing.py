@@ -12,8 +12,10 @@ import torch
 
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.rollout_section import RolloutSection
+from async_rl.errors import LeaderFailed
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.frames import error_as_data, error_from_data
 from async_rl.protocol.sender import Score
 from async_rl.publish.admission import Admission
 from async_rl.publish.canary import Canary
@@ -53,7 +55,13 @@ def remote(sender: WeightSender) -> RemoteSender:
     def over(data: Any) -> Any:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(data))
 
-    return RemoteSender(lambda name, arguments: over(serve(sender, *over([name, arguments]))))
+    def call(name: str, arguments: Sequence[Any]) -> Any:
+        try:
+            return over(serve(sender, *over([name, arguments])))
+        except Exception as error:
+            raise error_from_data(over(error_as_data(error)), "the main training rank", LeaderFailed) from None
+
+    return RemoteSender(call)
 
 
 class StreamPublisher(Publisher):
