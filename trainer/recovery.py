@@ -132,9 +132,9 @@ class Restart:
         """
         config, producer = self.config, self.producer
         self.require_lease()
-        producer.replace(self.watch)
-        # Its instances, too, are asked anew.
+        # Instances that wait for the rest of a stream stop waiting; the next publish forms a group of its own.
         self.sender.leave_group()
+        producer.replace(self.watch)
         begin_loading(config, producer.control)
         loaded = producer.control.result(watch=self.watch)
         now = contents_of(config, loaded, self.contents.algorithm)
@@ -157,7 +157,7 @@ class Standing:
     told_to_end: bool
     iteration: int
     """The first that is not whole."""
-    has_its_weights: bool
+    is_sound: bool
     """Whether the weights are those that this iteration begins with."""
 
 
@@ -173,7 +173,7 @@ def obstacle(ranks: Sequence[Standing], num_losses: int) -> str | None:
         return f"a training rank failed by another error: {others[0].error}: {others[0].text}"
     if all(rank.error == LeaderFailed.__name__ for rank in ranks):
         return "it is not the producer that was lost"
-    if len({rank.iteration for rank in ranks}) > 1 or not all(rank.has_its_weights for rank in ranks):
+    if len({rank.iteration for rank in ranks}) > 1 or not all(rank.is_sound for rank in ranks):
         return "a step was taken already, and the iteration not recorded"
     if num_losses >= MOST_LOSSES:
         return f"it was lost before in iteration {ranks[0].iteration}"
@@ -239,7 +239,7 @@ class Recovery:
         try:
             ranks = [Standing(**each) for each in self._ending.confer(error, asdict(own))]
         except RuntimeError as gone:
-            log.error("the other training ranks cannot be asked how they stand: %s", gone)
+            log.info("the other training ranks cannot be asked how they stand: %s", gone)
             raise error from gone
         lost = next((rank for rank in ranks if rank.error == ProducerLost.__name__), None)
         if (why := obstacle(ranks, num_losses.get(own.iteration, 0))) is not None:

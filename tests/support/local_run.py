@@ -277,13 +277,13 @@ class Run:
     def checkpoints(self) -> list[Path]:
         return sorted((self.dir / "checkpoints").iterdir())
 
-    def wait_until(self, condition: Callable[[], object], timeout_s: float = 240) -> None:
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 240, pause_s: float = 0.05) -> None:
         """Waits for it, while the run goes on."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process is not None and self.process.poll() is None, self.everything_said()
             assert time.monotonic() < deadline, self.everything_said()
-            time.sleep(0.05)
+            time.sleep(pause_s)
 
     def wait_for_iterations(self, number: int, timeout_s: float = 240) -> None:
         self.wait_until(lambda: self.num_trained() >= number, timeout_s)
