@@ -201,6 +201,8 @@ class RemoteRun(AbstractContextManager["RemoteRun"]):
         except (WaitTimedOut, ProducerLost) as late:
             if error is None:
                 raise
+            if isinstance(error, ProducerLost):
+                return
             log.error("leaving the batch of iteration %d: %s", self._iteration, late)
 
     def _leave(self, *, waits: bool) -> None:

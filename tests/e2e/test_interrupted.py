@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_rl.protocol.fleet import InstanceInfo
+from async_rl.protocol.fleet import InstanceInfo, read_address
 from tests.support.local_run import End, Run, command_of, gone
 from tests.support.same_run import ITERATIONS, SETTINGS, assert_same_run
 from trainer.checkpoint.files import find_damage, read_manifest
@@ -47,6 +47,8 @@ class Disturbed:
     keeps_ranks: bool = False
     restarts: list[int] = field(default_factory=list)
     """Of the trainer: before, and after each loss of its producer alone."""
+    endpoints: set[str] = field(default_factory=set)
+    """URLs of the fleet endpoint, of each of these producers."""
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,7 @@ def lose_the_producer_in_each_phase(run: Run, seen: Disturbed) -> None:
     def lose(by: Callable[[psutil.Process], None], then: Callable[[], object], until_call: int) -> None:
         """Does `then` when it is lost; returns when the iteration is trained and that call of the next one waits."""
         producer, num_trained = run.producer(), run.num_trained()
+        seen.endpoints.add(read_address(run.dir).url)
         processes = [producer, *producer.children(recursive=True)]
         by(producer)
         then()
@@ -143,6 +146,7 @@ def lose_the_producer_in_each_phase(run: Run, seen: Disturbed) -> None:
     time.sleep(0.5)
     lose(psutil.Process.kill, lambda: each(instances, psutil.Process.resume), until_call=5 + 6 + 1)
     seen.keeps_ranks = run.ranks() == ranks
+    seen.endpoints.add(read_address(run.dir).url)
     # In the step, or before its record: the weights are of no iteration that is recorded.
     run.tell("")
     stop_between_proof_and_record(run).kill()
@@ -307,6 +311,7 @@ def test_a_producer_that_dies_or_hangs_is_replaced_and_the_ranks_keep_their_weig
     """Before the first group, between groups, after the last, in a publish: the ranks are the same processes."""
     assert disturbed.keeps_ranks
     assert disturbed.restarts == [1] * 5, "that of the ranks that were killed before"
+    assert len(disturbed.endpoints) == 1, "whoever knows the fleet endpoint finds it again"
 
 
 def test_who_watches_is_told_of_each_lost_producer_and_of_the_iteration_that_is_repeated(disturbed: Disturbed) -> None:
