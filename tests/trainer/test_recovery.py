@@ -2,14 +2,29 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from async_rl.errors import AsyncRLError, Fenced, LeaderFailed, NoInstanceLeft, ProducerLost, RewardError, RunStopped
+from async_rl.config.sections import Config
+from async_rl.errors import (
+    AsyncRLError,
+    ConfigError,
+    Fenced,
+    LeaderFailed,
+    NoInstanceLeft,
+    ProducerLost,
+    RewardError,
+    RunStopped,
+)
+from async_rl.producer.process import ProducerAddress
+from tests.support.minimal_config import minimal_tree
 from trainer.ending import Ending
 from trainer.parallel import Parallel
-from trainer.recovery import Recovery, Standing, obstacle
+from trainer.prompt_data import contents_of
+from trainer.recovery import Recovery, Restart, Standing, obstacle
 from trainer.stop_signal import StopSignal
 
 LOST = ProducerLost("the producer has ended")
@@ -176,3 +191,51 @@ def test_a_run_that_was_told_to_end_loses_no_time_on_another_one(rig: Rig, stop:
     with pytest.raises(RunStopped, match=r"^training rank 0 was told to end \(SIGTERM\)$"):
         rig.train()
     assert rig.restarted == []
+
+
+class Replaced:
+    """The main rank's producer and sender, which note what is asked of them."""
+
+    def __init__(self, digests: dict[str, str]) -> None:
+        self.done: list[Any] = []
+        self.control = SimpleNamespace(
+            begin=lambda *_: self.done.append("load"), result=lambda **_: {"digests": digests}
+        )
+        self.address = ProducerAddress("127.0.0.1", 7, "secret")
+
+    def leave_group(self) -> None:
+        self.done.append("leave group")
+
+    def replace(self, watch: Any) -> None:
+        self.done.append("replace")
+
+    def open(self, iteration: int, *_: Any) -> None:
+        self.done.append(("open", iteration))
+
+
+def restart(tmp_path: Path, model: Path, digests: dict[str, str]) -> tuple[Restart, Replaced]:
+    """Of a run with records of iterations 3 and 4, whose prompts had the digest "old"."""
+    tree = minimal_tree()
+    tree["run"]["dir"] = str(tmp_path)
+    tree["model"]["path"] = str(model)
+    config = Config.model_validate(tree)
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 3}\n{"iteration": 4}\n{"itera')
+    parts: Any = Replaced(digests)
+    before = contents_of(config, {"digests": {"0 to 9": "old"}}, "")
+    return Restart(config, parts, parts, before, 1, None, lambda: None, lambda: None), parts  # type: ignore[arg-type]
+
+
+def test_records_of_the_unfinished_iteration_are_cut_before_another_producer_opens(
+    tmp_path: Path, tiny_model: Any
+) -> None:
+    begin, parts = restart(tmp_path, tiny_model(), {"0 to 9": "old"})
+    assert begin(4) == ["127.0.0.1", 7, "secret"]
+    assert parts.done == ["leave group", "replace", "load", ("open", 4)]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"iteration": 3}\n'
+
+
+def test_prompts_that_have_changed_meanwhile_are_not_trained(tmp_path: Path, tiny_model: Any) -> None:
+    begin, parts = restart(tmp_path, tiny_model(), {"0 to 9": "new"})
+    with pytest.raises(ConfigError, match="the prompts have changed somewhere in rows 0 to 9"):
+        begin(4)
+    assert parts.done == ["leave group", "replace", "load"]
