@@ -5,7 +5,7 @@ and the loop begins it anew: with a publish under a new version, and all rollout
 half of one producer and half of another, and the run trains what it would have trained.
 
 The old producer is killed, and has ended, before the new one is started: of both only one can ever write, or ask an
-instance for something. What is not lost so, or not twice in the same iteration, ends the run as any other fault does
+instance for something. A loss after a step, or a second one in the same iteration, ends the run as any other fault does
 (`ending.py`).
 """
 
@@ -61,8 +61,15 @@ class OwnProducer:
         self._process = start()
         self._is_open = False
         self._fleet_port: int | None = None
-        self.control: Control
+        self._control: Control | None = None
         self.address: ProducerAddress
+        """Known after `connect`."""
+
+    @property
+    def control(self) -> Control:
+        """The same object whichever producer there is."""
+        assert self._control is not None, "it is connected"
+        return self._control
 
     def __enter__(self) -> "OwnProducer":
         return self
@@ -70,8 +77,8 @@ class OwnProducer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if hasattr(self, "control"):
-            self.control.close()
+        if self._control is not None:
+            self._control.close()
         # One that has not been opened has nothing to end in order.
         after_error_s = self._lost_after_s if self._is_open else 0.0
         self._process.end(END_TIMEOUT_S if kind is None else after_error_s)
@@ -84,10 +91,9 @@ class OwnProducer:
         """
         self.address = self._process.address(watch)
         connection = self.address.connect(self._lost_after_s)
-        if hasattr(self, "control"):
-            self.control.connection = connection
-        else:
-            self.control = Control(connection)
+        if self._control is None:
+            self._control = Control(connection)
+        self._control.connection = connection
 
     def open(
         self,
