@@ -35,7 +35,6 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,14 +103,22 @@ class Pace:
         self.slots = asyncio.Semaphore(responses_at_once // self.piece)
 
 
-def start_paced(pace: "Pace", closing: ExitStack, config: Config, lease_name: str, host: str) -> ProducerAddress:
+class PacedProducer:
     """The producer with a paced pool, in a thread of this process."""
-    given = Given(config.model_dump_json(), secrets.token_hex(), lease_name, host)
-    ports: queue.SimpleQueue[int] = queue.SimpleQueue()
-    thread = threading.Thread(target=serve, args=(given, ports.put, PacedPool(pace, config.pool)))
-    thread.start()
-    closing.callback(thread.join)
-    return ProducerAddress(given.host, ports.get(), given.secret)
+
+    def __init__(self, pace: "Pace", config: Config, lease_name: str, host: str) -> None:
+        self._given = Given(config.model_dump_json(), secrets.token_hex(), lease_name, host)
+        self._ports: queue.SimpleQueue[int] = queue.SimpleQueue()
+        pool = PacedPool(pace, config.pool)
+        self._thread = threading.Thread(target=serve, args=(self._given, self._ports.put, pool))
+        self._thread.start()
+
+    def address(self, watch: Callable[[], None]) -> ProducerAddress:
+        return ProducerAddress(self._given.host, self._ports.get(), self._given.secret)
+
+    def end(self, timeout_s: float) -> None:
+        """It ends with the main rank's connection."""
+        self._thread.join(timeout_s)
 
 
 class PacedPool(InferencePool):
@@ -251,7 +258,7 @@ def measure(pairs: int, num_prompts: int, responses_at_once: int | None, say: Ca
             config = make_config(directory, url, pairs, num_prompts)
             parallel = init_parallel(choose_device("cpu"), 0, config.trainer)
             pace = Pace()
-            with open_session(config, parallel, start=partial(start_paced, pace)) as session:
+            with open_session(config, parallel, start=partial(PacedProducer, pace)) as session:
                 run_once(session, config, "periodic", pairs)  # compiles, allocates and connects
 
                 def measure_at(responses: int) -> float:

@@ -1,7 +1,7 @@
 """`torchrun -m async_rl.trainer CONFIG [--section.key VALUE ...]`: one rank of the training pool.
 
-A run that ends early, by a fault of the run or by SIGTERM, saves its last complete iteration first; a second SIGTERM
-ends it at once.
+A producer that is lost is started again (`recovery.py`). A run that ends early, by another fault of the run or by
+SIGTERM, saves its last complete iteration first; a second SIGTERM ends it at once.
 
 Exit codes: 0 trained to the end, 1 a fault that may pass with a restart, 2 bad input found before any training, 4 a
 fault that no restart mends, 5 fenced: another trainer has taken over the run, 143 ended by SIGTERM. torchrun itself
@@ -118,7 +118,8 @@ def run(config: Config, stop: StopSignal) -> None:
         # All before it leaves the run's directory as it is: the instances may still turn out not to start.
         wait_at_gate(os.environ)
         with open_session(config, parallel, ending) as session:
-            with ending.saving(session.saving.save_last):
+
+            def train_from(iteration: int) -> None:
                 train(
                     session.train,
                     session.rank,
@@ -126,11 +127,14 @@ def run(config: Config, stop: StopSignal) -> None:
                     session.rollouts,
                     session.ledger,
                     session.recorder,
-                    session.saving.first_iteration,
+                    iteration,
                     session.saving.after_iteration,
                 )
                 # A rank that has failed after the last step is not at work on the model's files.
                 ending.meet(may_stop=False)
+
+            with ending.saving(session.saving.save_last):
+                session.recovery.train(train_from)
             session.megatron.save_hf(config.run.dir / "model")
             if config.evaluation.sets:
                 _evaluate_trained(config, session, ending)

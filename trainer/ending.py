@@ -8,6 +8,8 @@ unfinished iteration are discarded.
 
 A run that another trainer has taken over saves nothing: its last checkpoint is the other one's.
 
+After a failure that can be mended in place (`recovery.py`) the run goes on: `confer`, then `go_on`.
+
 If any of this hangs, on a lost rank or a file system, a thread ends the process after `checkpoint.grace_s`, with the
 exit code of the error that ended the run if a restart would not mend that.
 """
@@ -19,6 +21,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -30,8 +33,11 @@ from trainer.stop_signal import StopSignal
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _numbers = itertools.count()
-"""Numbers the runs of this process, one after the other: each rank counts the same."""
+"""Numbers what may end, one after the other: the runs of this process, and how each goes on. All ranks count the
+same."""
 
 EXIT_CODE = 1
 
@@ -48,8 +54,12 @@ class Ending:
         self._together = False
         self._phase = "ending"
         self._error: AsyncRLError | None = None
-        self._watchdog = threading.Timer(grace_s, self._give_up)
-        self._watchdog.daemon = True
+        self._watchdog: threading.Timer | None = None
+
+    @property
+    def told(self) -> bool:
+        """Whether this rank was requested to end."""
+        return self._stop.told
 
     def tell(self) -> None:
         """Notifies all leaders if this rank was requested to end."""
@@ -100,32 +110,81 @@ class Ending:
         try:
             yield
         except Fenced as error:
-            self._watchdog.start()
+            self._limit_time()
             self._post(_encoded(error))
             raise
         except AsyncRLError as error:
-            self._watchdog.start()
+            self._limit_time()
             self._save(error, save)
             raise
         except BaseException:
-            self._watchdog.start()
+            self._limit_time()
             raise
         finally:
             self._stop.deferred = False
 
+    def confer(self, error: AsyncRLError, said: T) -> list[T]:
+        """Waits for all ranks after this one's `error`, within the time limit; returns what each of them has `said`.
+
+        The others have an error by then, too. `said` is plain data.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        self._error = error
+        self._limit_time()
+        self._meet_failed(error)
+        return self._parallel.gather_json(said)
+
+    def go_on(self) -> None:
+        """Ends the time limit, and forgets what failed. All ranks call it, together, and stay so until `part`."""
+        self.close()
+        self._error, self._phase = None, "ending"
+        self._key = f"ending/{next(_numbers)}"
+
+    def led(self, work: Callable[[], Any] | None) -> Any:
+        """What `work` of the main rank returns, as plain data; the other ranks wait for it. All are together.
+
+        Raises:
+            AsyncRLError: the main rank's failure; on the others `LeaderFailed` or `RunStopped`.
+        """
+        if work is None:
+            answer = self._parallel.broadcast_json(None)
+            if "failed" in answer:
+                raise _error(answer["failed"])
+            return answer["done"]
+        try:
+            result = work()
+        except AsyncRLError as error:
+            self._parallel.broadcast_json({"failed": _encoded(error)})
+            raise
+        return self._parallel.broadcast_json({"done": result})["done"]
+
     def close(self) -> None:
         """Cancels the time limit: nothing is left that could hang."""
-        self._watchdog.cancel()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+
+    def _limit_time(self) -> None:
+        if self._watchdog is None:
+            self._watchdog = threading.Timer(self._grace_s, self._give_up)
+            self._watchdog.daemon = True
+            self._watchdog.start()
+
+    def _meet_failed(self, error: AsyncRLError) -> None:
+        if not self._together:
+            self._phase = "waiting for the other training ranks to learn of it"
+            text = _encoded(error)
+            self._post(text)
+            self._parallel.gather_json(text)
+            self._together = True
 
     def _save(self, error: AsyncRLError, save: Callable[[], None]) -> None:
         self._error = error
         log.error("the run ends: %s: %s", type(error).__name__, error)
-        text = _encoded(error)
         try:
-            if not self._together:
-                self._phase = "waiting for the other training ranks to learn of it"
-                self._post(text)
-                self._parallel.gather_json(text)
+            self._meet_failed(error)
             self._phase = "saving a checkpoint"
             save()
         except Exception:

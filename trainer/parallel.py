@@ -208,7 +208,9 @@ def address_for_ranks() -> str:
 
 
 def _are_on_this_host() -> bool:
-    return os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    # Without torchrun this process is the only one.
+    num_ranks = os.environ.get("WORLD_SIZE")
+    return os.environ.get("LOCAL_WORLD_SIZE", num_ranks) == num_ranks
 
 
 def _choose_interface(backend: str) -> None:

@@ -1,5 +1,6 @@
 """The prompts of a run by their names, on every rank: the producer reads and tokenizes them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from async_rl.config.sections import Config
@@ -46,7 +47,7 @@ def load_prompts_and_contents(
         if control is not None:
             loaded = control.result()
             outlines = loaded["outlines"]
-            said["contents"] = Contents(loaded["digests"], _scoring_identity(config), said["algorithm"]).as_json()
+            said["contents"] = contents_of(config, loaded, said["algorithm"]).as_json()
     except (ConfigError, WriteFailed) as error:
         said["failure"] = [str(error), isinstance(error, WriteFailed)]
     told = parallel.gather_json(said)
@@ -60,6 +61,15 @@ def load_prompts_and_contents(
     outlines = parallel.broadcast_json(outlines)
     assert outlines is not None
     return PromptSource.by_outlines(outlines, config.prompts, config.run.seed), Contents(**contents)
+
+
+def contents_of(config: Config, loaded: Mapping[str, Any], algorithm: str) -> Contents:
+    """What a checkpoint records, of what the producer has `loaded` and the identity of the algorithm.
+
+    Raises:
+        ConfigError: the file of the reward or of the rollout program cannot be read.
+    """
+    return Contents(loaded["digests"], _scoring_identity(config), algorithm)
 
 
 def _scoring_identity(config: Config) -> str:

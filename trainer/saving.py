@@ -52,6 +52,23 @@ class Saving:
         else:
             self._checkpoints.require_no_failure()
 
+    @property
+    def first_unsound(self) -> int:
+        """The iteration after the last complete one."""
+        return self._sound
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the weights are those of the last complete iteration."""
+        return self._megatron.optimizer.counts.taken == self._sound_counts.taken
+
+    def go_back(self) -> None:
+        """To the end of the last complete iteration, whose weights these are: skipped steps after it will be
+        repeated."""
+        self._megatron.optimizer.go_back(self._sound_counts)
+        if self._megatron.critic is not None:
+            self._megatron.critic.optimizer.go_back(self._sound_counts)
+
     def save_last(self) -> None:
         """Saves the last complete iteration of a run that ends early, and waits until it is written.
 
@@ -66,17 +83,14 @@ class Saving:
         elif self._sound == self._saved:
             self._checkpoints.wait()
             log.info("the last whole iteration is saved: go on from iteration %d", self._saved)
-        elif self._megatron.optimizer.counts.taken != self._sound_counts.taken:
+        elif not self.is_sound:
             log.error(
                 "the weights are not those of a whole iteration, of which a checkpoint could be made: go on from "
                 "iteration %d",
                 self._saved,
             )
         else:
-            # Skipped steps of the unfinished iteration will be repeated.
-            self._megatron.optimizer.go_back(self._sound_counts)
-            if self._megatron.critic is not None:
-                self._megatron.critic.optimizer.go_back(self._sound_counts)
+            self.go_back()
             self._save()
             self._checkpoints.wait()
             log.info("saved a checkpoint: go on from iteration %d with run.resume = true", self._saved)

@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 from async_rl.config.secrets import masked
@@ -19,7 +19,7 @@ from async_rl.files import write_file
 from async_rl.ledger import Ledger
 from async_rl.loop import Rollouts
 from async_rl.producer.client import Control, RemoteRecorder, RemoteRollouts
-from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress, ProducerProcess
+from async_rl.producer.process import ProducerAddress, ProducerProcess
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.publish.remote_sender import serve
 from async_rl.tracking.lease import Lease, take_lease
@@ -37,6 +37,7 @@ from trainer.parallel import Parallel, address_for_ranks
 from trainer.process_end import end_now
 from trainer.prompt_data import begin_loading, load_prompts_and_contents
 from trainer.rank import NoRollouts, TrainingRank, weight_source
+from trainer.recovery import OwnProducer, Process, Recovery, Restart
 from trainer.saving import Saving
 from trainer.shared_directory import require_shared
 from trainer.stop_signal import StopSignal
@@ -44,8 +45,8 @@ from trainer.trainer import MegatronTrainer
 
 log = logging.getLogger(__name__)
 
-StartProducer = Callable[[ExitStack, Config, str, str], ProducerAddress]
-"""(closes what is started, config, lease, this host's address) -> where the producer listens."""
+StartProducer = Callable[[Config, str, str], Process]
+"""(config, lease, this host's address) -> the producer, which was started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Session:
     ledger: Ledger
     recorder: Recorder
     saving: Saving
+    recovery: Recovery
     control: Control | None
     """The main rank's, of the producer."""
 
@@ -74,23 +76,12 @@ class Session:
             self.control.call("evaluate_trained", version)
 
 
-def start_producer(closing: ExitStack, config: Config, lease_name: str, host: str) -> ProducerAddress:
-    """Starts the producer as a process of its own, which ends with the session."""
-    process = ProducerProcess(config, lease_name, host)
-
-    def end(kind: type[BaseException] | None, *_: object) -> None:
-        process.end(END_TIMEOUT_S if kind is None else config.trainer.lost_after_s)
-
-    closing.push(end)
-    return process.address()
-
-
 @contextmanager
 def open_session(
     config: Config,
     parallel: Parallel,
     ending: Ending | None = None,
-    start: StartProducer = start_producer,
+    start: StartProducer = ProducerProcess,
 ) -> Iterator[Session]:
     """Loads model and data, waits for the instances, and closes everything at exit.
 
@@ -109,13 +100,14 @@ def open_session(
         lease = closing.enter_context(_claim(config.run, config.cluster.lease_s)) if parallel.is_main else None
         require_lease = lease.require if lease is not None else _do_nothing
         lost_after_s = config.trainer.lost_after_s
-        control = mine = None
+        producer = control = mine = None
         if lease is not None:
-            address = start(closing, config, lease.name, address_for_ranks())
-            control = Control(address.connect(lost_after_s))
-            closing.callback(control.close)
+            start_again = partial(start, config, lease.name, address_for_ranks())
+            producer = closing.enter_context(OwnProducer(start_again, lost_after_s))
+            producer.connect()
+            control = producer.control
             # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
-            mine = [secrets.token_hex(4), lease.name, lease.term, [address.host, address.port, address.secret]]
+            mine = [secrets.token_hex(4), lease.name, lease.term, astuple(producer.address)]
             begin_loading(config, control)
         # Epochs are counted with the prompts, and the learning rate's schedule needs their number.
         megatron = MegatronTrainer.of(config, parallel) if config.train.epochs is None else None
@@ -133,32 +125,46 @@ def open_session(
         if config.checkpoint.every or config.run.resume:
             require_shared(config.run.dir, lease_name, parallel)
         saving = _open_saving(closing, config, counted, parallel, megatron, prompts, contents, term, require_lease)
-        if control is not None:
-            control.call("open", saving.first_iteration, parallel.num_replicas, megatron.training_pool)
+        if producer is not None:
+            producer.open(saving.first_iteration, parallel.num_replicas, megatron.training_pool)
         # Nobody asks the producer for groups before it is ready.
         parallel.broadcast_json([] if parallel.is_main else None)
-        rollouts: Rollouts = NoRollouts()
+        rollouts = None
         if parallel.is_leader:
             connection = ProducerAddress(*address_of_producer).connect(lost_after_s, replica=parallel.dp_rank)
-            closing.callback(connection.close)
-            by_index = config.train.order == "prompt"
             rollouts = RemoteRollouts(
-                connection, ending.watch, parallel.dp_rank, parallel.num_replicas, by_index=by_index
+                connection,
+                ending.watch,
+                parallel.dp_rank,
+                parallel.num_replicas,
+                by_index=config.train.order == "prompt",
             )
-        publish = None
-        if control is not None:
+            closing.callback(lambda: rollouts.connection.close())
+        publish = restart = None
+        if producer is not None:
             sender = WeightSender(weight_source(megatron, parallel), config.publish, run_id, parallel.device.BACKEND)
             closing.callback(sender.close)
-            publish = partial(control.publish, serve=partial(serve, sender))
+            publish = partial(producer.control.publish, serve=partial(serve, sender))
+            restart = Restart(
+                config,
+                producer,
+                sender,
+                contents,
+                parallel.num_replicas,
+                megatron.training_pool,
+                require_lease,
+                ending.watch,
+            )
         yield Session(
             counted.train,
             megatron,
             TrainingRank(megatron, parallel, run_id, publish, ending, require_lease),
             prompts,
-            rollouts,
+            rollouts or NoRollouts(),
             make_ledger(config, parallel, require_lease),
             make_recorder(counted, control, require_lease),
             saving,
+            Recovery(parallel, ending, megatron, saving, rollouts, restart, lost_after_s),
             control,
         )
 

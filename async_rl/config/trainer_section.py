@@ -34,7 +34,10 @@ class TrainerSection(Section):
         "device", description="where old and reference weights wait until they are used"
     )
     lost_after_s: float = Field(
-        30.0, ge=2.0, description="a training rank that is silent for so long counts as lost, and ends the other ranks"
+        30.0,
+        ge=2.0,
+        description="a training rank that is silent for so long counts as lost, and ends the others; the producer "
+        "is replaced then",
     )
 
     @property

@@ -48,7 +48,8 @@ class FleetServer:
         self.metrics = FleetMetrics(lambda: pool.members)
         """The content of /metrics; its `note` takes the records of the run."""
         self.url = ""
-        """The endpoint's URL; known after `start`."""
+        self.port = 0
+        """The endpoint's URL and port; known after `start`."""
         self._app = make_app(pool, self.metrics, config.heartbeat_timeout_s, token, run, run_dir)
         self._config = config
         self._has_token = token is not None
@@ -65,7 +66,7 @@ class FleetServer:
             ConfigError: the address or the port cannot be used.
         """
         listener = listen("the fleet endpoint", self._config.fleet_host, self._config.fleet_port, "pool.fleet")
-        self.url = url_for_others(listener, self._address)
+        self.url, self.port = url_for_others(listener, self._address), listener.getsockname()[1]
         if is_open_to_network(listener):
             _warn(self.url, self._has_token)
         config = uvicorn.Config(

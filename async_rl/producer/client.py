@@ -39,31 +39,41 @@ def _serve_nothing(name: str, arguments: Sequence[Any]) -> Any:
 
 
 class Control:
-    """The main rank's side: one call at a time, each of which the producer carries out before it takes the next."""
+    """The main rank's side: one call at a time, each of which the producer carries out before it takes the next.
+
+    `connection` is replaced when the producer is.
+    """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
 
-    def call(self, name: str, *arguments: Any, serve: Serve = _serve_nothing) -> Any:
+    def call(
+        self, name: str, *arguments: Any, serve: Serve = _serve_nothing, watch: Callable[[], None] = lambda: None
+    ) -> Any:
         """The result of the producer's `name`; see `producer.work`.
+
+        Args:
+            watch: called while it waits; an exception that it raises ends the wait, and the connection is of no use
+                any more.
 
         Raises:
             ProducerLost: it has ended or hangs.
             AsyncRLError: as it was raised there.
         """
         self.begin(name, *arguments)
-        return self.result(serve)
+        return self.result(serve, watch)
 
     def begin(self, name: str, *arguments: Any) -> None:
         """Begins a call, whose `result` is due before the next one."""
-        self._connection.send({"call": name, "arguments": arguments})
+        self.connection.send({"call": name, "arguments": arguments})
 
-    def result(self, serve: Serve = _serve_nothing) -> Any:
+    def result(self, serve: Serve = _serve_nothing, watch: Callable[[], None] = lambda: None) -> Any:
         """That of the call that was begun; raises as `call`."""
         while True:
-            match self._connection.receive(POLL_S):
+            watch()
+            match self.connection.receive(POLL_S):
                 case ({"serve": asked, "arguments": given}, _):
-                    self._connection.send(_answer(serve, asked, given))
+                    self.connection.send(_answer(serve, asked, given))
                 case ({"done": result}, _):
                     return result
                 case ({"failed": error}, _):
@@ -78,7 +88,7 @@ class Control:
         return publication_of(self.call("publish", version, serve=serve))
 
     def close(self) -> None:
-        self._connection.close()
+        self.connection.close()
 
 
 def publication_of(data: Mapping[str, Any]) -> Publication:
@@ -89,8 +99,10 @@ def publication_of(data: Mapping[str, Any]) -> Publication:
 def _answer(serve: Serve, name: str, arguments: Sequence[Any]) -> Message:
     try:
         return {"served": serve(name, arguments)}
-    except AsyncRLError as error:
+    except Exception as error:
         # It is the producer's to decide what follows from it.
+        if not isinstance(error, AsyncRLError):
+            log.exception("%s failed by an internal error", name)
         return {"refused": error_as_data(error)}
 
 
@@ -118,6 +130,7 @@ class RemoteRollouts:
     """A leader's `Rollouts`: its replica's groups of each batch, from the producer.
 
     Args:
+        connection: replaced when the producer is.
         watch: called while it waits; an exception that it raises ends the batch.
         replica: this one, of `num_replicas`; the first one says what is rolled out.
         by_index: whether groups are trained by index, and so have a replica of their own.
@@ -210,6 +223,8 @@ class RemoteRun(AbstractContextManager["RemoteRun"]):
         except (WaitTimedOut, ProducerLost) as late:
             if error is None:
                 raise
+            if isinstance(error, ProducerLost):
+                return
             log.error("leaving the batch of iteration %d: %s", self._iteration, late)
 
     def _leave(self, *, waits: bool) -> None:

@@ -52,19 +52,21 @@ def error_as_data(error: BaseException) -> list[Any]:
     return [type(error).__name__, str(error), attributes, notes, "".join(traceback.format_exception(error))]
 
 
-def error_from_data(data: Sequence[Any]) -> AsyncRLError:
-    """The error as it was raised; `ProducerFailed` in place of one that is none of ours: an internal mistake."""
+def error_from_data(
+    data: Sequence[Any], who: str = "the producer", unnamed: type[AsyncRLError] = ProducerFailed
+) -> AsyncRLError:
+    """The error as `who` raised it; `unnamed` in place of one that is none of ours: an internal mistake."""
     name, text, attributes, notes, trace = data
     kind = next((each for each in _kinds(AsyncRLError) if each.__name__ == name), None)
     if kind is None:
-        return ProducerFailed(f"the producer failed by an internal error, {name}: {text}\n{trace}")
+        return unnamed(f"{who} failed by an internal error, {name}: {text}\n{trace}")
     # Not by its constructor: some take more than a text.
     error = kind.__new__(kind, text)
     error.args = (text,)
     vars(error).update(attributes)
     for note in notes:
         error.add_note(note)
-    error.add_note(f"raised by the producer:\n{trace}")
+    error.add_note(f"raised by {who}:\n{trace}")
     return error
 
 

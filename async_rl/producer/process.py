@@ -2,8 +2,12 @@
 
 import logging
 import secrets
+import select
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -15,8 +19,13 @@ from async_rl.producer.frames import error_from_data
 
 log = logging.getLogger(__name__)
 
+START_TIMEOUT_S = 120.0
+"""For its imports, on a busy machine with a slow file system."""
+
 END_TIMEOUT_S = 60.0
 """For ending rollouts, rewards, programs and trackers, which have limits of their own."""
+
+POLL_S = 0.2
 
 
 class Given(msgspec.Struct):
@@ -63,14 +72,22 @@ class ProducerProcess:
         except BrokenPipeError:
             pass
 
-    def address(self) -> ProducerAddress:
+    def address(self, watch: Callable[[], None] = lambda: None) -> ProducerAddress:
         """Waits until it listens.
+
+        Args:
+            watch: called while it waits; an exception that it raises ends the wait.
 
         Raises:
             ConfigError: its address cannot be used.
-            ProducerLost: it ended before.
+            ProducerLost: it ended before, or took too long.
         """
         assert self._process.stdout is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not select.select([self._process.stdout], [], [], POLL_S)[0]:
+            watch()
+            if time.monotonic() > deadline:
+                raise ProducerLost(f"the producer did not start within {START_TIMEOUT_S:g} s: it hangs")
         line = self._process.stdout.readline()
         if not line:
             raise ProducerLost(
@@ -83,10 +100,18 @@ class ProducerProcess:
         return ProducerAddress(self._host, said["port"], self._secret)
 
     def end(self, timeout_s: float) -> None:
-        """Waits for its end, which follows that of the main rank's connection; kills it after `timeout_s`."""
+        """Waits for its end, which follows that of the main rank's connection; kills it after `timeout_s`.
+
+        When it returns nothing of the process is left that could do anything.
+        """
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            log.error("the producer did not end within %g s, and is killed", timeout_s)
+            if timeout_s:
+                log.error("the producer did not end within %g s, and is killed", timeout_s)
             self._process.kill()
             self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):  # It ended before it had read all.
+                pipe.close()

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from async_rl.errors import AsyncRLError, ProducerLost
+from async_rl.errors import AsyncRLError, LeaderFailed, ProducerLost
 from async_rl.producer.connection import ALIVE, boot_id
 from async_rl.producer.frames import Message, error_as_data, error_from_data, frame, read_frame
 from async_rl.producer.running_batch import RunningBatch
@@ -157,6 +157,7 @@ class ControlLink:
 
         Raises:
             AsyncRLError: as it was raised there.
+            LeaderFailed: it failed there by an internal error.
             ProducerLost: the main rank is gone; nobody is left to be told.
         """
         self._say({"serve": name, "arguments": arguments})
@@ -164,7 +165,7 @@ class ControlLink:
             case {"served": result}:
                 return result
             case {"refused": error}:
-                raise error_from_data(error)
+                raise error_from_data(error, "the main training rank", LeaderFailed)
         raise ProducerLost("the main training rank has left in the middle of a publish")
 
     def _say(self, message: Message) -> None:

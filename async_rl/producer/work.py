@@ -118,9 +118,14 @@ class Work:
         self._config = config.with_iterations(len(self._prompts))
         return {"outlines": list(map(asdict, self._prompts.outlines)), "digests": self._prompts.digests}
 
-    def open(self, first_iteration: int, num_replicas: int, training_pool: Mapping[str, Any]) -> str:
+    def open(
+        self, first_iteration: int, num_replicas: int, training_pool: Mapping[str, Any], fleet_port: int | None = None
+    ) -> int:
         """Opens the fleet endpoint, waits for the instances, and starts reward, programs and evaluator; returns the
-        URL of the endpoint.
+        port of the endpoint.
+
+        Args:
+            fleet_port: that of the producer before this one; None, `pool.fleet_port`.
 
         Raises:
             ConfigError: an address is not available, or a reward, a program, a set or the longest prompt is not usable.
@@ -128,7 +133,8 @@ class Work:
         """
         config, pool, loop = self._config, self._pool, self._loop
         self._docking = Docking.of(config, num_replicas)
-        server = FleetServer(pool, config.pool, self._token, config.run.dir, config.publish.master_address, self._run)
+        fleet = config.pool if fleet_port is None else config.pool.model_copy(update={"fleet_port": fleet_port})
+        server = FleetServer(pool, fleet, self._token, config.run.dir, config.publish.master_address, self._run)
         self._start(server)
         if config.pool.dns is not None:
             self._start(DnsMembership(pool, config.pool.dns))
@@ -162,7 +168,7 @@ class Work:
             all_responses=config.tracking.all_responses,
         )
         self._closing.callback(self._recorder.close)
-        return server.url
+        return server.port
 
     def publish(self, version: str, ask: Ask) -> Publication:
         """Puts the trainer's weights in service as `version`; `ask` has its main rank send them.

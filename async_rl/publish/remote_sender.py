@@ -1,38 +1,32 @@
 """The sender of the weights in another process than the control side of a publish: both ends of its calls.
 
 `RemoteSender` asks, and `serve` answers where the weights are. What carries a call between them keeps numbers as they
-are, NaN and infinite ones too: msgpack does, JSON by msgspec does not.
+are, NaN and infinite ones too: msgpack does, JSON by msgspec does not. It carries errors, too: see `producer.frames`.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from inspect import get_annotations
 from typing import Any, TypeVar
 
 import msgspec
 
-from async_rl import errors
-from async_rl.errors import AsyncRLError, InstanceError, LeaderFailed
+from async_rl.errors import LeaderFailed
 from async_rl.protocol.sender import Forming, Invitations, Sender, SenderFacts, Sent
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 Call = Callable[[str, list[Any]], Any]
-"""(name of a method of `Sender`, its arguments) -> what `serve` returned at the other end. One at a time."""
+"""(name of a method of `Sender`, its arguments) -> what `serve` returned at the other end, or raises its error.
+
+One at a time."""
 
 METHODS = {name: get_annotations(method) for name, method in vars(Sender).items() if not name.startswith("_")}
 """The types of arguments and result of each method, by name."""
 
 
 class RemoteSender:
-    """A `Sender` whose methods are called at the other end; they raise its errors, under their own names.
-
-    One that has no name there is `LeaderFailed`.
-    """
+    """A `Sender` whose methods are called at the other end; they raise what `call` does."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -73,34 +67,22 @@ class RemoteSender:
 
     def _ask(self, kind: type[T], name: str, *arguments: object) -> T:
         answer = self._call(name, msgspec.to_builtins(list(arguments)))
-        match answer:
-            case {"error": str(error), "text": str(text)}:
-                named = getattr(errors, error, None)
-                # A sender does not know instances, whose errors have further fields.
-                if isinstance(named, type) and issubclass(named, AsyncRLError) and not issubclass(named, InstanceError):
-                    raise named(text)
-                raise LeaderFailed(f"the main training rank failed at {name}: {error}: {text}")
-            case {"result": result}:
-                with suppress(msgspec.ValidationError):
-                    return msgspec.convert(result, kind)
-        raise LeaderFailed(f"the main training rank answered {name} with {answer!r:.200}, expected {kind}")
+        try:
+            return msgspec.convert(answer, kind)
+        except msgspec.ValidationError as error:
+            raise LeaderFailed(f"the main training rank answered {name} with {answer!r:.200}: {error}") from error
 
 
-def serve(sender: Sender, name: str, arguments: Sequence[Any]) -> dict[str, Any]:
-    """Calls a method of `sender` with arguments that came from the other end; returns what `RemoteSender` expects.
+def serve(sender: Sender, name: str, arguments: Sequence[Any]) -> Any:
+    """Calls a method of `sender` with arguments that came from the other end; returns its result as plain data.
 
     Raises:
         ValueError: it has no such method, or not with such arguments.
+        Exception: what the method raises.
     """
     types = METHODS.get(name)
     if types is None or len(arguments) != len(types) - 1:
         raise ValueError(f"a sender has no method {name!r} with {len(arguments)} arguments: expected {list(METHODS)}")
     # msgspec.ValidationError is a ValueError.
     given = [msgspec.convert(each, kind) for each, kind in zip(arguments, types.values(), strict=False)]
-    try:
-        return {"result": msgspec.to_builtins(getattr(sender, name)(*given))}
-    except Exception as error:
-        if not isinstance(error, AsyncRLError):
-            # Only its text crosses; the traceback is of use here.
-            log.exception("%s failed by an internal error", name)
-        return {"error": type(error).__name__, "text": str(error)}
+    return msgspec.to_builtins(getattr(sender, name)(*given))

@@ -72,7 +72,7 @@ async def run_hurt(
 ) -> Outcome:
     """A run with faults injected into its pool and its own processes for `minutes` at most."""
     (port,) = free_ports(1)
-    run = TrainerRun(directory, "hurt", rollouts, iterations, seed, port, is_killed=any(kills.values()))
+    run = TrainerRun(directory, "hurt", rollouts, iterations, seed, port, is_killed=kills["trainer"] > 0)
     draw = random.Random(seed)
     shares = {kind: share * rollouts.spoil for kind, share in FAULTY.shares.items()}
     crew = _crew(directory, "hurt", rollouts, port, replace(FAULTY, shares=shares), draw, log)
@@ -166,7 +166,10 @@ def main(arguments: Sequence[str]) -> int:
         "--trainer-kills", type=int, default=0, help="how often the trainer is killed (default: %(default)s)"
     )
     parser.add_argument(
-        "--producer-kills", type=int, default=0, help="how often its producer is killed (default: %(default)s)"
+        "--producer-kills",
+        type=int,
+        default=0,
+        help="how often its producer is killed, which it survives (default: %(default)s)",
     )
     parser.add_argument(
         "--keep", type=Path, help="a new directory for all files of both runs (default: a temporary one)"

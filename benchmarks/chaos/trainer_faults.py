@@ -23,7 +23,8 @@ class TrainerFaults:
 
     Args:
         worker: a word of the command lines of the program's processes; None if there are none.
-        kills: of "trainer" and "producer", how often each is killed, in even parts of the run.
+        kills: of "trainer" and "producer", how often each is killed; all of these in even parts of the run, a producer
+            while responses are on their way: it is started again, and the trainer goes on.
         num_streams: how many responses are on their way to the trainer.
     """
 
@@ -41,11 +42,8 @@ class TrainerFaults:
         self._log = log
         self._worker = worker
         self._num_streams = num_streams
-        self._deaths = sorted(
-            (number / (num_kills + 1), victim)
-            for victim, num_kills in kills.items()
-            for number in range(1, num_kills + 1)
-        )
+        shares = sorted((number / (n + 1), victim) for victim, n in kills.items() for number in range(1, n + 1))
+        self._deaths = [(number / (len(shares) + 1), victim) for number, (_, victim) in enumerate(shares, start=1)]
 
     async def kill(self) -> None:
         """Returns after the last kill."""
@@ -55,7 +53,12 @@ class TrainerFaults:
             while not self._run.processes(PRODUCER):
                 await asyncio.sleep(POLL_S)
             await asyncio.sleep(self._draw.uniform(0.0, 1.0))
-            self._run.kill(PRODUCER if victim == "producer" else None)
+            if victim == "producer":
+                while self._num_streams() < BUSY_STREAMS:
+                    await asyncio.sleep(POLL_S)
+                self._run.kill_producer()
+            else:
+                self._run.kill()
             self._log.note(f"{victim} kill")
 
     async def injure_workers(self) -> None:

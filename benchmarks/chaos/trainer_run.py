@@ -199,13 +199,14 @@ class TrainerRun:
             self.dir / "model" / "model.safetensors",
         )
 
-    def kill(self, word: str | None = None) -> None:
-        """Ends the trainer as a lost machine would, or one of its processes; `finish` starts it again."""
+    def kill(self) -> None:
+        """Ends the trainer as a lost machine would; `finish` starts it again."""
         self._is_killed = True
-        words = ("torch.distributed.run", "async_rl.trainer") if word is None else (word,)
-        for process in [process for each in words for process in self.processes(each)]:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
+        self._kill("torch.distributed.run", "async_rl.trainer")
+
+    def kill_producer(self) -> None:
+        """The trainer starts it again, and goes on; one that ends counts as failed."""
+        self._kill(PRODUCER)
 
     def processes(self, word: str) -> list[psutil.Process]:
         """Those of the trainer whose command lines have this word."""
@@ -217,6 +218,11 @@ class TrainerRun:
                     if word in process.cmdline():
                         found.append(process)
         return found
+
+    def _kill(self, *words: str) -> None:
+        for process in [process for each in words for process in self.processes(each)]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
 
     async def _watch(self, running: Running, records: JsonlTail) -> None:
         """Until the trainer exits or hangs."""

@@ -139,6 +139,10 @@ def _describe_tasks(plan: ClusterPlan) -> str:
         f"training node x {plan.num_nodes}\n"
         f"  ranks    {plan.ranks_per_node}\n"
         f"  each     {resources(node.cores, node.devices, node.kind)}\n"
+        f"  ports    of the first node: torchrun {plan.master_port}\n"
+        f"producer x 1\n"
+        f"  started  by rank 0 on the first node, within its cores, and again when it is lost\n"
+        f"  ports    fleet endpoint {plan.fleet_port}; for the ranks a free one\n"
         f"instance x {plan.min_instances}{most}\n"
         f"  each     {resources(instance.cores, instance.devices, instance.kind)}"
     )

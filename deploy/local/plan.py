@@ -22,11 +22,16 @@ from deploy.local.share import Share, share_out
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All processes of a run; `urls[i]` is the URL of `instances[i]`."""
+    """All processes of a run; `urls[i]` is the URL of `instances[i]`.
+
+    The trainer starts one more, the producer, which opens the fleet endpoint.
+    """
 
     instances: tuple[Process, ...]
     trainer: Process
     urls: tuple[str, ...]
+    fleet_host: str
+    fleet_port: int
 
 
 def num_ports(config: Config) -> int:
@@ -71,7 +76,8 @@ def plan(
     _require_engine_for_device(config)
     shares, trainer_share = share_out(config, machine)
     instances, urls = _instances(config, shares, ports)
-    return Plan(instances, _trainer(config_path, config, overrides, urls, trainer_share, program), urls)
+    trainer = _trainer(config_path, config, overrides, urls, trainer_share, program)
+    return Plan(instances, trainer, urls, config.pool.fleet_host, config.pool.fleet_port)
 
 
 def plan_instances(
@@ -100,6 +106,13 @@ def describe(plan: Plan) -> str:
         ]
         if process.role == "instance":
             lines.insert(-1, f"  port     {process.argv[process.argv.index('--port') + 1]}")
+    lines += [
+        "producer",
+        "  started  by training rank 0, beside it, and again when it is lost",
+        f"  log      {plan.trainer.log_file}",
+        f"  ports    fleet endpoint: {plan.fleet_host}, {plan.fleet_port or 'a free one, see fleet.json'}; for the "
+        f"ranks: {HOST}, a free one",
+    ]
     return "\n".join(lines)
 
 

@@ -89,6 +89,7 @@ def describe(plan: ClusterPlan) -> str:
             ]
     if plan.max_instances > plan.min_instances:
         lines.append(f"and up to {plan.max_instances} instances in all, as async_rl_desired_instances asks for them")
+    lines.append("rank 0, in trainer-0, starts the producer beside it, which opens the fleet endpoint at its host")
     lines.append("Ray chooses hosts, hence each ADDRESS and the ports that are 0 here")
     return "\n".join(lines)
 

@@ -3,7 +3,6 @@
 Most tests read what these two left. Their settings are two replicas, which share their batches, and two instances.
 """
 
-import random
 import re
 import signal
 import time
@@ -17,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_rl.protocol.fleet import InstanceInfo
+from async_rl.protocol.fleet import InstanceInfo, read_address
 from tests.support.local_run import End, Run, command_of, gone
 from tests.support.mortal_instance import kill_an_engine, mortal_python
 from tests.support.same_run import ITERATIONS, SETTINGS, assert_same_run
@@ -47,6 +46,11 @@ class Disturbed:
     run: Run
     ends: dict[str, End] = field(default_factory=dict)
     keeps_instances: bool = False
+    keeps_ranks: bool = False
+    restarts: list[int] = field(default_factory=list)
+    """Of the trainer: before, and after each loss of its producer alone."""
+    endpoints: set[str] = field(default_factory=set)
+    """URLs of the fleet endpoint, of each of these producers."""
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +74,21 @@ def disturbed(new_run: Callable[..., Run]) -> Disturbed:
     lose_an_instance(run, kill_while_paused)
     seen.ends["SIGTERM to a rank"] = run.end_by(run.ranks()[-1].terminate)
 
+    run.let(0)
     run.start(*resumed, "--trainer.lost_after_s=3")
-    run.wait_for_iterations(run.num_trained() + 1)
+    run.wait_for_calls(1)
     instances = run.instances()
-    lose_all_ranks(run)
+    lose_all_ranks_and_the_producer(run)
+    run.wait_for_calls(2)
+    lose_the_producer_in_each_phase(run, seen)
     run.wait_for_iterations(run.num_trained() + 1)
-    for number, lose in enumerate((psutil.Process.kill, psutil.Process.suspend), start=2):
-        lose_the_producer(run, lose, number)
-        run.wait_for_iterations(run.num_trained() + 1)
     seen.keeps_instances = run.instances() == instances
     seen.ends["kill -9"] = run.end_by(lambda: run.send(signal.SIGKILL))
 
     run.start(*resumed, AT_THE_END, f"--inference.python={mortal_python(run.config.parent)}")
     run.wait_for_iterations(run.num_trained() + 1)
     lose_an_instance(run, lose_the_engine)
+    begin_to_restart_the_producer(run)
     seen.ends["ctrl-c"] = run.end_by(lambda: run.send(signal.SIGINT))
 
     run.train(*resumed)
@@ -101,18 +106,86 @@ def lose_a_rank(run: Run) -> None:
     run.wait_for_iterations(num_before + 1)
 
 
-def lose_all_ranks(run: Run) -> None:
-    """Wherever they are in an iteration."""
-    time.sleep(random.uniform(0, 0.5))
+def lose_all_ranks_and_the_producer(run: Run) -> None:
+    run.producer().kill()
     run.kill_trainer()
     run.wait_until(lambda: run.restarts()["trainer"] == 1)
 
 
-def lose_the_producer(run: Run, lose: Callable[[psutil.Process], None], num_restarts: int) -> None:
-    """Wherever it is in an iteration: it dies, or hangs."""
-    time.sleep(random.uniform(0, 0.5))
-    lose(run.producer())
-    run.wait_until(lambda: run.restarts()["trainer"] == num_restarts)
+def lose_the_producer_in_each_phase(run: Run, seen: Disturbed) -> None:
+    """Five times, each in another iteration: it dies, or hangs.
+
+    An iteration has six calls of the reward, which has one process. The first call waits when this begins.
+    """
+    ranks = run.ranks()
+    seen.restarts.append(run.restarts()["trainer"])
+
+    def lose(by: Callable[[psutil.Process], None], then: Callable[[], object], until_call: int) -> None:
+        """Does `then` when it is lost; returns when the iteration is trained and that call of the next one waits."""
+        producer, num_trained = run.producer(), run.num_trained()
+        seen.endpoints.add(read_address(run.dir).url)
+        processes = [producer, *producer.children(recursive=True)]
+        by(producer)
+        then()
+        run.wait_for_iterations(num_trained + 1)
+        run.wait_for_calls(until_call)
+        assert gone(processes), "nothing is left of the lost one"
+        seen.restarts.append(run.restarts()["trainer"])
+
+    # Before the first group.
+    lose(psutil.Process.kill, lambda: run.let(6 + 2), until_call=6 + 2 + 1)
+    # Between groups.
+    lose(psutil.Process.suspend, lambda: run.let(6), until_call=6 + 1)
+    # After the last group: the ranks train them, and cannot have the groups written before the proof.
+    each(ranks, psutil.Process.suspend)
+    run.let(5)
+    run.wait_for_calls(5)
+    time.sleep(0.5)  # The producer has sent them.
+    lose(psutil.Process.suspend, lambda: (run.let(6), each(ranks, psutil.Process.resume)), until_call=6 + 1)
+    # In a publish, which waits for instances.
+    num_trained, instances = run.num_trained(), run.instances()
+    each(instances, psutil.Process.suspend)
+    run.let(5 + 6)
+    run.wait_for_iterations(num_trained + 1)
+    time.sleep(0.5)
+    lose(psutil.Process.kill, lambda: each(instances, psutil.Process.resume), until_call=5 + 6 + 1)
+    seen.keeps_ranks = run.ranks() == ranks
+    seen.endpoints.add(read_address(run.dir).url)
+    # In the step, or before its record: the weights are of no iteration that is recorded.
+    run.tell("")
+    stop_between_proof_and_record(run).kill()
+    run.wait_until(lambda: run.restarts()["trainer"] == seen.restarts[-1] + 1)
+
+
+def stop_between_proof_and_record(run: Run) -> psutil.Process:
+    """The producer, stopped there."""
+    producer = run.producer()
+    while True:
+        num_proofs = len(run.lines("ledger.jsonl"))
+        run.wait_until(lambda number=num_proofs: len(run.lines("ledger.jsonl")) > number, pause_s=0.0)
+        producer.suspend()
+        time.sleep(0.1)
+        if len(run.lines("ledger.jsonl")) > run.num_trained():
+            return producer
+        producer.resume()
+
+
+def each(processes: list[psutil.Process], act: Callable[[psutil.Process], None]) -> None:
+    for process in processes:
+        act(process)
+
+
+def begin_to_restart_the_producer(run: Run) -> None:
+    """Returns while it is being started, and will find no instance before these go on."""
+    num_before = len(losses(run))
+    run.producer().kill()
+    run.wait_until(lambda: len(losses(run)) > num_before)
+
+
+def losses(run: Run) -> list[str]:
+    """What people who watch are told of lost producers."""
+    texts = [notice["text"] for notice in run.lines("logs/notices.jsonl")]
+    return [text for text in texts if "is started again, and iteration" in text]
 
 
 def lose_an_instance(run: Run, lose: Callable[[Run, psutil.Process, str], None]) -> None:
@@ -150,7 +223,7 @@ def kill_amid_requests(run: Run, instance: psutil.Process, url: str) -> None:
 def kill_while_paused(run: Run, instance: psutil.Process, url: str) -> None:
     """It is about to get new weights, or gets them."""
     with httpx.Client() as client:
-        run.wait_until(lambda: client.get(f"{url}/is_paused").json()["is_paused"], every_s=0)
+        run.wait_until(lambda: client.get(f"{url}/is_paused").json()["is_paused"], pause_s=0.0)
     instance.kill()
 
 
@@ -264,11 +337,31 @@ def test_an_instance_whose_engine_dies_ends_and_is_started_again(disturbed: Dist
     assert "the generation thread died: MemoryError('told to die')" in end.output
 
 
-def test_a_producer_that_dies_or_hangs_is_named_and_the_trainer_goes_on_with_another(disturbed: Disturbed) -> None:
-    assert disturbed.ends["kill -9"].restarts["trainer"] == 3
+def test_a_producer_that_dies_or_hangs_is_replaced_and_the_ranks_keep_their_weights(disturbed: Disturbed) -> None:
+    """Before the first group, between groups, after the last, in a publish: the ranks are the same processes."""
+    assert disturbed.keeps_ranks
+    assert disturbed.restarts == [1] * 5, "that of the ranks that were killed before"
+    assert len(disturbed.endpoints) == 1, "whoever knows the fleet endpoint finds it again"
+
+
+def test_who_watches_is_told_of_each_lost_producer_and_of_the_iteration_that_is_repeated(disturbed: Disturbed) -> None:
+    told = losses(disturbed.run)
+    assert len(told) == 5, "the last one was lost when the run was told to end"
+    assert all(re.match(r"the producer was lost \(the producer at \S+ port \d+ ", text) for text in told)
+    assert ["has said nothing for trainer.lost_after_s = 3 s" in text for text in told[:4]] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    repeated = [int(text.partition("iteration ")[2].partition(" ")[0]) for text in told[:4]]
+    assert [iteration - repeated[0] for iteration in repeated] == [0, 1, 2, 4]
+
+
+def test_a_producer_that_is_lost_after_a_step_and_before_its_record_restarts_the_trainer(disturbed: Disturbed) -> None:
+    assert disturbed.ends["kill -9"].restarts["trainer"] == 2
     log = (disturbed.run.dir / "logs" / "trainer.log").read_text()
-    assert "has said nothing for trainer.lost_after_s = 3 s" in log
-    assert re.search(r"ProducerLost: the producer at \S+ port \d+ (has ended|was lost)", log)
+    assert "is not started again beside the training ranks: a step was taken already" in log
 
 
 def test_instances_stay_when_all_ranks_or_the_producer_are_lost(disturbed: Disturbed) -> None:

@@ -48,16 +48,35 @@ def uneven(prompt, responses, row):
 
 
 def obey():
-    """Does what the file `told` beside this one says: waits until it says something else, or fails."""
+    """Does what the file `told` beside this one says: waits until it says something else, fails, or lets calls pass."""
     import pathlib
     import time
 
     told = pathlib.Path(__file__).with_name("told")
+    if told.exists() and (word := told.read_text()).startswith("let "):
+        _, number, calls = word.split()
+        if number_of_call(told.with_name(calls)) >= int(number):
+            while told.read_text() == word:
+                time.sleep(0.02)
+        return
     while (word := told.read_text() if told.exists() else "") == "wait":
         told.with_name("waits").touch()
         time.sleep(0.05)
     if word == "raise":
         raise KeyError("no such column")
+
+
+def number_of_call(calls):
+    """How many calls, in whatever process, were there before."""
+    import itertools
+    import os
+
+    for number in itertools.count():
+        try:
+            os.close(os.open(calls / str(number), os.O_CREAT | os.O_EXCL))
+            return number
+        except FileExistsError:
+            pass
 
 
 def gated(prompt, responses, row):
@@ -129,6 +148,8 @@ class Run:
         self.config.write_text(CONFIG.format(run_dir=self.dir, model=model, data=data, reward=reward))
         self.output = tmp_path / "output.txt"
         self.process: subprocess.Popen[bytes] | None = None
+        self._calls = tmp_path
+        self._num_let = 0
 
     def start(self, *overrides: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -195,7 +216,21 @@ class Run:
 
     def tell(self, word: str) -> None:
         """What its rewards do from now on: "wait" or "raise", or "" for what they are there for."""
-        self.reward.with_name("told").write_text(word)
+        # Whole, since they read it at any time.
+        written = self.reward.with_name("telling")
+        written.write_text(word)
+        written.replace(self.reward.with_name("told"))
+
+    def let(self, number: int) -> None:
+        """Its rewards that wait go on; of the calls that begin from now on so many do, and further ones wait."""
+        self._num_let += 1
+        self._calls = self.reward.with_name(f"calls-{self._num_let}")
+        self._calls.mkdir()
+        self.tell(f"let {number} {self._calls.name}")
+
+    def wait_for_calls(self, number: int) -> None:
+        """Until so many calls of its rewards have begun since the last `let`."""
+        self.wait_until(lambda: len(list(self._calls.iterdir())) >= number)
 
     def hold(self) -> None:
         """Makes its rewards wait, until the next `tell`; returns when one of them does."""
@@ -242,13 +277,13 @@ class Run:
     def checkpoints(self) -> list[Path]:
         return sorted((self.dir / "checkpoints").iterdir())
 
-    def wait_until(self, condition: Callable[[], object], timeout_s: float = 240, *, every_s: float = 0.05) -> None:
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 240, pause_s: float = 0.05) -> None:
         """Waits for it, while the run goes on."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process is not None and self.process.poll() is None, self.everything_said()
             assert time.monotonic() < deadline, self.everything_said()
-            time.sleep(every_s)
+            time.sleep(pause_s)
 
     def wait_for_iterations(self, number: int, timeout_s: float = 240) -> None:
         self.wait_until(lambda: self.num_trained() >= number, timeout_s)

@@ -12,9 +12,11 @@ import torch
 
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.rollout_section import RolloutSection
+from async_rl.errors import LeaderFailed
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.protocol.sender import Score
+from async_rl.producer.frames import error_as_data, error_from_data
+from async_rl.protocol.sender import Score, Sender
 from async_rl.publish.admission import Admission
 from async_rl.publish.canary import Canary
 from async_rl.publish.probe import Probe
@@ -53,7 +55,13 @@ def remote(sender: WeightSender) -> RemoteSender:
     def over(data: Any) -> Any:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(data))
 
-    return RemoteSender(lambda name, arguments: over(serve(sender, *over([name, arguments]))))
+    def call(name: str, arguments: Sequence[Any]) -> Any:
+        try:
+            return over(serve(sender, *over([name, arguments])))
+        except Exception as error:
+            raise error_from_data(over(error_as_data(error)), "the main training rank", LeaderFailed) from None
+
+    return RemoteSender(call)
 
 
 class StreamPublisher(Publisher):
@@ -86,11 +94,12 @@ class Publishing:
         snapshot_dir: Path | None = None,
         canary: Canary | None = None,
         source: WeightSource | None = None,
+        through: Sender | None = None,
         **options: Any,
     ) -> tuple[StreamPublisher, InferencePool]:
         """`options` are settings of the pool or publish section; late joiners are admitted if the options allow it.
 
-        `source`: what is published, in place of what each call gives.
+        `source`: what is published, in place of what each call gives. `through`: a sender that is there already.
         """
         urls = tuple(instance.url for instance in instances)
         of_pool = {name: value for name, value in options.items() if name in POOL_OPTIONS}
@@ -114,7 +123,7 @@ class Publishing:
             pool,
             self._loop,
             config,
-            remote(sender),
+            through or remote(sender),
             wait_s=wait_s,
             admission=admission,
             probe=probe,

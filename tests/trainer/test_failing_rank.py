@@ -35,7 +35,7 @@ def ended(
 
 
 def said(ended: Path, scenario: str) -> list[str]:
-    """What each rank ended with."""
+    """What each rank ended with, or has trained."""
     return [json.loads((ended / scenario / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -48,6 +48,17 @@ def saved(ended: Path, scenario: str) -> str | None:
 def test_where_a_replicas_rollouts_fail_both_save_the_last_whole_iteration(ended: Path, scenario: str) -> None:
     assert said(ended, scenario) == [f"LeaderFailed: another training rank: {REWARD}", REWARD]
     assert saved(ended, scenario) == f"iteration-{FAILS_AT:06}"
+
+
+@pytest.mark.parametrize(
+    ("lost", "nothing"), [("producer", "nothing"), ("producer of one replica", "nothing in one replica")]
+)
+def test_where_one_rank_loses_the_producer_both_repeat_the_iteration_with_the_weights_they_have(
+    ended: Path, lost: str, nothing: str
+) -> None:
+    """The other one trains its own groups meanwhile, or those of the one that lost it."""
+    assert said(ended, lost) == said(ended, nothing)
+    assert len(said(ended, lost)[0]) == 64, "a digest of the weights"
 
 
 def test_where_the_proof_cannot_be_written_both_save_the_last_whole_iteration(ended: Path) -> None:

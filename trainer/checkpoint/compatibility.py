@@ -107,7 +107,7 @@ def require_same_run(
     differing: list[str] = []
     same_places: set[str] = set()
     if saved_contents is not None and contents is not None:
-        differing = _content_changes(saved_contents, contents)
+        differing = content_changes(saved_contents, contents)
         same_places = set() if differing else _PLACES | _place_of_algorithm(saved_contents, contents)
     differing += [
         f"{key} is {now.get(key)!r}, but was {value!r}"
@@ -142,7 +142,8 @@ def _say_what_may_change(saved: Mapping[str, Any], config: Config) -> None:
         log.warning("settings have changed since the checkpoint:\n  %s", "\n  ".join(changes))
 
 
-def _content_changes(before: Mapping[str, Any], now: Contents) -> list[str]:
+def content_changes(before: Mapping[str, Any], now: Contents) -> list[str]:
+    """What is not as `before`, which is contents as JSON."""
     found: list[str] = []
     if before["prompts"].keys() != now.prompts.keys():
         found.append(f"the prompts are others: rows {_span(now.prompts)} are used, but were {_span(before['prompts'])}")

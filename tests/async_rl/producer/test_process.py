@@ -1,5 +1,6 @@
 """The producer as a process: what it is given, what it needs, and how it ends."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,8 @@ import pytest
 
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
-from async_rl.errors import ConfigError, Fenced, ProducerLost
+from async_rl.errors import ConfigError, Fenced, ProducerLost, RunStopped
+from async_rl.producer import process as process_module
 from async_rl.producer.process import ProducerProcess
 from async_rl.tracking.lease import take_lease
 from tests.support import ROOT
@@ -66,6 +68,27 @@ def test_it_ends_with_its_connection_or_is_lost(config: Config) -> None:
         while True:
             connection.receive(10.0)
     killed.end(10.0)
+    lease.release()
+
+
+@pytest.mark.distributed
+def test_one_that_hangs_while_it_starts_can_be_given_up_and_is_killed(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = take_lease(config.run.dir, 30.0)
+    process = ProducerProcess(config, lease.name, "127.0.0.1")
+    process._process.send_signal(signal.SIGSTOP)
+
+    def give_up() -> None:
+        raise RunStopped("told to end")
+
+    with pytest.raises(RunStopped):
+        process.address(give_up)
+    monkeypatch.setattr(process_module, "START_TIMEOUT_S", 0.0)
+    with pytest.raises(ProducerLost, match="did not start within 0 s"):
+        process.address()
+    process.end(0.0)
+    assert process._process.returncode == -signal.SIGKILL
     lease.release()
 
 

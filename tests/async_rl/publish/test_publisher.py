@@ -4,16 +4,20 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
-from async_rl.errors import LeaderFailed, PublishError
+from async_rl.config.pool_section import PublishSection
+from async_rl.errors import LeaderFailed, ProducerLost, PublishError
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.publish.remote_sender import RemoteSender, serve
+from async_rl.weights.sender import WeightSender, WeightSource
 from async_rl.weights.stream import TensorSpec
-from tests.support.publishing import Publishing, StreamPublisher, publish, stream, sums
+from tests.support.publishing import SPECS, Publishing, StreamPublisher, publish, remote, stream, sums
 
 pytestmark = pytest.mark.distributed
 
@@ -179,6 +183,29 @@ def test_instance_that_never_recovers_is_given_up(well, make_publisher) -> None:
     assert pool.members[1].standing.failed_publishes == 3
 
 
+@pytest.mark.parametrize("last", ["form", "wait_formed", "wait_accepted", "send"])
+def test_a_sender_whose_producer_is_lost_amid_a_publish_serves_the_next_one(well, make_publisher, last: str) -> None:
+    """With instances that wait for a group, for the rest of a stream, or to have it compared."""
+    config = PublishSection(timeout_s=10.0, bucket_bytes=4096)
+    with closing(WeightSender(WeightSource(SPECS, stream), config, "run")) as sender:
+
+        def call(name: str, arguments: list[Any]) -> Any:
+            answer = serve(sender, name, arguments)
+            if name == last:
+                raise ProducerLost("its process has ended")
+            return answer
+
+        lost, _ = make_publisher(*well, through=RemoteSender(call), probe_tokens=0)
+        with pytest.raises(ProducerLost):
+            publish(lost, "run-0")
+        sender.leave_group()
+        begun = time.monotonic()
+        other, _ = make_publisher(*well, through=remote(sender), probe_tokens=0)
+        assert publish(other, "run-1") == tuple(instance.url for instance in well)
+        assert time.monotonic() - begun < 5.0, "no instance waits for the lost one until its timeout"
+        assert [instance.sums() for instance in well] == [sums()] * 3
+
+
 def test_error_of_the_stream_itself_is_raised_and_the_next_publish_works(well, make_publisher) -> None:
     publisher, _ = make_publisher(*well)
 
@@ -186,7 +213,7 @@ def test_error_of_the_stream_itself_is_raised_and_the_next_publish_works(well, m
         yield from list(stream())[:2]
         raise ValueError("cannot export head.weight")
 
-    with pytest.raises(LeaderFailed, match=r"failed at send: ValueError: cannot export head\.weight"):
+    with pytest.raises(LeaderFailed, match=r"ValueError: cannot export head\.weight"):
         publisher.publish("run-0", broken)
     assert publish(publisher, "run-1", 10.0) == tuple(instance.url for instance in well)
     assert [instance.sums() for instance in well] == [sums(10.0)] * 3

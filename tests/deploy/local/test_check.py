@@ -133,6 +133,7 @@ def test_devices_that_are_missing_here_are_an_error_unless_it_runs_elsewhere(
 def test_other_hosts_are_planned_as_tasks(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run.toml", "--cluster.training_nodes", "2", "--prompts.source", "elsewhere.jsonl"]) == 0
     shown = capsys.readouterr().out
+    assert "producer x 1" in shown and "fleet endpoint 8600; for the ranks a free one" in shown
     assert "training node x 2" in shown and "start it with async-rl launch" in shown
     assert "warning: on this machine: 'elsewhere.jsonl'" in shown or "elsewhere.jsonl" in shown
     assert main(["run.toml", "--pool.instances", '["http://host:1"]']) == 0

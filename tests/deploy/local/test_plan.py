@@ -122,8 +122,9 @@ def test_instances_alone_take_no_device_for_a_trainer() -> None:
 def test_a_plan_is_described_with_all_that_would_be_started() -> None:
     config = make_config(trainer={"device": "npu", "num_processes": 2}, inference={"engine": "vllm"})
     text = describe(plan(Path("c.toml"), config, [], machine=Machine(tuple(range(16)), ("0", "2", "5")), ports=[8001]))
-    assert re.findall(r"^\S+", text, flags=re.MULTILINE) == ["instance-0", "trainer"]
+    assert re.findall(r"^\S+", text, flags=re.MULTILINE) == ["instance-0", "trainer", "producer"]
     assert re.findall(r"devices  (.*)", text) == ["5", "0, 2"]
+    assert "fleet endpoint: 127.0.0.1, a free one, see fleet.json; for the ranks: 127.0.0.1, a free one" in text
     assert "port     8001" in text and "log      runs/one/logs/trainer.log" in text
     assert re.search(
         r"command  OMP_NUM_THREADS=\d+ .*ASCEND_RT_VISIBLE_DEVICES=0,2 .* -m async_rl.trainer c.toml", text

@@ -72,3 +72,4 @@ def test_the_dry_run_shows_groups_and_commands_and_no_secret(
 def test_the_description_names_every_task_of_the_plan() -> None:
     said = describe(plan(inference={"num_instances": 3}))
     assert [name in said for name in ("trainer-0", "instance-0", "instance-1", "instance-2")] == [True] * 4
+    assert "starts the producer" in said

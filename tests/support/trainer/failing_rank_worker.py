@@ -1,9 +1,12 @@
-"""Two training ranks, a replica each, of which one fails; for `test_failing_rank.py`, which starts this as a program.
+"""Two training ranks, mostly a replica each, of which one fails; for `test_failing_rank.py`, which starts this as a
+program.
 
 Arguments: the checkpoint of a model, pickled groups, a directory. Each scenario has a pair of forked ranks, and a
-directory of its own in which each rank reports its error; a rank that hangs is killed, and reports nothing.
+directory of its own in which each rank reports its error, or what it has trained; a rank that hangs is killed, and
+reports nothing.
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 
 from async_rl.config.sections import Config
-from async_rl.errors import AsyncRLError, RewardError, WriteFailed
+from async_rl.errors import AsyncRLError, ProducerLost, RewardError, WriteFailed
 from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.loop import train
@@ -35,8 +38,10 @@ from trainer.devices import choose_device
 from trainer.ending import Ending
 from trainer.parallel import init_parallel
 from trainer.rank import TrainingRank
+from trainer.recovery import Recovery
 from trainer.saving import Saving
 from trainer.stop_signal import StopSignal
+from trainer.trainer import MegatronTrainer
 
 NUM_ITERATIONS = 3
 FAILS_AT = 1
@@ -58,10 +63,15 @@ class Scenario:
     sections: dict[str, Any] = field(default_factory=dict)
 
 
+ONE_REPLICA = {"trainer": {"tensor_parallel": 2}}
 TOTALS = {"algorithm": {"name": "reinforce_pp_baseline"}, "train": {"mode": "synchronous"}}
 SCENARIOS = {
     "rollouts": Scenario("rollouts"),
     "rollouts, while the other waits for totals": Scenario("rollouts", sections=TOTALS),
+    "nothing": Scenario("nothing"),
+    "producer": Scenario("producer"),
+    "nothing in one replica": Scenario("nothing", sections=ONE_REPLICA),
+    "producer of one replica": Scenario("producer", sections=ONE_REPLICA),
     "proof": Scenario("proof"),
     "record": Scenario("record"),
     "last record": Scenario("record", fails_at=NUM_ITERATIONS - 1),
@@ -70,27 +80,36 @@ SCENARIOS = {
 }
 
 
+OF_ROLLOUTS = {"rollouts": RewardError("no such column"), "producer": ProducerLost("the producer has ended")}
+"""What the leader of the last replica raises."""
+
+
 class Failing(Arriving):
     """Its last group never comes, which is known when the other rank has all of its own."""
+
+    def __init__(self, groups: list[Group], error: AsyncRLError) -> None:
+        super().__init__(groups)
+        self._error = error
 
     def ready(self, wait: bool) -> list[Group]:
         if len(self._groups) == 1:
             time.sleep(WAIT_S)
-            raise RewardError("no such column")
+            raise self._error
         return super().ready(wait)
 
 
 class Rollouts(ReplayedRollouts):
-    """The loop's prompts and rollouts: the same groups in every iteration, in order."""
+    """The loop's prompts and rollouts: the same groups in every iteration, in order; `errors` of some, once each."""
 
-    def __init__(self, groups: list[Group], fails_at: int | None) -> None:
+    def __init__(self, groups: list[Group], errors: dict[int, AsyncRLError]) -> None:
         super().__init__(groups, random.Random())
-        self._fails_at = fails_at
+        self._errors = errors
 
     @contextmanager
     def start(self, batch: Batch, version: str) -> Iterator[Arriving]:
         groups = [replace(group, iteration=batch.iteration) for group in self._groups if group.index in batch.prompts]
-        yield (Failing if batch.iteration == self._fails_at else Arriving)(groups)
+        error = self._errors.pop(batch.iteration, None)
+        yield Arriving(groups) if error is None else Failing(groups, error)
 
 
 class Publisher:
@@ -143,21 +162,35 @@ def run_rank(scenario: Scenario, config: Config, groups: list[Group]) -> str:
     checkpoints = Checkpoints(directory, 2, parallel, config, require_lease=require_lease)
     saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
     rank = RaggedRank(megatron, parallel, "run", Publisher().publish if parallel.is_main else None, ending)
-    fails_alone = scenario.fault == "rollouts" and not parallel.is_main
-    rollouts = Rollouts(groups, scenario.fails_at if fails_alone else None)
+    is_last_leader = parallel.is_leader and parallel.dp_rank == parallel.num_replicas - 1
+    error = OF_ROLLOUTS.get(scenario.fault) if is_last_leader else None
+    rollouts = Rollouts(groups, {} if error is None else {scenario.fails_at: error})
     path = config.run.dir / "ledger.jsonl" if parallel.is_main else None
     fails_to_prove = failing_call(scenario.fails_at if fault == "proof" else -1)
     ledger = Ledger(path, 1, NoiseLimits(float("inf")), fails_to_prove)
     recorder = FailingRecorder(scenario.fails_at if fault == "record" else -1)
-    said = ""
+    restart = (lambda iteration: ["", iteration, ""]) if parallel.is_main else None
+
+    def train_from(iteration: int) -> None:
+        train(config.train, rank, rollouts, rollouts, ledger, recorder, iteration, saving.after_iteration)
+        ending.meet(may_stop=False)
+
     try:
         with ending.saving(saving.save_last):
-            train(config.train, rank, rollouts, rollouts, ledger, recorder, 0, saving.after_iteration)
-            ending.meet(may_stop=False)
+            Recovery(parallel, ending, megatron, saving, None, restart, 1.0).train(train_from)
+        said = digest_of(megatron)
     except AsyncRLError as error:
         said = f"{type(error).__name__}: {error}"
     ending.close()
     return said
+
+
+def digest_of(megatron: MegatronTrainer) -> str:
+    """Of this rank's part of the weights."""
+    digest = hashlib.sha256()
+    for parameter in megatron.models.policy_model.parameters():
+        digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def run_scenario(name: str, model: str, groups: list[Group], directory: Path) -> None:
@@ -169,6 +202,7 @@ def run_scenario(name: str, model: str, groups: list[Group], directory: Path) ->
         run={"dir": str(directory)},
         checkpoint={"every": scenario.every},
         train=train_section,
+        trainer=scenario.sections.get("trainer", {}),
         algorithm=scenario.sections.get("algorithm", {}),
     )
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,0 +1,285 @@
+"""A producer that is lost while the ranks train is started again, and the iteration that it left unfinished repeated.
+
+All ranks keep their weights: what they have accumulated is discarded, the records of the unfinished iteration are cut,
+and the loop begins it anew: with a publish under a new version, and all rollouts from the same seeds. So no batch is
+half of one producer and half of another, and the run trains what it would have trained.
+
+The old producer is killed, and has ended, before the new one is started: of both only one can ever write, or ask an
+instance for something. A loss after a step, or a second one in the same iteration, ends the run as any other fault does
+(`ending.py`).
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol
+
+from async_rl.config.sections import Config
+from async_rl.errors import AsyncRLError, ConfigError, Fenced, LeaderFailed, ProducerLost, RunStopped
+from async_rl.producer.client import Control, RemoteRollouts
+from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress
+from async_rl.tracking.records import cut_run_records
+from async_rl.tracking.throughput import TrainingPool
+from async_rl.weights.sender import WeightSender
+from trainer.checkpoint.compatibility import Contents, content_changes
+from trainer.ending import Ending
+from trainer.parallel import Parallel
+from trainer.prompt_data import begin_loading, contents_of
+from trainer.saving import Saving
+from trainer.trainer import MegatronTrainer
+
+log = logging.getLogger(__name__)
+
+MOST_LOSSES = 1
+"""Of producers, without a whole iteration in between: what ends a second one at the same place, such as a host without
+memory or a reward that kills its process, will end a third one. Launchers restart the run then: more and more slowly,
+and not for ever."""
+
+
+class Process(Protocol):
+    """The process of a producer; see `ProducerProcess`."""
+
+    def address(self, watch: Callable[[], None]) -> ProducerAddress: ...
+
+    def end(self, timeout_s: float) -> None: ...
+
+
+class OwnProducer:
+    """The main rank's producer: its process and the control connection. A context manager, which ends both.
+
+    Args:
+        start: starts the process.
+    """
+
+    def __init__(self, start: Callable[[], Process], lost_after_s: float) -> None:
+        self._start = start
+        self._lost_after_s = lost_after_s
+        self._process = start()
+        self._is_open = False
+        self._fleet_port: int | None = None
+        self._control: Control | None = None
+        self.address: ProducerAddress
+        """Known after `connect`."""
+
+    @property
+    def control(self) -> Control:
+        """The same object whichever producer there is."""
+        assert self._control is not None, "it is connected"
+        return self._control
+
+    def __enter__(self) -> "OwnProducer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._control is not None:
+            self._control.close()
+        # One that has not been opened has nothing to end in order.
+        after_error_s = self._lost_after_s if self._is_open else 0.0
+        self._process.end(END_TIMEOUT_S if kind is None else after_error_s)
+
+    def connect(self, watch: Callable[[], None] = lambda: None) -> None:
+        """Waits until it listens.
+
+        Raises:
+            ConfigError, ProducerLost: as `ProducerProcess.address` and `ProducerAddress.connect`.
+        """
+        self.address = self._process.address(watch)
+        connection = self.address.connect(self._lost_after_s)
+        if self._control is None:
+            self._control = Control(connection)
+        self._control.connection = connection
+
+    def open(
+        self,
+        first_iteration: int,
+        num_replicas: int,
+        training_pool: TrainingPool,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Has it wait for the instances and open the fleet endpoint, always at the same port; see `Work.open`."""
+        arguments = (first_iteration, num_replicas, training_pool, self._fleet_port)
+        self._fleet_port = self.control.call("open", *arguments, watch=watch)
+        self._is_open = True
+
+    def replace(self, watch: Callable[[], None]) -> None:
+        """Kills the process, waits for its end, and starts another one; raises as `connect`."""
+        self._is_open = False
+        self.control.close()
+        self._process.end(0.0)
+        self._process = self._start()
+        self.connect(watch)
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """What the main rank does for another producer."""
+
+    config: Config
+    producer: OwnProducer
+    sender: WeightSender
+    contents: Contents
+    num_replicas: int
+    training_pool: TrainingPool
+    require_lease: Callable[[], None]
+    watch: Callable[[], None]
+
+    def __call__(self, iteration: int) -> list[Any]:
+        """Replaces the producer by one that is ready for `iteration`; returns its address.
+
+        Raises:
+            ConfigError: the prompts or the reward are others than before.
+            AsyncRLError: it does not start, finds no instance, or the run has to end.
+        """
+        config, producer = self.config, self.producer
+        self.require_lease()
+        # Instances that wait for the rest of a stream stop waiting; the next publish forms a group of its own.
+        self.sender.leave_group()
+        producer.replace(self.watch)
+        begin_loading(config, producer.control)
+        loaded = producer.control.result(watch=self.watch)
+        now = contents_of(config, loaded, self.contents.algorithm)
+        if changes := content_changes(self.contents.as_json(), now):
+            raise ConfigError("the run's inputs have changed since it was started:\n  " + "\n  ".join(changes))
+        self.require_lease()
+        num_cut = cut_run_records(config.run.dir, iteration)
+        log.info("%d records of the unfinished iteration removed", num_cut)
+        producer.open(iteration, self.num_replicas, self.training_pool, self.watch)
+        return list(astuple(producer.address))
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How one rank stands after an error."""
+
+    error: str
+    """Its class."""
+    text: str
+    told_to_end: bool
+    iteration: int
+    """The first that is not whole."""
+    is_sound: bool
+    """Whether the weights are those that this iteration begins with."""
+
+
+def obstacle(ranks: Sequence[Standing], num_losses: int) -> str | None:
+    """Why the iteration cannot be repeated with another producer; None if it can.
+
+    Args:
+        ranks: all of them.
+        num_losses: of producers in this iteration, before this one.
+    """
+    others = [rank for rank in ranks if rank.error not in (ProducerLost.__name__, LeaderFailed.__name__)]
+    if others:
+        return f"a training rank failed by another error: {others[0].error}: {others[0].text}"
+    if all(rank.error == LeaderFailed.__name__ for rank in ranks):
+        return "it is not the producer that was lost"
+    if len({rank.iteration for rank in ranks}) > 1 or not all(rank.is_sound for rank in ranks):
+        return "a step was taken already, and the iteration not recorded"
+    if num_losses >= MOST_LOSSES:
+        return f"it was lost before in iteration {ranks[0].iteration}"
+    return None
+
+
+class Recovery:
+    """One rank's part in it; all ranks create it.
+
+    Args:
+        rollouts: a leader's.
+        restart: on the main rank only: starts another producer for an iteration, and returns its address.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        ending: Ending,
+        megatron: MegatronTrainer,
+        saving: Saving,
+        rollouts: RemoteRollouts | None,
+        restart: Callable[[int], list[Any]] | None,
+        lost_after_s: float,
+    ) -> None:
+        self._parallel = parallel
+        self._ending = ending
+        self._megatron = megatron
+        self._saving = saving
+        self._rollouts = rollouts
+        self._restart = restart
+        self._lost_after_s = lost_after_s
+
+    def train(self, loop: Callable[[int], None]) -> None:
+        """Runs `loop`, which trains from an iteration on to the end; again from the one that a lost producer left.
+
+        Raises:
+            AsyncRLError: any other error of it, or that of a loss that is not mended.
+        """
+        num_losses = Counter[int]()
+        iteration = self._saving.first_iteration
+        while True:
+            try:
+                if num_losses:
+                    self._begin_again(iteration)
+                loop(iteration)
+                return
+            except Fenced:
+                # The other ranks end without this one.
+                raise
+            except AsyncRLError as error:
+                iteration = self._require_mendable(error, num_losses)
+                num_losses[iteration] += 1
+
+    def _require_mendable(self, error: AsyncRLError, num_losses: Mapping[int, int]) -> int:
+        """Meets the other ranks; returns the iteration that all of them repeat.
+
+        Raises:
+            RunStopped: a rank was told to end meanwhile.
+            AsyncRLError: `error`, if the run cannot go on.
+        """
+        saving = self._saving
+        own = Standing(type(error).__name__, str(error), self._ending.told, saving.first_unsound, saving.is_sound)
+        try:
+            ranks = [Standing(**each) for each in self._ending.confer(error, asdict(own))]
+        except RuntimeError as gone:
+            log.info("the other training ranks cannot be asked how they stand: %s", gone)
+            raise error from gone
+        lost = next((rank for rank in ranks if rank.error == ProducerLost.__name__), None)
+        if (why := obstacle(ranks, num_losses.get(own.iteration, 0))) is not None:
+            if lost is not None and self._parallel.is_main:
+                log.error("the producer was lost, and is not started again beside the training ranks: %s", why)
+            raise error
+        assert lost is not None, "then it would be an obstacle"
+        if (told := next((number for number, rank in enumerate(ranks) if rank.told_to_end), None)) is not None:
+            raise RunStopped(f"training rank {told} was told to end (SIGTERM)") from error
+        self._ending.go_on()
+        if self._parallel.is_main:
+            log.warning(
+                "the producer was lost (%s): it is started again, and iteration %d is repeated; the training ranks "
+                "keep their weights",
+                lost.text,
+                own.iteration,
+            )
+        return own.iteration
+
+    def _begin_again(self, iteration: int) -> None:
+        """Waits for the producer that is started; all ranks are together.
+
+        Raises:
+            AsyncRLError: the main rank's failure.
+            LeaderFailed, RunStopped: the same, on the other ranks.
+            ProducerLost: it is lost again.
+        """
+        began_s = time.monotonic()
+        self._megatron.discard()
+        self._saving.go_back()
+        restart = None if self._restart is None else partial(self._restart, iteration)
+        address = ProducerAddress(*self._ending.led(restart))
+        self._ending.part()
+        if self._rollouts is not None:
+            self._rollouts.connection.close()
+            self._rollouts.connection = address.connect(self._lost_after_s, replica=self._parallel.dp_rank)
+        log.info("another producer serves after %.1f s", time.monotonic() - began_s)
