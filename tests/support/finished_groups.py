@@ -35,6 +35,11 @@ class Arriving:
         self.ends += wait and not arrived
         return arrived
 
+    @property
+    def num_left(self) -> int:
+        """Groups that have not come."""
+        return sum(map(len, self._left))
+
     def begin(self, groups: Sequence[Group]) -> None:
         self.begun.append([group.index for group in groups])
 

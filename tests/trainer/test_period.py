@@ -63,7 +63,7 @@ def trained(
             eps=1e-3,
             iterations=NUM_ITERATIONS,
         )
-        rollouts = ReplayedRollouts(ragged_groups, random.Random(arrival))
+        rollouts = ReplayedRollouts(ragged_groups, random.Random(arrival), all_at_once=mode == "synchronous")
         config = TrainSection.model_validate({"iterations": NUM_ITERATIONS, "mode": mode, "order": order})
         ledger = Ledger(None, responses_per_prompt=1, limits=NoiseLimits(float("inf")))
         train(config, UnpublishedTrainer(megatron), rollouts, rollouts, ledger, Recorder(None, NUM_ITERATIONS))

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from async_rl.loop import train
 from async_rl.proof.gap_limits import NoiseLimits
 from async_rl.tracking.recorder import Recorder
 from async_rl.types import Batch, Group, Publication
+from tests.support.finished_groups import Arriving
 from tests.support.trainer.checkpoint_worker import make_trainer, run_config
 from tests.support.trainer.failing_rank_worker import RaggedRank
-from tests.support.trainer.replayed_rollouts import Arriving, ReplayedRollouts
+from tests.support.trainer.replayed_rollouts import ReplayedRollouts, one_by_one
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.ending import Ending
 from trainer.parallel import Parallel
@@ -36,11 +38,11 @@ class Failing(Arriving):
     """Its last group never comes: what `fault` does comes instead."""
 
     def __init__(self, groups: Sequence[Group], fault: Callable[[], None]) -> None:
-        super().__init__(groups)
+        super().__init__(groups, counts=repeat(0))
         self._fault = fault
 
     def ready(self, wait: bool) -> list[Group]:
-        if len(self._groups) == 1:
+        if self.num_left == 1:
             self._fault()
         return super().ready(wait)
 
@@ -54,14 +56,15 @@ class Rollouts(ReplayedRollouts):
         self._stale = stale
 
     @contextmanager
-    def start(self, batch: Batch, version: str) -> Iterator[Arriving]:
-        groups = [replace(group, iteration=batch.iteration) for group in self._groups]
-        if batch.iteration == FAILS_AT and self._fault is not None:
+    def start(self, mini_batches: Sequence[Batch], version: str) -> Iterator[Arriving]:
+        iteration = mini_batches[0].iteration
+        groups = [replace(group, iteration=iteration) for group in self._groups]
+        if iteration == FAILS_AT and self._fault is not None:
             yield Failing(groups, self._fault)
-        elif batch.iteration == FAILS_AT and self._stale:
-            yield Arriving(groups[:-1])
+        elif iteration == FAILS_AT and self._stale:
+            yield one_by_one(groups[:-1], mini_batches)
         else:
-            yield Arriving(groups)
+            yield one_by_one(groups, mini_batches)
 
 
 class Publisher:

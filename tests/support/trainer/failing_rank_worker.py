@@ -15,9 +15,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ from async_rl.loop import train
 from async_rl.proof.gap_limits import NoiseLimits
 from async_rl.tracking.recorder import IterationRecord, Recorder
 from async_rl.types import Batch, Group, Publication
+from tests.support.finished_groups import Arriving
 from tests.support.trainer.checkpoint_worker import make_trainer, run_config
-from tests.support.trainer.replayed_rollouts import Arriving, ReplayedRollouts
+from tests.support.trainer.replayed_rollouts import ReplayedRollouts, one_by_one
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.devices import choose_device
 from trainer.ending import Ending
-from trainer.parallel import init_parallel
+from trainer.parallel import Parallel, init_parallel
 from trainer.rank import TrainingRank
 from trainer.recovery import Recovery
 from trainer.saving import Saving
@@ -88,11 +90,11 @@ class Failing(Arriving):
     """Its last group never comes, which is known when the other rank has all of its own."""
 
     def __init__(self, groups: list[Group], error: AsyncRLError) -> None:
-        super().__init__(groups)
+        super().__init__(groups, counts=repeat(0))
         self._error = error
 
     def ready(self, wait: bool) -> list[Group]:
-        if len(self._groups) == 1:
+        if self.num_left == 1:
             time.sleep(WAIT_S)
             raise self._error
         return super().ready(wait)
@@ -101,15 +103,21 @@ class Failing(Arriving):
 class Rollouts(ReplayedRollouts):
     """The loop's prompts and rollouts: the same groups in every iteration, in order; `errors` of some, once each."""
 
-    def __init__(self, groups: list[Group], errors: dict[int, AsyncRLError]) -> None:
+    def __init__(self, groups: list[Group], parallel: Parallel, errors: dict[int, AsyncRLError]) -> None:
         super().__init__(groups, random.Random())
+        self._parallel = parallel
         self._errors = errors
 
     @contextmanager
-    def start(self, batch: Batch, version: str) -> Iterator[Arriving]:
-        groups = [replace(group, iteration=batch.iteration) for group in self._groups if group.index in batch.prompts]
-        error = self._errors.pop(batch.iteration, None)
-        yield Arriving(groups) if error is None else Failing(groups, error)
+    def start(self, mini_batches: Sequence[Batch], version: str) -> Iterator[Arriving]:
+        iteration, parallel = mini_batches[0].iteration, self._parallel
+        groups = [
+            replace(group, iteration=iteration)
+            for group in self._groups
+            if group.index % parallel.num_replicas == parallel.dp_rank
+        ]
+        error = self._errors.pop(iteration, None)
+        yield one_by_one(groups, mini_batches) if error is None else Failing(groups, error)
 
 
 class Publisher:
@@ -164,7 +172,7 @@ def run_rank(scenario: Scenario, config: Config, groups: list[Group]) -> str:
     rank = RaggedRank(megatron, parallel, "run", Publisher().publish if parallel.is_main else None, ending)
     is_last_leader = parallel.is_leader and parallel.dp_rank == parallel.num_replicas - 1
     error = OF_ROLLOUTS.get(scenario.fault) if is_last_leader else None
-    rollouts = Rollouts(groups, {} if error is None else {scenario.fails_at: error})
+    rollouts = Rollouts(groups, parallel, {} if error is None else {scenario.fails_at: error})
     path = config.run.dir / "ledger.jsonl" if parallel.is_main else None
     fails_to_prove = failing_call(scenario.fails_at if fault == "proof" else -1)
     ledger = Ledger(path, 1, NoiseLimits(float("inf")), fails_to_prove)

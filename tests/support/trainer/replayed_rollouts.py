@@ -1,33 +1,29 @@
 """Replayed rollouts: the same groups in every run."""
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
 
 from async_rl.group_proof import GroupProof
 from async_rl.types import Batch, Group
+from tests.support.finished_groups import Arriving
 
 
-class Arriving:
-    """Groups that finish one after the other."""
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = list(groups)
-
-    def ready(self, wait: bool) -> list[Group]:
-        return [self._groups.pop(0)] if self._groups and wait else []
-
-    def cancel(self, indices: Collection[int]) -> None:
-        self._groups = [group for group in self._groups if group.index not in indices]
+def one_by_one(groups: Sequence[Group], mini_batches: Sequence[Batch]) -> Arriving:
+    """Groups that come one after the other, as far as they are waited for."""
+    return Arriving(groups, mini_batches, repeat(0))
 
 
 class ReplayedRollouts:
-    """The same groups in every run, finishing in a random order per run."""
+    """The same groups in every run, finishing in a random order per run; one by one, or all at once, as if training
+    waited for the batch."""
 
-    def __init__(self, groups: Sequence[Group], arrival: random.Random) -> None:
+    def __init__(self, groups: Sequence[Group], arrival: random.Random, *, all_at_once: bool = False) -> None:
         self._groups = groups
         self._arrival = arrival
+        self._all_at_once = all_at_once
 
     def batch(self, iteration: int) -> Batch:
         return Batch(iteration, {group.index: group.prompt for group in self._groups})
@@ -36,7 +32,7 @@ class ReplayedRollouts:
         pass
 
     @contextmanager
-    def start(self, batch: Batch, version: str) -> Iterator[Arriving]:
-        groups = [replace(group, iteration=batch.iteration) for group in self._groups]
+    def start(self, mini_batches: Sequence[Batch], version: str) -> Iterator[Arriving]:
+        groups = [replace(group, iteration=mini_batches[0].iteration) for group in self._groups]
         self._arrival.shuffle(groups)
-        yield Arriving(groups)
+        yield Arriving(groups, mini_batches, repeat(len(groups) if self._all_at_once else 0))
