@@ -26,6 +26,10 @@ def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], 
     """Requests to cancel now, at most one for each instance that could take it instead; no other request waits."""
     ready = [member for member in members if member.state == "ready"]
     free = [m for m in ready if m.circuit.is_closed and has_credit(m) and not m.waiting]
+    idle = [member for member in free if not member.requests]
+    if not free or (len(free) == len(ready) and not idle):
+        # Nobody takes anything, or nobody has too much.
+        return []
     # Cancelled, but not yet arrived at the new instance: checking an interrupted response may take seconds.
     num_moving = sum(request.is_moved for member in ready for request in member.requests)
     num_free = len(free) - num_moving
@@ -35,7 +39,6 @@ def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], 
     # The latest one of the longest queue: the earlier ones will start sooner.
     queued.sort(key=lambda request: -request.sent_s)
     moves = queued[:num_free]
-    idle = [member for member in free if not member.requests]
     for member in idle[: max(0, len(idle) - num_moving - len(moves))]:
         pace = member.response_speed
         slow = [r for other in ready if other is not member for r in other.requests if r not in moves]

@@ -48,7 +48,7 @@ from async_rl.tracking.samples import NUM_GROUPS, FirstGroups
 from async_rl.tracking.throughput import ModelSize, TrainingPool
 from async_rl.tracking.timeline import GroupTimes
 from async_rl.tracking.trackers.choice import open_trackers
-from async_rl.types import Batch, Prompt, Publication
+from async_rl.types import Batch, Group, Prompt, Publication
 
 START_TIMEOUT_S = 600.0
 """For starting the processes of a reward or a program, which have limits of their own: that of anything beyond."""
@@ -99,6 +99,8 @@ class Work:
         self._programs: ProgramRollouts | None = None
         self._docking = Docking()
         self._batches = BatchStarts()
+        self._rolled_out: list[tuple[float, float]] = []
+        """When each group of the batch was begun and finished."""
         self._samples = FirstGroups(NUM_GROUPS + config.prompts.reserve)
 
     # Calls
@@ -188,7 +190,8 @@ class Work:
 
     def end_iteration(self, record: Mapping[str, Any], publication: Mapping[str, Any]) -> None:
         """Writes the record of an iteration."""
-        self._recorder.end(IterationRecord.from_data(record, self._samples), publication_of(publication))
+        whole = IterationRecord.from_data(record, self._samples, self._rolled_out)
+        self._recorder.end(whole, publication_of(publication))
 
     def members(self) -> list[tuple[str, str | None]]:
         """URL of each instance, and why it is out of service."""
@@ -219,7 +222,7 @@ class Work:
         return await self._batches.of(replica, message["start"], partial(self._start_batch, message))
 
     async def _start_batch(self, message: Message) -> RunningBatch:
-        iteration = message["start"]
+        iteration, self._rolled_out = message["start"], []
         # Rows are read from disk: the loop goes on meanwhile.
         parts = await asyncio.to_thread(lambda: list(map(self._find, message["mini_batches"])))
         return RunningBatch(
@@ -228,12 +231,16 @@ class Work:
             message["version"],
             self._docking,
             self._evaluator,
-            self._samples.offer,
+            self._note_group,
             partial(self._note_rollouts, iteration),
         )
 
     def _find(self, prompts: Sequence[tuple[int, str]]) -> dict[int, Prompt]:
         return {index: self._prompts.find(prompt_id) for index, prompt_id in prompts}
+
+    def _note_group(self, group: Group) -> None:
+        self._samples.offer(group)
+        self._rolled_out.append((group.started_s, group.finished_s))
 
     def _note_rollouts(self, iteration: int) -> None:
         """All rollouts of an iteration have finished."""

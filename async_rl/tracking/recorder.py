@@ -53,6 +53,8 @@ class IterationRecord:
         self.spans: list[tuple[str, float, float]] = []
         self.seconds = dict.fromkeys(("publish_s", "period_s", "step_s", "train_s", "evaluation_s"), 0.0)
         self.times: dict[int, GroupTimes] = {}
+        self.rolled_out: list[tuple[float, float]] = []
+        """When rollouts of all replicas began and finished, in seconds since the beginning, where that is known."""
         self.sampled = Sampled()
         self.rows: list[GroupProof] = []
         self.left_out: list[GroupProof] = []
@@ -91,7 +93,7 @@ class IterationRecord:
         self.sampled.offer(groups)
 
     def as_data(self) -> dict[str, Any]:
-        """All but the sampled groups, of which it has the indices; for `from_data` in another process."""
+        """All but the sampled groups; for `from_data` in another process."""
         return {
             "iteration": self.iteration,
             "seconds_since": time.monotonic() - self.started_s,
@@ -99,23 +101,31 @@ class IterationRecord:
             "spans": self.spans,
             "seconds": self.seconds,
             "times": list(self.times.values()),
-            "sampled": [group.index for group in self.sampled],
             "rows": self.rows,
             "left_out": self.left_out,
             "steps": self.steps,
         }
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any], groups: Iterable[Group] = ()) -> "IterationRecord":
-        """The record as it was; `groups` are those of the iteration that are known here, with their texts."""
+    def from_data(
+        cls, data: Mapping[str, Any], groups: Iterable[Group] = (), rolled_out: Iterable[tuple[float, float]] = ()
+    ) -> "IterationRecord":
+        """The record as it was.
+
+        Args:
+            groups: those of the iteration that are known here, with their texts.
+            rolled_out: when each group of all replicas was begun and finished, on this process's clock.
+        """
         record = cls(data["iteration"])
         record.started_s -= data["seconds_since"]
         record.started_unix_s = data["started_unix_s"]
         record.spans = [tuple(span) for span in data["spans"]]
         record.seconds = data["seconds"]
         record.times = {times["index"]: GroupTimes(**times) for times in data["times"]}
-        record.sampled.offer(group for group in groups if group.index in data["sampled"])
         record.rows = [GroupProof.from_json(row) for row in data["rows"]]
+        trained = {row.index for row in record.rows}
+        record.sampled.offer(group for group in groups if group.index in trained)
+        record.rolled_out = [(began - record.started_s, ended - record.started_s) for began, ended in rolled_out]
         record.left_out = [GroupProof.from_json(row) for row in data["left_out"]]
         record.steps = [StepStats(**step) for step in data["steps"]]
         return record
@@ -290,9 +300,11 @@ class Recorder:
 
 
 def _time_figures(record: IterationRecord) -> dict[str, float]:
-    """Those of the rollouts are of the replica that writes the record."""
-    dispatched = min((times.started_s for times in record.times.values()), default=0.0)
-    finished = [times.finished_s - dispatched for times in record.times.values()]
+    """Those of queues are of the replica that writes the record."""
+    of_replica = [(times.started_s, times.finished_s) for times in record.times.values()]
+    rolled_out = record.rolled_out or of_replica
+    dispatched = min((started_s for started_s, _ in rolled_out), default=0.0)
+    finished = [finished_s - dispatched for _, finished_s in rolled_out]
     return {
         "seconds": time.monotonic() - record.started_s,
         "wait_s": record.seconds["period_s"] - record.seconds["train_s"],
