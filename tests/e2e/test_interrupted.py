@@ -23,7 +23,7 @@ from tests.support.same_run import ITERATIONS, SETTINGS, assert_same_run
 from trainer.checkpoint.files import find_damage, read_manifest
 
 # The first test of each run waits for all of it.
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 SETTINGS_OF_BOTH = (*SETTINGS, "--trainer.num_processes=2", "--inference.num_instances=2")
 EVALUATION = """
