@@ -42,7 +42,7 @@ import torch
 
 from async_rl.producer.local import LocalProducer as Producer
 from benchmarks.producer.beside import producer_elsewhere
-from benchmarks.producer.mock_instance import Script
+from benchmarks.producer.mock_instance import MAX_CONCURRENCY, Script
 from benchmarks.producer.rig import (
     MAX_RESPONSE_TOKENS,
     VERSION,
@@ -74,10 +74,20 @@ class Size:
     warm_up_s: float
     events: bool
     no_texts: bool
+    concurrency: int
 
     def script(self, mean_tokens: int, sigma: float, first_token_s: float, token_s: float) -> Script:
         """What the instances do."""
-        return Script(VERSION, mean_tokens, sigma, first_token_s, token_s, VOCAB_SIZE, has_frames=not self.events)
+        return Script(
+            VERSION,
+            mean_tokens,
+            sigma,
+            first_token_s,
+            token_s,
+            VOCAB_SIZE,
+            has_frames=not self.events,
+            max_concurrency=self.concurrency,
+        )
 
 
 def measure_large(directory: Path, size: Size) -> dict[str, float]:
@@ -238,6 +248,12 @@ def main() -> None:
     parser.add_argument("--window-s", type=float, default=3.0, help="of each half of a pair (default: %(default)s)")
     parser.add_argument(
         "--warm-up-s", type=float, default=2.0, help="rollouts before the half with them (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=MAX_CONCURRENCY,
+        help="responses at once that instances report (default: all)",
     )
     parser.add_argument("--events", action="store_true", help="instances send events of JSON, as vLLM does")
     parser.add_argument("--no-texts", action="store_true", help="responses are not decoded")

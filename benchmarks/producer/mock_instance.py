@@ -25,7 +25,8 @@ from aiohttp import web
 from async_rl.protocol import inference, routes, token_frames
 
 MAX_CONCURRENCY = 2**20
-"""Reported to the pool, which would otherwise hold back most of a batch: the rollouts of all of it are measured."""
+"""Reported to the pool, which would otherwise hold back most of a batch: the rollouts of all of it are measured. For
+thousands of groups at two instances, which serve no health check meanwhile, there is a lower one."""
 
 NUM_VARIANTS = 16
 """Number of different chunks of one length; more would only fill the caches."""
@@ -42,6 +43,7 @@ class Script:
     token_s: float
     vocab_size: int
     has_frames: bool = True
+    max_concurrency: int = MAX_CONCURRENCY
 
 
 class MockInstance:
@@ -58,6 +60,9 @@ class MockInstance:
             web.get(routes.WEIGHT_INFO, self.weight_info),
             web.post(routes.GENERATE, self.generate),
         ]
+
+    async def report_concurrency(self, _request: web.Request, response: web.StreamResponse) -> None:
+        response.headers[routes.MAX_CONCURRENCY_HEADER] = str(self._script.max_concurrency)
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -160,15 +165,11 @@ def rendered_tokens(count: int, variant: int, vocab_size: int) -> bytes:
     return json.dumps({"token_ids": token_ids, "logprobs": {"content": content}}, separators=(",", ":"))[1:-1].encode()
 
 
-async def report_concurrency(_request: web.Request, response: web.StreamResponse) -> None:
-    response.headers[routes.MAX_CONCURRENCY_HEADER] = str(MAX_CONCURRENCY)
-
-
 async def serve(instance: MockInstance) -> None:
     """Serves on a free port until standard input ends."""
     app = web.Application(client_max_size=2**24)
     app.add_routes(instance.routes())
-    app.on_response_prepare.append(report_concurrency)
+    app.on_response_prepare.append(instance.report_concurrency)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     # A whole batch connects at once.
