@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from async_rl.config.sections import TrainSection
-from async_rl.errors import WriteFailed
+from async_rl.errors import ProducerLost, WaitTimedOut, WriteFailed
 from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.selection.finished_groups import FinishedGroups
@@ -97,25 +97,28 @@ def train(
             publication = trainer.publish_weights()
         mini_batches = prompts.batch(iteration).split(config.steps_per_batch)
         rollouts = producer.start(mini_batches, publication.version)
-        with record.timed_exit("evaluation_s", rollouts) as finished:
-            order = TrainingOrder(finished, config, mini_batches, trainer.dp_rank, trainer.num_replicas)
-            for mini_batch in mini_batches:
-                order.begin_mini_batch()
-                rows: list[GroupProof] = []
-                with record.timed("period_s"):
-                    for window in trainer.windows(order):
-                        with record.training(window):
-                            rows += trainer.accumulate(window)
-                rows = trainer.gather([*rows, *order.left_out()])
-                recorder.write_groups(record, rows)
-                ledger.require_on_policy(mini_batch, publication, rows, trainer.num_replicas)
-                with record.timed("step_s"):
-                    record.add_step(rows, trainer.optimizer_step())
         try:
+            with record.timed_exit("evaluation_s", rollouts) as finished:
+                order = TrainingOrder(finished, config, mini_batches, trainer.dp_rank, trainer.num_replicas)
+                for mini_batch in mini_batches:
+                    order.begin_mini_batch()
+                    rows: list[GroupProof] = []
+                    with record.timed("period_s"):
+                        for window in trainer.windows(order):
+                            with record.training(window):
+                                rows += trainer.accumulate(window)
+                    rows = trainer.gather([*rows, *order.left_out()])
+                    recorder.write_groups(record, rows)
+                    ledger.require_on_policy(mini_batch, publication, rows, trainer.num_replicas)
+                    with record.timed("step_s"):
+                        record.add_step(rows, trainer.optimizer_step())
             recorder.end(record, publication)
-        except WriteFailed:
-            # The weights are those of a whole iteration all the same.
-            after_iteration(iteration)
+        except (WriteFailed, ProducerLost, WaitTimedOut):
+            if len(record.steps) == len(mini_batches):
+                # The weights are those of a whole iteration all the same.
+                recorder.keep(record, publication)
+                prompts.note([*record.rows, *record.left_out])
+                after_iteration(iteration)
             raise
         prompts.note([*record.rows, *record.left_out])
         after_iteration(iteration)

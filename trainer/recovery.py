@@ -5,8 +5,9 @@ and the loop begins it anew: with a publish under a new version, and all rollout
 half of one producer and half of another, and the run trains what it would have trained.
 
 The old producer is killed, and has ended, before the new one is started: of both only one can ever write, or ask an
-instance for something. A loss after a step, or a second one in the same iteration, ends the run as any other fault does
-(`ending.py`).
+instance for something. After the last step of a batch the iteration is whole: another producer writes its record, and
+the next iteration begins. A loss after some of several steps, or a second one in the same iteration, ends the run as
+any other fault does (`ending.py`).
 """
 
 import logging
@@ -20,9 +21,9 @@ from typing import Any, Protocol
 
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, Fenced, LeaderFailed, ProducerLost, RunStopped
-from async_rl.producer.client import Control, RemoteRollouts
+from async_rl.producer.client import Control, RemoteRecorder, RemoteRollouts
 from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress
-from async_rl.tracking.records import cut_run_records
+from async_rl.tracking.records import cut_record_of, cut_run_records
 from async_rl.tracking.throughput import TrainingPool
 from async_rl.weights.sender import WeightSender
 from trainer.checkpoint.compatibility import Contents, content_changes
@@ -126,6 +127,7 @@ class Restart:
     contents: Contents
     num_replicas: int
     training_pool: TrainingPool
+    recorder: RemoteRecorder
     require_lease: Callable[[], None]
     watch: Callable[[], None]
 
@@ -148,8 +150,11 @@ class Restart:
             raise ConfigError("the run's inputs have changed since it was started:\n  " + "\n  ".join(changes))
         self.require_lease()
         num_cut = cut_run_records(config.run.dir, iteration)
+        if (unwritten := self.recorder.first_unwritten) is not None:
+            cut_record_of(config.run.dir, unwritten)
         log.info("%d records of the unfinished iteration removed", num_cut)
         producer.open(iteration, self.num_replicas, self.training_pool, self.watch)
+        self.recorder.write_kept()
         return list(astuple(producer.address))
 
 
@@ -180,7 +185,7 @@ def obstacle(ranks: Sequence[Standing], num_losses: int) -> str | None:
     if all(rank.error == LeaderFailed.__name__ for rank in ranks):
         return "it is not the producer that was lost"
     if len({rank.iteration for rank in ranks}) > 1 or not all(rank.is_sound for rank in ranks):
-        return "a step was taken already, and the iteration not recorded"
+        return "some of the steps of a batch were taken, and not all"
     if num_losses >= MOST_LOSSES:
         return f"it was lost before in iteration {ranks[0].iteration}"
     return None
@@ -258,7 +263,7 @@ class Recovery:
         self._ending.go_on()
         if self._parallel.is_main:
             log.warning(
-                "the producer was lost (%s): it is started again, and iteration %d is repeated; the training ranks "
+                "the producer was lost (%s): it is started again, and iteration %d begins anew; the training ranks "
                 "keep their weights",
                 lost.text,
                 own.iteration,

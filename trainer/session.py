@@ -141,10 +141,13 @@ def open_session(
             )
             closing.callback(lambda: rollouts.connection.close())
         publish = restart = None
+        # Other ranks only measure times.
+        recorder = Recorder(None, counted.train.num_iterations)
         if producer is not None:
             sender = WeightSender(weight_source(megatron, parallel), config.publish, run_id, parallel.device.BACKEND)
             closing.callback(sender.close)
             publish = partial(producer.control.publish, serve=partial(serve, sender))
+            recorder = RemoteRecorder(producer.control, require_lease, config.run.dir, counted.train.num_iterations)
             restart = Restart(
                 config,
                 producer,
@@ -152,6 +155,7 @@ def open_session(
                 contents,
                 parallel.num_replicas,
                 megatron.training_pool,
+                recorder,
                 require_lease,
                 ending.watch,
             )
@@ -162,7 +166,7 @@ def open_session(
             prompts,
             rollouts or NoRollouts(),
             make_ledger(config, parallel, require_lease),
-            make_recorder(counted, control, require_lease),
+            recorder,
             saving,
             Recovery(parallel, ending, megatron, saving, rollouts, restart, lost_after_s),
             control,
@@ -202,13 +206,6 @@ def _open_saving(
         num_cut = cut_run_records(config.run.dir, saving.first_iteration)
         log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
     return saving
-
-
-def make_recorder(config: Config, control: Control | None, require_lease: Callable[[], None]) -> Recorder:
-    """Has the producer write the records on the main rank; on other ranks it only measures times."""
-    if control is None:
-        return Recorder(None, config.train.num_iterations)
-    return RemoteRecorder(control, require_lease, config.run.dir, config.train.num_iterations)
 
 
 def make_ledger(config: Config, parallel: Parallel, require_lease: Callable[[], None] = lambda: None) -> Ledger:

@@ -113,6 +113,22 @@ class RemoteRecorder(Recorder):
         super().__init__(run_dir, iterations)
         self._control = control
         self._require = require_lease
+        self._unwritten: tuple[dict[str, Any], Publication] | None = None
+
+    def keep(self, record: IterationRecord, publication: Publication) -> None:
+        """For `write_kept`, at another producer."""
+        self._unwritten = record.as_data(), publication
+
+    @property
+    def first_unwritten(self) -> int | None:
+        """The iteration of the record that was kept."""
+        return None if self._unwritten is None else self._unwritten[0]["iteration"]
+
+    def write_kept(self) -> None:
+        """Has the record written that was kept, if there is one."""
+        if self._unwritten is not None:
+            self._control.call("end_iteration", *self._unwritten)
+            self._unwritten = None
 
     def write_groups(self, record: IterationRecord, rows: Sequence[GroupProof]) -> None:
         self._require()

@@ -33,9 +33,10 @@ MEMORY = 0.7
 class Docking:
     """How the groups of a run reach its replicas.
 
-    `most_ahead` is the largest number of tokens that wait at a replica while others are free; with `holds` no group
-    leaves before all of the batch have finished. `speeds` has what was measured of each replica, in tokens a second,
-    over all batches.
+    `most_ahead` is the largest number of tokens that wait at a replica while others are free. With `holds` no group
+    leaves before all of the batch have finished, and then all do, in parts of equally many tokens: what a replica says
+    of training tells nothing where that waits for the whole batch. `speeds` has what was measured of each replica, in
+    tokens a second, over all batches.
     """
 
     num_replicas: int = 1
@@ -61,7 +62,7 @@ class Docking:
 
     def _dock(self, mini_batches: Sequence[Batch], replicas: Sequence[int], give: Give) -> "Dock":
         indices = [part.prompts.keys() for part in mini_batches]
-        return Dock(indices, replicas, give, most_ahead=self.most_ahead, speeds=self.speeds)
+        return Dock(indices, replicas, give, most_ahead=self.most_ahead, speeds=self.speeds, in_equal_parts=self.holds)
 
 
 def has_fixed_shares(mini_batches: Sequence[Batch], *, by_index: bool) -> bool:
@@ -97,6 +98,7 @@ class Dock:
         mini_batches: the indices of each.
         give: called for each group, and for each replica at the end of a mini-batch.
         most_ahead, speeds: see `Docking`; a single replica gets everything at once.
+        in_equal_parts: as many tokens for each, at once.
     """
 
     def __init__(
@@ -107,11 +109,13 @@ class Dock:
         *,
         most_ahead: float = math.inf,
         speeds: dict[int, float] | None = None,
+        in_equal_parts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._give = give
         self._most_ahead = most_ahead
         self._speeds = {} if speeds is None else speeds
+        self._in_equal_parts = in_equal_parts
         self._clock = clock
         self._replicas = {number: _Replica(number) for number in replicas}
         self._missing = [set(indices) for indices in mini_batches]
@@ -150,7 +154,7 @@ class Dock:
     def begin(self, replica: int, indices: Sequence[int]) -> None:
         """A replica has ended the window before, and trains these of its groups now; without any it waits."""
         one, now = self._replicas[replica], self._clock()
-        if one.in_training and now > one.began_s:
+        if one.in_training and now > one.began_s and not self._in_equal_parts:
             speed = one.in_training / (now - one.began_s)
             known = self._speeds.get(replica, speed)
             self._speeds[replica] = MEMORY * known + (1.0 - MEMORY) * speed
@@ -199,6 +203,8 @@ class Dock:
 
     def _next_for(self, tokens: int) -> _Replica | None:
         """Who gets the next group: of those that have room, who will have finished it first; None if nobody has."""
+        if self._in_equal_parts:
+            return min(self._replicas.values(), key=lambda one: one.num_given)
         ahead = self._ahead()
         free = [one for one in self._replicas.values() if not one.num_waiting or one.num_waiting < ahead]
         if len(free) <= 1:

@@ -1,14 +1,17 @@
 """The producer as a child of the trainer's main rank."""
 
 import logging
+import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -19,6 +22,9 @@ from async_rl.producer.frames import error_from_data
 
 log = logging.getLogger(__name__)
 
+MARK = "ASYNC_RL_PRODUCER"
+"""In the environment of a producer and of all that it starts, such as the workers of rewards and what these start."""
+
 START_TIMEOUT_S = 120.0
 """For its imports, on a busy machine with a slow file system."""
 
@@ -26,6 +32,8 @@ END_TIMEOUT_S = 60.0
 """For ending rollouts, rewards, programs and trackers, which have limits of their own."""
 
 POLL_S = 0.2
+MOST_ROUNDS = 50
+"""Something that is killed may have started something else meanwhile."""
 
 
 class Given(msgspec.Struct):
@@ -60,8 +68,12 @@ class ProducerProcess:
     """Starts the producer, and gives it the run; it listens at `host`, an address of this one."""
 
     def __init__(self, config: Config, lease_name: str, host: str) -> None:
+        self._mark = secrets.token_hex()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "async_rl.producer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "async_rl.producer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, MARK: self._mark},
         )
         self._host, self._secret = host, secrets.token_hex()
         given = Given(config.model_dump_json(), self._secret, lease_name, host)
@@ -111,7 +123,29 @@ class ProducerProcess:
                 log.error("the producer did not end within %g s, and is killed", timeout_s)
             self._process.kill()
             self._process.wait()
+        kill_marked(self._mark)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with suppress(BrokenPipeError):  # It ended before it had read all.
                 pipe.close()
+
+
+def kill_marked(mark: str) -> None:
+    """Kills what a producer that has ended leaves behind, also in sessions of its own (Linux): code of users that holds
+    the interpreter, or has started something, does not end with it."""
+    wanted = f"{MARK}={mark}\0".encode()
+    for _ in range(MOST_ROUNDS):
+        found = [entry for entry in Path("/proc").glob("[0-9]*") if wanted in _environment_of(entry)]
+        for entry in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(int(entry.name), signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(POLL_S / 10)
+
+
+def _environment_of(entry: Path) -> bytes:
+    """As a process was started, each variable with a zero byte at its end; empty of one that has ended."""
+    with suppress(OSError):
+        return (entry / "environ").read_bytes()
+    return b""

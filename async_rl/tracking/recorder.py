@@ -191,6 +191,9 @@ class Recorder:
             self._require_lease()
             TIMELINE.append(self._run_dir, groups)
 
+    def keep(self, record: IterationRecord, publication: Publication) -> None:
+        """The iteration is whole, but its record could not be written: by default it is lost."""
+
     def end(self, record: IterationRecord, publication: Publication) -> None:
         """Completes and writes the record of an iteration that passed its proof and whose steps have finished."""
         if self._run_dir is None:

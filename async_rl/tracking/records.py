@@ -13,7 +13,8 @@ from async_rl.tracking.timeline import TIMELINE
 ROLLOUTS = "rollouts.jsonl"
 """How the rollouts of a program went in each iteration."""
 
-RECORDS = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl", ROLLOUTS)
+METRICS = "metrics.jsonl"
+RECORDS = (METRICS, "ledger.jsonl", "evaluations.jsonl", ROLLOUTS)
 """Files of a run directory, with a few lines of bounded size per iteration."""
 
 CONFIG = "config.json"
@@ -62,6 +63,12 @@ def cut_run_records(run_dir: Path, first_iteration: int) -> int:
     """Cuts all records of a run (see `cut_records`) to resume at `first_iteration`; returns how many lines."""
     num_cut = sum(cut_records(run_dir / name, first_iteration) for name in RECORDS)
     return num_cut + sum(_cut_rotated(kind, run_dir, first_iteration) for kind in ROTATED)
+
+
+def cut_record_of(run_dir: Path, iteration: int) -> None:
+    """Cuts what is written when an iteration ends, of this one: its record and its samples, not its proof or groups."""
+    cut_records(run_dir / METRICS, iteration)
+    _cut_rotated(SAMPLES, run_dir, iteration)
 
 
 def _cut_rotated(kind: Rotation, run_dir: Path, first_iteration: int) -> int:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.sections import TrainSection
-from async_rl.errors import OnPolicyViolation, RewardError
+from async_rl.errors import OnPolicyViolation, ProducerLost, RewardError
 from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.loop import Window, train
 from async_rl.proof.gap_limits import NoiseLimits
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.step_stats import StepStats
-from async_rl.tracking.recorder import Recorder
+from async_rl.tracking.recorder import IterationRecord, Recorder
 from async_rl.tracking.timeline import TIMELINE
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt, Publication
@@ -256,3 +256,51 @@ def test_each_iteration_leaves_one_record(tmp_path: Path) -> None:
     trained = sorted(groups, key=lambda row: row["train_started_s"])
     assert [row["index"] for row in trained] == [2, 0, 3, 1]
     assert record["seconds"] >= record["train_s"] + record["wait_s"]
+
+
+class Losing(Recorder):
+    """The producer is lost where `at` says; notes what it keeps."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__(None, 3)
+        self.at = at
+        self.kept: list[int] = []
+
+    def write_groups(self, record: IterationRecord, rows: Sequence[GroupProof]) -> None:
+        if self.at == "proof" and record.iteration == 1:
+            raise ProducerLost("gone")
+
+    def end(self, record: IterationRecord, publication: Publication) -> None:
+        if self.at == "record" and record.iteration == 1:
+            raise ProducerLost("gone")
+
+    def keep(self, record: IterationRecord, publication: Publication) -> None:
+        self.kept.append(record.iteration)
+
+
+class LosingRollouts(ScriptedRollouts):
+    @contextmanager
+    def start(self, mini_batches: Sequence[Batch], version: str) -> Iterator[OneByOne]:
+        with super().start(mini_batches, version) as groups:
+            yield groups
+        if mini_batches[0].iteration == 1:
+            raise ProducerLost("gone")
+
+
+@pytest.mark.parametrize(("at", "num_whole"), [("proof", 1), ("leaving", 2), ("record", 2)])
+def test_an_iteration_whose_steps_were_taken_is_whole_though_its_producer_is_lost(at: str, num_whole: int) -> None:
+    trainer, recorder = ScriptedTrainer(), Losing(at)
+    rollouts = (LosingRollouts if at == "leaving" else ScriptedRollouts)(trainer.calls, (0, 1, 2, 3))
+    whole: list[int] = []
+    with pytest.raises(ProducerLost):
+        train(
+            TrainSection(iterations=3),
+            trainer,
+            Prompts(),
+            rollouts,
+            Ledger(None, 2, LIMITS),
+            recorder,
+            after_iteration=whole.append,
+        )
+    assert whole == list(range(num_whole)) and recorder.kept == ([] if at == "proof" else [1])
+    assert trainer.calls.count("step") == num_whole

@@ -19,7 +19,10 @@ from async_rl.errors import (
     RewardError,
     RunStopped,
 )
+from async_rl.producer.client import Control, RemoteRecorder
 from async_rl.producer.process import ProducerAddress
+from async_rl.tracking.recorder import IterationRecord
+from async_rl.types import Publication
 from tests.support.minimal_config import minimal_tree
 from trainer.ending import Ending
 from trainer.parallel import Parallel
@@ -47,9 +50,9 @@ MAIN_LOST, LEADER_LOST = standing("ProducerLost"), standing("LeaderFailed")
         ([MAIN_LOST, standing("RunStopped")], 0, "another error: RunStopped"),
         ([MAIN_LOST, standing("ProducerFailed")], 0, "another error: ProducerFailed"),
         ([LEADER_LOST, LEADER_LOST], 0, "not the producer that was lost"),
-        ([standing("ProducerLost", is_sound=False), LEADER_LOST], 0, "a step was taken already"),
-        ([MAIN_LOST, standing("LeaderFailed", is_sound=False)], 0, "a step was taken already"),
-        ([MAIN_LOST, standing("LeaderFailed", iteration=4)], 0, "a step was taken already"),
+        ([standing("ProducerLost", is_sound=False), LEADER_LOST], 0, "some of the steps of a batch were taken"),
+        ([MAIN_LOST, standing("LeaderFailed", is_sound=False)], 0, "some of the steps of a batch were taken"),
+        ([MAIN_LOST, standing("LeaderFailed", iteration=4)], 0, "some of the steps of a batch were taken"),
         ([MAIN_LOST, LEADER_LOST], 1, "lost before in iteration 3"),
     ],
 )
@@ -212,6 +215,14 @@ class Replaced:
     def open(self, iteration: int, *_: Any) -> None:
         self.done.append(("open", iteration))
 
+    # As a connection
+
+    def send(self, message: Any) -> None:
+        self.done.append(message["call"])
+
+    def receive(self, wait_s: float) -> Any:
+        return {"done": None}, b""
+
 
 def restart(tmp_path: Path, model: Path, digests: dict[str, str]) -> tuple[Restart, Replaced]:
     """Of a run with records of iterations 3 and 4, whose prompts had the digest "old"."""
@@ -222,7 +233,8 @@ def restart(tmp_path: Path, model: Path, digests: dict[str, str]) -> tuple[Resta
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 3}\n{"iteration": 4}\n{"itera')
     parts: Any = Replaced(digests)
     before = contents_of(config, {"digests": {"0 to 9": "old"}}, "")
-    return Restart(config, parts, parts, before, 1, None, lambda: None, lambda: None), parts  # type: ignore[arg-type]
+    recorder: Any = RemoteRecorder(Control(parts), lambda: None, tmp_path, 9)
+    return Restart(config, parts, parts, before, 1, None, recorder, lambda: None, lambda: None), parts  # type: ignore[arg-type]
 
 
 def test_records_of_the_unfinished_iteration_are_cut_before_another_producer_opens(
@@ -232,6 +244,23 @@ def test_records_of_the_unfinished_iteration_are_cut_before_another_producer_ope
     assert begin(4) == ["127.0.0.1", 7, "secret"]
     assert parts.done == ["leave group", "replace", "load", ("open", 4)]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"iteration": 3}\n'
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_the_record_of_a_whole_iteration_is_written_by_another_producer_once(
+    tmp_path: Path, tiny_model: Any, is_written: bool
+) -> None:
+    """The lost one may have written it, and had no time to say so."""
+    begin, parts = restart(tmp_path, tiny_model(), {"0 to 9": "old"})
+    begin.recorder.keep(IterationRecord(3), Publication("v", "", (), 0, 0.0))
+    if not is_written:
+        (tmp_path / "metrics.jsonl").write_text('{"iteration": 2}\n')
+    begin(4)
+    assert parts.done == ["leave group", "replace", "load", ("open", 4), "end_iteration"]
+    assert (tmp_path / "metrics.jsonl").read_text() == ("" if is_written else '{"iteration": 2}\n')
+    parts.done.clear()
+    begin(4)
+    assert "end_iteration" not in parts.done
 
 
 def test_prompts_that_have_changed_meanwhile_are_not_trained(tmp_path: Path, tiny_model: Any) -> None:

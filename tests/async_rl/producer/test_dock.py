@@ -199,6 +199,26 @@ def test_what_waits_is_given_largest_first_and_to_the_replica_that_is_done_first
     assert given[3:] == [(0, 2)], "whoever has nothing gets something, even if another would have finished it sooner"
 
 
+def test_where_training_waits_for_the_batch_parts_are_equal_whoever_answers_first() -> None:
+    """Algorithms that need a batch's totals take all windows before they train the first."""
+    given: dict[int, int] = dict.fromkeys(range(4), 0)
+    now_s, speeds = 0.0, {}
+
+    def give(replica: int, item: Group | int) -> None:
+        given[replica] += num_tokens(item) if isinstance(item, Group) else 0
+
+    groups, _ = draw(random.Random(1), 128, 1.0)
+    docking = Docking(4, most_ahead=MICRO_BATCH, holds=True, speeds=speeds)
+    (dock,) = docking.docks([Batch(0, {group.index: group.prompt for group in groups})], give)
+    dock._clock = lambda: now_s
+    dock.put(*groups)
+    assert dock.is_complete
+    for _ in range(3):
+        dock.begin(0, list(dock._replicas[0].waiting)[:1])
+        now_s += 0.001
+    assert max(given.values()) - min(given.values()) <= max(map(num_tokens, groups)) and speeds == {}
+
+
 def test_a_measured_speed_follows_the_replica() -> None:
     now_s, speeds = 0.0, {}
     dock = Dock([range(40)], [0, 1], lambda r, item: None, most_ahead=1, speeds=speeds, clock=lambda: now_s)

@@ -1,18 +1,20 @@
 """The producer as a process: what it is given, what it needs, and how it ends."""
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, Fenced, ProducerLost, RunStopped
 from async_rl.producer import process as process_module
-from async_rl.producer.process import ProducerProcess
+from async_rl.producer.process import MARK, ProducerProcess, kill_marked
 from async_rl.tracking.lease import take_lease
 from tests.support import ROOT
 from tests.support.minimal_config import minimal_tree
@@ -51,6 +53,33 @@ def config(tmp_path: Path) -> Config:
     tree["pool"] = {"instances": ["http://127.0.0.1:9"]}
     (tmp_path / "run").mkdir()
     return Config.model_validate(tree)
+
+
+@pytest.mark.distributed
+def test_what_users_code_has_started_is_killed_with_the_producer_that_started_it() -> None:
+    """In a session of its own, and an orphan by then; what another one started stays."""
+    code = (
+        "import subprocess; print(subprocess.Popen(['sleep', '987'], start_new_session=True, stdout=2).pid, flush=True)"
+    )
+    started = [
+        int(subprocess.run([sys.executable, "-c", code], env={**os.environ, MARK: mark}, stdout=subprocess.PIPE).stdout)
+        for mark in ("one", "another")
+    ]
+    kill_marked("one")
+    try:
+        psutil.wait_procs([process for pid in started[:1] if (process := found(pid))], 10)
+        assert [found(pid) is not None for pid in started] == [False, True]
+    finally:
+        kill_marked("another")
+
+
+def found(pid: int) -> psutil.Process | None:
+    """A living process."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process
+    except psutil.NoSuchProcess:
+        return None
 
 
 @pytest.mark.distributed
