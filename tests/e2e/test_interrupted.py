@@ -318,7 +318,8 @@ def test_a_run_that_lost_ranks_an_instance_its_host_and_its_producer_trains_what
     disturbed: Disturbed, undisturbed: Run
 ) -> None:
     assert_proven(disturbed.run, ITERATIONS)
-    assert_same_run(disturbed.run, undisturbed)
+    # A producer was lost before it had written the record of an iteration: another one knows no texts.
+    assert_same_run(disturbed.run, undisturbed, num_unsampled=1)
 
 
 def test_a_rank_that_is_killed_while_the_others_wait_is_no_request_to_end(disturbed: Disturbed) -> None:
