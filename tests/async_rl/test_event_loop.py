@@ -144,8 +144,8 @@ def test_close_ends_though_a_task_swallows_its_cancellation(
     release.set()
 
 
-def test_timers_are_not_late_for_a_thousand_sockets_that_are_ready_at_once(loop: EventLoopThread) -> None:
-    """Each takes a millisecond, together a second; each is served once, and those closed meanwhile are not."""
+def test_timers_are_not_late_for_hundreds_of_sockets_that_are_ready_at_once(loop: EventLoopThread) -> None:
+    """Each takes three milliseconds, together more than a second; each is served once, one closed meanwhile is not."""
     pairs = [socket.socketpair() for _ in range(400)]
 
     async def serve() -> tuple[float, list[int]]:
@@ -154,7 +154,7 @@ def test_timers_are_not_late_for_a_thousand_sockets_that_are_ready_at_once(loop:
 
         def read(number: int) -> None:
             pairs[number][0].recv(1)
-            time.sleep(0.001)
+            time.sleep(0.003)
             served.append(number)
             if number == 0:
                 own.remove_reader(pairs[399][0])
@@ -172,7 +172,7 @@ def test_timers_are_not_late_for_a_thousand_sockets_that_are_ready_at_once(loop:
         return longest_s, served
 
     longest_s, served = loop.run(serve())
-    assert sorted(served) == list(range(399)) and longest_s < 0.3
+    assert sorted(served) == list(range(399)) and longest_s < 0.6
     for pair in pairs:
         for each in pair:
             each.close()

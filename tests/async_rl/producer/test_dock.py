@@ -255,4 +255,5 @@ def test_a_large_batch_is_placed_in_no_time() -> None:
         for replica in range(64):
             begun, pending[replica] = pending[replica], []
             dock.begin(replica, begun)
-    assert time.process_time() - began_s < 3.0
+    # About one second; the square of the groups would take minutes.
+    assert time.process_time() - began_s < 10.0
