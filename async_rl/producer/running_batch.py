@@ -84,6 +84,7 @@ class RunningBatch:
         given = self._given[replica]
         while True:
             groups: list[Group] = []
+            responses_left, tokens_left = FRAME_RESPONSES, FRAME_TOKENS
             arrived = await given.get()
             # Those that finish at the same time share a frame.
             await asyncio.sleep(0)
@@ -91,8 +92,9 @@ class RunningBatch:
                 while isinstance(arrived, Group):
                     if arrived.index not in self._cancelled:
                         groups.append(arrived)
-                    num_responses = sum(len(group.responses) for group in groups)
-                    if num_responses >= FRAME_RESPONSES or sum(map(num_tokens, groups)) >= FRAME_TOKENS:
+                        responses_left -= len(arrived.responses)
+                        tokens_left -= num_tokens(arrived)
+                    if responses_left <= 0 or tokens_left <= 0:
                         break
                     arrived = given.get_nowait()
             if groups:

@@ -2,7 +2,7 @@
 
 The rollouts of a batch are some hundred thousand objects, and a full collection stops all of them for a third of a
 second; with 65,536 short responses collections took a quarter of all processor time. So there is no full one while a
-batch is rolled out, and one at its end, when the objects are gone. Younger objects are looked at less often than by
+batch is rolled out, and one after its end, when the objects are gone. Younger objects are looked at less often than by
 default: hardly any of them are cycles.
 """
 
@@ -14,7 +14,7 @@ YOUNG = 20_000
 
 
 class Collections:
-    """Of this process: held back from the first `hold` to the last `make_up`."""
+    """Of this process: held back from the first `hold` to the last `make_up`, each of which makes one."""
 
     def __init__(self) -> None:
         self._num_holds = 0
@@ -30,7 +30,8 @@ class Collections:
         self._num_holds -= 1
         if self._num_holds == 0:
             gc.set_threshold(*self._threshold)
-            gc.collect()
+        # Also if the next batch has begun: short iterations may leave no time between them.
+        gc.collect()
 
 
 COLLECTIONS = Collections()

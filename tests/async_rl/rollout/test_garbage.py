@@ -3,21 +3,26 @@ import gc
 from async_rl.rollout.garbage import NEVER, YOUNG, Collections
 
 
-def test_full_collections_wait_for_the_end_of_the_last_batch() -> None:
+def num_full() -> int:
+    return gc.get_stats()[2]["collections"]
+
+
+def test_full_collections_wait_for_the_end_of_a_batch_also_if_another_one_has_begun() -> None:
     before = gc.get_threshold()
     collections = Collections()
     collections.hold()
-    collections.hold()
     try:
         assert gc.get_threshold() == (YOUNG, before[1], NEVER)
-        num_before = gc.get_stats()[2]["collections"]
+        num_before = num_full()
         cycles: list[list[object]] = []
         for _ in range(200_000):
             cycle: list[object] = []
             cycle.append(cycle)
             cycles.append(cycle)
+        assert num_full() == num_before
+        collections.hold()
         collections.make_up()
-        assert gc.get_threshold()[2] == NEVER and gc.get_stats()[2]["collections"] == num_before
+        assert gc.get_threshold()[2] == NEVER and num_full() == num_before + 1
     finally:
         collections.make_up()
-    assert gc.get_threshold() == before and gc.get_stats()[2]["collections"] == num_before + 1
+    assert gc.get_threshold() == before and num_full() == num_before + 2
