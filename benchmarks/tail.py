@@ -130,8 +130,11 @@ class Engine:
     Response `seed` has `lengths[seed]` tokens.
     """
 
-    def __init__(self, url: str, lengths: Mapping[int, int], *, told: int | None, shows_queue: bool) -> None:
+    def __init__(
+        self, url: str, lengths: Mapping[int, int], *, told: int | None, shows_queue: bool, slowness: float = 1.0
+    ) -> None:
         self.url = url
+        self._slowness = slowness
         self.streams = True
         self.has_streamed = shows_queue
         """The pool moves queued requests only where it sees that they are."""
@@ -179,7 +182,7 @@ class Engine:
                 await asyncio.sleep(prompts_s)
             most = 1 if prompts_s else PROGRESS_STEPS
             num_steps = min(most, *(self._left(partial) for _, partial in self._running))
-            self._advance(await self._pass(num_steps, step_s(len(self._running))))
+            self._advance(await self._pass(num_steps, self._slowness * step_s(len(self._running))))
 
     def _admit(self) -> float:
         """Fills free slots; returns the seconds for the prompts of requests that begin."""
@@ -263,6 +266,8 @@ class Prompts:
     seed: int
     num_prompts: int = NUM_PROMPTS
     num_responses: int = NUM_RESPONSES
+    slowness: float = 1.0
+    """How many times slower than the others the first engine decodes them."""
 
     def lengths(self, epoch: int) -> Lengths:
         of_prompts, of_responses = random.Random(f"{self.seed}"), random.Random(f"{self.seed}-{epoch}")
@@ -410,7 +415,11 @@ async def _epoch(policy: Policy, num_instances: int, prompts: Prompts) -> Epoch:
     lengths: dict[int, int] = {}
     # Without credit, an instance that claims to decode everything at once gets everything.
     told = (SLOTS if policy.tells else None) if policy.credit else 10**6
-    engines = [Engine(url, lengths, told=told, shows_queue=policy.moves) for url in urls]
+    slowness = [prompts.slowness] + [1.0] * (num_instances - 1)
+    engines = [
+        Engine(url, lengths, told=told, shows_queue=policy.moves, slowness=own)
+        for url, own in zip(urls, slowness, strict=True)
+    ]
     for member, engine in zip(pool.members, engines, strict=True):
         member.client = cast(InstanceClient, engine)
     await pool.begin_publish()
@@ -472,10 +481,11 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=10, help="of the lengths (default: %(default)s)")
     parser.add_argument("--instances", type=int, nargs="+", default=[1, 2, 4], help="(default: %(default)s)")
     parser.add_argument("--sigma", type=float, nargs="+", default=[1.0, 1.5], help="(default: %(default)s)")
+    parser.add_argument("--slowness", type=float, default=1.0, help="of the first engine (default: %(default)s)")
     options = parser.parse_args()
     for num_instances in options.instances:
         for sigma in options.sigma:
-            draws = [Prompts(sigma, seed) for seed in range(options.draws)]
+            draws = [Prompts(sigma, seed, slowness=options.slowness) for seed in range(options.draws)]
             for name, figures in rows(num_instances, draws):
                 shown = {key: round(value, 3) for key, value in figures.items()}
                 print(json.dumps({"instances": num_instances, "sigma": sigma, "policy": name, **shown}), flush=True)
