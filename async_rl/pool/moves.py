@@ -35,15 +35,17 @@ def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], 
     num_free = len(free) - num_moving
     if num_free <= 0:
         return []
-    queued = [r for member in ready if member not in free for r in _queued(member, now_s)]
+    taking = set(free)
+    queued = [r for member in ready if member not in taking for r in _queued(member, now_s)]
     # The latest one of the longest queue: the earlier ones will start sooner.
     queued.sort(key=lambda request: -request.sent_s)
     moves = queued[:num_free]
+    slow = [request for member in ready for request in member.requests if _is_known(request, now_s)]
+    slow.sort(key=lambda request: request.speed(now_s))
     for member in idle[: max(0, len(idle) - num_moving - len(moves))]:
-        pace = member.response_speed
-        slow = [r for other in ready if other is not member for r in other.requests if r not in moves]
-        slow = [request for request in slow if pace is not None and _straggles(request, pace, now_s)]
-        moves += sorted(slow, key=lambda r: r.speed(now_s))[:1]
+        # The slowest first: if that one stays, all do.
+        if slow and member.response_speed is not None and member.response_speed > STRAGGLING * slow[0].speed(now_s):
+            moves.append(slow.pop(0))
     return moves
 
 
@@ -56,9 +58,12 @@ def _queued(member: Member, now_s: float) -> list[Request]:
     return [r for r in waiting if now_s - r.sent_s > QUEUE_S and member.heard_s > r.sent_s]
 
 
-def _straggles(request: Request, pace: float, now_s: float) -> bool:
-    """Whether an instance of speed `pace`, tokens of one response per second, would finish it far earlier."""
+def _is_known(request: Request, now_s: float) -> bool:
+    """Whether a started response has run long enough to be compared with an idle instance, and may be moved."""
     began_s = request.first_token_s
-    if began_s is None or now_s - began_s < STRAGGLING_S or request.num_moves >= MAX_MOVES or request.is_moved:
-        return False
-    return pace > STRAGGLING * request.speed(now_s)
+    return (
+        began_s is not None
+        and now_s - began_s >= STRAGGLING_S
+        and request.num_moves < MAX_MOVES
+        and not request.is_moved
+    )

@@ -12,7 +12,8 @@ event loop.
 import asyncio
 import heapq
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -27,6 +28,14 @@ MAX_PASSED_OVER = 16
 MUCH_MORE_LOADED = 1.5
 """A later turn leaves its instance when this has so many times the work of the least loaded one, and beyond that more
 than computing the earlier turns again: below that, differences pass as turns end."""
+
+SOON_S = 0.001
+RESTS = 4.0
+"""Looking through the instances that takes longer than `SOON_S`, as there are many, is done again after a rest of so
+many times as long: the event loop has other things to do."""
+
+ASSIGNED_AT_ONCE = 512
+"""Then others have their turn on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,68 @@ class _Waiting:
     assigned: "asyncio.Future[Member]" = field(compare=False)
 
 
+class _Open:
+    """The instances that take requests of one version, by their load, while several requests are assigned."""
+
+    def __init__(self, members: Sequence[Member], version: WeightVersion, has_room: Callable[[Member], bool]) -> None:
+        self._members = members
+        self._version = version
+        self._has_room = has_room
+        speeds = [member.speed for member in members if member.speed]
+        self._unknown = sum(speeds) / len(speeds) if speeds else 1.0
+        self._numbers = {member.url: number for number, member in enumerate(members)}
+        self._loads_s: dict[int, float] = {}
+        """Of each one with room, by its number."""
+        self._by_load: list[tuple[float, int]] = []
+        """A heap of these, and of loads that are outdated."""
+        for member in members:
+            self.note_changed(member)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._loads_s
+
+    def note_changed(self, member: Member) -> None:
+        """Its load or its room is another one."""
+        number = self._numbers[member.url]
+        self._loads_s.pop(number, None)
+        if member.takes(self._version) and self._has_room(member):
+            self._loads_s[number] = load_s = member.outstanding_tokens / (member.speed or self._unknown)
+            heapq.heappush(self._by_load, (load_s, number))
+
+    def choose(self, avoid: Collection[str], cached: Cached | None) -> Member | None:
+        """Who takes a request, of those with room; see `Router.acquire`."""
+        least = self._least_loaded(avoid)
+        if least is None and not any(m.serves(self._version) and m.url not in avoid for m in self._members):
+            avoid = ()
+            least = self._least_loaded(avoid)
+        if least is None:
+            return None
+        if cached is not None and cached.url not in avoid:
+            number = self._numbers.get(cached.url)
+            if number in self._loads_s:
+                again_s = cached.num_tokens / (self._members[number].speed or self._unknown)
+                if self._loads_s[number] <= MUCH_MORE_LOADED * self._loads_s[least] + again_s:
+                    return self._members[number]
+        return self._members[least]
+
+    def _least_loaded(self, avoid: Collection[str]) -> int | None:
+        avoided = []
+        least = None
+        while self._by_load:
+            load_s, number = self._by_load[0]
+            is_present = self._loads_s.get(number) == load_s
+            if is_present and self._members[number].url not in avoid:
+                least = number
+                break
+            heapq.heappop(self._by_load)
+            if is_present:
+                avoided.append((load_s, number))
+        for entry in avoided:
+            heapq.heappush(self._by_load, entry)
+        return least
+
+
 class Router:
     """Assigns requests to the ready ones of `members`."""
 
@@ -56,6 +127,8 @@ class Router:
         self._waiting: list[_Waiting] = []
         self._counter = count()
         self._is_due = False
+        self._looked_s = 0.0
+        """How long the last assignment looked through all instances."""
         self._promised: dict[Member, int] = {}
 
     async def acquire(
@@ -114,49 +187,51 @@ class Router:
         """Schedules an assignment, after all coroutines that start to wait now are in the queue and ordered."""
         if not self._is_due and (self._waiting or any(member.requests for member in self._members())):
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._assign)
+            loop = asyncio.get_running_loop()
+            if self._looked_s < SOON_S:
+                loop.call_soon(self._assign)
+            else:
+                loop.call_later(RESTS * self._looked_s, self._assign)
 
     def _assign(self) -> None:
         self._is_due = False
+        self._looked_s = 0.0
+        num_assigned = 0
         passed_over: list[_Waiting] = []
-        while self._waiting and len(passed_over) < MAX_PASSED_OVER:
+        open_ones: dict[WeightVersion, _Open] = {}
+        while self._waiting and len(passed_over) < MAX_PASSED_OVER and num_assigned < ASSIGNED_AT_ONCE:
             waiting = heapq.heappop(self._waiting)
             if waiting.assigned.done():
                 continue
-            with_room = [m for m in self._members() if m.takes(waiting.version) and self._has_room(m)]
-            chosen = self._choose(waiting, with_room)
+            if (takers := open_ones.get(waiting.version)) is None:
+                with self._looking():
+                    takers = open_ones[waiting.version] = _Open(self._members(), waiting.version, self._has_room)
+            chosen = takers.choose(waiting.avoid, waiting.cached)
             if chosen is None:
                 passed_over.append(waiting)
-                if not with_room:
+                if takers.is_empty:
                     break
                 continue
             chosen.outstanding_tokens += waiting.cost
             self._promised[chosen] = self._promised.get(chosen, 0) + waiting.num_responses
             chosen.circuit.sent()
             waiting.assigned.set_result(chosen)
+            takers.note_changed(chosen)
+            num_assigned += 1
         for waiting in passed_over:
             heapq.heappush(self._waiting, waiting)
         if not self._waiting:
-            for request in next_moves(self._members(), self._has_credit, time.monotonic()):
-                request.move()
+            with self._looking():
+                for request in next_moves(self._members(), self._has_credit, time.monotonic()):
+                    request.move()
+        if num_assigned == ASSIGNED_AT_ONCE:
+            self.wake()
 
-    def _choose(self, waiting: _Waiting, with_room: Sequence[Member]) -> Member | None:
-        candidates = [member for member in with_room if member.url not in waiting.avoid]
-        if not candidates and not any(
-            member.serves(waiting.version) and member.url not in waiting.avoid for member in self._members()
-        ):
-            candidates = list(with_room)
-        usual = [member.speed for member in self._members() if member.speed]
-        unknown = sum(usual) / len(usual) if usual else 1.0
-        speeds = {member: member.speed or unknown for member in candidates}
-        loads_s = {m: m.outstanding_tokens / speed for m, speed in speeds.items()}
-        candidates.sort(key=loads_s.__getitem__)
-        for member in candidates:
-            if waiting.cached is not None and member.url == waiting.cached.url:
-                again_s = waiting.cached.num_tokens / speeds[member]
-                if loads_s[member] <= MUCH_MORE_LOADED * loads_s[candidates[0]] + again_s:
-                    return member
-        return candidates[0] if candidates else None
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        began_s = time.monotonic()
+        yield
+        self._looked_s += time.monotonic() - began_s
 
     def _has_room(self, member: Member) -> bool:
         return member.outstanding_tokens == 0 or self._has_credit(member)

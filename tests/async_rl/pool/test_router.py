@@ -1,6 +1,7 @@
 """The router alone, with members nothing is sent to: random pools and requests, some of them called off."""
 
 import asyncio
+import time
 from collections.abc import Coroutine, Sequence
 from random import Random
 from typing import Any
@@ -269,5 +270,81 @@ def test_a_failure_reaches_everybody_who_waits_and_nobody_who_comes_later() -> N
         later = asyncio.create_task(router.acquire(1, 1.0, "v1"))
         members.append(ready_member("a"))
         assert [await later] == members
+
+    run(scenario())
+
+
+def test_each_goes_to_the_one_that_will_have_done_it_first_of_those_that_may_have_it() -> None:
+    """Random loads, speeds, requests and what they avoid, several at the same time, against the rule itself."""
+
+    async def scenario(rng: Random) -> None:
+        members = [
+            ready_member(f"m{i}", concurrency=rng.choice((2, 7, 100)), speed=rng.choice((None, 1.0, 50.0)))
+            for i in range(rng.randint(1, 6))
+        ]
+        usual = [member.speed for member in members if member.speed]
+        unknown = sum(usual) / len(usual) if usual else 1.0
+        loads = {member.url: member.outstanding_tokens for member in members}
+        room = {member.url: member.client.max_concurrency or 0 for member in members}
+        router = Router(lambda: members)
+
+        async def ask(cost: int, avoid: set[str], cached: Cached | None) -> str:
+            return (await router.acquire(cost, 1.0, "v1", avoid=avoid, cached=cached)).url
+
+        def expected(cost: int, avoid: set[str], cached: Cached | None) -> str | None:
+            may = [member for member in members if member.url not in avoid] or members
+            free = [member for member in may if room[member.url]]
+            if not free:
+                return None
+            speeds = {member.url: member.speed or unknown for member in free}
+            best = min(free, key=lambda member: loads[member.url] / speeds[member.url]).url
+            if cached is not None and cached.url in speeds:
+                most_s = MUCH_MORE_LOADED * loads[best] / speeds[best] + cached.num_tokens / speeds[cached.url]
+                if loads[cached.url] / speeds[cached.url] <= most_s:
+                    best = cached.url
+            loads[best] += cost
+            room[best] -= 1
+            return best
+
+        names = [member.url for member in members]
+        asked = [
+            (
+                rng.randint(1, MAX_COST),
+                {name for name in names if rng.random() < 0.3},
+                rng.choice((None, Cached(rng.choice(names), rng.randint(0, 200)))),
+            )
+            for _ in range(12)
+        ]
+        tasks = [asyncio.create_task(ask(*each)) for each in asked]
+        await rest()
+        for task, each in zip(tasks, asked, strict=True):
+            assert (task.result() if task.done() else None) == expected(*each)
+            task.cancel()
+
+    for seed in range(100):
+        run(scenario(Random(seed)))
+
+
+def test_thousands_of_requests_at_a_thousand_instances_are_placed_in_no_time() -> None:
+    async def scenario() -> None:
+        members = [ready_member(f"m{i}", concurrency=8) for i in range(1000)]
+        router = Router(lambda: members)
+
+        async def ask(i: int) -> None:
+            member = await router.acquire(100 + i % 7, float(i % 13), "v1", num_responses=4)
+            request = Request([PartialRollout(j) for j in range(4)], 100)
+            member.begin(request)
+            await asyncio.sleep(0.1)
+            member.end(request)
+            router.release(member, 100 + i % 7)
+
+        began_s, tasks = time.process_time(), []
+        for i in range(4096):
+            tasks.append(asyncio.create_task(ask(i)))
+            if i % 8 == 0:
+                await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        # About half a second; a look at each instance for each request took 50.
+        assert time.process_time() - began_s < 10.0
 
     run(scenario())
