@@ -23,6 +23,12 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 INTERVAL_WITHOUT_S = 0.2
 """While requests wait and no instance is ready."""
+CHECKS_PER_S = 100
+"""Of the whole pool; a check costs the producer a quarter of a millisecond."""
+
+LOOKS_PER_S = 1000
+"""At what the producer knows of an instance, ten microseconds each."""
+
 PROBE_TIMEOUT_S = 5.0
 LOG_INTERVAL_S = 10.0
 SPEED_MEMORY_S = 10.0
@@ -45,7 +51,6 @@ class HealthWatch:
         """When each instance was last healthy, by `time.monotonic()`."""
         self._without_since_s: float | None = None
         self._next_log_s = 0.0
-        self._num_tokens: dict[Member, int] = {}
 
     def start(self) -> None:
         """Begins to watch; a second call does nothing."""
@@ -64,9 +69,11 @@ class HealthWatch:
         # An error here is an internal mistake: the instance would not be watched from then on.
         task.add_done_callback(_report)
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, member: Member, number: int) -> None:
         member.last_seen_s = member.last_seen_s or time.monotonic()
         self._well_s[member] = time.monotonic()
+        # Not all of them at the same time.
+        await asyncio.sleep(number / CHECKS_PER_S % self._interval_s())
         while member in self._roster.members:
             is_suspected = member.suspicion.is_set()
             member.suspicion.clear()
@@ -75,11 +82,17 @@ class HealthWatch:
                 await asyncio.sleep(RECHECK_S)
                 if isinstance(await self._check(member), ConnectionLost) and member.state != "dead":
                     self._roster.note_lost(member, str(error))
-            interval_s = INTERVAL_S if self._without_since_s is None else INTERVAL_WITHOUT_S
             with suppress(TimeoutError):
-                await asyncio.wait_for(member.suspicion.wait(), interval_s)
+                await asyncio.wait_for(member.suspicion.wait(), self._interval_s())
         del self._well_s[member]
         self._tasks.pop(member, None)
+
+    def _interval_s(self) -> float:
+        """Between two checks of an instance, none of which is suspected: the more there are the longer, up to half of
+        the time after which a silent one counts as lost."""
+        shortest_s = INTERVAL_S if self._without_since_s is None else INTERVAL_WITHOUT_S
+        bearable_s = min(len(self._roster.members) / CHECKS_PER_S, self._config.heartbeat_timeout_s / 2)
+        return max(shortest_s, bearable_s)
 
     async def _check(self, member: Member) -> InstanceError | None:
         """Requests its health, and applies the consequences; returns the instance's error, if any."""
@@ -138,29 +151,31 @@ class HealthWatch:
 
     async def _watch_all(self) -> None:
         while True:
-            for member in self._roster.members:
+            members = self._roster.members
+            interval_s = max(INTERVAL_WITHOUT_S, len(members) / LOOKS_PER_S)
+            for member in members:
                 if member not in self._tasks:
-                    self._spawn(member, self._watch(member))
-            self._measure()
-            # Pauses end, queues grow long and instances become idle without any event.
-            self._roster.router.wake()
-            for member in self._roster.members:
+                    self._spawn(member, self._watch(member, len(self._tasks)))
                 if self._roster.is_drained(member):
                     logger.info("%s is drained and leaves the pool", member.name)
                     self._roster.remove(member.name)
+                else:
+                    self._measure(member, interval_s)
+            # Pauses end, queues grow long and instances become idle without any event.
+            self._roster.router.wake()
             self._require_somebody()
-            await asyncio.sleep(INTERVAL_WITHOUT_S)
+            await asyncio.sleep(interval_s)
 
-    def _measure(self) -> None:
-        """Keeps a running mean of each instance's speed over the last seconds."""
-        share = INTERVAL_WITHOUT_S / SPEED_MEMORY_S
-        members = self._roster.members
-        for member in members:
-            rate = (member.num_tokens - self._num_tokens.get(member, member.num_tokens)) / INTERVAL_WITHOUT_S
-            member.tokens_per_s += share * (rate - member.tokens_per_s)
-            if member.requests and (rate or member.speed is not None):
-                member.speed = rate if member.speed is None else member.speed + share * (rate - member.speed)
-        self._num_tokens = {member: member.num_tokens for member in members}
+    def _measure(self, member: Member, interval_s: float) -> None:
+        """Keeps a running mean of an instance's speed over the last seconds."""
+        share = interval_s / SPEED_MEMORY_S
+        num_before, member.num_tokens_measured = member.num_tokens_measured, member.num_tokens
+        if num_before is None:
+            return
+        rate = (member.num_tokens - num_before) / interval_s
+        member.tokens_per_s += share * (rate - member.tokens_per_s)
+        if member.requests and (rate or member.speed is not None):
+            member.speed = rate if member.speed is None else member.speed + share * (rate - member.speed)
 
     def _require_somebody(self) -> None:
         """Fails the waiting requests if no instance is in service for too long, or none can be any more."""

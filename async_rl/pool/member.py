@@ -27,6 +27,8 @@ class Member:
     """Expected tokens of the running requests, prompts included."""
     num_tokens: int = 0
     """Response tokens received from it."""
+    num_tokens_measured: int | None = None
+    """Those of them that `tokens_per_s` and `speed` count already; None before the first look."""
     tokens_per_s: float = 0.0
     """A recent mean, pauses included."""
     speed: float | None = None

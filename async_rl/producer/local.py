@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +16,7 @@ from async_rl.producer.connection import Connection
 from async_rl.producer.dock import Docking
 from async_rl.producer.frames import Message
 from async_rl.producer.process import ProducerAddress
-from async_rl.producer.running_batch import RunningBatch
+from async_rl.producer.running_batch import BatchStarts, RunningBatch
 from async_rl.producer.sample_queue import SampleQueue
 from async_rl.producer.server import ProducerServer
 from async_rl.rewards import Reward
@@ -34,6 +35,7 @@ class LocalProducer:
         idle_work: gets the pool when the rollouts of a batch have finished.
         watch: called while a group is waited for; an exception that it raises ends the batch. May be replaced.
         on_rollouts: gets the figures of the programs' rollouts of each batch.
+        docking: how groups reach several replicas.
 
     `with_texts`: groups have texts and rows, as they have not in a run.
     """
@@ -54,6 +56,7 @@ class LocalProducer:
         watch: Callable[[], None] = lambda: None,
         programs: ProgramRollouts | None = None,
         on_rollouts: Callable[[Mapping[str, Any]], None] = lambda figures: None,
+        docking: Docking | None = None,
     ) -> None:
         self.rollouts = ScoredRollouts(
             pool, reward, tokenizer, rollout, seed, skip_special_tokens=skip_special_tokens, programs=programs
@@ -62,6 +65,8 @@ class LocalProducer:
         self.idle_work = idle_work
         self.watch = watch
         self._on_rollouts = on_rollouts
+        self._docking = docking or Docking()
+        self._batches = BatchStarts()
         self._prompts: dict[str, Prompt] = {}
         loop.run(self.rollouts.start())
         secret, listener = secrets.token_hex(), listen("the producer", "127.0.0.1", 0, None)
@@ -85,6 +90,9 @@ class LocalProducer:
         return [{index: self._prompts[name] for index, name in part} for part in message["mini_batches"]]
 
     async def _start_batch(self, replica: int, message: Message) -> RunningBatch:
+        return await self._batches.of(replica, message["start"], partial(self._begin, message))
+
+    async def _begin(self, message: Message) -> RunningBatch:
         iteration = message["start"]
 
         def note_finished() -> None:
@@ -94,7 +102,7 @@ class LocalProducer:
             self.rollouts,
             [Batch(iteration, prompts, message["first_reserve"]) for prompts in self.prompts_of(message)],
             message["version"],
-            Docking(),
+            self._docking,
             self.idle_work,
             on_finished=note_finished,
             with_texts=self.with_texts,

@@ -32,7 +32,7 @@ from async_rl.rollout.session import RolloutSession, Sessions
 from async_rl.token_arrays import TokenIds
 from async_rl.types import Batch, Prompt
 from benchmarks.producer.mock_instance import Script
-from benchmarks.producer.rig import VERSION, mock_instance
+from benchmarks.producer.rig import VERSION, mock_instances
 
 NUM_INSTANCES = 2
 NUM_WORDS = 32_000
@@ -155,7 +155,7 @@ def _name_of(handle: Any) -> str:
 def open_producer(script: Script, num_rollouts: int, group_size: int) -> Iterator[tuple[Producer, AgentsElsewhere]]:
     """A producer whose groups are made by clients, and the clients."""
     with ExitStack() as closing:
-        urls = tuple(closing.enter_context(mock_instance(script)) for _ in range(NUM_INSTANCES))
+        urls = tuple(url for _ in range(NUM_INSTANCES) for url in closing.enter_context(mock_instances(script)))
         loop = EventLoopThread()
         closing.callback(loop.close)
         pool = InferencePool(PoolSection(instances=urls))

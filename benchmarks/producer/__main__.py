@@ -3,10 +3,11 @@
     python -m benchmarks.producer --json [--events] [--no-texts]
 
 Producer, pool, client, queue, tokenizer and an asynchronous reward are the real ones; the instances are separate
-processes (`benchmarks.producer.mock_instance`). Three cases, each with fresh instances:
+processes (`benchmarks.producer.mock_instance`). Four cases, each with fresh instances:
 
 - large: all long responses of one batch in flight at once;
 - small: many short responses, batch after batch; the cost per response besides its tokens;
+- wide: many instances and many replicas, which take their groups from the dock in processes of their own;
 - beside training: the main thread runs many small torch operations, as a trainer does, with and without rollouts at the
   rate of a run, alternately.
 
@@ -19,6 +20,8 @@ The last line is one JSON object:
   them, and `wall_responses_per_s`, with the mock instances on the same machine;
 - `peak_bytes`: growth of resident memory in the large case, `large_bytes_per_token` of all its tokens, and
   `large_tokens_per_cpu_s`; `longest_block_s`, for which the producer's event loop was at work on one thing;
+- `wide_cpu_s` of this process for all short responses, `wide_idle_cpu_share` of a core while nothing is rolled out,
+  `wide_longest_block_s` as above, and `wide_least` and `wide_most`, the responses that a replica took;
 - `main_thread_slowdown`: median over pairs of (seconds of a training step with rollouts / without) - 1, and
   `tokens_per_s`, the rate of rollouts meanwhile, and `taking_share`, the share of the main thread's time in which it
   takes groups. The producer is a process of its own, as in a run. Time in which the main thread waited for a core is
@@ -40,11 +43,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from async_rl.producer.dock import Docking
 from async_rl.producer.local import LocalProducer as Producer
-from benchmarks.producer.beside import producer_elsewhere
+from benchmarks.producer.beside import OwnBatches, producer_elsewhere
+from benchmarks.producer.drain import drain_elsewhere
 from benchmarks.producer.mock_instance import MAX_CONCURRENCY, Script
 from benchmarks.producer.rig import (
     MAX_RESPONSE_TOKENS,
+    NUM_PROCESSES,
     VERSION,
     VOCAB_SIZE,
     Lateness,
@@ -58,6 +64,13 @@ BESIDE_TRAINING = (16, 512)
 """Responses to each prompt and mean tokens of each response, in the case beside training."""
 
 BATCH_PROMPTS = 1024
+
+CASES = ("large", "small", "wide", "beside")
+
+AHEAD_TOKENS = 4096
+"""That wait at a replica, in the case of many."""
+
+IDLE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +88,13 @@ class Size:
     events: bool
     no_texts: bool
     concurrency: int
+    instances: int
+    replicas: int
 
-    def script(self, mean_tokens: int, sigma: float, first_token_s: float, token_s: float) -> Script:
-        """What the instances do."""
+    def script(
+        self, mean_tokens: int, sigma: float, first_token_s: float, token_s: float, instances: int = NUM_PROCESSES
+    ) -> Script:
+        """What the instances of each process do."""
         return Script(
             VERSION,
             mean_tokens,
@@ -87,6 +104,7 @@ class Size:
             VOCAB_SIZE,
             has_frames=not self.events,
             max_concurrency=self.concurrency,
+            ports=instances // NUM_PROCESSES,
         )
 
 
@@ -123,6 +141,32 @@ def measure_small(directory: Path, size: Size) -> dict[str, float]:
         "responses_per_s": round(count / cpu_s),
         "cpu_s_per_1000": round(1000 * cpu_s / count, 4),
         "wall_responses_per_s": round(count / wall_s),
+    }
+
+
+def measure_wide(directory: Path, size: Size) -> dict[str, float]:
+    script = size.script(10, sigma=0.3, first_token_s=0.2, token_s=0.02, instances=size.instances)
+    docking = Docking(size.replicas, most_ahead=AHEAD_TOKENS)
+    opened = open_producer(
+        directory, script, size.responses, has_texts=not size.no_texts, kind=OwnBatches, docking=docking
+    )
+    with opened as producer:
+        time.sleep(IDLE_S / 2)
+        cpu_s, began_s = time.process_time(), time.monotonic()
+        time.sleep(IDLE_S)
+        idle = (time.process_time() - cpu_s) / (time.monotonic() - began_s)
+        cpu_s, began_s = time.process_time(), time.monotonic()
+        with Lateness(producer.loop) as lateness:
+            taken = drain_elsewhere(producer.address, size.replicas, 1, size.prompts)
+        cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - began_s
+    assert sum(taken) == size.prompts * size.responses, "each response is taken once"
+    return {
+        "wide_idle_cpu_share": round(idle, 4),
+        "wide_cpu_s": round(cpu_s, 2),
+        "wide_wall_s": round(wall_s, 2),
+        "wide_longest_block_s": round(lateness.longest_s, 3),
+        "wide_least": min(taken),
+        "wide_most": max(taken),
     }
 
 
@@ -218,6 +262,9 @@ def measure(size: Size, cases: Mapping[str, bool], say: Callable[[str], None]) -
         if cases["small"]:
             results |= measure_small(directory, size)
             say(f"small: {results}")
+        if cases["wide"]:
+            results |= measure_wide(directory, size)
+            say(f"wide: {results}")
         if cases["beside"]:
             results |= measure_beside_training(directory, size, say)
     return results
@@ -226,10 +273,8 @@ def measure(size: Size, cases: Mapping[str, bool], say: Callable[[str], None]) -
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.producer", description="What rollouts cost.")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
-    parser.add_argument(
-        "--cases", nargs="+", choices=["large", "small", "beside"], default=["large", "small", "beside"]
-    )
-    parser.add_argument("--prompts", type=int, default=1024, help="of the large case (default: %(default)s)")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--prompts", type=int, default=1024, help="of the large and wide cases (default: %(default)s)")
     parser.add_argument("--responses", type=int, default=16, help="of each prompt (default: %(default)s)")
     parser.add_argument(
         "--tokens",
@@ -255,12 +300,14 @@ def main() -> None:
         default=MAX_CONCURRENCY,
         help="responses at once that instances report (default: all)",
     )
+    parser.add_argument("--instances", type=int, default=100, help="of the wide case (default: %(default)s)")
+    parser.add_argument("--replicas", type=int, default=8, help="of the wide case (default: %(default)s)")
     parser.add_argument("--events", action="store_true", help="instances send events of JSON, as vLLM does")
     parser.add_argument("--no-texts", action="store_true", help="responses are not decoded")
     options = parser.parse_args()
     size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
     say: Callable[[str], None] = (lambda line: None) if options.json else print
-    print(json.dumps(measure(size, {case: case in options.cases for case in ("large", "small", "beside")}, say)))
+    print(json.dumps(measure(size, {case: case in options.cases for case in CASES}, say)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 It responds to generate requests like an engine, at an engine's pace: after the time to the first token, a chunk of
 every unfinished response for each `stream_interval` tokens; without `stream`, all at once at the end. Response lengths
 are log-normal and a function of the seed. Chunks are rendered once and sent repeatedly, so that one core serves many
-requests. It prints its port, and ends with its standard input.
+requests. It prints its ports, and ends with its standard input.
 """
 
 import asyncio
@@ -44,6 +44,8 @@ class Script:
     vocab_size: int
     has_frames: bool = True
     max_concurrency: int = MAX_CONCURRENCY
+    ports: int = 1
+    """Each an instance to those who connect."""
 
 
 class MockInstance:
@@ -165,20 +167,21 @@ def rendered_tokens(count: int, variant: int, vocab_size: int) -> bytes:
     return json.dumps({"token_ids": token_ids, "logprobs": {"content": content}}, separators=(",", ":"))[1:-1].encode()
 
 
-async def serve(instance: MockInstance) -> None:
-    """Serves on a free port until standard input ends."""
+async def serve(instance: MockInstance, ports: int = 1) -> None:
+    """Serves on free ports until standard input ends."""
     app = web.Application(client_max_size=2**24)
     app.add_routes(instance.routes())
     app.on_response_prepare.append(instance.report_concurrency)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
-    # A whole batch connects at once.
-    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=8192)
-    await site.start()
-    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
+    for _ in range(ports):
+        # A whole batch connects at once.
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()
+    print(json.dumps({"ports": [address[1] for address in runner.addresses]}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(MockInstance(Script(**json.loads(sys.argv[1])))))
+    given = Script(**json.loads(sys.argv[1]))
+    asyncio.run(serve(MockInstance(given), given.ports))

@@ -22,6 +22,7 @@ from async_rl.data import prompts
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.client import RemoteRun
+from async_rl.producer.dock import Docking
 from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
 from async_rl.token_arrays import TokenIds
@@ -32,7 +33,9 @@ VERSION = "benchmark-0"
 VOCAB_SIZE = 32_768
 PROMPT_TOKENS = 128
 MAX_RESPONSE_TOKENS = 16_384
-NUM_INSTANCES = 2
+NUM_PROCESSES = 2
+"""With instances."""
+
 TIMER_S = 0.01
 
 REWARD = "async def score(prompt, responses, row):\n    return [float(len(r.text) % 2) for r in responses]\n"
@@ -46,12 +49,13 @@ def open_producer(
     *,
     has_texts: bool = True,
     kind: type[Producer] = Producer,
+    docking: Docking | None = None,
 ) -> Iterator[Producer]:
     """A producer whose instances are in service and follow `script`."""
     reward_file = directory / "reward.py"
     reward_file.write_text(REWARD)
     with ExitStack() as closing:
-        urls = tuple(closing.enter_context(mock_instance(script)) for _ in range(NUM_INSTANCES))
+        urls = tuple(url for _ in range(NUM_PROCESSES) for url in closing.enter_context(mock_instances(script)))
         loop = EventLoopThread()
         closing.callback(loop.close)
         pool = InferencePool(PoolSection(instances=urls))
@@ -62,21 +66,21 @@ def open_producer(
         reward = make_reward(RewardSection(name=f"python:{reward_file}:score"))
         rollout = RolloutSection(responses_per_prompt=responses_per_prompt, max_response_tokens=MAX_RESPONSE_TOKENS)
         tokenizer = make_tokenizer() if has_texts else cast(prompts.Tokenizer, NoTexts())
-        producer = kind(pool, reward, loop, tokenizer, rollout, seed=0)
+        producer = kind(pool, reward, loop, tokenizer, rollout, seed=0, docking=docking)
         producer.with_texts = False
         closing.callback(producer.close)
         yield producer
 
 
 @contextmanager
-def mock_instance(script: Script) -> Iterator[str]:
-    """Starts an instance in a separate process; yields its URL."""
+def mock_instances(script: Script) -> Iterator[list[str]]:
+    """Starts a separate process with instances; yields their URLs."""
     command = [sys.executable, "-m", "benchmarks.producer.mock_instance", json.dumps(asdict(script))]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         try:
             assert process.stdout is not None
-            yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+            yield [f"http://127.0.0.1:{port}" for port in json.loads(process.stdout.readline())["ports"]]
         finally:
             process.kill()
 
