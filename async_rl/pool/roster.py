@@ -31,6 +31,8 @@ _BASE_URL = TypeAdapter(BaseUrl)
 ALIVE_S = 3.0
 """An instance that responded this recently has not been replaced by another one."""
 
+MOST_DESCRIBED = 20
+
 HOLDING_TIMEOUT_S = 5.0
 """For an instance to report, at the end of a publish, the version it holds and its process."""
 
@@ -84,9 +86,11 @@ class Roster:
         raise UnknownInstance(f"the fleet has no instance {name!r}: it has {known}")
 
     def describe(self, what: str) -> str:
-        """`what`, and why each instance is out of service."""
-        reasons = "".join(f"\n  {member.url}: {member.reason}" for member in self.members)
-        return f"{what}:{reasons or ' the pool is empty'}"
+        """`what`, and why each instance is out of service; of a large pool the first ones."""
+        reasons = [f"\n  {member.url}: {member.reason}" for member in self.members[:MOST_DESCRIBED]]
+        if (num_more := len(self.members) - len(reasons)) > 0:
+            reasons.append(f"\n  and {num_more} more")
+        return f"{what}:{''.join(reasons) or ' the pool is empty'}"
 
     # Membership
 

@@ -12,6 +12,7 @@ event loop.
 import asyncio
 import heapq
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ RESTS = 4.0
 many times as long: the event loop has other things to do."""
 
 ASSIGNED_AT_ONCE = 512
-"""Then others have their turn on the event loop."""
+GRANTED_AT_ONCE = 8
+"""Assigning a request takes some microseconds, sending it a millisecond; then others have their turn on the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,9 @@ class Router:
         self._is_due = False
         self._looked_s = 0.0
         """How long the last assignment looked through all instances."""
+        self._granted: deque[tuple[_Waiting, Member]] = deque()
+        """Assigned, and not told yet."""
+        self._is_granting = False
         self._promised: dict[Member, int] = {}
 
     async def acquire(
@@ -215,8 +220,8 @@ class Router:
             chosen.outstanding_tokens += waiting.cost
             self._promised[chosen] = self._promised.get(chosen, 0) + waiting.num_responses
             chosen.circuit.sent()
-            waiting.assigned.set_result(chosen)
             takers.note_changed(chosen)
+            self._granted.append((waiting, chosen))
             num_assigned += 1
         for waiting in passed_over:
             heapq.heappush(self._waiting, waiting)
@@ -226,6 +231,23 @@ class Router:
                     request.move()
         if num_assigned == ASSIGNED_AT_ONCE:
             self.wake()
+        self._grant()
+
+    def _grant(self) -> None:
+        """Has some of the requests sent that were assigned, in each round of the event loop."""
+        for _ in range(min(GRANTED_AT_ONCE, len(self._granted))):
+            waiting, member = self._granted.popleft()
+            if waiting.assigned.done():
+                self._give_back(member, waiting.cost, waiting.num_responses)
+            else:
+                waiting.assigned.set_result(member)
+        if self._granted and not self._is_granting:
+            self._is_granting = True
+            asyncio.get_running_loop().call_soon(self._go_on_granting)
+
+    def _go_on_granting(self) -> None:
+        self._is_granting = False
+        self._grant()
 
     @contextmanager
     def _looking(self) -> Iterator[None]:

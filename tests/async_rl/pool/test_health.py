@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, InstanceUnreachable, NoInstanceLeft
 from async_rl.instance.client import HeldWeights
-from async_rl.pool.health import INTERVAL_S, INTERVAL_WITHOUT_S, RECHECK_S, HealthWatch
+from async_rl.pool.health import CHECKS_PER_S, INTERVAL_S, INTERVAL_WITHOUT_S, RECHECK_S, HealthWatch
 from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member
 from async_rl.pool.roster import Roster
@@ -48,14 +48,19 @@ class Watched:
         return HeldWeights("v1", "boot")
 
 
-def watched(scenario: Callable[[Roster, Member, Watched], Coroutine[Any, Any, None]]) -> None:
-    """Runs a scenario beside the watch of a pool of one instance, in service with v1."""
+def watched(
+    scenario: Callable[[Roster, Member, Watched], Coroutine[Any, Any, None]], others: Sequence[Watched] = ()
+) -> None:
+    """Runs a scenario beside the watch of a pool of one instance, in service with v1, and of others."""
 
     async def run() -> None:
         roster, client = Roster(CONFIG, None), Watched()
         member = roster.add(URL)
         member.client = client  # type: ignore[assignment]
-        roster._membership.end_publish("v1", [member.standing], {URL: "boot"})
+        for number, other in enumerate(others):
+            roster.add(f"http://b:{1 + number}").client = other  # type: ignore[assignment]
+        members = [each.standing for each in roster.members]
+        roster._membership.end_publish("v1", members, {each.url: "boot" for each in members})
         watch = HealthWatch(roster, LateJoiners(roster), CONFIG)
         watch.start()
         await asyncio.sleep(60.0)
@@ -136,3 +141,17 @@ def test_requests_wait_for_an_instance_for_as_long_as_the_pools_timeout() -> Non
         assert time.monotonic() - begun_s < CONFIG.timeout_s + 3 * INTERVAL_WITHOUT_S
 
     watched(scenario)
+
+
+def test_many_are_checked_less_often_and_one_by_one_and_a_silent_one_is_given_up_all_the_same() -> None:
+    others = [Watched() for _ in range(400)]
+
+    async def scenario(roster: Roster, member: Member, client: Watched) -> None:
+        checks_s = sorted(each_s for other in others for each_s in other.checks_s)
+        assert len(checks_s) == pytest.approx(60.0 * CHECKS_PER_S, rel=0.1)
+        at_once = max(sum(begin_s <= each_s < begin_s + 0.1 for each_s in checks_s) for begin_s in checks_s[::50])
+        assert at_once <= 0.2 * CHECKS_PER_S
+        client.fault = hangs
+        assert await until("dead", member) < CONFIG.heartbeat_timeout_s + len(others) / CHECKS_PER_S + 2 * PROBE_S
+
+    watched(scenario, others)

@@ -22,7 +22,7 @@ from async_rl.errors import (
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.member import Member
 from async_rl.pool.request import Request
-from async_rl.pool.roster import ALIVE_S, Roster
+from async_rl.pool.roster import ALIVE_S, MOST_DESCRIBED, Roster
 
 A, B = "http://a:1", "http://b:2"
 
@@ -193,6 +193,10 @@ def test_why_no_instance_helps_is_told_of_each(roster: Roster) -> None:
     assert (
         roster.describe("nobody") == f"nobody:\n  {A}: silent\n  {B}: it has not received any weights of this run yet"
     )
+    for number in range(1000):
+        roster.add(f"http://c:{1 + number}")
+    told = roster.describe("nobody").splitlines()
+    assert len(told) == 1 + MOST_DESCRIBED + 1 and told[-1] == f"  and {1002 - MOST_DESCRIBED} more"
 
 
 def test_a_process_whose_place_was_taken_is_told_to_leave_when_it_returns(roster: Roster) -> None:
