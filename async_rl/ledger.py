@@ -19,6 +19,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ class Ledger:
         self._require_lease = require_lease
         self._responses_per_prompt = responses_per_prompt
         self._limits = limits
-        self._draws = Draws()
+        self._draws = self._draws_before = Draws()
+        """Those before the last mini-batch that was counted, too."""
+        self._counted: tuple[int, int] | None = None
+        """Its iteration and first index."""
         self._has_warned = False
 
     def require_on_policy(
@@ -85,6 +89,7 @@ class Ledger:
         """
         by_instance = gaps_by_instance(rows)
         trained = [row for row in rows if row.is_trained]
+        self._begin_draws(batch)
         self._draws.add(by_instance, math.comb(len(batch.prompts), len(trained)) if batch.has_reserve else 1)
         violations = self._violations(batch, publication, rows, num_replicas, by_instance)
         selection = {"selection": selection_record(batch, num_replicas, rows)} if batch.has_reserve else {}
@@ -96,6 +101,13 @@ class Ledger:
                 f"iteration {batch.iteration} is not on-policy; no optimizer step was taken:\n  {shown}"
                 + (f"\n  and {more} more, see ledger.jsonl and timeline.jsonl" if more > 0 else "")
             )
+
+    def _begin_draws(self, batch: Batch) -> None:
+        """A mini-batch that is proven again, as its iteration begins anew with another producer, is counted once."""
+        of_batch = batch.iteration, min(batch.prompts)
+        if of_batch == self._counted:
+            self._draws = self._draws_before
+        self._counted, self._draws_before = of_batch, deepcopy(self._draws)
 
     def _violations(
         self,

@@ -137,3 +137,17 @@ def test_nothing_is_written_once_another_trainer_writes_the_file(tmp_path: Path)
     with pytest.raises(Fenced):
         ledger.require_on_policy(BATCH, PUBLICATION, [row(2), row(0), row(1)])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_draws_of_an_iteration_that_is_repeated_count_once(ledger: Ledger, tmp_path: Path) -> None:
+    def drawn(index: int) -> GroupProof:
+        ((instance, gaps),) = gaps_of(5 * [1e-6])
+        return replace(row(index), gaps=((instance, replace(gaps, num_drawn=5, hotter_sum=2.0, colder_sum=-1.0)),))
+
+    def prove(iteration: int) -> None:
+        ledger.require_on_policy(replace(BATCH, iteration=iteration), PUBLICATION, [drawn(i) for i in range(3)])
+
+    for iteration in (7, 7, 8, 8, 8, 9):
+        prove(iteration)
+    records = map(json.loads, (tmp_path / "ledger.jsonl").read_text().splitlines())
+    assert [record["draws"]["log_ratio"] for record in records] == [6.0, 6.0, 12.0, 12.0, 12.0, 18.0]
