@@ -70,8 +70,6 @@ CASES = ("large", "small", "wide", "beside")
 AHEAD_TOKENS = 4096
 """That wait at a replica, in the case of many."""
 
-IDLE_S = 20.0
-
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -90,6 +88,7 @@ class Size:
     concurrency: int
     instances: int
     replicas: int
+    idle_s: float
 
     def script(
         self, mean_tokens: int, sigma: float, first_token_s: float, token_s: float, instances: int = NUM_PROCESSES
@@ -151,9 +150,9 @@ def measure_wide(directory: Path, size: Size) -> dict[str, float]:
         directory, script, size.responses, has_texts=not size.no_texts, kind=OwnBatches, docking=docking
     )
     with opened as producer:
-        time.sleep(IDLE_S / 2)
+        time.sleep(size.idle_s / 2)
         cpu_s, began_s = time.process_time(), time.monotonic()
-        time.sleep(IDLE_S)
+        time.sleep(size.idle_s)
         idle = (time.process_time() - cpu_s) / (time.monotonic() - began_s)
         cpu_s, began_s = time.process_time(), time.monotonic()
         with Lateness(producer.loop) as lateness:
@@ -302,6 +301,7 @@ def main() -> None:
     )
     parser.add_argument("--instances", type=int, default=100, help="of the wide case (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=8, help="of the wide case (default: %(default)s)")
+    parser.add_argument("--idle-s", type=float, default=20.0, help="watched in the wide case (default: %(default)s)")
     parser.add_argument("--events", action="store_true", help="instances send events of JSON, as vLLM does")
     parser.add_argument("--no-texts", action="store_true", help="responses are not decoded")
     options = parser.parse_args()
