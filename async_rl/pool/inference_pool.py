@@ -16,10 +16,9 @@ from collections.abc import Collection, Sequence
 from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ConfigError, InstanceError
 from async_rl.pool.group_rollout import GroupRollout
-from async_rl.pool.health import HealthWatch
+from async_rl.pool.health import HealthWatch, wait_until_healthy
 from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member
-from async_rl.pool.readiness import wait_until_healthy
 from async_rl.pool.roster import HOLDING_TIMEOUT_S, Roster
 from async_rl.pool.router import Cached
 from async_rl.protocol.inference import SamplingParams

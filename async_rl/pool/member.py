@@ -1,16 +1,173 @@
-"""One instance of the pool: its entry in the membership, its connection, and its running requests."""
+"""One instance of the pool: its entry in the membership, its connection, its running requests, and how many more it may
+get (`Circuit`, `Credit`)."""
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from async_rl.instance.client import InstanceClient
-from async_rl.pool.circuit import Circuit
-from async_rl.pool.credit import Credit
+from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.membership import BootId, Standing, State
-from async_rl.pool.request import Request
 from async_rl.protocol.fleet import InstanceInfo
 from async_rl.types import WeightVersion
+
+
+class Request:
+    """A group's request, or a part of it.
+
+    `cost` is the router's count for it, `num_moves` how often its partial rollouts were moved to another instance.
+    """
+
+    def __init__(self, partials: Sequence[PartialRollout], cost: int, num_moves: int = 0) -> None:
+        self.partials = partials
+        self.cost = cost
+        self.num_moves = num_moves
+        self.num_before = sum(len(partial.token_ids) for partial in partials)
+        """Tokens of the partial rollouts when it was sent."""
+        self.sent_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.num_tokens = 0
+        """Response tokens received for it."""
+        self.num_ended = 0
+        """Responses that are finished."""
+        self.is_moved = False
+        """Whether it was cancelled to be continued by another instance, which is not a fault."""
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self.partials) - self.num_ended
+
+    @property
+    def waits(self) -> bool:
+        """Whether it may still be in the instance's own queue: it has no token yet."""
+        return self.first_token_s is None
+
+    def speed(self, now_s: float) -> float:
+        """Tokens per second of each of its responses, since the first token."""
+        if self.first_token_s is None:
+            return 0.0
+        return self.num_tokens / len(self.partials) / max(now_s - self.first_token_s, 1e-3)
+
+    def cancel(self) -> None:
+        """Gives it up: its instance is lost."""
+        if self.task is not None:
+            self.task.cancel()
+
+    def move(self) -> None:
+        """Cancels it, so that another instance continues it."""
+        self.is_moved = True
+        self.cancel()
+
+
+UNTOLD_AT_FIRST = 32
+"""The initial credit of an instance that does not report its concurrency."""
+
+UNTOLD_AT_MOST = 256
+"""vLLM's own default of --max-num-seqs."""
+
+QUEUE_S = 1.0
+"""A request without a token for this long, while others progressed, waits in the instance's own queue."""
+
+MAX_QUEUED = 2
+"""Requests waiting there: one is needed so that the engine never runs empty, a second shows that it is full."""
+
+
+class Credit:
+    """How many responses an instance gets concurrently: enough to keep its engine full, never the whole batch. Pure.
+
+    An engine is full with as many responses as its reported concurrency. If it reports none, the credit doubles each
+    time all of it is in use and the newest request gets its first token soon: the engine started it immediately.
+    """
+
+    def __init__(self) -> None:
+        self._found = UNTOLD_AT_FIRST
+
+    def responses(self, told: int | None) -> int:
+        """Unfinished responses at which it gets no further group; the last group may exceed it."""
+        return told if told is not None else self._found
+
+    def first_token(self, num_open: int, waited_s: float) -> None:
+        """A request got its first token `waited_s` after it was sent, with `num_open` unfinished responses in total."""
+        if num_open >= self._found and waited_s < QUEUE_S:
+            self._found = min(2 * self._found, UNTOLD_AT_MOST)
+
+
+FIRST_PAUSE_S = 0.5
+"""An engine that responds with 5xx because it is overloaded or changes its mode needs about this long."""
+
+MAX_PAUSE_S = 8.0
+"""A broken instance costs one trial in this many seconds; a repaired one is in use again after at most as long."""
+
+
+class Circuit:
+    """Stops new requests to an instance that has just failed one, then tries it with a single request. Pure.
+
+        closed --failure--> open --after a pause--> half open (one trial) --success--> closed
+                              ^-------------------------- failure, twice the pause ---'
+
+    One failure is one incident, however many requests it ends: requests sent before the circuit opened are not counted
+    again. An open circuit does not change the membership: running requests continue there, and nothing is barred. Times
+    are seconds of a clock that the caller reads.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        """The last failure, until a success."""
+        self._pause_s = FIRST_PAUSE_S
+        self._opened_s = 0.0
+        self._trials = 0
+
+    @property
+    def is_closed(self) -> bool:
+        return self.reason is None
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether a trial is under way."""
+        return self._trials > 0
+
+    def retry_in_s(self, now_s: float) -> float:
+        """Seconds until the next trial; 0 if one may be sent now."""
+        return 0.0 if self.is_closed else max(0.0, self._opened_s + self._pause_s - now_s)
+
+    def allows(self, now_s: float) -> bool:
+        """Whether a request may be sent to the instance now."""
+        return self.is_closed or (self._trials == 0 and self.retry_in_s(now_s) == 0.0)
+
+    def sent(self) -> None:
+        """A request was sent: a trial, if the circuit is not closed."""
+        self._trials += 0 if self.is_closed else 1
+
+    def succeeded(self, sent_s: float) -> None:
+        """A request sent at `sent_s` generated tokens; one sent before the failure proves nothing."""
+        if not self.is_closed and sent_s >= self._opened_s:
+            self.reset()
+
+    def failed(self, now_s: float, sent_s: float, reason: str) -> None:
+        """A request sent at `sent_s` failed."""
+        if self.is_closed:
+            self._pause_s = FIRST_PAUSE_S
+        elif sent_s < self._opened_s:
+            return
+        else:
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        self.reason, self._opened_s, self._trials = reason, now_s, 0
+
+    def ended(self, sent_s: float) -> None:
+        """A request sent at `sent_s` is over. If it was the trial and has shown nothing about the instance, as it was
+        slow, moved, cancelled or invalid itself, another one may be sent."""
+        if sent_s >= self._opened_s:
+            self._trials = 0
+
+    def reset_trial(self) -> None:
+        """The trial was cancelled before it was sent: another one may be."""
+        self._trials = 0
+
+    def reset(self) -> None:
+        """Restores the initial state."""
+        self.reason, self._pause_s, self._trials = None, FIRST_PAUSE_S, 0
 
 
 @dataclass(slots=True, eq=False)

@@ -7,16 +7,27 @@ here waits for them. Everything runs on the producer's event loop; `members` may
 
 import logging
 import time
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
 from async_rl.config.pool_section import PoolSection
-from async_rl.errors import ConfigError, ConnectionLost, InstanceError, InstanceRestarted, UnknownInstance
+from async_rl.errors import (
+    BrokenAnswer,
+    ConfigError,
+    ConnectionLost,
+    InstanceError,
+    InstanceRefused,
+    InstanceRestarted,
+    InstanceStalled,
+    InstanceTooSlow,
+    StaleWeights,
+    UnknownInstance,
+)
 from async_rl.instance.client import InstanceClient
 from async_rl.instance.connections import Connections
 from async_rl.instance.model_tokens import ModelTokens
-from async_rl.pool.blame import blame_of
 from async_rl.pool.member import Member
 from async_rl.pool.membership import Event, Membership, Standing, Transition
 from async_rl.pool.router import Router
@@ -25,6 +36,14 @@ from async_rl.protocol.fleet import InstanceInfo
 from async_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
+
+Blame = Literal["none", "pause", "lost", "barred"]
+"""none: it is slow; pause: the fault may be temporary, as most are; lost: it generates no tokens; barred: it must not
+serve this version."""
+
+TRANSIENT = (408, 425, 429)
+"""Statuses below 500 that mean only that the instance is busy."""
+
 
 _BASE_URL = TypeAdapter(BaseUrl)
 
@@ -286,3 +305,16 @@ class Roster:
             reason = f"its model takes {max_model_len} tokens, this run needs {self.min_model_len}"
             self.note_useless(member, reason)
             raise InstanceError(f"instance {member.url}: {reason}")
+
+
+def blame_of(error: InstanceError) -> Blame:
+    """The consequence for the instance whose request ended with `error`."""
+    if isinstance(error, InstanceTooSlow):
+        return "none"
+    if isinstance(error, InstanceStalled):
+        return "lost"
+    if isinstance(error, StaleWeights | BrokenAnswer):
+        return "barred"
+    # A refused token or a missing route is not temporary.
+    is_lasting = isinstance(error, InstanceRefused) and error.status < 500 and error.status not in TRANSIENT
+    return "barred" if is_lasting else "pause"

@@ -4,9 +4,12 @@ A later turn of a rollout goes where the earlier one was generated, unless this 
 least loaded one: the keys and values are there, and need not be computed again.
 
 An instance gets enough to keep its engine full and no more; the rest of a batch waits here, so that one that joins or
-is faster finds work (`credit.py`). Coroutines wait in `acquire`; they are woken when an instance has room, joins or
-returns. Requests that an instance has accepted but not started may be moved to an idle one (`moves.py`). All on one
-event loop.
+is faster finds work (`member.Credit`). Coroutines wait in `acquire`; they are woken when an instance has room, joins or
+returns. All on one event loop.
+
+Requests that an instance has accepted but not started may be moved to an idle one (`next_moves`): they have no tokens,
+so nothing is lost. A started request stays, because its prompt and tokens would have to be computed again, unless its
+instance is so slow that this pays off many times over.
 """
 
 import asyncio
@@ -18,9 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from async_rl.pool.credit import MAX_QUEUED, QUEUE_S
-from async_rl.pool.member import Member
-from async_rl.pool.moves import next_moves
+from async_rl.pool.member import MAX_QUEUED, QUEUE_S, Member, Request
 from async_rl.types import WeightVersion
 
 MAX_PASSED_OVER = 16
@@ -279,3 +280,61 @@ class Router:
         self._keep_promise(member, num_responses)
         member.circuit.reset_trial()
         self.release(member, cost)
+
+
+MAX_MOVES = 1
+"""Per response: one that is slow to start because of its size is as slow at the next instance."""
+
+STRAGGLING = 8.0
+"""How many times faster an idle instance must have been for a started response to be moved there: below that,
+computing the prompt again may take as long as the rest."""
+
+STRAGGLING_S = 10.0
+"""Time after which a request's speed is known."""
+
+
+def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], now_s: float) -> list[Request]:
+    """Requests to cancel now, at most one for each instance that could take it instead; no other request waits."""
+    ready = [member for member in members if member.state == "ready"]
+    free = [m for m in ready if m.circuit.is_closed and has_credit(m) and not m.waiting]
+    idle = [member for member in free if not member.requests]
+    if not free or (len(free) == len(ready) and not idle):
+        # Nobody takes anything, or nobody has too much.
+        return []
+    # Cancelled, but not yet arrived at the new instance: checking an interrupted response may take seconds.
+    num_moving = sum(request.is_moved for member in ready for request in member.requests)
+    num_free = len(free) - num_moving
+    if num_free <= 0:
+        return []
+    taking = set(free)
+    queued = [r for member in ready if member not in taking for r in _queued(member, now_s)]
+    # The latest one of the longest queue: the earlier ones will start sooner.
+    queued.sort(key=lambda request: -request.sent_s)
+    moves = queued[:num_free]
+    slow = [request for member in ready for request in member.requests if _is_known(request, now_s)]
+    slow.sort(key=lambda request: request.speed(now_s))
+    for member in idle[: max(0, len(idle) - num_moving - len(moves))]:
+        # The slowest first: if that one stays, all do.
+        if slow and member.response_speed is not None and member.response_speed > STRAGGLING * slow[0].speed(now_s):
+            moves.append(slow.pop(0))
+    return moves
+
+
+def _queued(member: Member, now_s: float) -> list[Request]:
+    """Requests that its engine has not started. Without streaming these cannot be distinguished from started ones."""
+    if not member.client.has_streamed:
+        return []
+    waiting = [r for r in member.waiting if r.num_moves < MAX_MOVES and not r.is_moved]
+    # It generates tokens for others, so the time to the first token does not explain the wait.
+    return [r for r in waiting if now_s - r.sent_s > QUEUE_S and member.heard_s > r.sent_s]
+
+
+def _is_known(request: Request, now_s: float) -> bool:
+    """Whether a started response has run long enough to be compared with an idle instance, and may be moved."""
+    began_s = request.first_token_s
+    return (
+        began_s is not None
+        and now_s - began_s >= STRAGGLING_S
+        and request.num_moves < MAX_MOVES
+        and not request.is_moved
+    )

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from async_rl.errors import BrokenAnswer, ConnectionLost, InstanceError, InstanceRefused, InstanceTooSlow, StaleWeights
-from async_rl.pool.attempts import MAX_FAILURES, MAX_REFUSALS, MAX_REFUSING_INSTANCES, Attempts
+from async_rl.pool.group_rollout import MAX_FAILURES, MAX_REFUSALS, MAX_REFUSING_INSTANCES, Attempts
 
 REFUSALS = [InstanceRefused("engine is broken", status) for status in (500, 501, 502, 504)]
 OTHERS: list[InstanceError] = [

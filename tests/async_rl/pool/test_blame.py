@@ -14,7 +14,7 @@ from async_rl.errors import (
     NeedsWeights,
     StaleWeights,
 )
-from async_rl.pool.blame import Blame, blame_of
+from async_rl.pool.roster import Blame, blame_of
 
 CASES: list[tuple[InstanceError, Blame]] = [
     (InstanceTooSlow("slow"), "none"),

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from async_rl.pool.circuit import FIRST_PAUSE_S, MAX_PAUSE_S, Circuit
+from async_rl.pool.member import FIRST_PAUSE_S, MAX_PAUSE_S, Circuit
 
 STEPS_S = st.sampled_from((0.0, 0.1, FIRST_PAUSE_S, 1.0, MAX_PAUSE_S))
 

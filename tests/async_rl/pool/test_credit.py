@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from async_rl.pool.credit import QUEUE_S, UNTOLD_AT_FIRST, UNTOLD_AT_MOST, Credit
+from async_rl.pool.member import QUEUE_S, UNTOLD_AT_FIRST, UNTOLD_AT_MOST, Credit
 
 
 @pytest.mark.parametrize("told", [1, 64, 10_000])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import NoInstanceLeft
-from async_rl.pool.attempts import MAX_FAILURES
+from async_rl.pool.group_rollout import MAX_FAILURES
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response

@@ -22,8 +22,7 @@ from async_rl.errors import (
 )
 from async_rl.instance.model_tokens import ModelTokens
 from async_rl.instance.partial_rollout import PartialRollout
-from async_rl.pool.attempts import MAX_FAILURES
-from async_rl.pool.group_rollout import GroupRollout
+from async_rl.pool.group_rollout import MAX_FAILURES, GroupRollout
 from async_rl.pool.health import INTERVAL_WITHOUT_S, HealthWatch
 from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member

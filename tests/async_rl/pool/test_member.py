@@ -3,8 +3,7 @@
 from random import Random
 
 from async_rl.instance.partial_rollout import PartialRollout
-from async_rl.pool.member import Member
-from async_rl.pool.request import Request
+from async_rl.pool.member import Member, Request
 from tests.support.members import ready_member
 
 

@@ -11,10 +11,9 @@ from async_rl.instance.client import InstanceClient
 from async_rl.instance.connections import Connections
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.pool.member import Member
+from async_rl.pool.member import Member, Request
 from async_rl.pool.membership import Membership, Standing
-from async_rl.pool.moves import STRAGGLING, STRAGGLING_S, next_moves
-from async_rl.pool.request import Request
+from async_rl.pool.router import STRAGGLING, STRAGGLING_S, next_moves
 from async_rl.protocol.inference import SamplingParams
 from tests.support.pools import Pools
 from tests.support.scripted_instance import sample

@@ -20,8 +20,7 @@ from async_rl.errors import (
     UnknownInstance,
 )
 from async_rl.instance.partial_rollout import PartialRollout
-from async_rl.pool.member import Member
-from async_rl.pool.request import Request
+from async_rl.pool.member import Member, Request
 from async_rl.pool.roster import ALIVE_S, MOST_DESCRIBED, Roster
 
 A, B = "http://a:1", "http://b:2"

@@ -10,9 +10,7 @@ import pytest
 
 from async_rl.errors import NoInstanceLeft
 from async_rl.instance.partial_rollout import PartialRollout
-from async_rl.pool.credit import QUEUE_S
-from async_rl.pool.member import Member
-from async_rl.pool.request import Request
+from async_rl.pool.member import QUEUE_S, Member, Request
 from async_rl.pool.router import MAX_PASSED_OVER, MUCH_MORE_LOADED, Cached, Router
 from tests.support.members import ready_member
 
