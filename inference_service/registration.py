@@ -12,17 +12,72 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
 from async_rl.errors import ConfigError, FleetLost, NoAnswer
 from async_rl.net.http_client import HttpClient, HttpResponse
 from async_rl.protocol.body import ErrorResponse
-from async_rl.protocol.fleet import FleetAddress, NameRequest, RegisterRequest, RegisterResponse
+from async_rl.protocol.fleet import (
+    ADDRESS_FILE,
+    FleetAddress,
+    NameRequest,
+    RegisterRequest,
+    RegisterResponse,
+    read_address,
+)
 from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REGISTER, OTHER_RUN
-from inference_service.fleet_location import FleetLocation
 from inference_service.identity import new_boot_id
+
+
+class FleetLocation:
+    """`register` is a URL or a run's directory, which need not exist yet. A directory is read anew each time, so a
+    trainer that was started again on another host is found.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+
+    def __init__(self, register: str) -> None:
+        is_path = "://" not in register and ("/" in register or Path(register).is_dir())
+        self._run_dir = Path(register) if is_path else None
+        url = "" if is_path else _require_url(register, f"--register {register!r}")
+        self._address = FleetAddress(url=url)
+
+    def address(self) -> FleetAddress:
+        """The endpoint's address, as far as it is known now.
+
+        Raises:
+            NoAnswer: no trainer has written it to the run's directory.
+        """
+        if self._run_dir is None:
+            return self._address
+        file = self._run_dir / ADDRESS_FILE
+        try:
+            found = read_address(self._run_dir)
+            return FleetAddress(url=_require_url(found.url, f"the url in {str(file)!r}"), run=found.run)
+        except FileNotFoundError as error:
+            raise NoAnswer(f"{str(file)!r} does not exist: no trainer listens") from error
+        except (OSError, ValueError) as error:
+            raise NoAnswer(f"{str(file)!r} does not hold the address of a fleet: {error}") from error
+
+
+def _require_url(url: str, what: str) -> str:
+    """
+    Raises:
+        ConfigError: it is none; without a slash at its end otherwise.
+    """
+    if not re.match(r"https?://[^\s/]+", url):
+        raise ConfigError(f"{what}: expected the trainer's fleet endpoint, as http://host:port, or the run's directory")
+    try:
+        _ = urlsplit(url).port
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}; expected http://host:port") from error
+    return url.rstrip("/")
+
 
 logger = logging.getLogger("inference_service")
 

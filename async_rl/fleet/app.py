@@ -1,19 +1,32 @@
 """The routes of the fleet endpoint over a pool: its members, and changes of them; for `async_rl.fleet.server`."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 from pathlib import Path
+from typing import Final
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from async_rl.dashboard.page import Dashboard
+from async_rl.dashboard.page import (
+    EVENTS_PATH,
+    HEADERS,
+    POLL_S,
+    PREFIX,
+    Answer,
+    Dashboard,
+    Events,
+    error_answer,
+)
+from async_rl.dashboard.run_records import RunRecords
 from async_rl.errors import ConfigError, UnknownInstance
-from async_rl.fleet.dashboard_routes import add_dashboard
 from async_rl.fleet.metrics import FleetMetrics
-from async_rl.fleet.run_guard import RunGuard
-from async_rl.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response, invalid_request
+from async_rl.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response, invalid_request, is_address
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol import routes
 from async_rl.protocol.fleet import (
@@ -24,6 +37,70 @@ from async_rl.protocol.fleet import (
     RegisterRequest,
     RegisterResponse,
 )
+from async_rl.protocol.routes import OTHER_RUN, RUN_HEADER
+
+
+def add_dashboard(app: FastAPI, run_dir: Path, has_token: bool) -> None:
+    """Adds the dashboard's routes; without a token it answers only where it is addressed by an address."""
+    dashboard = Dashboard([RunRecords(run_dir)])
+
+    def refuses(request: Request) -> bool:
+        return not has_token and not is_address(request.headers.get("host", ""))
+
+    @app.get(EVENTS_PATH)
+    async def events(request: Request) -> Response:
+        if refuses(request):
+            return _response(_REFUSAL)
+        return StreamingResponse(_events(dashboard), media_type="text/event-stream", headers=dict(HEADERS))
+
+    @app.get(PREFIX + "{path:path}")
+    async def page(request: Request) -> Response:
+        if refuses(request):
+            return _response(_REFUSAL)
+        return _response(await asyncio.to_thread(dashboard.answer, request.url.path, dict(request.query_params)))
+
+
+_REFUSAL = error_answer(HTTPStatus.FORBIDDEN, "open the dashboard at the address of its host, not at a name")
+
+
+async def _events(dashboard: Dashboard) -> AsyncIterator[bytes]:
+    """Until the page is closed, or the endpoint: both cancel it."""
+    events = Events(dashboard)
+    while True:
+        if chunk := await asyncio.to_thread(events.next):
+            yield chunk
+        await asyncio.sleep(POLL_S)
+
+
+def _response(answer: Answer) -> Response:
+    return Response(answer.body, answer.status, dict(answer.headers), answer.content_type)
+
+
+_HEADER: Final = RUN_HEADER.lower().encode()
+
+
+class RunGuard:
+    """Responds 409 to requests that name another run than `run`; those that name none pass.
+
+    A trainer that was killed leaves its address in its run's directory, and the next trainer at that port may be
+    another run's: instances would join that run, and `async-rl fleet` would change it.
+    """
+
+    def __init__(self, app: ASGIApp, run: str) -> None:
+        self._app = app
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        meant = dict(scope["headers"]).get(_HEADER) if scope["type"] == "http" else None
+        if meant is not None and meant != self._run.encode():
+            message = (
+                f"this is the fleet endpoint of run {self._run}, the request is for run "
+                f"{meant.decode(errors='replace')}: its trainer does not listen here any more"
+            )
+            await error_response(message, HTTPStatus.CONFLICT, OTHER_RUN)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
 
 OPEN_PATHS = (routes.HEALTH, routes.METRICS)
 """For monitoring; they need no token and change nothing."""

@@ -5,7 +5,10 @@ and recorded token for token. The key is bound to the session, and with it to th
 version; it ends with the rollout.
 """
 
+import hashlib
+import hmac
 import logging
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +20,33 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.gateway.api_error import ApiError
 from async_rl.gateway.ignored_fields import IgnoredFields
-from async_rl.gateway.keys import Keys
 from async_rl.gateway.line import Line
 from async_rl.gateway.server import make_app
 from async_rl.net.bounded_connections import BoundedSite
 from async_rl.net.listener import is_open_to_network, listen, url_for_others
 from async_rl.rollout.session import RolloutSession
+
+NUM_BYTES = 16
+
+
+class Keys:
+    """Mints keys, and tells a key that it has minted from any other without keeping them."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def mint(self) -> str:
+        nonce = secrets.token_hex(NUM_BYTES)
+        return f"{nonce}{self._signature(nonce)}"
+
+    def has_minted(self, key: str) -> bool:
+        nonce, signature = key[: 2 * NUM_BYTES], key[2 * NUM_BYTES :]
+        # As bytes: texts that are not ASCII cannot be compared.
+        return hmac.compare_digest(signature.encode(errors="replace"), self._signature(nonce).encode())
+
+    def _signature(self, nonce: str) -> str:
+        return hmac.new(self._secret, nonce.encode(errors="replace"), hashlib.sha256).hexdigest()[: 2 * NUM_BYTES]
+
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,38 @@
 """The program of a run's rollouts, with the gateway beside it; for the leader."""
 
+from dataclasses import replace
+
 from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.gateway.command_program import CommandProgram
 from async_rl.gateway.gateway import Gateway
-from async_rl.gateway.served_program import ServedProgram
 from async_rl.programs.user_command import COMMAND
-from async_rl.rollout.program import Program
+from async_rl.rollout.program import Program, ProgramPrompt, RolloutResult
+from async_rl.rollout.session import RolloutSession
 from async_rl.rollout.worker_programs import WorkerProgram
+
+
+class ServedProgram:
+    """Implements `Program` with another one, whose prompts get the base URL and the key of their rollout."""
+
+    def __init__(self, program: Program, gateway: Gateway) -> None:
+        self._program = program
+        self._gateway = gateway
+
+    async def start(self) -> None:
+        if not self._gateway.url:
+            await self._gateway.start()
+        await self._program.start()
+
+    async def run(self, prompt: ProgramPrompt, session: RolloutSession) -> RolloutResult:
+        with self._gateway.serving(session) as access:
+            return await self._program.run(replace(prompt, base_url=access.base_url, api_key=access.key), session)
+
+    async def close(self) -> None:
+        try:
+            await self._program.close()
+        finally:
+            await self._gateway.stop()
 
 
 def make_program(rollout: RolloutSection, tokenizer: Tokenizer, address: str | None) -> Program | None:

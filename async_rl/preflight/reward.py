@@ -1,12 +1,15 @@
 """Checks that a reward exists and has what it needs; nothing of it is executed."""
 
 import ast
+import logging
+import socket
 from importlib.util import find_spec
+from urllib.parse import urlsplit
 
 from async_rl.config.reward_section import RewardSection
+from async_rl.config.secrets import masked_text
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.preflight.reward_service import warn_if_unreachable
 from async_rl.preflight.user_file import PREFIX, require_function, signature_of
 from async_rl.rewards.base import USED_SHARE
 from async_rl.rewards.built_in import BUILT_IN, EXPECTED, PACKAGES
@@ -79,3 +82,25 @@ def _require_service(config: RewardSection, name: str) -> None:
         model_of(config)
         Rubric.of(config)
     warn_if_unreachable("reward.url", url)
+
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 2.0
+
+PORTS = {"http": 80, "https": 443}
+
+
+def warn_if_unreachable(setting: str, url: str) -> None:
+    """Connects to the URL, the value of `setting`, and logs a warning if that fails."""
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname, parts.port or PORTS[parts.scheme]), TIMEOUT_S):
+            return
+    except (OSError, UnicodeError) as error:
+        log.warning(
+            "%s is %r, which cannot be reached from here (%s): start the service before it is needed",
+            setting,
+            masked_text(url),
+            error,
+        )

@@ -9,7 +9,6 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.base import as_rewards
 from async_rl.rewards.function import Traits
-from async_rl.rewards.slots import Slots
 from async_rl.rewards.worker_process import (
     WorkerDied,
     WorkerFailed,
@@ -18,6 +17,31 @@ from async_rl.rewards.worker_process import (
     WorkerTimeout,
 )
 from async_rl.types import Prompt, Response, Scores
+
+
+class Slots:
+    """A number of slots, taken in order of arrival; a call may take several."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._free = asyncio.Semaphore(number)
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def taken(self, number: int) -> AsyncIterator[None]:
+        """Waits for `number` slots, or for all if there are fewer."""
+        num_taken = 0
+        try:
+            # One after the other: two calls that have a part of their slots each would wait for each other forever.
+            async with self._turn:
+                for _ in range(min(number, self._number)):
+                    await self._free.acquire()
+                    num_taken += 1
+            yield
+        finally:
+            for _ in range(num_taken):
+                self._free.release()
+
 
 log = logging.getLogger(__name__)
 

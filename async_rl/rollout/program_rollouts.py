@@ -8,8 +8,10 @@ its turns, and gets a reward like any other.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.prompts_section import PromptsSection
@@ -25,12 +27,30 @@ from async_rl.rollout.rendering import make_renderer
 from async_rl.rollout.rollout_figures import RolloutFigures
 from async_rl.rollout.sampling import ALL_TOKENS, Truncation
 from async_rl.rollout.session import NothingSampled, RolloutSession, Sessions
-from async_rl.rollout.slots import Slots
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.rollout.turn_limits import most_letters_of
 from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.seeds import evaluation_rollout_seed, rollout_seed
 from async_rl.types import Group, Prompt, RewardParts, Scores, WeightVersion
+
+
+class Slots:
+    """`per_environment` is None for as many as there are in all."""
+
+    def __init__(self, max_concurrent: int, per_environment: int | None) -> None:
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._per_environment = min(per_environment or max_concurrent, max_concurrent)
+        self._of_environment: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def taken(self, environment: str) -> AsyncIterator[None]:
+        """Waits for a slot of this environment, and then for one of all: who waits for a busy one takes no room."""
+        own = self._of_environment.get(environment)
+        if own is None:
+            own = self._of_environment[environment] = asyncio.Semaphore(self._per_environment)
+        async with own, self._slots:
+            yield
+
 
 log = logging.getLogger(__name__)
 

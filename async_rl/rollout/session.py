@@ -31,10 +31,16 @@ from async_rl.rollout.recorder import Conversation, Recorder, Request, TurnNode
 from async_rl.rollout.rendering import Renderer
 from async_rl.rollout.sampling import ALL_TOKENS, Truncation, max_tokens_of, stops_of, turn_sampling, until_stop
 from async_rl.rollout.trajectory import Trajectory, with_texts
-from async_rl.rollout.turn import Limit, LimitReached, SessionClosed, Turn
+from async_rl.rollout.turn import (
+    Limit,
+    LimitReached,
+    SessionClosed,
+    Turn,
+    parsed_message,
+    plain_message,
+    require_well_formed,
+)
 from async_rl.rollout.turn_limits import Limits, Used, least_tokens
-from async_rl.rollout.turn_message import parsed_message, plain_message
-from async_rl.rollout.turn_request import require_well_formed
 from async_rl.rollout.turnstile import LONG, Turnstile
 from async_rl.seeds import turn_seed
 from async_rl.token_arrays import TokenIds

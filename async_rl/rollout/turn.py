@@ -1,11 +1,79 @@
 """What the policy gives a rollout program: a turn, or the reason why there is none."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from async_rl.config.prompts_section import MAX_STOPS
+from async_rl.rollout.messages import InvalidRequest, Message
+from async_rl.rollout.rendering import ParsedCall
 from async_rl.token_arrays import Logprobs, TokenIds
-from async_rl.types import WeightVersion
+from async_rl.types import WeightVersion, digest_of
+
+
+def plain_message(text: str, stop: Sequence[str]) -> dict[str, Any]:
+    """The text up to the first of the texts `stop`."""
+    return {"role": "assistant", "content": _before(text, stop)}
+
+
+def parsed_message(
+    message: dict[str, Any], calls: Sequence[ParsedCall], stop: Sequence[str], turn: tuple[str, int]
+) -> dict[str, Any]:
+    """The message that a renderer made, with its calls of tools, named after the turn where they have no name."""
+    message["content"] = _before(message["content"], stop)
+    if calls:
+        names = (digest_of([*turn, number]) for number in itertools.count())
+        message["tool_calls"] = [_tool_call(call, name) for call, name in zip(calls, names, strict=False)]
+    return message
+
+
+def _tool_call(call: ParsedCall, name: str) -> dict[str, Any]:
+    return {
+        "id": call.id or f"call_{name}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the texts `stop`."""
+    return text[: min((text.index(end) for end in stop if end in text), default=len(text))]
+
+
+MAX_TOKEN_ID = 2**31
+
+
+def require_well_formed(
+    messages: Sequence[Message] | None, token_ids: Sequence[int] | None, max_tokens: int | None, stop: Sequence[str]
+) -> None:
+    """Checks the arguments of `generate`, which programs pass on as they got them; messages are checked elsewhere.
+
+    Raises:
+        InvalidRequest: one is not what it must be; names it and its value.
+    """
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise InvalidRequest(f"max_tokens is {max_tokens!r:.80}: expected a number from 1")
+    if (messages is None) == (token_ids is None):
+        raise InvalidRequest("generate takes either messages or token_ids")
+    if (
+        isinstance(stop, str)
+        or not isinstance(stop, Sequence)
+        or not all(isinstance(text, str) and text for text in stop)
+    ):
+        raise InvalidRequest(f"stop is {stop!r:.80}: expected a list of texts")
+    if len(stop) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(stop)} texts: expected {MAX_STOPS} at most")
+    if messages is None:
+        _require_token_ids(token_ids)
+
+
+def _require_token_ids(token_ids: Sequence[int] | None) -> None:
+    if not isinstance(token_ids, Sequence) or not token_ids:
+        raise InvalidRequest(f"token_ids is {token_ids!r:.80}: expected a list of at least one token id")
+    if not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in token_ids):
+        raise InvalidRequest(f"token_ids is {token_ids!r:.80}: expected integers from 0")
+
 
 Limit = Literal["turns", "tokens", "context", "time"]
 

@@ -3,15 +3,42 @@
 Pure functions on rows of the proof. `docs/metrics.md` has each figure's definition.
 """
 
+import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
 from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import LogprobGaps
-from async_rl.tracking.lengths import length_figures
 from async_rl.tracking.pass_at_k import ks_of, pass_at_k
 from async_rl.types import CorrectAt, have_signal, num_correct, part_of, reward_part_means
+
+_EDGES = [0, 1, *sorted(edge for i in range(1, 40) for edge in (2**i, 3 * 2 ** (i - 1)))]
+"""Of lengths: two buckets per doubling, the same in every iteration and run, so that histograms can be added."""
+
+
+def length_figures(lengths: Sequence[int]) -> dict[str, Any]:
+    """Of sampled tokens per rollout, at least one; a quantile is the smallest length that so large a share reaches."""
+    ascending = sorted(lengths)
+
+    def quantile(share: float) -> int:
+        return ascending[max(0, math.ceil(share * len(ascending)) - 1)]
+
+    return {
+        "response_tokens_min": ascending[0],
+        "response_tokens_p50": quantile(0.5),
+        "response_tokens_p90": quantile(0.9),
+        "response_tokens_max": ascending[-1],
+        "response_tokens_histogram": histogram(ascending),
+    }
+
+
+def histogram(lengths: Sequence[int]) -> list[list[int]]:
+    """`[lower, upper, count]` of each bucket from the first to the last that holds a length; `upper` is excluded."""
+    counts = Counter(bisect_right(_EDGES, length) - 1 for length in lengths)
+    return [[_EDGES[i], _EDGES[i + 1], counts[i]] for i in range(min(counts), max(counts) + 1)]
 
 
 def group_figures(rows: Sequence[GroupProof], correct_at: CorrectAt) -> dict[str, Any]:

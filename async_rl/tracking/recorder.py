@@ -9,9 +9,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from async_rl.errors import ConfigError
@@ -27,12 +28,25 @@ from async_rl.tracking.balance import (
     overlap_efficiency,
 )
 from async_rl.tracking.group_figures import group_figures, selection_figures
-from async_rl.tracking.queue_figures import queue_figures
 from async_rl.tracking.samples import SAMPLES, Decode, Sampled
 from async_rl.tracking.throughput import TrainingPool, tpspd
 from async_rl.tracking.timeline import TIMELINE, GroupTimes, timeline_rows
 from async_rl.tracking.trackers.fan_out import Trackers
 from async_rl.types import CorrectAt, Group, Publication
+
+
+def queue_figures(times: Collection[GroupTimes]) -> dict[str, float]:
+    """The mean wait, and the most groups that waited at the same time; 0 where no group has times."""
+    waits = [each.train_started_s - each.finished_s for each in times]
+    arrivals = [(each.finished_s, 1) for each in times]
+    departures = [(each.train_started_s, -1) for each in times]
+    most = waiting = 0
+    # A group that arrives when another one leaves has not met it.
+    for _, change in sorted(arrivals + departures):
+        waiting += change
+        most = max(most, waiting)
+    return {"queue_wait_s_mean": fmean(waits) if waits else 0.0, "queue_groups_max": most}
+
 
 log = logging.getLogger(__name__)
 

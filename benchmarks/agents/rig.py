@@ -21,7 +21,7 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.event_loop import EventLoopThread
 from async_rl.gateway.gateway import Gateway
-from async_rl.gateway.served_program import ServedProgram
+from async_rl.gateway.programs import ServedProgram
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward

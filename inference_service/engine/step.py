@@ -5,15 +5,67 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
+from async_rl.cpu import exact
+from async_rl.cpu.products import linear
+from async_rl.errors import ConfigError
 from inference_service.engine import attention
-from inference_service.engine.exact_model import use_exact
 from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.kv_store import Place
-from inference_service.engine.linears import use_faster_products
 from inference_service.engine.parts import SharedPart, Span, StepParts, own_parts, place_of, shared_parts
 from inference_service.engine.schedule import Fed, Run, Work
 from inference_service.engine.segments import Link, Segment
+
+
+class Linear(torch.nn.Linear):
+    """torch's, with another forward: for inference only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def use_faster_products(model: torch.nn.Module) -> None:
+    """Makes every plain linear layer a `Linear`, in place: its weights and their names stay."""
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = Linear
+
+
+class ExactLinear(torch.nn.Linear):
+    """torch's, with another forward: for inference only."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return exact.linear(input, self.weight, self.bias)
+
+
+class ExactSiLU(torch.nn.Module):
+    """The activation of the feed-forward parts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return exact.silu(x)
+
+
+def use_exact(model: PreTrainedModel) -> None:
+    """Replaces activations and linear layers; norms and rotary embedding are exact as they are.
+
+    Raises:
+        ConfigError: another activation than SiLU.
+    """
+    silu = type(ACT2FN["silu"])
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            # A module around it would change the names of the weights.
+            module.__class__ = ExactLinear
+        activation = getattr(module, "act_fn", None)
+        if activation is None:
+            continue
+        if not isinstance(activation, silu | ExactSiLU):
+            raise ConfigError(
+                f"the model has the activation {type(activation).__name__}: exact mode (train.exact, --exact) is for "
+                "SiLU; serve it without"
+            )
+        module.act_fn = ExactSiLU()
 
 
 @dataclass(frozen=True, slots=True)

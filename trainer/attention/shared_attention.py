@@ -18,8 +18,8 @@ import logging
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from trainer.attention.dense_attention import dense_attention
 from trainer.attention.segments import Segments
 from trainer.devices import AttentionKernel, Device
 from trainer.devices.attention_part import Part
@@ -216,3 +216,18 @@ def _check_segments(
     lens = (*prompts, *(length for group in responses for length in group))
     cross = Part(tuple(sum(group) for group in responses), prompts, False, device)
     return Segments(Part(lens, lens, True, device), cross, cross_q_start=sum(prompts))
+
+
+def dense_attention(
+    query_THD: torch.Tensor, key_SKD: torch.Tensor, value_SKD: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    """Attention output [T, H, D] under `segments.dense_mask_TS`; time and memory are quadratic in the row count."""
+    out_1HTD = F.scaled_dot_product_attention(
+        query_THD.transpose(0, 1)[None],
+        key_SKD.transpose(0, 1)[None],
+        value_SKD.transpose(0, 1)[None],
+        attn_mask=segments.dense_mask_TS,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out_1HTD[0].transpose(0, 1)

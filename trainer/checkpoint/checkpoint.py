@@ -8,15 +8,18 @@ tensors are copied to host memory, and a thread writes them while training conti
 `trainer.session` opens one `Checkpoints` per rank; methods that wait document what they wait for.
 """
 
+import base64
 import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -36,7 +39,6 @@ from trainer.checkpoint.files import (
     seal,
     write_json,
 )
-from trainer.checkpoint.random_state import random_state, set_random_state
 from trainer.checkpoint.tensors import CRITIC, OLD, POLICY, model_tensors, optimizer_tensors, snapshot, storable
 from trainer.critic import Critic
 from trainer.parallel import TIMEOUT, Parallel
@@ -344,3 +346,30 @@ def _layout(parallel: Parallel) -> dict[str, int]:
         "pipeline_parallel": parallel.pp_size,
         "expert_parallel": parallel.ep_size,
     }
+
+
+_HOST = "host"
+_DEVICE = "device"
+_TRACKED = "megatron:"
+
+
+def random_state(parallel: Parallel) -> dict[str, str]:
+    """All generators that a rank draws from: torch's on host and device, and those that Megatron keeps separately."""
+    states = {_HOST: torch.get_rng_state()}
+    if parallel.device.DEVICE.type != "cpu":
+        states[_DEVICE] = torch.get_device_module(parallel.device.DEVICE).get_rng_state()
+    tracked = get_cuda_rng_tracker().get_states()
+    states |= {_TRACKED + name: state for name, state in tracked.items()}
+    return {name: base64.b64encode(state.cpu().numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def set_random_state(parallel: Parallel, encoded: dict[str, str]) -> None:
+    """Restores what `random_state` returned on the rank with the same position in the layout."""
+    states = {
+        name: torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8) for name, state in encoded.items()
+    }
+    torch.set_rng_state(states[_HOST])
+    if _DEVICE in states and parallel.device.DEVICE.type != "cpu":
+        torch.get_device_module(parallel.device.DEVICE).set_rng_state(states[_DEVICE])
+    tracked = {name.removeprefix(_TRACKED): state for name, state in states.items() if name.startswith(_TRACKED)}
+    get_cuda_rng_tracker().set_states(tracked)

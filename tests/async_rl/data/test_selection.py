@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.data.prompt_table import PromptTable
-from async_rl.data.selection import Indices, select
+from async_rl.data.prompts import Indices, select
 
 
 def tables(parts: list[list[int]]) -> list[PromptTable]:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from async_rl.event_loop import EventLoopThread
-from async_rl.gateway.served_program import ServedProgram
+from async_rl.gateway.programs import ServedProgram
 from async_rl.rollout.program import ProgramFailed, ProgramPrompt, RolloutResult
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.rollout.worker_programs import WorkerProgram

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from async_rl.fleet.periodic import Periodic
+from async_rl.fleet.dns import Periodic
 
 
 def test_it_runs_again_and_again_and_not_after_it_was_stopped() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.gateway.command_program import CommandProgram
-from async_rl.gateway.served_program import ServedProgram
+from async_rl.gateway.programs import ServedProgram
 from async_rl.rollout.program import ProgramFailed, ProgramPrompt, RolloutResult
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.types import Prompt

@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.config.reward_section import RewardSection
 from async_rl.rewards.function import RewardFunction, load_function
-from async_rl.rewards.written_numbers import is_number, is_part
+from async_rl.rewards.math import is_number, is_part
 from async_rl.types import Prompt
 from tests.support.groups import text_responses
 

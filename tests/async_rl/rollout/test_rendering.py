@@ -17,7 +17,7 @@ from async_rl.rollout.known_rendering import KnownRenderer
 from async_rl.rollout.messages import InvalidRequest
 from async_rl.rollout.recorder import Conversation, Recorder
 from async_rl.rollout.rendering import Renderer, TemplateRenderer, make_renderer
-from async_rl.rollout.turn_message import parsed_message
+from async_rl.rollout.turn import parsed_message
 from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.groups import make_response
 

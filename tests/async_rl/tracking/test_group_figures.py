@@ -6,8 +6,7 @@ import pytest
 
 from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import LogprobGaps
-from async_rl.tracking.group_figures import group_figures
-from async_rl.tracking.lengths import histogram, length_figures
+from async_rl.tracking.group_figures import group_figures, histogram, length_figures
 
 
 def row(index: int, rewards: tuple[float, ...], lengths: tuple[int, ...], num_truncated: int = 0) -> GroupProof:

@@ -15,9 +15,8 @@ from rich.console import Console
 
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
-from deploy.local.evaluate import main
+from deploy.local.evaluate import main, require_writable, show_results
 from deploy.local.evaluate_options import config_path, config_text, parse, require_reward, set_names
-from deploy.local.evaluate_report import require_writable, show_results
 from tests.support.minimal_config import MINIMAL
 
 REWARD = """

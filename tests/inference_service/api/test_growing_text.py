@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from inference_service.api.growing_text import GrowingText
+from inference_service.api.completion_choice import GrowingText
 
 
 class Bytes:

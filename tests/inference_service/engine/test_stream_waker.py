@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.protocol.inference import SamplingParams
 from inference_service.engine.sequences import Request, Sequence
-from inference_service.engine.stream_waker import INTERVAL_S, StreamWaker
+from inference_service.engine.transformers_engine import INTERVAL_S, StreamWaker
 from inference_service.engine_interface import Sample
 
 Scenario = Callable[[StreamWaker, list[Request]], Coroutine[None, None, None]]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
-from trainer.model_card.settings import settings_toml, shown
+from trainer.model_card.card import settings_toml, shown
 
 
 def config(**sections: Any) -> Config:
