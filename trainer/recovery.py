@@ -80,6 +80,9 @@ class OwnProducer:
     ) -> None:
         if self._control is not None:
             self._control.close()
+            if self._control.is_lost:
+                self._process.end(0.0)
+                return
         # One that has not been opened has nothing to end in order.
         after_error_s = self._lost_after_s if self._is_open else 0.0
         self._process.end(END_TIMEOUT_S if kind is None else after_error_s)
@@ -95,6 +98,7 @@ class OwnProducer:
         if self._control is None:
             self._control = Control(connection)
         self._control.connection = connection
+        self._control.is_lost = False
 
     def open(
         self,

@@ -14,7 +14,7 @@ from functools import partial
 from async_rl.config.secrets import masked
 from async_rl.config.sections import Config, RunSection, TrainSection
 from async_rl.data.prompts import PromptSource
-from async_rl.errors import ConfigError, RunDirInUse
+from async_rl.errors import RunDirInUse
 from async_rl.files import write_file
 from async_rl.ledger import Ledger
 from async_rl.loop import Rollouts
@@ -26,7 +26,7 @@ from async_rl.tracking.lease import Lease, take_lease
 from async_rl.tracking.notices import recorded_notices
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import CONFIG, cut_run_records, holds_another_run, require_no_records
-from async_rl.tracking.run_lock import lock_run, may_be_replaced
+from async_rl.tracking.run_lock import lock_run, make_run_dir, may_be_replaced
 from async_rl.types import WeightVersion
 from async_rl.weights.sender import WeightSender
 from trainer.checkpoint.checkpoint import Checkpoints
@@ -222,12 +222,7 @@ def _claim(run: RunSection, lease_s: float) -> Iterator[Lease]:
 
     The process ends at once when another trainer has taken over.
     """
-    try:
-        run.dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir {str(run.dir)!r} cannot be made: {error.strerror}; name another directory"
-        ) from error
+    make_run_dir(run.dir)
     with ExitStack() as closing:
         try:
             closing.enter_context(lock_run(run.dir))

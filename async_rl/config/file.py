@@ -31,6 +31,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except ValueError as error:
         raise ConfigError(f"{str(path)!r} is not valid TOML: {error}; correct it there") from error
     for word in overrides:
+        if not _is_utf8(word):
+            raise ConfigError(f"override {word!r} is not UTF-8: name files and folders in UTF-8")
         name, equals, text = word.removeprefix("--").partition("=")
         assert word.startswith("--") and equals, f"override {word!r} is not --section.key=VALUE"
         key = find_key(Config, name)
@@ -39,6 +41,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         except ValueError as error:
             raise ConfigError(f"override --{name}: {error}") from error
     return parse_config(tree, source=str(path))
+
+
+def _is_utf8(word: str) -> bool:
+    """Not where an argument has bytes that Python could not decode."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_config(tree: dict[str, Any], source: str) -> Config:

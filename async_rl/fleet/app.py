@@ -26,6 +26,7 @@ from async_rl.dashboard.page import (
 from async_rl.dashboard.run_records import RunRecords
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.fleet.metrics import FleetMetrics
+from async_rl.fleet.orders import Orders
 from async_rl.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response, invalid_request, is_address
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.protocol import routes
@@ -115,6 +116,7 @@ HEARTBEATS_PER_TIMEOUT = 3
 
 def make_app(
     pool: InferencePool,
+    orders: Orders,
     metrics: FleetMetrics,
     heartbeat_timeout_s: float,
     token: str | None,
@@ -127,7 +129,7 @@ def make_app(
     """
     app = FastAPI(title="async-rl fleet", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_reading_routes(app, pool, metrics)
-    _add_membership_routes(app, pool, min(MAX_HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT))
+    _add_membership_routes(app, pool, orders, min(MAX_HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT))
 
     if run_dir is not None:
         add_dashboard(app, run_dir, token is not None)
@@ -160,7 +162,7 @@ def _add_reading_routes(app: FastAPI, pool: InferencePool, metrics: FleetMetrics
         return _fleet_info(pool, metrics)
 
 
-def _add_membership_routes(app: FastAPI, pool: InferencePool, interval_s: float) -> None:
+def _add_membership_routes(app: FastAPI, pool: InferencePool, orders: Orders, interval_s: float) -> None:
     @app.post(routes.FLEET_REGISTER)
     async def register(body: RegisterRequest) -> RegisterResponse:
         member = pool.register(body.url, body.name, body.boot_id)
@@ -169,15 +171,15 @@ def _add_membership_routes(app: FastAPI, pool: InferencePool, interval_s: float)
 
     @app.post(routes.FLEET_ADD)
     async def add(body: AddRequest) -> InstanceInfo:
-        return pool.add(body.url, body.name).info()
+        return orders.add(body.url, body.name).info()
 
     @app.post(routes.FLEET_DRAIN)
     async def drain(body: NameRequest) -> InstanceInfo:
-        return pool.drain(body.name).info()
+        return orders.drain(body.name).info()
 
     @app.post(routes.FLEET_REMOVE)
     async def remove(body: NameRequest) -> InstanceInfo:
-        return pool.remove(body.name).info()
+        return orders.remove(body.name).info()
 
 
 def _fleet_info(pool: InferencePool, metrics: FleetMetrics) -> FleetInfo:

@@ -12,6 +12,7 @@ from async_rl.config.pool_section import PoolSection
 from async_rl.files import write_file
 from async_rl.fleet.app import make_app
 from async_rl.fleet.metrics import FleetMetrics
+from async_rl.fleet.orders import Orders
 from async_rl.net.bounded_connections import ACCEPTS, BACKLOG
 from async_rl.net.bounded_http import BoundedHttp
 from async_rl.net.listener import is_open_to_network, listen, url_for_others
@@ -34,6 +35,7 @@ class FleetServer:
         address: at which other hosts reach this one, if `pool.fleet_host` means all its interfaces; None determines
             one.
         run: the run's uid: requests for another run are refused.
+        orders: carries out what operators want; by default none is kept.
     """
 
     def __init__(
@@ -44,13 +46,16 @@ class FleetServer:
         run_dir: Path | None = None,
         address: str | None = None,
         run: str | None = None,
+        orders: Orders | None = None,
     ) -> None:
         self.metrics = FleetMetrics(lambda: pool.members)
         """The content of /metrics; its `note` takes the records of the run."""
         self.url = ""
         self.port = 0
         """The endpoint's URL and port; known after `start`."""
-        self._app = make_app(pool, self.metrics, config.heartbeat_timeout_s, token, run, run_dir)
+        self._app = make_app(
+            pool, orders or Orders(pool), self.metrics, config.heartbeat_timeout_s, token, run, run_dir
+        )
         self._config = config
         self._has_token = token is not None
         self._run = run

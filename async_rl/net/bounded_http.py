@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Any, cast
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from async_rl.net import bounded_connections
@@ -25,6 +26,13 @@ class BoundedHttp(H11Protocol):
     def data_received(self, data: bytes) -> None:
         self.heard_s = time.monotonic()
         super().data_received(data)
+
+    def on_response_complete(self) -> None:
+        """Ends a connection whose client has not waited for this answer: no client that we know does so, and a few
+        bytes would ask for much work."""
+        if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+            self.transport.close()
+        super().on_response_complete()
 
     @property
     def waits(self) -> bool:

@@ -212,6 +212,13 @@ class Roster:
         self._drop(member, "it was removed from the pool")
         return member
 
+    def bar(self, name: str, boot_id: str | None) -> None:
+        """An instance had been drained or removed when this pool was made; see `register`."""
+        for member in self.members:
+            if member.name == name:
+                self._drop(member, "it was removed from the pool")
+        self._left[name] = boot_id
+
     def _drop(self, member: Member, reason: str) -> None:
         self.members = tuple(other for other in self.members if other is not member)
         self._act(member, self._membership.removed(member.standing, reason))

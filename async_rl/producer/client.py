@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +46,8 @@ class Control:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self.is_lost = False
+        """Whether the producer was found to be lost."""
 
     def call(
         self, name: str, *arguments: Any, serve: Serve = _serve_nothing, watch: Callable[[], None] = lambda: None
@@ -65,19 +67,31 @@ class Control:
 
     def begin(self, name: str, *arguments: Any) -> None:
         """Begins a call, whose `result` is due before the next one."""
-        self.connection.send({"call": name, "arguments": arguments})
+        with self._noting_a_loss():
+            self.connection.send({"call": name, "arguments": arguments})
 
     def result(self, serve: Serve = _serve_nothing, watch: Callable[[], None] = lambda: None) -> Any:
         """That of the call that was begun; raises as `call`."""
         while True:
             watch()
-            match self.connection.receive(POLL_S):
+            with self._noting_a_loss():
+                frame = self.connection.receive(POLL_S)
+            match frame:
                 case ({"serve": asked, "arguments": given}, _):
-                    self.connection.send(_answer(serve, asked, given))
+                    with self._noting_a_loss():
+                        self.connection.send(_answer(serve, asked, given))
                 case ({"done": result}, _):
                     return result
                 case ({"failed": error}, _):
                     raise error_from_data(error)
+
+    @contextmanager
+    def _noting_a_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except ProducerLost:
+            self.is_lost = True
+            raise
 
     def publish(self, version: WeightVersion, serve: Serve) -> Publication:
         """Has the producer put the weights in service, which asks `serve` for them.

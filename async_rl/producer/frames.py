@@ -42,7 +42,11 @@ async def read_frame(reader: asyncio.StreamReader, most_bytes: int | None = None
     length, num_bytes = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
     if most_bytes is not None and length + num_bytes > most_bytes:
         raise ValueError(f"a frame of {length + num_bytes} bytes before a greeting")
-    return decode_message(await reader.readexactly(length)), await reader.readexactly(num_bytes)
+    try:
+        message = decode_message(await reader.readexactly(length))
+    except RecursionError as error:
+        raise ValueError("a message that is nested too deeply") from error
+    return message, await reader.readexactly(num_bytes)
 
 
 def error_as_data(error: BaseException) -> list[Any]:

@@ -6,6 +6,8 @@
 
 import asyncio
 import json
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -15,6 +17,7 @@ from typing import Any
 
 from async_rl.config.sections import Config
 from async_rl.data.prompts import PromptSource, Tokenizer
+from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import EvaluationRecorder
 from async_rl.evaluation.sampler import Sampler
@@ -22,6 +25,7 @@ from async_rl.evaluation.sets import load_sets
 from async_rl.event_loop import EventLoopThread
 from async_rl.files import append_lines
 from async_rl.fleet.dns import DnsMembership
+from async_rl.fleet.orders import ORDERS_FILE, Orders
 from async_rl.fleet.server import FleetServer
 from async_rl.gateway.programs import make_program
 from async_rl.group_proof import GroupProof
@@ -53,8 +57,15 @@ from async_rl.types import Batch, Group, Prompt, Publication
 START_TIMEOUT_S = 600.0
 """For starting the processes of a reward or a program, which have limits of their own: that of anything beyond."""
 
+PORT_PATIENCE_S = 5.0
+"""For the port of the fleet endpoint, which was free while the producer was replaced."""
+
+PORT_POLL_S = 0.1
+
 CLOSE_TIMEOUT_S = 30.0
 """For ending them."""
+
+log = logging.getLogger(__name__)
 
 Ask = Callable[[str, Sequence[Any]], Any]
 """Has the main rank do something while it waits for a publish: (name, arguments) -> plain result."""
@@ -86,6 +97,7 @@ class Work:
         self._loop = loop
         self._token = token
         self._run = run
+        self._lease_name = lease_name
         self._require_lease = require_lease
         self._pool = pool or InferencePool(config.pool, token, lease_name)
         closing.callback(lambda: loop.end(self._pool.close()))
@@ -135,9 +147,10 @@ class Work:
         """
         config, pool, loop = self._config, self._pool, self._loop
         self._docking = Docking.of(config, num_replicas)
-        fleet = config.pool if fleet_port is None else config.pool.model_copy(update={"fleet_port": fleet_port})
-        server = FleetServer(pool, fleet, self._token, config.run.dir, config.publish.master_address, self._run)
-        self._start(server)
+        orders = Orders(pool, config.run.dir / ORDERS_FILE, self._lease_name or "")
+        if fleet_port is not None:
+            orders.repeat()
+        server = self._start_fleet(orders, fleet_port)
         if config.pool.dns is not None:
             self._start(DnsMembership(pool, config.pool.dns))
         loop.run(pool.wait_until_ready())
@@ -325,6 +338,30 @@ class Work:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.batch_decode([list(token_ids)], skip_special_tokens=False)[0]
+
+    def _start_fleet(self, orders: Orders, port: int | None) -> FleetServer:
+        """The fleet endpoint, at the port of the producer before this one, if there was one and it can be had.
+
+        Raises:
+            ConfigError: its address cannot be used.
+        """
+        config = self._config
+        deadline = time.monotonic() + PORT_PATIENCE_S
+        while True:
+            pool = config.pool if port is None else config.pool.model_copy(update={"fleet_port": port})
+            server = FleetServer(
+                self._pool, pool, self._token, config.run.dir, config.publish.master_address, self._run, orders
+            )
+            try:
+                self._start(server)
+                return server
+            except ConfigError as error:
+                if port is None:
+                    raise
+                if time.monotonic() > deadline:
+                    log.warning("%s; instances that were told its URL do not find it any more", error)
+                    port = None
+            time.sleep(PORT_POLL_S)
 
     def _start(self, part: FleetServer | DnsMembership) -> None:
         self._loop.run(part.start())

@@ -5,22 +5,40 @@ import fcntl
 from pathlib import Path
 from typing import BinaryIO
 
-from async_rl.errors import RunDirInUse
+from async_rl.errors import ConfigError, RunDirInUse
 from async_rl.tracking.lease import read_term
 from async_rl.tracking.process_identity import is_running
 
 LOCK_FILE = ".lock"
+LAUNCHER_LOCK_FILE = ".launcher.lock"
 
 
-def lock_run(run_dir: Path) -> BinaryIO:
+def make_run_dir(run_dir: Path) -> None:
+    """Makes the directory of a run, if there is none.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir {str(run_dir)!r} cannot be made: {error.strerror}; name another directory"
+        ) from error
+
+
+def lock_run(run_dir: Path, name: str = LOCK_FILE) -> BinaryIO:
     """Locks `run_dir`, which exists, until the returned file is closed or this process ends in any way.
 
     If the file system has no locks, nothing is locked.
 
+    Args:
+        name: of the file that is locked: the trainer's, or the launcher's, which begins before and ends after it.
+
     Raises:
         RunDirInUse: another run holds it.
     """
-    file = (run_dir / LOCK_FILE).open("ab")
+    file = (run_dir / name).open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -38,6 +38,8 @@ class KeptProcess:
         self.restarts = restarts
         self.state: State = "running"
         self.failure: ProcessFailed | RestartsExhausted | None = None
+        self.final_at_first: str | None = None
+        """The name of an error that a first start is not repeated after."""
         self.cause: str | None = None
         """Why it was lost the last time, in words."""
         self._start = start
@@ -73,7 +75,9 @@ class KeptProcess:
         failure = self.running.failure()
         self.cause = str(failure)
         self.restarts.note_progress(self._trained())
-        if self._is_last or not may_restart(code, failure.cause):
+        is_first = self.restarts.total == 0
+        is_final = failure.cause is not None and is_first and failure.cause == self.final_at_first
+        if self._is_last or is_final or not may_restart(code, failure.cause):
             return self._fail(failure)
         delay_s = self.restarts.next_delay_s()
         if delay_s is None:

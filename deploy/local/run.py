@@ -19,6 +19,7 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ProcessFailed
 from async_rl.net.http_client import HttpClient, answers_200
 from async_rl.programs.command_line import Parser
+from async_rl.tracking.run_lock import LAUNCHER_LOCK_FILE, lock_run, make_run_dir
 from deploy.cluster.live_view import make_run_view
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import DONE, may_restart
@@ -105,12 +106,15 @@ def run_config(
 
     Raises:
         ConfigError: the config is not usable, as far as this can be checked before anything is started.
+        RunDirInUse: another launcher runs in the directory, which is left as it is.
         ProcessFailed: an instance did not start, or the trainer failed in a way that no restart mends.
         RestartsExhausted: the trainer failed more often than `cluster.max_restarts` without progress.
     """
     this_plan = make_plan(config_path, config, overrides)
     require_startable("async-rl run", config, this_plan)
+    make_run_dir(config.run.dir)
     with (
+        lock_run(config.run.dir, LAUNCHER_LOCK_FILE),
         make_run_view(console, config.run.dir, token) as view,
         ExitStack() as ended,
         Deployment() as deployment,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from async_rl.config.sections import Config
-from async_rl.errors import WriteFailed
+from async_rl.errors import RunDirInUse, WriteFailed
 from async_rl.tracking.process_identity import this_process
 from deploy.cluster.kept_process import ENDED, KeptProcess
 from deploy.cluster.process import Running
@@ -53,6 +53,8 @@ class Supervisor:
 
         self._instances = [keep(running, url) for running, url in zip(instances, urls, strict=True)]
         self._trainer = keep(trainer, None, (RESUME,))
+        # A first start that finds another trainer would go on with that one's run.
+        self._trainer.final_at_first = None if config.run.resume else RunDirInUse.__name__
 
     def run(self) -> None:
         """Returns when the trainer has trained to the end.

@@ -20,14 +20,14 @@ from async_rl.errors import (
     RunStopped,
 )
 from async_rl.producer.client import Control, RemoteRecorder
-from async_rl.producer.process import ProducerAddress
+from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress
 from async_rl.tracking.recorder import IterationRecord
 from async_rl.types import Publication
 from tests.support.minimal_config import minimal_tree
 from trainer.ending import Ending
 from trainer.parallel import Parallel
 from trainer.prompt_data import contents_of
-from trainer.recovery import Recovery, Restart, Standing, obstacle
+from trainer.recovery import OwnProducer, Recovery, Restart, Standing, obstacle
 from trainer.stop_signal import StopSignal
 
 LOST = ProducerLost("the producer has ended")
@@ -268,3 +268,21 @@ def test_prompts_that_have_changed_meanwhile_are_not_trained(tmp_path: Path, tin
     with pytest.raises(ConfigError, match="the prompts have changed somewhere in rows 0 to 9"):
         begin(4)
     assert parts.done == ["leave group", "replace", "load"]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_end_of_a_lost_producer_is_not_waited_for(is_lost: bool) -> None:
+    ends: list[float] = []
+    process: Any = SimpleNamespace(end=ends.append)
+    with OwnProducer(lambda: process, 5.0) as producer:
+        silent: Any = SimpleNamespace(close=lambda: None, send=lambda message: None, receive=_lose)
+        producer._control = Control(silent)
+        producer._is_open = True
+        if is_lost:
+            with pytest.raises(ProducerLost):
+                producer.control.call("evaluate_trained", "v1")
+    assert ends == [0.0 if is_lost else END_TIMEOUT_S]
+
+
+def _lose(wait_s: float) -> None:
+    raise LOST

@@ -84,6 +84,7 @@ def test_overrides_are_read_as_toml_and_text_keys_take_their_words_as_they_are(t
         ("--train.iteratoins=5", r"unknown key 'train\.iteratoins' \(value 5\): did you mean 'train\.iterations'\?"),
         ("--train.iterations=0", r"train\.iterations: .*greater than or equal to 1 \(got 0\)"),
         ("--train.iterations=many", r"train\.iterations: .*integer.* \(got 'many'\)"),
+        ("--run.dir=/tmp/x\udcff", r"override '--run.dir=/tmp/x.udcff' is not UTF-8"),
         ("--train=3", r"train: .* \(got 3\)|valid dictionary"),
     ],
 )

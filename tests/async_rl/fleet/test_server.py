@@ -3,10 +3,12 @@ import json
 import logging
 import signal
 import socket
+import time
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -216,3 +218,23 @@ def test_a_page_of_another_site_that_takes_the_endpoints_address_is_refused_with
     for path, sent in (("/fleet", None), ("/fleet/register", body), ("/metrics", None)):
         status, answer = serve(make_pool("http://10.0.0.1:8000")).ask(path, sent, **headers)
         assert status == 403 and "by its address only" in answer["error"]["message"]
+
+
+def test_who_asks_on_before_an_answer_was_read_is_disconnected(make_pool, serve) -> None:
+    """Some bytes would ask for the work of hours, without a token."""
+    where = urlsplit(serve(make_pool(A)).url)
+    request = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection((where.hostname, where.port), timeout=30) as connection:
+        connection.sendall(200 * request)
+        said = b""
+        while more := connection.recv(2**16):
+            said += more
+    assert said.count(b"HTTP/1.1 200") == 1
+    with socket.create_connection((where.hostname, where.port), timeout=30) as connection:
+        for _ in range(3):
+            connection.sendall(request)
+            said = b""
+            while b"\n# " not in said:
+                said += connection.recv(2**16)
+            assert said.startswith(b"HTTP/1.1 200")
+            time.sleep(0.1)

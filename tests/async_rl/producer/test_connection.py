@@ -19,7 +19,7 @@ from async_rl.producer import connection as connection_module
 from async_rl.producer import server as server_module
 from async_rl.producer.client import Control
 from async_rl.producer.connection import Connection
-from async_rl.producer.frames import Message, error_as_data, error_from_data, frame
+from async_rl.producer.frames import LENGTHS, Message, error_as_data, error_from_data, frame
 from async_rl.producer.process import ProducerAddress
 from async_rl.producer.server import ControlLink, ProducerServer
 
@@ -130,17 +130,19 @@ def test_errors_keep_their_class_their_attributes_and_their_notes() -> None:
         (b"\xff" * 12,),
         (b"\0\0\0\4\0\0\0\0\0\0\0\0", b"\xc1\xc1\xc1\xc1"),
         frame({"secret": SECRET, "role": "control", "more": "x" * 2**13}),
+        (LENGTHS.pack(4004, 0), b"\x81\xa1a" + b"\x91" * 4000 + b"\x01"),
     ],
-    ids=["http", "no secret", "wrong", "longer", "a number", "huge", "no msgpack", "long"],
+    ids=["http", "no secret", "wrong", "longer", "a number", "huge", "no msgpack", "long", "deep"],
 )
 def test_strangers_get_no_answer_and_the_end_of_their_connection(
-    address: ProducerAddress, server: ProducerServer, words: Sequence[bytes]
+    address: ProducerAddress, server: ProducerServer, words: Sequence[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = raw(address, *map(bytes, words))
     stranger.settimeout(10)
     with suppress(ConnectionResetError):
         assert stranger.recv(100) == b""
     assert server.control.empty()
+    assert not caplog.text, "they fill no log"
 
 
 def test_silent_strangers_are_bounded_and_keep_nobody_out(

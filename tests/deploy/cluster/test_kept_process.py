@@ -105,3 +105,17 @@ def test_told_to_restart_no_more_it_ends_with_its_next_failure(deployment: Deplo
     kept.restart_no_more()
     follow(kept)
     assert type(kept.failure) is ProcessFailed and kept.restarts.total == 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_first_start_that_finds_another_run_is_the_last_one(
+    deployment: Deployment, tmp_path: Path, first: bool
+) -> None:
+    """A later one may find what is left of itself, which is still saving."""
+    code = "import os\nfrom async_rl.errors import RunDirInUse as InUse\n"
+    code += "from async_rl.programs.failure_report import report_failure\n"
+    code += "report_failure(InUse('it is in use'), os.environ)\nos._exit(1)"
+    kept = keep(deployment, tmp_path, code)
+    kept.final_at_first = "RunDirInUse" if first else None
+    follow(kept)
+    assert kept.restarts.total == (0 if first else 2) and "it is in use" in str(kept.failure)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.tracking.run_lock import LAUNCHER_LOCK_FILE, lock_run
 from deploy.local.run import main
 from tests.support import ROOT
 
@@ -303,6 +304,18 @@ def test_a_mistake_is_named_before_anything_starts(
     assert "Traceback" not in said and 'File "' not in said, said
     assert not (workplace / "runs" / "one" / "logs").exists(), "a process was started"
     assert records(workplace) == before
+
+
+def test_a_second_one_in_a_directory_is_refused_and_leaves_it_as_it_is(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the first one's start on, before its trainer holds anything."""
+    run_dir = workplace / "runs" / "one"
+    run_dir.mkdir(parents=True)
+    with lock_run(run_dir, LAUNCHER_LOCK_FILE):
+        assert main(["run.toml"]) == 1
+    assert "is in use by another run" in capsys.readouterr().err
+    assert [path.name for path in run_dir.iterdir()] == [LAUNCHER_LOCK_FILE]
 
 
 def test_all_that_is_wrong_is_said_at_once(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
