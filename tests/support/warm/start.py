@@ -19,6 +19,7 @@ TRAINS = ("async_rl.trainer", "trainer.verify")
 STARTS_OTHERS = (
     *TRAINS,
     "async_rl.producer",
+    "async_rl.torchrun",
     "async_rl.programs.process_guard",
     "deploy.kubernetes.training_pod",
     "deploy.local.evaluate",
