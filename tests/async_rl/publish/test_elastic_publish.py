@@ -42,7 +42,9 @@ def well(pair: list[Any]) -> list[Any]:
 
 
 @pytest.fixture
-def make_publisher(loop: EventLoopThread) -> Iterator[MakePublisher]:
+def make_publisher(loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePublisher]:
+    """Its publishers look again soon after they found nobody."""
+    monkeypatch.setattr(publisher_module, "RETRY_S", 0.05)
     publishing = Publishing(loop)
     yield publishing.make
     publishing.close()
