@@ -26,7 +26,7 @@ TRACKERS_VENV := .venv-trackers
 TRACKERS_READY := $(TRACKERS_VENV)/.ready
 # Its theme announces its successor with each build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
-THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+WORKERS := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 ALL := not vllm and not agents and not trackers and not gpu and not npu
 VLLM := vllm and not nightly
 FAST := not distributed and not computes and not nightly and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
@@ -42,24 +42,24 @@ unexport PYTHONDONTWRITEBYTECODE
 quickstart: $(READY_USER)
 	$(BIN)/async-rl quickstart $(ARGS)
 
-# Every guarantee at least once on real parts. Most of the time tests wait for processes, so three run at once on two
+# Every guarantee at least once on real parts. Half of the time tests wait for processes, so four run at once on two
 # cores; those of one file share what they start. The order is that of tests/support/tiers.py.
 test: $(READY)
-	$(BIN)/python -m pytest $(THREE) $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 # Everything that starts no processes and trains no model.
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "$(FAST)" $(THREE) $(ARGS)
+	$(BIN)/python -m pytest -m "$(FAST)" $(WORKERS) $(ARGS)
 
 # Everything that needs no accelerator: several hours. What runs in other environments follows, and has its own targets.
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "$(ALL)" $(THREE) $(ARGS)
+	$(BIN)/python -m pytest -m "$(ALL)" $(WORKERS) $(ARGS)
 	$(MAKE) test-vllm VLLM=vllm
 	$(MAKE) test-agents test-trackers test-peers
 
 # With the kernels that MKL has for processors of Intel, whatever this one is: exact mode takes others there.
 test-as-intel: $(READY)
-	$(BIN)/python -m tests.support.as_intel $(BIN)/python -m pytest $(THREE) $(ARGS)
+	$(BIN)/python -m tests.support.as_intel $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 # Every layout against one rank; its figures are printed at the end.
 test-layouts: $(READY)

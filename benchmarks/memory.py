@@ -128,7 +128,7 @@ def _note_peaks(pid: int, peaks: dict[str, int]) -> None:
 
 
 def _is_rank(words: Sequence[str]) -> bool:
-    return "async_rl.trainer" in words and "torch.distributed.run" not in words
+    return "async_rl.trainer" in words and "async_rl.torchrun" not in words
 
 
 def _peak_bytes(pid: int) -> int:

@@ -12,12 +12,18 @@ from typing import Any
 import psutil
 import pytest
 
+from async_rl.config.file import parse_config
+from async_rl.programs import process_guard
 from async_rl.programs.process_guard import _die_with_guard
+from deploy.local.machine import Machine
+from deploy.local.plan import num_ports, plan
 from tests.conftest import WARM
 from tests.support.local_run import command_of
+from tests.support.minimal_config import minimal_tree
 from tests.support.warm import facts
 from tests.support.warm.client import POSSIBLE, WarmStarts
 from tests.support.warm.interpreter import NAME
+from tests.support.warm.start import start_of
 
 pytestmark = [
     pytest.mark.distributed,
@@ -103,6 +109,17 @@ def test_what_the_programs_set_for_themselves_makes_no_start_a_cold_one(monkeypa
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
     run = subprocess.run(FACTS, stdin=subprocess.DEVNULL, capture_output=True, check=True)
     assert json.loads(run.stdout)["is warm"]
+
+
+def test_programs_of_a_run_are_forked() -> None:
+    """Launcher, guard, torchrun, ranks, producer and instances: what is under a cold start is cold itself."""
+    config = parse_config(minimal_tree(), source="test")
+    made = plan(Path("c.toml"), config, [], machine=Machine(), ports=range(1, 1 + num_ports(config)))
+    words = [process.argv[: process.argv.index("-m") + 2] for process in (*made.instances, made.trainer)]
+    for module in ("deploy.local.run", process_guard.__name__, "async_rl.trainer", "async_rl.producer"):
+        words.append((sys.executable, "-m", module))
+    given = {**os.environ, **made.trainer.env}
+    assert [each for each in words if start_of(each, given, None, False, -1, None, os.environ) is None] == []
 
 
 def test_forks_draw_numbers_of_their_own() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from async_rl.errors import AsyncRLError, LeaderFailed
+from async_rl.errors import AsyncRLError, LeaderFailed, RunStopped
 from async_rl.group_proof import GroupProof
 from async_rl.loop import Window
 from async_rl.step_stats import StepStats
@@ -21,9 +21,10 @@ SCORE = "score"
 CHANGE = "change"
 PUBLISHED = "published"
 FAILED = "failed"
+STOPPED = "stopped"
 """Messages of the main rank to the other ranks while it publishes: take part in a stream of the weights, once per
 attempt; in scoring the responses that follow; change the weights by the strengths that follow; continue with the
-publication that follows; or end, for the reason that follows."""
+publication that follows; or end, for the reason that follows: a failure, or because the run was told to."""
 
 
 class TrainingRank:
@@ -101,6 +102,9 @@ class TrainingRank:
         try:
             self._require_lease()
             publication = publish(version)
+        except RunStopped as error:
+            self._parallel.broadcast_json([STOPPED, str(error)])
+            raise
         except AsyncRLError as error:
             # The other ranks wait for the next announcement.
             self._parallel.broadcast_json([FAILED, f"{type(error).__name__}: {error}"])
@@ -123,13 +127,17 @@ class TrainingRank:
                         self._megatron.canary_weights.change(strengths)
                     case [message, failure] if message == FAILED:
                         raise LeaderFailed(f"the main training rank failed: {failure}")
+                    case [message, reason] if message == STOPPED:
+                        raise RunStopped(reason)
                     case [_, publication]:
                         return Publication(**publication | {"instances": tuple(publication["instances"])})
         finally:
             self._megatron.canary_weights.restore()
 
 
-def weight_source(megatron: MegatronTrainer, parallel: Parallel) -> WeightSource:
+def weight_source(
+    megatron: MegatronTrainer, parallel: Parallel, watch: Callable[[], None] = lambda: None
+) -> WeightSource:
     """The main rank's weights for a publish: announces to the other ranks each operation that they take part in."""
 
     def stream() -> Stream:
@@ -145,7 +153,7 @@ def weight_source(megatron: MegatronTrainer, parallel: Parallel) -> WeightSource
         megatron.canary_weights.change(strengths)
 
     weights = megatron.canary_weights
-    return WeightSource(megatron.export.specs, stream, score, change, weights.classes, weights.one_tensor)
+    return WeightSource(megatron.export.specs, stream, score, change, weights.classes, weights.one_tensor, watch)
 
 
 class NoRollouts:

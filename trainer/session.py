@@ -144,7 +144,8 @@ def open_session(
         # Other ranks only measure times.
         recorder = Recorder(None, counted.train.num_iterations)
         if producer is not None:
-            sender = WeightSender(weight_source(megatron, parallel), config.publish, run_id, parallel.device.BACKEND)
+            source = weight_source(megatron, parallel, ending.watch)
+            sender = WeightSender(source, config.publish, run_id, parallel.device.BACKEND)
             closing.callback(sender.close)
             publish = partial(producer.control.publish, serve=partial(serve, sender))
             recorder = RemoteRecorder(producer.control, require_lease, config.run.dir, counted.train.num_iterations)

@@ -76,6 +76,14 @@ class Sender(Protocol):
 
     def facts(self) -> SenderFacts: ...
 
+    def watch(self) -> None:
+        """Asked regularly while a publish waits for an instance.
+
+        Raises:
+            RunStopped, LeaderFailed: the run has to end.
+        """
+        ...
+
     def form(self, hosts: Sequence[str], sizes: Sequence[int]) -> Invitations:
         """Begins to form a weight group with instances on these hosts, with so many workers each.
 

@@ -96,6 +96,7 @@ class Publisher:
 
         Raises:
             PublishError: no instance received the weights; lists each one's reason.
+            RunStopped, LeaderFailed: the run has to end while the publish waits for an instance.
             ConfigError: the snapshot could not be written.
         """
         started = time.monotonic()
@@ -119,6 +120,7 @@ class Publisher:
             if members or not self._is_worth_another_try(deadline, has_lost=bool(reached)):
                 break
             logger.warning("the publish lost every instance on its way, and tries again:%s", self._reasons())
+            self._sender.watch()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LOG_INTERVAL_S)
         if offer is None or not members:
@@ -173,6 +175,7 @@ class Publisher:
             if time.monotonic() >= next_log:
                 next_log = time.monotonic() + LOG_INTERVAL_S
                 logger.warning("no instance answers; the publish waits for one:%s", self._reasons())
+            self._sender.watch()
             time.sleep(RETRY_S)
 
     def _silent(self, members: Sequence[Member]) -> dict[Member, InstanceError]:

@@ -34,6 +34,9 @@ class RemoteSender:
     def facts(self) -> SenderFacts:
         return self._facts
 
+    def watch(self) -> None:
+        self._ask(type(None), "watch")
+
     def form(self, hosts: Sequence[str], sizes: Sequence[int]) -> Invitations:
         return self._ask(Invitations, "form", hosts, sizes)
 

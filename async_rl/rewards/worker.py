@@ -24,11 +24,14 @@ from async_rl.programs.user_process import LENGTH, messages, take_pipes
 from async_rl.rewards import signatures
 from async_rl.rewards.base import NotRewards, as_scores
 from async_rl.rewards.function import Traits, load_function
-from async_rl.rewards.worker_process import LOADED, Outcome
+from async_rl.rewards.worker_process import LOADED, Outcome, Place
 from async_rl.types import Prompt, Response
 
-STUCK_AFTER_S = 0.3
-"""A cancelled call that has not ended after this time is reported with its traceback; the parent then kills us."""
+STUCK_AFTER_S = 1.0
+"""A cancelled call that has not ended after this time is reported with where it is; the parent then kills us.
+
+One of a synchronous function, which nothing can end, is reported at once.
+"""
 
 OURS = (__file__, signatures.__file__)
 """What calls the function of a reward."""
@@ -83,7 +86,7 @@ def _serve(function: Any, requests: BinaryIO, answers: Answers, ready: Callable[
         if call is not None:
             calls.put((number, *call))
 
-    _start_reader(requests, answers, receive)
+    _start_reader(requests, answers, receive, stuck_after_s=0.0)
     ready()
     while True:
         number, prompt, responses = calls.get()
@@ -121,7 +124,10 @@ def _serve_async(function: Any, requests: BinaryIO, answers: Answers, ready: Cal
         elif number in tasks:
             tasks[number].cancel()
 
-    _start_reader(requests, answers, lambda number, call: loop.call_soon_threadsafe(begin_or_end, number, call))
+    def receive(number: int, call: Call) -> None:
+        loop.call_soon_threadsafe(begin_or_end, number, call)
+
+    _start_reader(requests, answers, receive, STUCK_AFTER_S)
     ready()
     try:
         loop.run_forever()
@@ -131,7 +137,9 @@ def _serve_async(function: Any, requests: BinaryIO, answers: Answers, ready: Cal
     os._exit(1)
 
 
-def _start_reader(requests: BinaryIO, answers: Answers, receive: Callable[[int, Call], object]) -> None:
+def _start_reader(
+    requests: BinaryIO, answers: Answers, receive: Callable[[int, Call], object], stuck_after_s: float
+) -> None:
     """Reads in a thread of its own, so that the parent's end is detected while a reward computes."""
 
     def report(number: int) -> None:
@@ -140,7 +148,7 @@ def _start_reader(requests: BinaryIO, answers: Answers, receive: Callable[[int, 
     def read() -> None:
         for number, call in messages(requests):
             if call is None:
-                timer = threading.Timer(STUCK_AFTER_S, report, [number])
+                timer = threading.Timer(stuck_after_s, report, [number])
                 timer.daemon = True
                 timer.start()
             else:
@@ -157,11 +165,13 @@ def _said(error: BaseException) -> str:
     return str(error) if isinstance(error, NotRewards) else traceback_of_user(error)
 
 
-def _where(thread: int) -> str:
+def _where(thread: int) -> list[Place]:
     """Where the function is in a thread, from its own frames on."""
-    stack = traceback.extract_stack(sys._current_frames()[thread])
-    first = max((i + 1 for i, frame in enumerate(stack) if frame.filename in OURS), default=0)
-    return "".join(traceback.format_list(stack[first:] or stack))
+    frames = traceback.walk_stack(sys._current_frames()[thread])
+    stack: list[Place] = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
+    stack.reverse()
+    first = max((i + 1 for i, (file, *_) in enumerate(stack) if file in OURS), default=0)
+    return stack[first:] or stack
 
 
 if __name__ == "__main__":

@@ -9,14 +9,16 @@ call is killed with all processes that it started.
 import asyncio
 import itertools
 import pickle
+import time
+import traceback
 from asyncio.subprocess import Process
 from typing import Any, Literal
 
 from async_rl.config.reward_section import RewardSection
 from async_rl.programs.user_process import (
-    END_GRACE_S,
     LENGTH,
     MORE_ROOM,
+    cpu_s,
     end_group_after,
     exit_code,
     kill_group,
@@ -32,8 +34,19 @@ LOADED = 0
 PIPES_TIMEOUT_S = 0.5
 """How long the pipes of a killed process may take to end; a process that it started may keep them open."""
 
+SILENT_CPU_S = 2.0
+"""Processor seconds in which a process that lets the interpreter go says where a call is; it takes milliseconds."""
+
+SILENT_S = 20.0
+"""The same in seconds: of a process that computes nothing, or that the machine does not get round to."""
+
+SILENT_POLL_S = 0.25
+
 Outcome = Literal["scored", "failed", "stuck"]
-"""Of a call: its scores; its traceback; or, if it did not end when asked to, its current traceback."""
+"""Of a call: its scores; its traceback; or, if it did not end when asked to, the `Place`s where it is."""
+
+Place = tuple[str, int | None, str]
+"""A file, its line and its function, as `traceback.FrameSummary` has them."""
 
 
 class WorkerFailed(Exception):
@@ -144,13 +157,15 @@ class WorkerProcess:
         """Ends a call that is not needed any more, or its process; returns where the call was."""
         if process is self._process:
             self._send(number, None)
-        await asyncio.wait({future}, timeout=END_GRACE_S)
+        await _answered(process, future)
         self._calls.pop(number, None)
         if future.done() and future.exception() is None:
             outcome, answer = future.result()
             if outcome != "stuck":
                 return f"it was stopped:\n{answer}" if outcome == "failed" else "it came just too late"
-            where = f"it was at:\n{answer}"
+            # Not by the process: each line of a file that it read while a call computes would have to wait for that.
+            frames = [traceback.FrameSummary(*place) for place in answer]
+            where = f"it was at:\n{''.join(traceback.format_list(frames))}"
         else:
             where = "it does not let the interpreter go"
         if process is self._process:
@@ -192,6 +207,15 @@ class WorkerProcess:
         task = asyncio.create_task(coro)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+async def _answered(process: Process, future: "asyncio.Future[Any]") -> None:
+    """Waits until a call that was asked to end has an outcome, or its process has had the time to say where it is."""
+    begun_s, begun_cpu_s = time.monotonic(), cpu_s(process)
+    while not future.done():
+        await asyncio.wait({future}, timeout=SILENT_POLL_S)
+        if time.monotonic() - begun_s > SILENT_S or cpu_s(process) - begun_cpu_s > SILENT_CPU_S:
+            return
 
 
 def _answer(outcome: Outcome, answer: Any) -> Any:

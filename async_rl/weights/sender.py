@@ -34,6 +34,8 @@ class WeightSource:
     """Changes the weights for the canary, see `Sender.change`."""
     classes: Sequence[str] = ()
     one_tensor: Sequence[str] = ()
+    watch: Callable[[], None] = lambda: None
+    """See `Sender.watch`."""
 
 
 class WeightSender:
@@ -64,6 +66,9 @@ class WeightSender:
 
     def facts(self) -> SenderFacts:
         return self._facts
+
+    def watch(self) -> None:
+        self._source.watch()
 
     def form(self, hosts: Sequence[str], sizes: Sequence[int]) -> Invitations:
         self.leave_group()

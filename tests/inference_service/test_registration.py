@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import ConfigError, FleetLost
+from inference_service import registration as registration_module
 from inference_service.registration import FIRST_INTERVAL_S, LEAVING_INTERVAL_S, Registration, default_name
 from tests.support.clock import Clock
 
@@ -305,8 +306,13 @@ def test_a_run_directory_is_followed_to_whatever_host_its_trainer_is_on(tmp_path
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"url": "no url"}', '{"url": 7}', "\xff"])
 def test_a_directory_without_a_valid_address_is_tried_on(
-    tmp_path: Path, fleet: Fleet, content: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    fleet: Fleet,
+    content: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(registration_module, "FIRST_INTERVAL_S", 0.1)
     caplog.set_level(logging.INFO, "inference_service")
     (tmp_path / "fleet.json").write_text(content, "latin-1")
     registration = Registration(str(tmp_path), OWN_URL, "mine")

@@ -199,9 +199,7 @@ class Run:
 
     def kill_trainer(self) -> None:
         """Kills torchrun and all ranks at once, as the loss of their host would."""
-        for process in [
-            p for p in self.descendants() if {"async_rl.trainer", "torch.distributed.run"} & set(command_of(p))
-        ]:
+        for process in [p for p in self.descendants() if "async_rl.trainer" in command_of(p)]:
             process.kill()
 
     def copied_to(self, path: Path) -> "Run":
@@ -249,7 +247,7 @@ class Run:
 
     def ranks(self) -> list[psutil.Process]:
         """The training ranks."""
-        no_rank = {"torch.distributed.run", "async_rl.programs.process_guard"}
+        no_rank = {"async_rl.torchrun", "async_rl.programs.process_guard"}
         return [
             p for p in self.descendants() if "async_rl.trainer" in (words := command_of(p)) and not no_rank & set(words)
         ]

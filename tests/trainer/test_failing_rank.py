@@ -74,6 +74,11 @@ def test_where_a_record_cannot_be_written_both_save_its_iteration(ended: Path, s
     assert saved(ended, scenario) == f"iteration-{SCENARIOS[scenario].fails_at + 1:06}"
 
 
+def test_where_a_publish_ends_with_the_run_both_save_the_last_whole_iteration(ended: Path) -> None:
+    assert said(ended, "end while a publish waits") == ["RunStopped: told to end"] * 2
+    assert saved(ended, "end while a publish waits") == f"iteration-{FAILS_AT:06}"
+
+
 @pytest.mark.parametrize("scenario", ["directory of a checkpoint", "name of a checkpoint"])
 def test_where_the_main_rank_cannot_write_a_checkpoint_both_end_by_name(ended: Path, scenario: str) -> None:
     main, other = said(ended, scenario)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from async_rl.config.reward_section import RewardSection
+from async_rl.programs import user_process
 from async_rl.programs.user_process import LENGTH, end_group_after, exit_code, kill_group, reap, start_process
 from async_rl.rollout.program_mark import Mark
 from tests.support import ROOT
@@ -127,7 +128,9 @@ def test_a_killed_process_takes_along_what_it_started_whatever_that_ignores(run)
     run(code, check)
 
 
-def test_a_process_that_closes_its_output_and_goes_on_is_killed(run) -> None:
+def test_a_process_that_closes_its_output_and_goes_on_is_killed(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_process, "EXIT_TIMEOUT_S", 0.1)
+
     async def check(process: Process) -> None:
         assert await answer_of(process) == b""
         assert await exit_code(process) == "unknown: it closed its output and was killed"

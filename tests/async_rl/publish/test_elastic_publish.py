@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.errors import LeaderFailed, PublishError
+from async_rl.errors import LeaderFailed, PublishError, RunStopped
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.publish import publisher as publisher_module
+from async_rl.weights.sender import WeightSource
 from async_rl.weights.stream import TensorSpec
-from tests.support.publishing import PROMPT, Publishing, StreamPublisher, publish, stream, sums
+from tests.support.publishing import PROMPT, SPECS, Publishing, StreamPublisher, publish, stream, sums
 from tests.support.scripted_instance import sample
 
 pytestmark = pytest.mark.distributed
@@ -41,7 +42,9 @@ def well(pair: list[Any]) -> list[Any]:
 
 
 @pytest.fixture
-def make_publisher(loop: EventLoopThread) -> Iterator[MakePublisher]:
+def make_publisher(loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePublisher]:
+    """Its publishers look again soon after they found nobody."""
+    monkeypatch.setattr(publisher_module, "RETRY_S", 0.05)
     publishing = Publishing(loop)
     yield publishing.make
     publishing.close()
@@ -154,6 +157,22 @@ def test_a_publish_waits_for_an_instance_that_registers_later(
         register(loop, pool, well[0])
         assert call.result(timeout=DEADLINE_S) == (well[0].url,)
     assert well[0].sums() == sums(4.0)
+
+
+def test_a_run_that_has_to_end_does_not_wait_for_an_instance_first(make_publisher: MakePublisher) -> None:
+    """As when its instances get the same SIGTERM, and are gone before."""
+    asked: list[int] = []
+
+    def watch() -> None:
+        asked.append(1)
+        if len(asked) == 2:
+            raise RunStopped("training rank 0 was told to end")
+
+    publisher, _ = make_publisher(wait_s=600.0, source=WeightSource(SPECS, stream, watch=watch))
+    begun = time.monotonic()
+    with pytest.raises(RunStopped, match="rank 0 was told to end"):
+        publish(publisher, "run-0")
+    assert len(asked) == 2 and time.monotonic() - begun < 300.0
 
 
 def test_a_publish_that_loses_its_last_instance_waits_for_another(

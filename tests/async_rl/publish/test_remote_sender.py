@@ -52,6 +52,7 @@ def test_all_methods_of_a_sender_can_be_called_and_give_what_they_give_here() ->
     assert there.call_off([1])
     assert set(there.form(["no-such-host.invalid", "localhost"], [1, 1]).without_route) == {"no-such-host.invalid"}
     there.leave_group()
+    there.watch()
 
 
 def test_facts_are_asked_once() -> None:

@@ -16,20 +16,29 @@ TIMEOUT_S = 4.0
 
 
 @pytest.fixture(scope="module")
-def score() -> Iterator[Callable[..., list[float]]]:
-    """`score(row, code, ...)`: the rewards of responses with this code, by a worker process."""
+def score_at_once() -> Iterator[Callable[..., list[list[float]]]]:
+    """`score_at_once((row, code, ...), ...)`: the rewards of responses with this code for each row, by workers."""
     loop = EventLoopThread()
-    reward = make_reward(RewardSection(name="code", test_timeout_s=TIMEOUT_S, timeout_s=200))
+    reward = make_reward(RewardSection(name="code", test_timeout_s=TIMEOUT_S, timeout_s=200, num_workers=3))
     loop.run(reward.start())
     assert reward.correct_at == 1.0
 
-    def score(row: dict[str, Any], *codes: str) -> list[float]:
-        responses = text_responses(*(f"So:\n```python\n{code}\n```\nDone." for code in codes))
-        return list(loop.run(reward.score(Prompt("row7", (1,), row), responses)).rewards)
+    def score(*calls: tuple[Any, ...]) -> list[list[float]]:
+        begun = []
+        for row, *codes in calls:
+            responses = text_responses(*(f"So:\n```python\n{code}\n```\nDone." for code in codes))
+            begun.append(loop.submit(reward.score(Prompt("row7", (1,), row), responses)))
+        return [list(call.result(200).rewards) for call in begun]
 
     yield score
     loop.run(reward.close())
     loop.close()
+
+
+@pytest.fixture(scope="module")
+def score(score_at_once: Callable[..., list[list[float]]]) -> Callable[..., list[float]]:
+    """The same for one row."""
+    return lambda *call: score_at_once(call)[0]
 
 
 ADD_PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
@@ -91,11 +100,11 @@ def test_a_reward_is_the_share_of_tests_passed(score: Callable[..., list[float]]
 
 
 @pytest.mark.distributed
-def test_a_slow_test_fails_alone(score: Callable[..., list[float]]) -> None:
+def test_a_slow_test_fails_alone(score_at_once: Callable[..., list[list[float]]]) -> None:
     sleeps = "import time\n" + ADD_PROGRAM + "\nif a == 3: time.sleep(99)"
     loops = "def add(a, b):\n    while a == b: pass\n    return a + b"
-    assert score({"tests": SUMS}, sleeps) == [0.75]
-    assert score({"test_list": ASSERTS["test_list"][:2]}, loops) == [0.5]
+    calls = ({"tests": SUMS}, sleeps), ({"test_list": ASSERTS["test_list"][:2]}, loops)
+    assert score_at_once(*calls) == [[0.75], [0.5]]
 
 
 CHEATS = {
@@ -128,11 +137,11 @@ CHEATS = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CHEATS)
-def test_code_that_does_not_solve_the_task_has_no_reward(score: Callable[..., list[float]], name: str) -> None:
-    code = CHEATS[name]
-    assert score({"tests": SUMS}, code) == [0.0]
-    assert score({"test_list": ASSERTS["test_list"]}, code) == [0.0]
-    assert score(CHECK, code) == [0.0]
+def test_code_that_does_not_solve_the_task_has_no_reward(
+    score_at_once: Callable[..., list[list[float]]], name: str
+) -> None:
+    rows = {"tests": SUMS}, {"test_list": ASSERTS["test_list"]}, CHECK
+    assert score_at_once(*((row, CHEATS[name]) for row in rows)) == [[0.0]] * 3
 
 
 @pytest.mark.distributed
@@ -162,10 +171,10 @@ def test_one_response_cannot_reach_the_next(score: Callable[..., list[float]]) -
 @pytest.mark.distributed
 def test_tests_that_have_no_time_left_fail_and_the_call_ends_in_time() -> None:
     loop = EventLoopThread()
-    reward = make_reward(RewardSection(name="code", test_timeout_s=1.0, timeout_s=24.0))
+    reward = make_reward(RewardSection(name="code", test_timeout_s=1.0, timeout_s=12.0))
     try:
         loop.run(reward.start())
-        row = {"tests": {"inputs": ["1 2"] * 50, "outputs": ["3"] * 50}}
+        row = {"tests": {"inputs": ["1 2"] * 12, "outputs": ["3"] * 12}}
         texts = [f"```\n{code}\n```" for code in ("while True: pass", "import time; time.sleep(99)", ADD_PROGRAM)]
         rewards = loop.run(reward.score(Prompt("row7", (1,), row), text_responses(*texts))).rewards
         assert rewards == (0.0, 0.0, 1.0)

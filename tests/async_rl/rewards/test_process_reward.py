@@ -11,7 +11,7 @@ import pytest
 from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.event_loop import EventLoopThread
-from async_rl.rewards import Reward, make_reward
+from async_rl.rewards import Reward, make_reward, worker_process
 from async_rl.types import Prompt
 from tests.support.groups import text_responses
 
@@ -22,7 +22,7 @@ IN_TIME_S = 60.0
 """An error that comes by itself, or by the timeout, does so at once; a machine under load starts processes slowly."""
 
 REWARDS = """
-import asyncio, os, sys, threading, time
+import asyncio, os, re, sys, threading, time
 
 never = asyncio.Event()
 
@@ -39,6 +39,7 @@ def spoil(fault, row, responses):
     if fault == "blocks": time.sleep(3600)
     if fault == "spins":
         while True: pass
+    if fault == "holds": re.match("(a+)+$", "a" * 64 + "b")
     if fault == "floods":
         for _ in range(200): print("x" * 10_000)
         sys.stdout.flush()
@@ -150,6 +151,34 @@ def test_every_fault_is_a_named_error_in_time_and_the_next_group_is_scored(
         shared_loop.run(rewards[kind].score(prompt(fault), RESPONSES), IN_TIME_S)
     assert caught.match(FAULTS[kind][fault])
     assert shared_loop.run(rewards[kind].score(prompt(), RESPONSES), IN_TIME_S).rewards == (1.0, 1.0)
+
+
+def test_an_error_says_where_a_call_is_however_late_its_process_comes_to_say_so(
+    file: Path, shared_loop: EventLoopThread
+) -> None:
+    """As on a busy machine, here because it is stopped for a while."""
+    reward: Any = make_reward(RewardSection(name=f"python:{file}:plain", timeout_s=0.5))
+    shared_loop.run(reward.start())
+    process = psutil.Process(reward._workers[0].process.pid)
+    call = shared_loop.submit(reward.score(prompt("spins"), RESPONSES))
+    process.suspend()
+    time.sleep(2.0)
+    assert not call.done()
+    process.resume()
+    with pytest.raises(RewardError, match=r"(?s)its process was killed; it was at:.*while True"):
+        call.result(IN_TIME_S)
+    shared_loop.run(reward.close(), IN_TIME_S)
+
+
+def test_code_that_does_not_let_the_interpreter_go_is_named_after_a_while_of_its_own(
+    file: Path, shared_loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "SILENT_CPU_S", 0.5)
+    reward = make_reward(RewardSection(name=f"python:{file}:plain", timeout_s=0.5))
+    shared_loop.run(reward.start())
+    with pytest.raises(RewardError, match="its process was killed; it does not let the interpreter go"):
+        shared_loop.run(reward.score(prompt("holds"), RESPONSES), IN_TIME_S)
+    shared_loop.run(reward.close(), IN_TIME_S)
 
 
 @pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind, faults in HARMLESS.items() for fault in faults])

@@ -1,11 +1,11 @@
 """The weight transport between real processes on gloo: exact bytes, equal fingerprints, bounded waits."""
 
-import multiprocessing
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Listener
 
 import pytest
 import torch
@@ -14,56 +14,11 @@ import xxhash
 from async_rl.errors import ConfigError, PublishError
 from async_rl.weights.collectives import make_group
 from async_rl.weights.store import StoreServer, join_rendezvous
-from async_rl.weights.stream import ALONE_BYTES, Fingerprint, TensorSpec, WeightGroup, buckets
+from async_rl.weights.stream import Fingerprint, TensorSpec, WeightGroup, buckets
+from tests.support import stream_receiver
+from tests.support.stream_receiver import HOST, KEY, SECRET, make_tensors
 
 pytestmark = pytest.mark.distributed
-SPAWN = multiprocessing.get_context("spawn")
-HOST = "127.0.0.1"
-SECRET = "of this meeting"
-
-
-def make_tensors() -> list[tuple[TensorSpec, torch.Tensor]]:
-    """Odd sizes and mixed dtypes, so that tensors start at unaligned bytes of a bucket."""
-    torch.manual_seed(3)
-    tensors = {
-        "a": torch.randn(7, 3),
-        "b": torch.randn(5).to(torch.bfloat16),
-        "c": torch.randint(0, 255, (3,), dtype=torch.uint8),
-        "d": torch.randn(11, 2, dtype=torch.float64),
-        "e": torch.randn(64, 64),
-        "f": torch.tensor(2.5),
-        # Large enough to travel alone.
-        "g": torch.randn(ALONE_BYTES // 4 + 1),
-        "h": torch.randn(3),
-    }
-    return [
-        (TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), tensor)
-        for name, tensor in tensors.items()
-    ]
-
-
-def receive(port: int, rank: int, world_size: int, bucket_bytes: int, timeout_s: float, pipe: Connection) -> None:
-    """A worker: receives one update and answers whether every byte is right, and its fingerprint.
-
-    An even rank receives into places of its own, for all but one tensor, of which one is not contiguous.
-    """
-    group = WeightGroup(join_rendezvous(HOST, port, SECRET, timeout_s), rank, world_size, "gloo", timeout_s)
-    command = pipe.recv()
-    if command == "die":
-        return
-    expected = {spec.name: tensor for spec, tensor in make_tensors()}
-    group.announce(rank)
-    places = {name: torch.zeros_like(tensor) for name, tensor in expected.items() if name != "e"}
-    places["d"] = places["d"].t().contiguous().t()
-    into = places if rank % 2 == 0 else {}
-    fingerprint = Fingerprint()
-    equal = True
-    for spec, tensor in group.receive([spec for spec, _ in make_tensors()], bucket_bytes, into):
-        fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
-        equal &= torch.equal(tensor, expected[spec.name])
-        equal &= spec.name not in into or torch.equal(into[spec.name], expected[spec.name])
-    pipe.send((equal, fingerprint.hexdigest()))
-    group.close()
 
 
 class Workers:
@@ -72,13 +27,12 @@ class Workers:
         self.server = StoreServer(HOST, SECRET)
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(1, self.world_size):
-            ours, theirs = SPAWN.Pipe()
-            arguments = (self.server.port, rank, self.world_size, bucket_bytes, timeout_s, theirs)
-            process = SPAWN.Process(target=receive, args=arguments, daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        with Listener(authkey=KEY) as listener:
+            for rank in range(1, self.world_size):
+                numbers = (self.server.port, rank, self.world_size, bucket_bytes, timeout_s)
+                command = [sys.executable, "-m", stream_receiver.__name__, str(listener.address), *map(str, numbers)]
+                self.processes.append(subprocess.Popen(command))
+                self.pipes.append(listener.accept())
         self.group = WeightGroup(self.server.store(timeout_s), 0, self.world_size, "gloo", timeout_s)
 
     def tell(self, command: str) -> None:
@@ -110,7 +64,7 @@ def test_two_receivers_get_every_byte_and_the_same_fingerprint(
 def test_a_stream_that_cannot_be_sent_to_its_end_is_closed() -> None:
     workers = Workers(1, 1 << 20)
     workers.tell("die")
-    workers.processes[0].join()
+    workers.processes[0].wait()
     ends = []
 
     def stream() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
@@ -129,7 +83,7 @@ def test_a_stream_that_cannot_be_sent_to_its_end_is_closed() -> None:
 def test_a_receiver_that_dies_ends_the_broadcast_in_a_named_error() -> None:
     workers = Workers(1, 1 << 20)
     workers.tell("die")
-    workers.processes[0].join()
+    workers.processes[0].wait()
     assert workers.group.wait_accepted(0.0) == [1]
     with pytest.raises(PublishError, match="weight broadcast broke"):
         for _ in range(3):

@@ -138,6 +138,7 @@ def test_a_signal_ends_every_process(ground: Any, signum: signal.Signals) -> Non
     ground.then_trainer_does("time.sleep(300)")
     local = ground.start()
     ground.wait_for_processes(ALL)
+    ground.wait_for_iterations()
     local.send_signal(signum)
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 128 + signum
@@ -166,6 +167,7 @@ def test_kill_9_of_the_deployer_leaves_no_process(ground: Any) -> None:
     ground.then_trainer_does("time.sleep(300)")
     local = ground.start()
     ground.wait_for_processes(ALL)
+    ground.wait_for_iterations()
     local.kill()
     local.communicate(timeout=200)
     assert ground.living() == {}

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from async_rl.config.sections import Config
-from async_rl.errors import AsyncRLError, ProducerLost, RewardError, WriteFailed
+from async_rl.errors import AsyncRLError, ProducerLost, RewardError, RunStopped, WriteFailed
 from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.loop import train
@@ -77,6 +77,7 @@ SCENARIOS = {
     "proof": Scenario("proof"),
     "record": Scenario("record"),
     "last record": Scenario("record", fails_at=NUM_ITERATIONS - 1),
+    "end while a publish waits": Scenario("publish"),
     "directory of a checkpoint": Scenario("directory", every=1),
     "name of a checkpoint": Scenario("lease", every=1),
 }
@@ -121,9 +122,14 @@ class Rollouts(ReplayedRollouts):
 
 
 class Publisher:
-    """Publishes to nobody."""
+    """Publishes to nobody; the publish of number `ends_at`, counted from 0, ends with the run."""
+
+    def __init__(self, ends_at: int) -> None:
+        self._ends_at = ends_at
 
     def publish(self, version: str, *_: Any, **__: Any) -> Publication:
+        if version == f"run-{self._ends_at}":
+            raise RunStopped("told to end")
         return Publication("v0", "", (), 0, 0.0)
 
 
@@ -169,7 +175,8 @@ def run_rank(scenario: Scenario, config: Config, groups: list[Group]) -> str:
     require_lease = failing_call(2 * scenario.fails_at + 1 if fault == "lease" else -1)
     checkpoints = Checkpoints(directory, 2, parallel, config, require_lease=require_lease)
     saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
-    rank = RaggedRank(megatron, parallel, "run", Publisher().publish if parallel.is_main else None, ending)
+    publisher = Publisher(scenario.fails_at if fault == "publish" else -1)
+    rank = RaggedRank(megatron, parallel, "run", publisher.publish if parallel.is_main else None, ending)
     is_last_leader = parallel.is_leader and parallel.dp_rank == parallel.num_replicas - 1
     error = OF_ROLLOUTS.get(scenario.fault) if is_last_leader else None
     rollouts = Rollouts(groups, parallel, {} if error is None else {scenario.fails_at: error})

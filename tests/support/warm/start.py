@@ -19,6 +19,7 @@ TRAINS = ("async_rl.trainer", "trainer.verify")
 STARTS_OTHERS = (
     *TRAINS,
     "async_rl.producer",
+    "async_rl.torchrun",
     "async_rl.programs.process_guard",
     "deploy.kubernetes.training_pod",
     "deploy.local.evaluate",
@@ -34,7 +35,7 @@ LEAVES = (
     *("async_rl.evaluation", "inference_service", "trainer", "trainer.export"),
     *("deploy.quickstart.warm_start", "trainer.verify.distance"),
     *("async_rl.preflight.trial", "async_rl.rewards.worker", "tests.support.receiving_instance"),
-    *("tests.support.scripted_instance", "tests.support.warm.facts"),
+    *("tests.support.scripted_instance", "tests.support.stream_receiver", "tests.support.warm.facts"),
 )
 """Programs whose children, if any, are started in the ordinary way."""
 
