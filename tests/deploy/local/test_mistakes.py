@@ -99,9 +99,7 @@ MISTAKES = {
         ("--train.iterations", "true"), says=("train.iterations: Input should be a number, not a truth value",)
     ),
     "a run nowhere": Mistake(("--run.dir", ""), says=("run.dir: Input should be a path, not empty text",)),
-    "a run where none can be": Mistake(
-        ("--run.dir", "/proc/none"), says=("the log '/proc/none/logs/instance-0.log' cannot be written", "run.dir")
-    ),
+    "a run where none can be": Mistake(("--run.dir", "/proc/none"), says=("run.dir '/proc/none' cannot be made",)),
     "a name without a port": Mistake(("--pool.dns", "instances"), says=("pool.dns: ", "HOST:PORT", "'instances'")),
     "none of the choices": Mistake(("--train.order", "random"), says=("train.order: ", "'completion' or 'prompt'")),
     "no model": Mistake(
