@@ -57,6 +57,9 @@ VOUCH_TIMEOUT_S = 3.0
 EVENTS = "text/event-stream"
 ACCEPTED = {"Accept": f"{token_frames.MEDIA_TYPE}, {EVENTS}, application/json"}
 
+STARTED = "started-"
+"""Begins the boot id of a server that tells only when its process was started."""
+
 START_TIME_METRIC = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,40})(?:\s|$)", re.MULTILINE)
 
 
@@ -273,7 +276,7 @@ class InstanceClient:
             found = START_TIME_METRIC.search(await self._http.get(routes.METRICS, timeout_s))
         except InstanceRefused:
             return None
-        return f"started-{found[1].decode()}" if found else None
+        return f"{STARTED}{found[1].decode()}" if found else None
 
     async def max_model_len(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """The maximum of prompt plus response tokens of the served model."""

@@ -70,7 +70,13 @@ class InferencePool(Roster):
         await self.late_joiners.wait()
         # Failures during the wait belong to the previous version.
         self._membership.begin_publish()
-        return [member for member in self.members if self._membership.may_receive(member.standing)]
+        return [member for member in self.members if self._may_receive(member)]
+
+    def _may_receive(self, member: Member) -> bool:
+        if (twin := self.twin_of(member)) is not None:
+            self.note_useless(member, f"it is the same process as {twin.url}: name one of the addresses")
+            return False
+        return self._membership.may_receive(member.standing)
 
     async def end_publish(self, version: WeightVersion, urls: Collection[str]) -> None:
         """Puts exactly the instances at `urls` in service with `version`; the others keep or get a reason to be out.

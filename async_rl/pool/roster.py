@@ -25,7 +25,7 @@ from async_rl.errors import (
     StaleWeights,
     UnknownInstance,
 )
-from async_rl.instance.client import InstanceClient
+from async_rl.instance.client import STARTED, InstanceClient
 from async_rl.instance.connections import Connections
 from async_rl.instance.model_tokens import ModelTokens
 from async_rl.pool.member import Member
@@ -103,6 +103,14 @@ class Roster:
                 return member
         known = ", ".join(member.name for member in self.members) or "none"
         raise UnknownInstance(f"the fleet has no instance {name!r}: it has {known}")
+
+    def twin_of(self, member: Member) -> Member | None:
+        """An instance before it that is the same process, at another address. Start times tell nothing: several
+        processes may have been started at the same moment."""
+        if member.boot_id is None or member.boot_id.startswith(STARTED):
+            return None
+        earlier = self.members[: self.members.index(member)] if member in self.members else ()
+        return next((other for other in earlier if other.boot_id == member.boot_id and other.state != "dead"), None)
 
     def describe(self, what: str) -> str:
         """`what`, and why each instance is out of service; of a large pool the first ones."""
@@ -267,7 +275,7 @@ class Roster:
 
     def may_be_admitted(self, member: Member) -> bool:
         """Whether it may be put in service between two publishes, once it holds the weights in training."""
-        return self.can_be_joined and self._membership.may_be_admitted(member.standing)
+        return self.can_be_joined and self._membership.may_be_admitted(member.standing) and self.twin_of(member) is None
 
     def note_admitted(self, member: Member, version: WeightVersion, boot_id: str | None) -> None:
         """This process received the weights in training; it serves, unless a publish has begun meanwhile."""

@@ -1,5 +1,6 @@
 """The facts about instances and what follows from each; nothing is asked over the network."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +21,11 @@ from async_rl.errors import (
     UnknownInstance,
 )
 from async_rl.instance.partial_rollout import PartialRollout
+from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member, Request
 from async_rl.pool.roster import ALIVE_S, MOST_DESCRIBED, Roster
 
-A, B = "http://a:1", "http://b:2"
+A, B, C, D = "http://a:1", "http://b:2", "http://c:3", "http://d:4"
 
 
 class Task:
@@ -219,3 +221,18 @@ def test_an_instance_that_a_publish_refuses_at_once_is_logged_with_the_reason(
     caplog.clear()
     roster.publish_failed(serving(roster), "its log-probs differ")
     assert "leaves service" in caplog.text and "does not get into" not in caplog.text
+
+
+def test_one_process_under_two_addresses_gets_one_publish() -> None:
+    async def scenario() -> None:
+        pool = InferencePool(PoolSection(instances=(A, B, C, D)))
+        first, second, third, fourth = pool.members
+        for member, boot_id in ((first, "boot-1"), (second, "boot-1"), (third, "started-7"), (fourth, "started-7")):
+            pool.note_process(member, boot_id)
+        assert await pool.begin_publish() == [first, third, fourth]
+        assert second.reason == f"it is the same process as {A}: name one of the addresses"
+        pool.note_lost(first, "silent")
+        assert await pool.begin_publish() == [first, second, third, fourth]
+        await pool.close()
+
+    asyncio.run(scenario())
