@@ -112,8 +112,11 @@ def lose_all_ranks_and_the_producer(run: Run) -> None:
     run.wait_until(lambda: run.restarts()["trainer"] == 1)
 
 
-def lose_the_producer_in_each_phase(run: Run, seen: Disturbed) -> None:
-    """Five times, each in another iteration: it dies, or hangs.
+OTHERWISE = {psutil.Process.kill: psutil.Process.suspend, psutil.Process.suspend: psutil.Process.kill}
+
+
+def lose_the_producer_in_each_phase(run: Run, seen: Disturbed, *, otherwise: bool = False) -> None:
+    """Five times, each in another iteration: it dies, or hangs; `otherwise` it hangs, or dies.
 
     An iteration has six calls of the reward, which has one process. The first call waits when this begins.
     """
@@ -125,7 +128,7 @@ def lose_the_producer_in_each_phase(run: Run, seen: Disturbed) -> None:
         producer, num_trained = run.producer(), run.num_trained()
         seen.endpoints.add(read_address(run.dir).url)
         processes = [producer, *producer.children(recursive=True)]
-        by(producer)
+        (OTHERWISE[by] if otherwise else by)(producer)
         then()
         run.wait_for_iterations(num_trained + 1)
         run.wait_for_calls(until_call)
@@ -153,7 +156,9 @@ def lose_the_producer_in_each_phase(run: Run, seen: Disturbed) -> None:
     seen.endpoints.add(read_address(run.dir).url)
     # In the step, or before its record, which another producer writes: the iteration is not repeated.
     run.tell("")
-    stop_between_proof_and_record(run).kill()
+    stopped = stop_between_proof_and_record(run)
+    if not otherwise:
+        stopped.kill()
     run.wait_until(lambda: len(losses(run)) == 5)
     run.wait_for_iterations(run.num_trained() + 1)
     seen.restarts.append(run.restarts()["trainer"])
@@ -320,6 +325,21 @@ def test_a_run_that_lost_ranks_an_instance_its_host_and_its_producer_trains_what
     assert_proven(disturbed.run, ITERATIONS)
     # A producer was lost before it had written the record of an iteration: another one knows no texts.
     assert_same_run(disturbed.run, undisturbed, num_unsampled=1)
+
+
+@pytest.mark.nightly
+def test_each_phase_bears_either_loss_of_its_producer(new_run: Callable[..., Run], undisturbed: Run) -> None:
+    run = new_run("otherwise")
+    seen = Disturbed(run)
+    resumed = (*SETTINGS_OF_BOTH, "--run.resume=true", "--trainer.lost_after_s=3")
+    run.let(0)
+    run.start(*resumed)
+    run.wait_for_calls(1)
+    lose_the_producer_in_each_phase(run, seen, otherwise=True)
+    assert seen.keeps_ranks and set(seen.restarts) == {0} and len(seen.endpoints) == 1
+    run.end_by(run.ranks()[-1].terminate)
+    run.train(*resumed)
+    assert_same_run(run, undisturbed, num_unsampled=1)
 
 
 def test_a_rank_that_is_killed_while_the_others_wait_is_no_request_to_end(disturbed: Disturbed) -> None:

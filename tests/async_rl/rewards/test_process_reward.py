@@ -157,12 +157,15 @@ def test_an_error_says_where_a_call_is_however_late_its_process_comes_to_say_so(
     file: Path, shared_loop: EventLoopThread
 ) -> None:
     """As on a busy machine, here because it is stopped for a while."""
-    reward: Any = make_reward(RewardSection(name=f"python:{file}:plain", timeout_s=0.5))
+    reward: Any = make_reward(RewardSection(name=f"python:{file}:plain", timeout_s=2.0))
     shared_loop.run(reward.start())
     process = psutil.Process(reward._workers[0].process.pid)
+    before_s = process.cpu_times().user
     call = shared_loop.submit(reward.score(prompt("spins"), RESPONSES))
+    while process.cpu_times().user < before_s + 0.1:
+        time.sleep(0.01)
     process.suspend()
-    time.sleep(2.0)
+    time.sleep(3.0)
     assert not call.done()
     process.resume()
     with pytest.raises(RewardError, match=r"(?s)its process was killed; it was at:.*while True"):
