@@ -135,9 +135,7 @@ class TrainingRank:
             self._megatron.canary_weights.restore()
 
 
-def weight_source(
-    megatron: MegatronTrainer, parallel: Parallel, watch: Callable[[], None] = lambda: None
-) -> WeightSource:
+def weight_source(megatron: MegatronTrainer, parallel: Parallel, watch: Callable[[], None]) -> WeightSource:
     """The main rank's weights for a publish: announces to the other ranks each operation that they take part in."""
 
     def stream() -> Stream:

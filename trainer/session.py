@@ -112,15 +112,8 @@ def open_session(
         # Epochs are counted with the prompts, and the learning rate's schedule needs their number.
         megatron = MegatronTrainer.of(config, parallel) if config.train.epochs is None else None
         prompts, contents = load_prompts_and_contents(config, parallel, control)
-        counted = config.with_iterations(len(prompts))
+        counted = _counted(config, len(prompts))
         megatron = megatron or MegatronTrainer.of(counted, parallel)
-        if config.train.epochs is not None:
-            log.info(
-                "train.epochs = %g of %d prompts: %d iterations",
-                config.train.epochs,
-                len(prompts),
-                counted.train.num_iterations,
-            )
         run_id, lease_name, term, address_of_producer = parallel.broadcast_json(mine)
         if config.checkpoint.every or config.run.resume:
             require_shared(config.run.dir, lease_name, parallel)
@@ -131,34 +124,18 @@ def open_session(
         parallel.broadcast_json([] if parallel.is_main else None)
         rollouts = None
         if parallel.is_leader:
-            connection = ProducerAddress(*address_of_producer).connect(lost_after_s, replica=parallel.dp_rank)
-            rollouts = RemoteRollouts(
-                connection,
-                ending.watch,
-                parallel.dp_rank,
-                parallel.num_replicas,
-                by_index=config.train.order == "prompt",
-            )
-            closing.callback(lambda: rollouts.connection.close())
-        publish = restart = None
+            rollouts = _connect(closing, config, parallel, ending, ProducerAddress(*address_of_producer))
         # Other ranks only measure times.
-        recorder = Recorder(None, counted.train.num_iterations)
+        publish, recorder, restart = None, Recorder(None, counted.train.num_iterations), None
         if producer is not None:
             source = weight_source(megatron, parallel, ending.watch)
             sender = WeightSender(source, config.publish, run_id, parallel.device.BACKEND)
             closing.callback(sender.close)
             publish = partial(producer.control.publish, serve=partial(serve, sender))
             recorder = RemoteRecorder(producer.control, require_lease, config.run.dir, counted.train.num_iterations)
+            pool = megatron.training_pool
             restart = Restart(
-                config,
-                producer,
-                sender,
-                contents,
-                parallel.num_replicas,
-                megatron.training_pool,
-                recorder,
-                require_lease,
-                ending.watch,
+                config, producer, sender, contents, parallel.num_replicas, pool, recorder, require_lease, ending.watch
             )
         yield Session(
             counted.train,
@@ -172,6 +149,27 @@ def open_session(
             Recovery(parallel, ending, megatron, saving, rollouts, restart, lost_after_s),
             control,
         )
+
+
+def _counted(config: Config, num_prompts: int) -> Config:
+    """With the number of iterations, if it has epochs."""
+    counted = config.with_iterations(num_prompts)
+    if config.train.epochs is not None:
+        num_iterations = counted.train.num_iterations
+        log.info("train.epochs = %g of %d prompts: %d iterations", config.train.epochs, num_prompts, num_iterations)
+    return counted
+
+
+def _connect(
+    closing: ExitStack, config: Config, parallel: Parallel, ending: Ending, producer: ProducerAddress
+) -> RemoteRollouts:
+    """A leader's connection to the producer."""
+    connection = producer.connect(config.trainer.lost_after_s, replica=parallel.dp_rank)
+    by_index = config.train.order == "prompt"
+    rollouts = RemoteRollouts(connection, ending.watch, parallel.dp_rank, parallel.num_replicas, by_index=by_index)
+    # Another one, if the producer was replaced.
+    closing.callback(lambda: rollouts.connection.close())
+    return rollouts
 
 
 def _open_saving(

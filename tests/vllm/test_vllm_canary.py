@@ -49,7 +49,7 @@ def test_a_stale_tied_head_is_found_and_named_and_the_mended_one_serves(
     loop = EventLoopThread()
     pool = InferencePool(PoolSection(instances=(vllm.url, other_vllm.url)), TOKEN)
     canary = Canary(config, RolloutSection(), PROMPT, noise_scale("float32"), "float32")
-    sender = WeightSender(weight_source(megatron, parallel), config, "run")
+    sender = WeightSender(weight_source(megatron, parallel, lambda: None), config, "run")
     publisher = Publisher(pool, loop, config, sender, wait_s=60.0, canary=canary)
     try:
         ending = Ending(parallel, StopSignal(), grace_s=60.0)

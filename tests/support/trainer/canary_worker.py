@@ -71,7 +71,7 @@ class CanaryOnly:
 
 def report(megatron: MegatronTrainer, parallel: Parallel) -> dict[str, Any]:
     """Publishes twice; returns the results on this rank."""
-    publisher = CanaryOnly(weight_source(megatron, parallel)) if parallel.is_main else None
+    publisher = CanaryOnly(weight_source(megatron, parallel, lambda: None)) if parallel.is_main else None
     ending = Ending(parallel, StopSignal(), grace_s=60.0)
     replica = TrainingRank(megatron, parallel, "run", publisher.publish if publisher else None, ending)
     for _ in range(2):

@@ -48,7 +48,7 @@ def main(checkpoint: str, out: Path) -> None:
     section = TrainerSection(pipeline_parallel=2)
     parallel = init_parallel(choose_device("cpu"), 0, section)
     trainer = make_trainer(Job("", checkpoint, [], {}), parallel, section)
-    publisher = TwoTries(weight_source(trainer, parallel)) if parallel.is_main else None
+    publisher = TwoTries(weight_source(trainer, parallel, lambda: None)) if parallel.is_main else None
     ending = Ending(parallel, StopSignal(), 60.0)
     replica = TrainingRank(trainer, parallel, "run", publisher.publish if publisher else None, ending)
     publications = [asdict(replica.publish_weights()) for _ in range(2)]
