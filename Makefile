@@ -181,13 +181,18 @@ bench-gpu: $(READY)
 
 # torch first and pinned, so that no other package pulls another build of it. Modules are compiled when they are first
 # imported: most of them never are.
+# Through a link, another checkout's environment would get this one's code.
+OWN := @test ! -L $(VENV) || { echo "$(VENV) is a link to the environment of another checkout: remove it"; exit 1; }
+
 $(READY_USER): pyproject.toml constraints.txt
+	$(OWN)
 	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[$(USER_EXTRAS)]"
 	touch $@
 
 $(READY): $(READY_USER)
+	$(OWN)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	touch $@
 
