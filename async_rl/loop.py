@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.errors import ProducerLost, WaitTimedOut, WriteFailed
 from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger

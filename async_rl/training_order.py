@@ -7,7 +7,7 @@ signal last if by index.
 
 from collections.abc import Callable, Sequence
 
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.group_proof import GroupProof
 from async_rl.selection.finished_groups import FinishedGroups, SelectedGroups
 from async_rl.types import Batch, Group

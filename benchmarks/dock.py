@@ -29,7 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.net.listener import listen
 from async_rl.producer.client import RemoteRollouts

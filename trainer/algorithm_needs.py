@@ -3,7 +3,7 @@
 from async_rl.algorithms import Needs
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.critic_section import NO_CRITIC, CriticSection
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from async_rl.algorithms import Responses
 from async_rl.algorithms.gae import AdvantageEstimation
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.critic_section import CriticSection
-from async_rl.config.sections import OptimizerSection, TrainSection
+from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from trainer.batching.shared_prompt import MicroBatch

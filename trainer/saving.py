@@ -2,7 +2,8 @@
 
 import logging
 
-from async_rl.config.sections import CheckpointSection, RunSection, TrainSection
+from async_rl.config.sections import CheckpointSection, RunSection
+from async_rl.config.train_section import TrainSection
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
 from trainer.trainer import MegatronTrainer

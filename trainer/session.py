@@ -12,7 +12,8 @@ from dataclasses import astuple, dataclass
 from functools import partial
 
 from async_rl.config.secrets import masked
-from async_rl.config.sections import Config, RunSection, TrainSection
+from async_rl.config.sections import Config, RunSection
+from async_rl.config.train_section import TrainSection
 from async_rl.data.prompts import PromptSource
 from async_rl.errors import RunDirInUse
 from async_rl.files import write_file

@@ -22,7 +22,8 @@ from async_rl.algorithms.base import added
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.critic_section import NO_CRITIC, CriticSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.config.sections import Config, ModelSection, OptimizerSection, TrainSection
+from async_rl.config.sections import Config, ModelSection
+from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.group_proof import GroupProof
 from async_rl.loop import Window

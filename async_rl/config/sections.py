@@ -27,6 +27,7 @@ from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.config.section import Section
+from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 
@@ -48,109 +49,6 @@ class RunSection(Section):
 class ModelSection(Section):
     path: str = Field(description="Hugging Face checkpoint: a directory or a hub name")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and activations, in both pools")
-
-
-class OptimizerSection(Section):
-    learning_rate: float = Field(1e-6, gt=0, description="at its peak, after the warm-up")
-    schedule: Literal["linear", "cosine", "constant"] = Field(
-        "linear", description="how the learning rate goes from its peak to its end"
-    )
-    min_learning_rate_ratio: float = Field(1.0, ge=0.0, le=1.0, description="learning rate at the end / at the peak")
-    warmup_iterations: int = Field(0, ge=0, description="linear warm-up; then the schedule, to the end of the run")
-    beta1: float = Field(0.9, ge=0.0, lt=1.0, description="AdamW")
-    beta2: float = Field(0.95, ge=0.0, lt=1.0, description="AdamW")
-    eps: float = Field(1e-8, gt=0, description="AdamW")
-    weight_decay: float = Field(0.0, ge=0.0, description="AdamW; norms and biases are left out")
-    clip_grad_norm: float = Field(1.0, gt=0, description="largest norm of the whole gradient")
-
-    @model_validator(mode="after")
-    def _schedule_has_its_end(self) -> "OptimizerSection":
-        ratio = self.min_learning_rate_ratio
-        if self.schedule == "cosine" and ratio == 1.0:
-            raise ValueError(
-                "schedule is cosine, but min_learning_rate_ratio is 1: the rate would stay at its peak; set it to "
-                "where the curve ends, such as 0.1, or 0"
-            )
-        if self.schedule == "constant" and ratio != 1.0:
-            raise ValueError(
-                f"schedule is constant, but min_learning_rate_ratio is {ratio:g}: remove it, or set schedule to linear"
-            )
-        return self
-
-
-MOST_EPOCHS = 1e9
-"""So many of any number of rows are still a whole number of iterations."""
-
-
-class TrainSection(Section):
-    iterations: int | None = Field(None, ge=1, description="batches to train; or else train.epochs")
-    epochs: float | None = Field(
-        None,
-        gt=0,
-        le=MOST_EPOCHS,
-        description="how often every row is drawn, 0.5 for every other one; the start makes train.iterations of it",
-    )
-    steps_per_batch: int = Field(
-        1,
-        ge=1,
-        description="optimizer steps per batch, one per mini-batch of its prompts; more than 1 need an old model",
-    )
-    mode: Literal["periodic", "synchronous"] = Field(
-        "periodic", description="train from the first finished group on, or only after the last (the baseline)"
-    )
-    order: Literal["completion", "prompt"] = Field(
-        "completion", description="train groups as they finish, or by index in the batch (bit for bit repeatable)"
-    )
-    on_nonfinite: Literal["skip", "fail"] = Field(
-        "skip",
-        description="a gradient that is infinite or not a number: take no step on it, at most 3 times in a row, or end "
-        "the run",
-    )
-    logprob_noise: float | None = Field(
-        None,
-        gt=0,
-        description="RMS of trainer - rollout log-probs, in nats per token, that sound engines may have; by default "
-        "what the rounding of model.dtype explains (see proof.md)",
-    )
-
-    exact: bool = Field(
-        False,
-        description="trainer and embedded engine compute log-probs that are equal bit for bit, and the proof demands "
-        "it; float32 on CPUs of one kind (see exact.md)",
-    )
-
-    @property
-    def num_iterations(self) -> int:
-        """Of a run whose rows are known, see `Config.with_iterations`."""
-        assert self.iterations is not None, f"train.epochs = {self.epochs} is no number of iterations yet"
-        return self.iterations
-
-    @model_validator(mode="after")
-    def _has_one_length(self) -> "TrainSection":
-        if self.iterations is None and self.epochs is None:
-            raise ValueError(
-                "train.iterations and train.epochs are both missing: set one of them, the batches to train or how "
-                "often every row is drawn, in the file or as --train.iterations INT or --train.epochs FLOAT"
-            )
-        if self.iterations is not None and self.epochs is not None:
-            raise ValueError(
-                f"train.iterations is {self.iterations} and train.epochs is {self.epochs:g}, but each of them is the "
-                "length of the run: remove one; on the command line --train.iterations null or --train.epochs null "
-                "does so"
-            )
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_largest_gap(cls, tree: Any) -> Any:
-        if isinstance(tree, dict) and "max_logprob_gap" in tree:
-            raise ValueError(
-                f"train.max_logprob_gap (value {tree['max_logprob_gap']!r}) is no setting any more: trainer - rollout "
-                "log-probs are judged by their RMS and mean, against limits that follow from model.dtype and the "
-                "number of tokens; remove it, and where engines are meant to be noisier than that, as quantized ones "
-                "are, set train.logprob_noise to their RMS"
-            )
-        return tree
 
 
 class CheckpointSection(Section):

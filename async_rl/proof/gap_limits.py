@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9}

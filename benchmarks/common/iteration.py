@@ -4,7 +4,8 @@ import json
 import time
 from typing import Any
 
-from async_rl.config.sections import Config, TrainSection
+from async_rl.config.sections import Config
+from async_rl.config.train_section import TrainSection
 from async_rl.loop import PromptBatches, train
 from trainer.session import Session
 

@@ -35,7 +35,8 @@ import torch
 
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.config.sections import ModelSection, OptimizerSection, TrainSection
+from async_rl.config.sections import ModelSection
+from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.training_order import TrainingOrder

@@ -14,7 +14,8 @@ import torch
 
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.config.sections import ModelSection, OptimizerSection, TrainSection
+from async_rl.config.sections import ModelSection
+from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import Group, Prompt, Response

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.errors import OnPolicyViolation, ProducerLost, RewardError
 from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt
 from tests.support.finished_groups import Arriving

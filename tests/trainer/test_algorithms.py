@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.algorithms import ALGORITHMS, Rollouts, Tokens
 from async_rl.algorithms.random_groups import RandomGroup
 from async_rl.config.algorithm_section import WITH_CRITIC
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.group_proof import GroupProof

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.group_proof import GroupProof
 from async_rl.ledger import Ledger
 from async_rl.loop import Window, train

@@ -11,7 +11,8 @@ import pytest
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.config.sections import ModelSection, OptimizerSection, TrainSection
+from async_rl.config.sections import ModelSection
+from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool

@@ -8,7 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
-from async_rl.config.sections import OptimizerSection, TrainSection
+from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.errors import NonFiniteGradient
 from trainer.policy.optimizer_state import ParameterState, parameter_states, set_num_steps
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from async_rl.config.file import parse_config
-from async_rl.config.sections import Config, TrainSection
+from async_rl.config.sections import Config
+from async_rl.config.train_section import TrainSection
 from async_rl.errors import ConfigError
 from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, Unit, noise_limits, noise_scale, rank_sigmas
 from async_rl.proof.logprob_gaps import MIXED, LogprobGaps

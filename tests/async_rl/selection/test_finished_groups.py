@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.group_proof import GroupProof
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-from async_rl.config.sections import OptimizerSection, TrainSection
+from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.types import Group
 from tests.support.groups import random_group

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt
 from tests.support.groups import random_group

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.config.sections import TrainSection
+from async_rl.config.train_section import TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group

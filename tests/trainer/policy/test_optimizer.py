@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from async_rl.config.sections import OptimizerSection
+from async_rl.config.train_section import OptimizerSection
 from async_rl.types import Group
 from trainer.policy.optimizer import LearningRate
 from trainer.trainer import MegatronTrainer
