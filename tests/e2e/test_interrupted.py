@@ -91,6 +91,7 @@ def disturbed(new_run: Callable[..., Run]) -> Disturbed:
     begin_to_restart_the_producer(run)
     seen.ends["ctrl-c"] = run.end_by(lambda: run.send(signal.SIGINT))
 
+    run.tell("")
     run.train(*resumed)
     return seen
 
@@ -197,7 +198,8 @@ def losses(run: Run) -> list[str]:
 
 
 def lose_an_instance(run: Run, lose: Callable[[Run, psutil.Process, str], None]) -> None:
-    """Returns when its successor takes part."""
+    """Returns when its successor has taken part, and the run waits: however slow this is, iterations are left."""
+    run.tell("")
     boot_ids = {each.boot_id for each in run.members()}
     num_restarts = sum(run.restarts().values())
     lost = run.instances()[0]
@@ -210,6 +212,7 @@ def lose_an_instance(run: Run, lose: Callable[[Run, psutil.Process, str], None])
     run.tell("")
     num_before = run.num_trained()
     run.wait_until(lambda: run.num_trained() > num_before and run.lines("metrics.jsonl")[-1]["num_instances"] == 2)
+    run.hold()
 
 
 def are_there_again(member: InstanceInfo, boot_ids: set[str | None]) -> bool:
