@@ -1,12 +1,16 @@
 """Additions, drains and removals by hand, kept for a producer that takes the place of a lost one."""
 
+import logging
 from pathlib import Path
 
 import msgspec
 
+from async_rl.errors import WriteFailed
 from async_rl.files import write_file
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.pool.member import Member
+
+log = logging.getLogger(__name__)
 
 ORDERS_FILE = "fleet_orders.json"
 
@@ -69,5 +73,10 @@ class Orders:
         return member
 
     def _write(self) -> None:
-        if self._path is not None:
+        if self._path is None:
+            return
+        try:
             write_file(self._path, msgspec.json.encode(self._kept).decode())
+        except WriteFailed as error:
+            # It has been carried out; only another producer would not know.
+            log.error("an order to the fleet is not kept for a producer that takes the place of this one: %s", error)

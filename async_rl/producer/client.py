@@ -72,18 +72,16 @@ class Control:
 
     def result(self, serve: Serve = _serve_nothing, watch: Callable[[], None] = lambda: None) -> Any:
         """That of the call that was begun; raises as `call`."""
-        while True:
-            watch()
-            with self._noting_a_loss():
-                frame = self.connection.receive(POLL_S)
-            match frame:
-                case ({"serve": asked, "arguments": given}, _):
-                    with self._noting_a_loss():
+        with self._noting_a_loss():
+            while True:
+                watch()
+                match self.connection.receive(POLL_S):
+                    case ({"serve": asked, "arguments": given}, _):
                         self.connection.send(_answer(serve, asked, given))
-                case ({"done": result}, _):
-                    return result
-                case ({"failed": error}, _):
-                    raise error_from_data(error)
+                    case ({"done": result}, _):
+                        return result
+                    case ({"failed": error}, _):
+                        raise error_from_data(error)
 
     @contextmanager
     def _noting_a_loss(self) -> Iterator[None]:

@@ -49,7 +49,7 @@ def drain_elsewhere(address: ProducerAddress, num_replicas: int, num_batches: in
     works = [
         Work(
             (address.host, address.port, address.secret),
-            range(number, num_replicas, num_processes)[:],
+            [*range(number, num_replicas, num_processes)],
             num_replicas,
             num_batches,
             num_prompts,
@@ -58,12 +58,7 @@ def drain_elsewhere(address: ProducerAddress, num_replicas: int, num_batches: in
     ]
     processes = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.producer.drain",
-                json.dumps({**asdict(work), "replicas": [*work.replicas]}),
-            ],
+            [sys.executable, "-m", "benchmarks.producer.drain", json.dumps(asdict(work))],
             stdout=subprocess.PIPE,
         )
         for work in works

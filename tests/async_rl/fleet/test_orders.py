@@ -73,6 +73,16 @@ def test_what_was_removed_and_added_again_is_there(ordered: Path, make_pool, loo
     assert set(after(make_pool(A), ordered, LEASE, loop)) == {A, B}
 
 
+def test_one_that_cannot_be_kept_is_carried_out(
+    make_pool, loop: EventLoopThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def add() -> str:
+        return Orders(make_pool(A), tmp_path / "none" / ORDERS_FILE, LEASE).add(B, "mine").url
+
+    assert loop.run(add()) == B
+    assert "is not kept for a producer that takes the place" in caplog.text
+
+
 @pytest.mark.parametrize(("configured", "waits"), [(0, False), (0, True), (1, False)])
 def test_the_fleet_endpoint_of_another_producer_waits_for_its_port(
     configured: int,
