@@ -35,9 +35,8 @@ FAST := not distributed and not computes and not nightly and not browser and not
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
-.PHONY: bench-algorithms bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-agents bench-chaos \
-	bench-gpu bench-between-hosts bench-engine-parts bench-generation bench-memory bench-modes bench-peers bench-products \
-	bench-dashboard bench-data bench-dock bench-sandbox bench-system bench-tail bench-turns
+.PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
+	bench-between-hosts bench-memory bench-peers bench-dock bench-system
 
 quickstart: $(READY_USER)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -110,9 +109,6 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-algorithms: $(READY)
-	$(BIN)/python -m benchmarks.algorithms $(ARGS)
-
 bench-overlap: $(READY)
 	$(BIN)/python -m benchmarks.overlap --json $(ARGS)
 
@@ -122,29 +118,8 @@ bench-system: $(READY)
 bench-shared-prompt: $(READY)
 	$(BIN)/python -m benchmarks.shared_prompt --json $(ARGS)
 
-bench-engine-parts: $(READY)
-	$(BIN)/python -m benchmarks.engine_parts --json $(ARGS)
-
-bench-generation: $(READY)
-	$(BIN)/python -m benchmarks.generation --json $(ARGS)
-
 bench-memory: $(READY)
 	$(BIN)/python -m benchmarks.memory --json $(ARGS)
-
-bench-products: $(READY)
-	$(BIN)/python -m benchmarks.products --json $(ARGS)
-
-bench-modes: $(READY)
-	$(BIN)/python -m benchmarks.modes $(ARGS)
-
-bench-sandbox: $(READY)
-	$(BIN)/python -m benchmarks.sandbox --json $(ARGS)
-
-bench-dashboard: $(READY)
-	$(BIN)/python -m benchmarks.dashboard --json $(ARGS)
-
-bench-data: $(READY)
-	$(BIN)/python -m benchmarks.data --json $(ARGS)
 
 bench-peers: $(READY) $(PEERS_READY)
 	$(BIN)/python -m benchmarks.peers --json --trl-python $(PEERS_VENV)/bin/python $(ARGS)
@@ -158,17 +133,8 @@ bench-frozen-weights: $(READY)
 bench-producer: $(READY)
 	$(BIN)/python -m benchmarks.producer --json $(ARGS)
 
-bench-agents: $(READY)
-	$(BIN)/python -m benchmarks.agents --json $(ARGS)
-
-bench-tail: $(READY)
-	$(BIN)/python -m benchmarks.tail --json $(ARGS)
-
 bench-dock: $(READY)
 	$(BIN)/python -m benchmarks.dock --json $(ARGS)
-
-bench-turns: $(READY)
-	$(BIN)/python -m benchmarks.turns --json $(ARGS)
 
 bench-chaos: $(READY)
 	$(BIN)/python -m benchmarks.chaos --json $(ARGS)

@@ -165,10 +165,6 @@ SMALL_BENCHMARKS = {
     "bench-shared-prompt": ("--repeats 1 --case 40 8 4", {"cases"}),
     "bench-weight-sync": ("--repeats 1 --size tiny", {"publish_s", "bare_s", "gb_per_s", "ratio"}),
     "bench-producer": (TINY_PRODUCER, {"responses_per_s", "cpu_s_per_1000", "peak_bytes", "main_thread_slowdown"}),
-    "bench-agents": (
-        "--rollouts 16 --group-size 4 --turns 2 --slow-s 0.1",
-        {"cpu_ms_per_turn", "bytes_per_rollout", "longest_step_ms", "fast_done_s", "slow_done_s"},
-    ),
     "bench-frozen-weights": ("--repeats 1 --size tiny", {"peak_bytes_device", "peak_bytes_host"}),
 }
 
@@ -188,19 +184,11 @@ def test_make_test_gpu_runs_where_there_is_none() -> None:
 def test_every_command_for_users_and_contributors_is_run_by_a_test_or_by_ci() -> None:
     run_by_tests = {
         "quickstart",
-        "bench-algorithms",
         "bench-between-hosts",
         "bench-chaos",
-        "bench-dashboard",
         "bench-gpu",
         "bench-memory",
-        "bench-products",
-        "bench-data",
-        "bench-sandbox",
-        "bench-modes",
         "bench-system",
-        "bench-tail",
-        "bench-turns",
         "test-browser",
         "test-gpu",
         "docs",

@@ -16,8 +16,8 @@ from async_rl.dashboard.run_records import open_run
 from async_rl.dashboard.serve import DashboardServer
 from async_rl.net.listener import listen
 from async_rl.tracking.records import cut_run_records
-from benchmarks.common.browser import CHROMIUM, Tab, browser_tab
-from benchmarks.common.synthetic_run import SCRIPT, SyntheticRun
+from tests.support.browser import CHROMIUM, Tab, browser_tab
+from tests.support.synthetic_run import SCRIPT, SyntheticRun
 
 pytestmark = [
     pytest.mark.browser,

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from async_rl.dashboard.__main__ import DEFAULT_PORT, main, make_parser, serve
-from benchmarks.common.synthetic_run import SyntheticRun
 from tests.support import ROOT
+from tests.support.synthetic_run import SyntheticRun
 
 LIMIT_S = 60
 

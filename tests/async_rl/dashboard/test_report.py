@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.dashboard.report import fitting, main, report, spread, thinned_records
 from async_rl.dashboard.run_records import as_json, open_run
-from benchmarks.common.synthetic_run import SCRIPT, SyntheticRun
+from tests.support.synthetic_run import SCRIPT, SyntheticRun
 
 
 def data_of(page: str) -> dict[str, Any]:

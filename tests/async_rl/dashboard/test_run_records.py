@@ -7,7 +7,7 @@ import pytest
 from async_rl.dashboard.run_records import RunRecords, SampleFilter, as_json, names_of, open_run
 from async_rl.errors import ConfigError
 from async_rl.tracking.records import cut_run_records
-from benchmarks.common.synthetic_run import SyntheticRun
+from tests.support.synthetic_run import SyntheticRun
 
 
 def test_columns_are_the_numbers_of_the_records(tmp_path: Path) -> None:

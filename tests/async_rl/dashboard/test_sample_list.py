@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.dashboard.sample_list import main
-from benchmarks.common.synthetic_run import SyntheticRun
+from tests.support.synthetic_run import SyntheticRun
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from async_rl.dashboard.page import MODULES, STATIC, Dashboard, static_file
 from async_rl.dashboard.run_records import open_run
 from async_rl.dashboard.serve import DashboardServer
 from async_rl.net.listener import listen
-from benchmarks.common.synthetic_run import SyntheticRun
+from tests.support.synthetic_run import SyntheticRun
 
 LIMIT_S = 60
 

@@ -14,7 +14,7 @@ from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.types import Prompt
-from benchmarks.common import virtual_time
+from tests.support import virtual_time
 
 PROMPT_S = 10.0
 AT_ONCE = 64

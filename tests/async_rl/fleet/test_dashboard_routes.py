@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from async_rl.dashboard.page import STATIC
-from benchmarks.common.synthetic_run import SyntheticRun
+from tests.support.synthetic_run import SyntheticRun
 
 A = "http://10.0.0.1:8000"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.agents.rig import LongestStep
 from tests.support.gateway_rig import GatewayRig, Rollout
+from tests.support.longest_step import LongestStep
 
 NUM_TOKENS = 100_000
 """The tokenizer of these tests has one for each character."""

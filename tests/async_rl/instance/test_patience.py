@@ -6,7 +6,7 @@ import time
 import pytest
 
 from async_rl.instance.patience import while_it_progresses
-from benchmarks.common import virtual_time
+from tests.support import virtual_time
 
 
 def test_as_long_as_it_progresses_it_may_take_any_time() -> None:

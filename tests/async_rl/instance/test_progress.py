@@ -14,7 +14,7 @@ from async_rl.instance.dialect import EMBEDDED
 from async_rl.instance.partial_rollout import PartialRollout
 from async_rl.instance.response_stream import ResponseStream
 from async_rl.protocol.inference import SamplingParams
-from benchmarks.common import virtual_time
+from tests.support import virtual_time
 
 TIMEOUT_S = 60.0
 SAMPLING = SamplingParams(n=1, max_tokens=8, seed=0, logprobs=0)

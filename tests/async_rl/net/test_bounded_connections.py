@@ -23,9 +23,9 @@ from async_rl.net import bounded_connections
 from async_rl.net.bounded_connections import first_reserved, most_waiting
 from async_rl.net.bounded_http import BoundedHttp
 from async_rl.net.listener import listen, url_for_others
-from benchmarks.common.synthetic_run import SyntheticRun
 from tests.support import ROOT
 from tests.support.gateway_rig import GatewayRig
+from tests.support.synthetic_run import SyntheticRun
 
 HALF = b"POST /fleet/register HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"
 WORDS = {

@@ -29,7 +29,7 @@ from async_rl.pool.member import Member
 from async_rl.pool.roster import Roster
 from async_rl.protocol.inference import SamplingParams
 from async_rl.types import Response
-from benchmarks.common import virtual_time
+from tests.support import virtual_time
 from tests.support.sampling_client import Fault, SamplingClient, faults_of
 from tests.support.scripted_instance import sample
 

@@ -14,7 +14,7 @@ from async_rl.pool.health import CHECKS_PER_S, INTERVAL_S, INTERVAL_WITHOUT_S, R
 from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member
 from async_rl.pool.roster import Roster
-from benchmarks.common import virtual_time
+from tests.support import virtual_time
 
 URL = "http://a:1"
 CONFIG = PoolSection(instances=(URL,), timeout_s=120.0, heartbeat_timeout_s=15.0)

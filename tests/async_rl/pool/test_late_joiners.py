@@ -11,7 +11,7 @@ from async_rl.instance.client import HeldWeights
 from async_rl.pool.late_joiners import LateJoiners
 from async_rl.pool.member import Member
 from async_rl.pool.roster import Roster
-from benchmarks.common import virtual_time
+from tests.support import virtual_time
 
 A, B = "http://a:1", "http://b:2"
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol: for the dashboard's tests and its benchmark."""
+"""A headless Chromium, driven through its DevTools protocol: for the dashboard's tests."""
 
 import asyncio
 import base64

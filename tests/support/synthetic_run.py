@@ -1,4 +1,4 @@
-"""Run directories with records of any size, without a run: for the dashboard's tests and its benchmark.
+"""Run directories with records of any size, without a run: for the dashboard's tests.
 
 The rows have the fields of real ones; figures are functions of the seed.
 """

@@ -1,1 +1,0 @@
-"""The cost of agents at the gateway: `python -m benchmarks.agents`."""
