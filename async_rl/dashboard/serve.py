@@ -10,7 +10,7 @@ from types import TracebackType
 from aiohttp import web
 
 from async_rl.dashboard.page import EVENTS_PATH, HEADERS, POLL_S, PREFIX, Answer, Dashboard, Events
-from async_rl.net.bounded_connections import BoundedSite
+from async_rl.net.bounded_site import BoundedSite
 from async_rl.net.http_guard import is_address
 
 

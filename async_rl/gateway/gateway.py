@@ -22,7 +22,7 @@ from async_rl.gateway.api_error import ApiError
 from async_rl.gateway.ignored_fields import IgnoredFields
 from async_rl.gateway.line import Line
 from async_rl.gateway.server import make_app
-from async_rl.net.bounded_connections import BoundedSite
+from async_rl.net.bounded_site import BoundedSite
 from async_rl.net.listener import is_open_to_network, listen, url_for_others
 from async_rl.rollout.session import RolloutSession
 

@@ -19,7 +19,7 @@ from async_rl.dashboard.page import Dashboard
 from async_rl.dashboard.serve import DashboardServer
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.server import FleetServer
-from async_rl.net import bounded_connections
+from async_rl.net import bounded_connections, bounded_site
 from async_rl.net.bounded_connections import first_reserved, most_waiting
 from async_rl.net.bounded_http import BoundedHttp
 from async_rl.net.listener import listen, url_for_others
@@ -133,7 +133,7 @@ def test_requests_that_are_being_answered_are_not_bounded(
     """A busy instance has more streams than strangers may have connections."""
     monkeypatch.setattr(bounded_connections, "most_waiting", lambda: 2)
     monkeypatch.setattr(bounded_connections, "GRACE_S", 0.0)
-    for kind in (BoundedHttp, bounded_connections._Connection):
+    for kind in (BoundedHttp, bounded_site._Connection):
         monkeypatch.setattr(kind, "waits", False)
     where = url()
     made = [strangers(where, b"") for _ in range(50)]
