@@ -83,6 +83,18 @@ def test_prompts_and_rows_are_the_same_in_every_format(name: str, tmp_path: Path
     assert others == [lines, lines]
 
 
+def test_rows_of_json_lines_may_have_values_that_no_table_of_arrow_holds(tmp_path: Path) -> None:
+    """A column has one type there, and a whole number 64 bits: `docs/decisions.md` on `datasets`."""
+    parts = [{"type": "text", "text": "5"}]
+    rows = [
+        {"prompt": "1", "answer": 12, "message": {"role": "user", "content": "4"}},
+        {"prompt": "2", "answer": "12", "message": {"role": "user", "content": parts}},
+        {"prompt": "3", "answer": 2**70},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row for _, row in prompts_of(tmp_path / "rows.jsonl", len(rows))] == rows
+
+
 def prompts_of(path: Path, count: int) -> list[tuple[str, Any]]:
     tokenizer = word_tokenizer()
     texts: list[str] = []
