@@ -90,8 +90,8 @@ def write_run(folder: Path, size: str, dtype: str, kl_coef: float) -> Path:
     return config
 
 
-def measured_peaks(config: Path) -> dict[str, int]:
-    """Runs a config to its end; the largest VmHWM of a training rank and of an instance, in bytes.
+def measured_peaks(config: Path, *overrides: str) -> dict[str, int]:
+    """Runs a config, with overrides, to its end; the largest VmHWM of a training rank and of an instance, in bytes.
 
     Raises:
         RuntimeError: the run failed; with the end of what it said.
@@ -101,7 +101,10 @@ def measured_peaks(config: Path) -> dict[str, int]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as output:
         run = subprocess.Popen(
-            [sys.executable, "-m", "deploy.local.run", str(config)], stdout=output, stderr=output, env=environment
+            [sys.executable, "-m", "deploy.local.run", str(config), *overrides],
+            stdout=output,
+            stderr=output,
+            env=environment,
         )
         while run.poll() is None:
             _note_peaks(run.pid, peaks)
