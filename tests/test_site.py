@@ -33,7 +33,7 @@ def test_the_site_has_every_page_and_asks_no_other_host(tmp_path: Path) -> None:
     assert not [(name, found[0]) for name, text in pages.items() for found in LOADED.finditer(text)]
     assert not [sheet.name for sheet in tmp_path.rglob("*.css") if IMPORTED.search(sheet.read_text())]
     # On the site a link that leaves docs/ is the path of the file.
-    assert "unless told otherwise (SECURITY.md)." in pages["faq"]
+    assert "unless told otherwise (SECURITY.md)." in pages["troubleshooting"]
     assert not [name for name, text in pages.items() if 'href="../' in text]
     # A label that is a file's name is the title of the page.
     assert not [name for name, text in pages.items() if re.search(r">\w+\.md</a>", text)]
@@ -44,7 +44,7 @@ def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(tmp_path: Path) 
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     for folder in ("docs", "recipes", "examples"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    with (tmp_path / "docs" / "faq.md").open("a") as page:
+    with (tmp_path / "docs" / "troubleshooting.md").open("a") as page:
         page.write("[a page](nowhere.md) and [a place](period.md#nowhere)")
     with pytest.raises(AssertionError, match=r"(?s)2 warnings.*link 'nowhere\.md'.*'period\.md#nowhere'"):
         make("docs", f"--config-file {tmp_path}/mkdocs.yml --site-dir {tmp_path}/site")

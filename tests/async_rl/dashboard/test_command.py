@@ -55,7 +55,7 @@ def test_it_listens_at_this_machine_only_and_needs_no_token_there(
 ) -> None:
     options = make_parser().parse_args([str(run_dir)])
     assert (options.host, options.port) == ("127.0.0.1", DEFAULT_PORT)
-    page = (ROOT / "docs" / "dashboard.md").read_text()
+    page = (ROOT / "docs" / "watching.md").read_text()
     assert f"listens at {options.host}, port {options.port}" in page
     printed, found = statuses(run_dir, options.host, None, capsys, None)
     assert "token" not in printed and found == [200, 200]

@@ -21,7 +21,7 @@ def test_uplot_is_the_unchanged_release_that_the_documentation_names() -> None:
     folder = files("async_rl.dashboard").joinpath("static", "uplot")
     found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in folder.iterdir()}
     assert found == UPLOT_1_6_32
-    assert "uPlot 1.6.32" in (ROOT / "docs" / "dashboard.md").read_text()
+    assert "uPlot 1.6.32" in (ROOT / "docs" / "watching.md").read_text()
 
 
 def test_every_metric_that_all_records_have_has_a_title_on_the_page() -> None:
