@@ -21,9 +21,9 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 WIDE_BYTES = 4
 """Gradient sums, master weights, moments, logits: float32 whatever the model's dtype."""
 
-BASE_BYTES = {"cpu": 430 * MIB, "cuda": 900 * MIB, "npu": 900 * MIB}
-"""A rank before it has a model. On a CPU the resident memory of the interpreter with torch, Megatron, transformers and
-the producer, as measured (docs/benchmarks.md). On a device what its context, libraries and communicators take there,
+BASE_BYTES = {"cpu": 350 * MIB, "cuda": 900 * MIB, "npu": 900 * MIB}
+"""A rank before it has a model. On a CPU the resident memory of the interpreter with torch, Megatron and transformers,
+as measured (docs/benchmarks.md). On a device what its context, libraries and communicators take there,
 which differs between drivers and is an assumption."""
 
 CHUNK_BYTES = 256 * MIB
