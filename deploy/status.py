@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.locks.lease import Term, read_term
+from async_rl.locks.process_identity import has_died
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.programs.error_text import error_text
 from async_rl.protocol.fleet import FleetInfo
-from async_rl.tracking.lease import Term, read_term
-from async_rl.tracking.process_identity import has_died
 from async_rl.tracking.record_lines import record_of, whole_lines
 from deploy.cluster.fleet import read_fleet
 from deploy.cluster.kept_process import ENDED

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.secrets import masked_text
-from async_rl.tracking.lease import read_term
-from async_rl.tracking.process_identity import has_died
+from async_rl.locks.lease import holder_of, read_term
 from async_rl.tracking.record_lines import record_of
 from async_rl.tracking.records import CONFIG
 
@@ -38,7 +37,7 @@ def about_run(run_dir: Path, num_trained: int, num_iterations: int | None) -> di
 def _state(run_dir: Path, num_trained: int, num_iterations: int | None, *, has_failed: bool) -> str:
     term = read_term(run_dir)
     total = "" if num_iterations is None else f" of {num_iterations}"
-    if term is not None and not term.released and not has_died(term.process):
+    if holder_of(run_dir):
         return "running"
     if num_iterations is not None and num_trained >= num_iterations:
         return "finished"

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,10 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, RunDirInUse
 from async_rl.files import write_file
+from async_rl.locks.lease import holder_of
+from async_rl.locks.run_lock import require_unlocked
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
-from async_rl.tracking.lease import read_term
-from async_rl.tracking.process_identity import has_died
-from async_rl.tracking.run_lock import require_unlocked
-from async_rl.tracking.timeline import group_times
 from deploy.cluster.process import Process, log_path
 from deploy.cluster.run_view import JsonlTail
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
@@ -102,9 +99,8 @@ class Quickstart:
 
     def finish(self, before: Record, after: Record, this_plan: Plan) -> dict[str, Any]:
         """Writes the summary and the report; returns the summary."""
-        metrics = _read_jsonl(self._run_dir / "metrics.jsonl")
         summary = summarize(
-            metrics,
+            _read_jsonl(self._run_dir / "metrics.jsonl"),
             _read_jsonl(self._run_dir / "ledger.jsonl"),
             before,
             after,
@@ -114,8 +110,7 @@ class Quickstart:
             cores={process.name: process.cores for process in (*this_plan.instances, this_plan.trainer)},
         )
         write_file(self._run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
-        page = render(self._kind, summary, metrics, partial(group_times, self._run_dir), before, after)
-        write_file(self._run_dir / "report.html", page)
+        write_file(self._run_dir / "report.html", render(self._kind, summary, self._run_dir, before, after))
         return summary
 
     def _run_warm_start(self, while_running: Callable[[], None]) -> None:
@@ -177,8 +172,7 @@ def _empty(run_dir: Path) -> None:
 def _require_over(run_dir: Path) -> None:
     """A trainer on another host, or one that is stopped, may still write there; only its lease tells."""
     require_unlocked(run_dir)
-    term = read_term(run_dir)
-    if term is not None and not term.released and not has_died(term.process):
+    if (term := holder_of(run_dir)) is not None:
         raise RunDirInUse(
             f"--run-dir {str(run_dir)!r} is in use by a run on {term.host} (process {term.process.pid}), as far as can "
             "be known here: wait for its end, remove the folder yourself, or give another one"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.tracking.lease import LEASE_DIR, Term, take_lease
-from async_rl.tracking.process_identity import Process, this_process
+from async_rl.locks.lease import LEASE_DIR, Term, take_lease
+from async_rl.locks.process_identity import Process, this_process
 from deploy.cluster.restarts import num_trained
 from deploy.cluster.run_view import JsonlTail
 from deploy.cluster.tasks import LAUNCH_FILE, Task, write_launch

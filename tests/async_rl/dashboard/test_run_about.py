@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from async_rl.dashboard.run_about import NUM_LOG_LINES, about_run
-from async_rl.tracking.lease import take_lease
+from async_rl.locks.lease import take_lease
 
 
 def launch(run_dir: Path, **trainer: Any) -> None:

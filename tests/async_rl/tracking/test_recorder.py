@@ -15,7 +15,7 @@ from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten, token_texts
-from async_rl.tracking.timeline import TIMELINE, GroupTimes, group_times
+from async_rl.tracking.timeline import TIMELINE
 from async_rl.types import Group, Prompt, Publication, RolloutFacts
 from tests.support.clock import Clock
 from tests.support.groups import make_group, make_response
@@ -221,13 +221,6 @@ def test_groups_are_on_file_even_if_the_iteration_does_not_end(tmp_path: Path) -
     assert own["logprob_gaps"]["http://a"]["max"] == 0.25
     assert own["finished_s"] - own["started_s"] == pytest.approx(0.5, abs=1e-5)
     assert other["index"] == 0 and "started_s" not in other, "of another replica: its clock is not ours"
-    assert [times.index for times in group_times(tmp_path, {"iteration": 0})] == [1]
-    assert group_times(tmp_path, {"iteration": 1}) == []
-
-
-def test_times_of_groups_are_read_from_records_of_before_there_was_a_timeline(tmp_path: Path) -> None:
-    record = {"iteration": 3, "timeline": [[2, 0.1, 0.5, 0.6, 0.8]]}
-    assert group_times(tmp_path, record) == [GroupTimes(2, 0.1, 0.5, 0.6, 0.8)]
 
 
 def test_samples_are_the_first_groups_by_place_whatever_finishes_first(tmp_path: Path) -> None:
