@@ -37,8 +37,8 @@ from async_rl.errors import AsyncRLError
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.run import run_config
 from deploy.quickstart.kind import KINDS, SPELLING
+from deploy.quickstart.report import NUM_ENDS
 from deploy.quickstart.splits import read_rows
-from deploy.quickstart.summary import NUM_ENDS
 from deploy.quickstart.supervised import expected_accuracy
 from deploy.quickstart.warm_start import examples
 

@@ -17,9 +17,9 @@ from async_rl.locks.lease import holder_of
 from async_rl.locks.process_identity import is_running
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.programs.error_text import error_text
-from async_rl.tracking.record_lines import require_readable
+from async_rl.tracking.run_records import METRICS, require_readable
 from deploy.cluster.live_view import make_run_view
-from deploy.cluster.run_view import METRICS, Record, RunFeed
+from deploy.cluster.run_view import Record, RunFeed
 
 POLL_S = 0.5
 

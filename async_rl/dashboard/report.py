@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from async_rl.dashboard.page import MODULES, static_file
-from async_rl.dashboard.run_records import RunRecords, as_json, names_of, open_run
+from async_rl.dashboard.run_data import RunData, as_json, names_of, open_run
 from async_rl.errors import AsyncRLError
 from async_rl.files import write_file
 from async_rl.programs.command_line import USAGE_ERROR, Parser
@@ -36,7 +36,7 @@ _EXPORT = re.compile(r"^export (const|function|class) (\w+)", re.M)
 _LOADED = re.compile(r'^<(?:link|script)\b[^>]*\b(?:href|src)="[^"]*"[^>]*>(?:</script>)?\n', re.M)
 
 
-def report(runs: Sequence[RunRecords], opening: str = "") -> str:
+def report(runs: Sequence[RunData], opening: str = "") -> str:
     """The page on these runs, below `opening`, which is HTML. Its policy allows its own scripts and styles only."""
     names = names_of(runs)
     data = {"runs": [_run_data(run, name, len(runs)) for run, name in zip(runs, names, strict=True)], "is_live": False}
@@ -61,7 +61,7 @@ def report(runs: Sequence[RunRecords], opening: str = "") -> str:
     )
 
 
-def _run_data(run: RunRecords, name: str, num_runs: int) -> dict[str, Any]:
+def _run_data(run: RunData, name: str, num_runs: int) -> dict[str, Any]:
     records = run.records(0, 0, 0)
     periods = (run.period(iteration) for iteration in spread(run.periods(), MAX_PERIODS))
     rows = spread(list(run.all_samples()), MAX_SAMPLES)

@@ -13,11 +13,7 @@ from typing import Any
 
 from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import LogprobGaps
-from async_rl.tracking.rotation import Rotation
 from async_rl.types import reward_part_means
-
-TIMELINE = Rotation("timeline.jsonl", max_bytes=64 * 2**20, num_kept=4)
-"""Room for more than 50 iterations of 8,192 groups, or 7,000 of 64: a row has about 600 bytes."""
 
 
 @dataclass(frozen=True, slots=True)

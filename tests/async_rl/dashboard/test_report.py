@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_rl.dashboard.report import fitting, main, report, spread, thinned_records
-from async_rl.dashboard.run_records import as_json, open_run
+from async_rl.dashboard.run_data import as_json, open_run
 from benchmarks.common.synthetic_run import SCRIPT, SyntheticRun
 
 

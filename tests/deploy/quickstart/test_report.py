@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from deploy.quickstart.kind import KINDS
-from deploy.quickstart.report import render
-from deploy.quickstart.summary import is_on_policy, summarize
+from deploy.quickstart.report import is_on_policy, render, summarize
 
 SPELLING = KINDS["spelling"]
 ITERATIONS = 12
