@@ -205,7 +205,7 @@ class RunData:
         return filter(has_iteration, records)
 
 
-def open_run(run_dir: Path) -> RunRecords:
+def open_run(run_dir: Path) -> RunData:
     """The records of a directory that a user names.
 
     Raises:

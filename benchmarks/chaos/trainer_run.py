@@ -187,8 +187,13 @@ class TrainerRun:
             exit_code = running.exit_code()
             last_lines = running.last_lines()
         self._note(records)
+        ledger, metrics, rollouts = (
+            RecordFile(self.dir / f"{name}.jsonl") for name in ("ledger", "metrics", "rollouts")
+        )
         return Outcome(
-            *(list(RecordFile(self.dir / f"{name}.jsonl").new_records()) for name in ("ledger", "metrics", "rollouts")),
+            list(ledger.new_records()),
+            list(metrics.new_records()),
+            list(rollouts.new_records()),
             self._times_s,
             self._num_hangs,
             exit_code,

@@ -171,7 +171,8 @@ def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> E
                 status.update(f"evaluation: {num_done} of {finished[-1]['total_prompts']} prompts")
 
         deployment.run(Process("evaluation", "program", argv, log_path(out, "evaluation"), env=env), show)
-    return Evaluation(*(list(RecordFile(out / name).new_records()) for name in ("results.jsonl", "responses.jsonl")))
+    results, responses = (RecordFile(out / name) for name in ("results.jsonl", "responses.jsonl"))
+    return Evaluation(list(results.new_records()), list(responses.new_records()))
 
 
 @contextmanager
