@@ -13,18 +13,18 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.locks.lease import Term, read_term
+from async_rl.locks.process_identity import has_died
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.programs.error_text import error_text
 from async_rl.protocol.fleet import FleetInfo
-from async_rl.tracking.lease import Term, read_term
-from async_rl.tracking.process_identity import has_died
-from async_rl.tracking.record_lines import record_of, whole_lines
+from async_rl.tracking.run_records import RunRecords
 from deploy.cluster.fleet import read_fleet
 from deploy.cluster.kept_process import ENDED
 from deploy.cluster.restarts import num_trained
+from deploy.cluster.run_view import printable
 from deploy.cluster.tasks import LAUNCH_FILE, LEFT, Launch, Task, read_launch
 from deploy.slurm.commands import SlurmFailed
 from deploy.slurm.files import read_token
@@ -66,15 +66,14 @@ def read_status(run_dir: Path, token: str | None) -> Status:
         ConfigError: no launcher has started a run there.
     """
     launch = read_launch(run_dir)
-    metrics = run_dir / "metrics.jsonl"
-    records = map(record_of, reversed(whole_lines(metrics)))
-    last = next((record for record in records if record is not None and "iterations" in record), {})
+    metrics = RunRecords(run_dir).metrics
+    last = next((record for record in metrics.newest_first() if "iterations" in record), {})
     return Status(
         run_dir=str(run_dir),
         engine=launch.engine,
         num_trained=num_trained(run_dir),
         num_iterations=last.get("iterations"),
-        trained_s=metrics.stat().st_mtime if last else None,
+        trained_s=metrics.path.stat().st_mtime if last else None,
         tasks=_tasks_now(launch),
         lease=read_term(run_dir),
         fleet=read_fleet(run_dir, token or read_token(run_dir)),
@@ -110,20 +109,20 @@ def show(status: Status, console: Console) -> None:
     total = "" if status.num_iterations is None else f" of {status.num_iterations}"
     when = "" if status.trained_s is None else f", the last one {time.time() - status.trained_s:.0f} s ago"
     progress = f"{status.run_dir} ({status.engine}): {status.num_trained}{total} iterations{when}"
-    console.print(_text(progress), soft_wrap=True)
+    console.print(printable(progress), soft_wrap=True)
     if (lease := status.lease) is not None:
         held = "released" if lease.released else "held until its death" if has_died(lease.process) else "held"
-        console.print(_text(f"lease: term {lease.term}, {held} by {lease.host}, process {lease.process.pid}"))
+        console.print(printable(f"lease: term {lease.term}, {held} by {lease.host}, process {lease.process.pid}"))
     tasks = Table(box=None, pad_edge=False)
     for name in ("task", "host", "id", "state", "restarts", "log"):
         tasks.add_column(name, overflow="fold")
     for task in status.tasks:
         words = (task.name, task.host or "-", task.id or "-", task.state, str(task.restarts), task.log or "-")
-        tasks.add_row(*map(_text, words))
+        tasks.add_row(*map(printable, words))
     console.print(tasks)
     for task in status.tasks:
         if task.cause:
-            console.print(_text(f"{task.name} was lost: {task.cause.splitlines()[0]}"), soft_wrap=True)
+            console.print(printable(f"{task.name} was lost: {task.cause.splitlines()[0]}"), soft_wrap=True)
     if status.fleet is None:
         console.print(_why_no_trainer_answers(status), highlight=False)
         return
@@ -132,7 +131,7 @@ def show(status: Status, console: Console) -> None:
         instances.add_column(name, overflow="fold")
     for info in status.fleet.instances:
         row = (info.name, info.url, info.state, info.version or "-", info.reason or "")
-        instances.add_row(*map(_text, row))
+        instances.add_row(*map(printable, row))
     console.print(instances)
 
 
@@ -142,11 +141,6 @@ def _why_no_trainer_answers(status: Status) -> str:
     if status.lease is not None and status.lease.released:
         return "the trainer has ended before the last iteration: started again with the same run.dir, the run goes on"
     return "no trainer answers: it starts, is started again, or was lost"
-
-
-def _text(text: str) -> Text:
-    """Without control characters: causes and reasons repeat text of other programs."""
-    return Text("".join(char if char.isprintable() else " " for char in text))
 
 
 def make_parser() -> Parser:

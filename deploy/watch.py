@@ -7,19 +7,19 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.locks.lease import holder_of
+from async_rl.locks.process_identity import is_running
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.programs.error_text import error_text
-from async_rl.tracking.lease import read_term
-from async_rl.tracking.process_identity import Process, has_died, is_running
-from async_rl.tracking.record_lines import require_readable
+from async_rl.tracking.run_records import METRICS, require_readable
 from deploy.cluster.live_view import make_run_view
-from deploy.cluster.run_view import METRICS, Record, RunFeed
+from deploy.cluster.run_view import Record, RunFeed
 
 POLL_S = 0.5
 
@@ -37,17 +37,18 @@ def watch(run_dir: Path, console: Console, token: str | None) -> None:
     feed = RunFeed(run_dir, from_start=True)
     with make_run_view(console, run_dir, token) as view:
         last = first = feed.show_new(view)
-        has_trainer_s = time.monotonic() if _has_trainer(run_dir) else -math.inf
+        has_trainer_s = time.monotonic() if holder_of(run_dir) else -math.inf
 
         def is_over() -> bool:
             # A run that was over may be on its way to more iterations, which its records do not say yet.
-            is_resumed = last is first and _has_trainer(run_dir, is_running)
+            holder = holder_of(run_dir)
+            is_resumed = last is first and holder is not None and is_running(holder.process)
             return (_is_trained(last) and not is_resumed) or time.monotonic() - has_trainer_s >= OVER_AFTER_S
 
         while not is_over():
             time.sleep(POLL_S)
             last = feed.show_new(view) or last
-            if _has_trainer(run_dir):
+            if holder_of(run_dir):
                 has_trainer_s = time.monotonic()
     if last is None:
         raise ConfigError(
@@ -57,16 +58,6 @@ def watch(run_dir: Path, console: Console, token: str | None) -> None:
 
 def _is_trained(last: Record | None) -> bool:
     return last is not None and bool(last["iteration"] + 1 >= last["iterations"])
-
-
-def _may_run(process: Process) -> bool:
-    return not has_died(process)
-
-
-def _has_trainer(run_dir: Path, is_alive: Callable[[Process], bool] = _may_run) -> bool:
-    """Whether a trainer holds the run; by default one of another host, which this one cannot ask, counts as alive."""
-    term = read_term(run_dir)
-    return term is not None and not term.released and is_alive(term.process)
 
 
 def make_parser() -> Parser:

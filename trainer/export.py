@@ -16,7 +16,7 @@ from async_rl.files import write_file
 from async_rl.programs.command_line import Parser
 from async_rl.programs.error_text import error_text
 from async_rl.programs.extras import require_extras
-from async_rl.tracking.record_lines import require_readable
+from async_rl.tracking.run_records import require_readable
 
 log = logging.getLogger("export")
 

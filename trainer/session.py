@@ -18,16 +18,16 @@ from async_rl.data.prompts import PromptSource
 from async_rl.errors import RunDirInUse
 from async_rl.files import write_file
 from async_rl.ledger import Ledger
+from async_rl.locks.lease import Lease, take_lease
+from async_rl.locks.run_lock import lock_run, make_run_dir, may_be_replaced
 from async_rl.loop import Rollouts
 from async_rl.producer.client import Control, RemoteRecorder, RemoteRollouts
 from async_rl.producer.process import ProducerAddress, ProducerProcess
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.publish.remote_sender import serve
-from async_rl.tracking.lease import Lease, take_lease
 from async_rl.tracking.notices import recorded_notices
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import CONFIG, cut_run_records, holds_another_run, require_no_records
-from async_rl.tracking.run_lock import lock_run, make_run_dir, may_be_replaced
 from async_rl.types import WeightVersion
 from async_rl.weights.sender import WeightSender
 from trainer.checkpoint.checkpoint import Checkpoints

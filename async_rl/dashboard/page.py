@@ -1,6 +1,6 @@
 """What the dashboard's server answers, whichever server it runs in: the page's files, and the records as JSON.
 
-The page is open, the records are what a token protects: a browser sends no token when it opens an address. `serve`
+The page is open, the records are what a token protects: a browser sends no token when it opens an address. `__main__`
 answers from it for `async-rl dashboard`, `async_rl.fleet.dashboard_routes` at the fleet endpoint of a live run.
 """
 
@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from async_rl.dashboard.run_records import RunRecords, SampleFilter, as_json, names_of
+from async_rl.dashboard.run_data import RunData, SampleFilter, as_json, names_of
 
 PREFIX = "/dashboard/"
 
@@ -74,7 +74,7 @@ class Answer:
 class Dashboard:
     """The page on several runs, in the given order. Its methods may block for reading files."""
 
-    def __init__(self, runs: Sequence[RunRecords]) -> None:
+    def __init__(self, runs: Sequence[RunData]) -> None:
         self._runs = runs
         self._data: dict[str, Callable[[Mapping[str, str]], Any]] = {
             "api/runs": self._about,
@@ -125,7 +125,7 @@ class Dashboard:
         limit = min(MAX_SAMPLES, _integer(query, "limit", MAX_SAMPLES))
         return self._run(query).samples(wanted, _integer(query, "skip", 0), limit)
 
-    def _run(self, query: Mapping[str, str]) -> RunRecords:
+    def _run(self, query: Mapping[str, str]) -> RunData:
         number = _integer(query, "run")
         if number >= len(self._runs):
             raise ValueError(f"run {number} does not exist: there are {len(self._runs)}, counted from 0")

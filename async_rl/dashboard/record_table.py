@@ -1,9 +1,9 @@
-"""One record per iteration as columns of numbers, for `run_records`: what curves are drawn from."""
+"""One record per iteration as columns of numbers, for `run_data`: what curves are drawn from."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.tracking.record_lines import number_of
+from async_rl.tracking.run_records import number_of
 
 MAX_COLUMNS = 500
 """Columns beyond are left out: a record has about 50, and a few for each part of a mixture or a reward."""

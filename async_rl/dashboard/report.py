@@ -1,16 +1,21 @@
 """`async-rl report RUN [RUN2 ...] [-o FILE]`: the dashboard's page on runs as one HTML file, to keep or to send.
 
 The file has at most about 10 MB, however long the runs are: of long ones it has some of the iterations, evenly chosen,
-and says so. Exit codes: 0 success, 2 no such run, or the file cannot be written.
+and says so. A browser loads no modules from other files of a disk, so each module of the page becomes a function that
+returns what it exports. Exit codes: 0 success, 2 no such run, or the file cannot be written.
 """
 
+import base64
+import hashlib
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from async_rl.dashboard.bundle import embedded, one_page
-from async_rl.dashboard.run_records import RunRecords, as_json, names_of, open_run
+from async_rl.dashboard.page import MODULES, static_file
+from async_rl.dashboard.run_data import RunData, as_json, names_of, open_run
 from async_rl.errors import AsyncRLError
 from async_rl.files import write_file
 from async_rl.programs.command_line import USAGE_ERROR, Parser
@@ -26,15 +31,37 @@ MAX_SAMPLES = 400
 
 Item = TypeVar("Item")
 
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.M)
+_EXPORT = re.compile(r"^export (const|function|class) (\w+)", re.M)
+_LOADED = re.compile(r'^<(?:link|script)\b[^>]*\b(?:href|src)="[^"]*"[^>]*>(?:</script>)?\n', re.M)
 
-def report(runs: Sequence[RunRecords]) -> str:
-    """The page on these runs."""
+
+def report(runs: Sequence[RunData], opening: str = "") -> str:
+    """The page on these runs, below `opening`, which is HTML. Its policy allows its own scripts and styles only."""
     names = names_of(runs)
     data = {"runs": [_run_data(run, name, len(runs)) for run, name in zip(runs, names, strict=True)], "is_live": False}
-    return one_page(", ".join(names), as_json(data))
+    style = static_file("uplot/uPlot.min.css") + static_file("style.css")
+    library, own = static_file("uplot/uPlot.iife.min.js"), _joined_modules()
+    policy = (
+        f"default-src 'none'; script-src {_source(library)} {_source(own)}; style-src {_source(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head, body = _LOADED.sub("", static_file("index.html")).split("</head>\n")
+    return (
+        head.replace("<title>async-rl</title>", f"<title>{escape(', '.join(names))}</title>").replace(
+            '<meta charset="utf-8">\n',
+            f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
+        )
+        + f"<style>{style}</style>\n</head>\n"
+        + body.replace("<main>\n", f"<main>\n{opening}").replace(
+            "</body>",
+            f'<script id="embedded" type="application/json">{embedded(as_json(data))}</script>\n'
+            f"<script>{library}</script>\n<script>{own}</script>\n</body>",
+        )
+    )
 
 
-def _run_data(run: RunRecords, name: str, num_runs: int) -> dict[str, Any]:
+def _run_data(run: RunData, name: str, num_runs: int) -> dict[str, Any]:
     records = run.records(0, 0, 0)
     periods = (run.period(iteration) for iteration in spread(run.periods(), MAX_PERIODS))
     rows = spread(list(run.all_samples()), MAX_SAMPLES)
@@ -120,6 +147,29 @@ def fitting(items: Sequence[Item], max_bytes: int, bytes_beside: int = 0) -> Ite
 def _size(value: Any) -> int:
     """Bytes of a value in the page."""
     return len(embedded(as_json(value)))
+
+
+def embedded(data: str) -> str:
+    """JSON as the page holds it, without "<": an HTML parser ends a script at the first "</", in whatever text."""
+    return data.replace("<", "\\u003c")
+
+
+def _joined_modules() -> str:
+    return '"use strict";\nconst modules = {};\n' + "".join(map(_as_function, MODULES))
+
+
+def _as_function(name: str) -> str:
+    """A module that sets `modules.NAME` to what it exports."""
+    text = static_file(name)
+    exported = ", ".join(found[2] for found in _EXPORT.finditer(text))
+    text = _IMPORT.sub(r"const \1 = modules.\2;", text)
+    text = _EXPORT.sub(r"\1 \2", text)
+    return f"modules.{name.removesuffix('.js')} = (() => {{\n{text}return {{ {exported} }};\n}})();\n"
+
+
+def _source(content: str) -> str:
+    """The source of a policy that allows exactly this content."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 def make_parser() -> Parser:

@@ -17,11 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from async_rl.dashboard.run_records import RunRecords, open_run, responses_of
+from async_rl.dashboard.run_data import RunData, open_run, responses_of
 from async_rl.errors import ConfigError
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.programs.error_text import error_text, harmless
-from async_rl.tracking.record_lines import number_of
+from async_rl.tracking.run_records import number_of
 
 DEFAULT_NUM = 10
 """Samples without an option that says how many."""
@@ -45,7 +45,7 @@ class Sample:
         return bool(pattern.search(self.prompt) or pattern.search(self.text))
 
 
-def samples_of(run: RunRecords) -> Iterator[Sample]:
+def samples_of(run: RunData) -> Iterator[Sample]:
     """All that are kept, oldest first."""
     for row in run.all_samples():
         for response in responses_of(row):
@@ -53,18 +53,15 @@ def samples_of(run: RunRecords) -> Iterator[Sample]:
 
 
 def _sample(row: dict[str, Any], response: dict[str, Any]) -> Sample:
-    iteration, index, num_tokens = (
-        value if isinstance(value, int) else None
-        for value in (row.get("iteration"), row.get("index"), response.get("num_tokens"))
-    )
+    iteration, index = (value if isinstance(value := row.get(name), int) else -1 for name in ("iteration", "index"))
     return Sample(
-        iteration=-1 if iteration is None else iteration,
-        index=-1 if index is None else index,
+        iteration=iteration,
+        index=index,
         prompt_id=str(row.get("prompt_id", "")),
         prompt=str(row.get("prompt", "")),
         text=str(response.get("text", "")),
         reward=number_of(response.get("reward")),
-        num_tokens=num_tokens,
+        num_tokens=num_tokens if isinstance(num_tokens := response.get("num_tokens"), int) else None,
         finish_reason=str(response.get("finish_reason", "")),
         row=of_row if isinstance(of_row := row.get("row"), dict) else {},
     )

@@ -9,13 +9,12 @@ from typing import Any
 
 from async_rl.evaluation.intervals import Interval
 from async_rl.files import append_lines
-from async_rl.tracking.record_lines import describe_evaluation
+from async_rl.tracking.run_records import EVALUATIONS, describe_evaluation
 from async_rl.tracking.trackers.fan_out import Trackers
 from async_rl.types import WeightVersion
 
 log = logging.getLogger(__name__)
 
-FILE = "evaluations.jsonl"
 """In the directory of a run."""
 
 
@@ -81,7 +80,7 @@ class EvaluationRecorder:
     def __init__(
         self, run_dir: Path, require_lease: Callable[[], None] = lambda: None, trackers: Trackers | None = None
     ) -> None:
-        self._path = run_dir / FILE
+        self._path = run_dir / EVALUATIONS
         self._require_lease = require_lease
         self._trackers = trackers or Trackers()
 

@@ -23,7 +23,7 @@ from async_rl.dashboard.page import (
     Events,
     error_answer,
 )
-from async_rl.dashboard.run_records import RunRecords
+from async_rl.dashboard.run_data import RunData
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.fleet.metrics import FleetMetrics
 from async_rl.fleet.orders import Orders
@@ -43,7 +43,7 @@ from async_rl.protocol.routes import OTHER_RUN, RUN_HEADER
 
 def add_dashboard(app: FastAPI, run_dir: Path, has_token: bool) -> None:
     """Adds the dashboard's routes; without a token it answers only where it is addressed by an address."""
-    dashboard = Dashboard([RunRecords(run_dir)])
+    dashboard = Dashboard([RunData(run_dir)])
 
     def refuses(request: Request) -> bool:
         return not has_token and not is_address(request.headers.get("host", ""))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.locks.run_lock import require_unlocked
 from async_rl.tracking.records import require_no_records
-from async_rl.tracking.run_lock import require_unlocked
 
 
 def require_paths(config: Config) -> None:

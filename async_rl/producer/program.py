@@ -8,12 +8,12 @@ from typing import Any
 
 from async_rl.config.sections import Config
 from async_rl.event_loop import EventLoopThread
+from async_rl.locks.lease import lease_of
 from async_rl.net.listener import listen
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.process import Given
 from async_rl.producer.server import ControlLink, ProducerServer
 from async_rl.producer.work import Work
-from async_rl.tracking.lease import lease_of
 from async_rl.tracking.notices import recorded_notices
 
 CONTROL_TIMEOUT_S = 60.0

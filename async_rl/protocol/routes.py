@@ -53,7 +53,7 @@ MAX_CONCURRENCY_HEADER = "X-Async-RL-Max-Concurrency"
 """In the same responses: how many responses the engine generates concurrently."""
 
 TERM_HEADER = "X-Async-RL-Term"
-"""In every request of a trainer: `RUN_UID:TERM`, the lease on its run's directory (`async_rl.tracking.lease`)."""
+"""In every request of a trainer: `RUN_UID:TERM`, the lease on its run's directory (`async_rl.locks.lease`)."""
 
 RUN_HEADER = "X-Async-RL-Run"
 """In requests to a fleet endpoint that was found in a run's directory: the run's uid, as fleet.json has it."""

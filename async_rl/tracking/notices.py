@@ -1,7 +1,8 @@
 """What a run warns of, for whoever watches it: the main rank's warnings, also in `logs/notices.jsonl`.
 
 A log of thousands of lines is read when something has failed; that prompts were left out, settings changed or nothing
-is learned should be seen before. `trainer.session` records them, launchers and `async-rl watch` show them.
+is learned should be seen before. `trainer.session` records them, launchers and `async-rl watch` show them. A line
+has the Unix time `unix_s` and the `text`.
 """
 
 import json
@@ -13,9 +14,7 @@ from pathlib import Path
 
 from async_rl.errors import WriteFailed
 from async_rl.files import append_lines
-
-FILE = "logs/notices.jsonl"
-"""In the directory of a run. A line has the Unix time `unix_s` and the `text`."""
+from async_rl.tracking.run_records import NOTICES
 
 OWN = ("async_rl", "trainer")
 """Loggers whose warnings count; those of libraries stay in the log."""
@@ -31,7 +30,7 @@ PER_S = 60.0
 class _Notices(logging.Handler):
     def __init__(self, run_dir: Path, clock: Callable[[], float]) -> None:
         super().__init__(logging.WARNING)
-        self._path = run_dir / FILE
+        self._path = run_dir / NOTICES
         self._clock = clock
         self._said_s: dict[tuple[str, int], list[float]] = {}
 

@@ -28,9 +28,10 @@ from async_rl.tracking.balance import (
     overlap_efficiency,
 )
 from async_rl.tracking.group_figures import group_figures, selection_figures
-from async_rl.tracking.samples import SAMPLES, Decode, Sampled
+from async_rl.tracking.rotation import SAMPLES, TIMELINE
+from async_rl.tracking.samples import Decode, Sampled
 from async_rl.tracking.throughput import TrainingPool, tpspd
-from async_rl.tracking.timeline import TIMELINE, GroupTimes, timeline_rows
+from async_rl.tracking.timeline import GroupTimes, timeline_rows
 from async_rl.tracking.trackers.fan_out import Trackers
 from async_rl.types import CorrectAt, Group, Publication
 

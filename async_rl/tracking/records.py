@@ -6,15 +6,13 @@ from pathlib import Path
 from async_rl.config.sections import RunSection
 from async_rl.errors import ConfigError
 from async_rl.files import write_file
-from async_rl.tracking.rotation import Rotation
-from async_rl.tracking.samples import SAMPLES
-from async_rl.tracking.timeline import TIMELINE
+from async_rl.tracking.rotation import SAMPLES, TIMELINE, Rotation
+from async_rl.tracking.run_records import EVALUATIONS, LEDGER, METRICS
 
 ROLLOUTS = "rollouts.jsonl"
 """How the rollouts of a program went in each iteration."""
 
-METRICS = "metrics.jsonl"
-RECORDS = (METRICS, "ledger.jsonl", "evaluations.jsonl", ROLLOUTS)
+RECORDS = (METRICS, LEDGER, EVALUATIONS, ROLLOUTS)
 """Files of a run directory, with a few lines of bounded size per iteration."""
 
 CONFIG = "config.json"

@@ -7,7 +7,7 @@ last of `NAME.jsonl`: a file is renamed only when it is complete, in one step.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,6 @@ class Rotation:
         finally:
             file.close()
 
-    def read(self, run_dir: Path) -> Iterator[dict[str, Any]]:
-        """The rows of all files, oldest first; an incomplete last line is left out."""
-        for part in self.parts(run_dir):
-            with part.open("rb") as file:
-                yield from (json.loads(line) for line in file if line.endswith(b"\n"))
-
     def _rotate(self, run_dir: Path) -> None:
         full = self._full(run_dir)
         newest = max(full, default=0) + 1
@@ -86,6 +80,12 @@ class Rotation:
     def _stem_and_suffix(self) -> tuple[str, str]:
         name = Path(self.name)
         return name.stem, name.suffix
+
+
+TIMELINE = Rotation("timeline.jsonl", max_bytes=64 * 2**20, num_kept=4)
+"""Room for more than 50 iterations of 8,192 groups, or 7,000 of 64: a row has about 600 bytes."""
+
+SAMPLES = Rotation("samples.jsonl", max_bytes=16 * 2**20, num_kept=4)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -10,10 +10,7 @@ from itertools import islice
 from typing import Any
 
 from async_rl.group_proof import GroupProof
-from async_rl.tracking.rotation import Rotation
 from async_rl.types import Group, Response, RolloutFacts
-
-SAMPLES = Rotation("samples.jsonl", max_bytes=16 * 2**20, num_kept=4)
 
 NUM_GROUPS = 3
 NUM_ROLLOUTS = 2

@@ -1,5 +1,4 @@
-"""`timeline.jsonl`: one row for each trained group, and for each that a selection left out; `recorder` writes it, the
-quickstart's report reads it.
+"""`timeline.jsonl`: one row for each trained group, and for each that a selection left out; `recorder` writes it.
 
 A row has what the ledger checked of the group, so that sums and digests of `ledger.jsonl` can be computed again from
 it (`docs/proof.md`), and, if the group was rolled out by the writing replica, when that happened and when it was
@@ -9,17 +8,12 @@ trained, in seconds from the start of the iteration. Figures have 6 digits. Rows
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import LogprobGaps
-from async_rl.tracking.rotation import Rotation
 from async_rl.types import reward_part_means
-
-TIMELINE = Rotation("timeline.jsonl", max_bytes=64 * 2**20, num_kept=4)
-"""Room for more than 50 iterations of 8,192 groups, or 7,000 of 64: a row has about 600 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +58,6 @@ def timeline_rows(
             "logprob_gaps": {instance: _figures(gaps) for instance, gaps in row.gaps},
             **(times[row.index].fields() if row.index in times else {}),
         }
-
-
-def group_times(run_dir: Path, record: Mapping[str, Any]) -> list[GroupTimes]:
-    """Those of the iteration of a record of `metrics.jsonl`, as far as they are kept.
-
-    Records written before `timeline.jsonl` existed contain them.
-    """
-    if "timeline" in record:
-        return [GroupTimes(*entry) for entry in record["timeline"]]
-    rows = (row for row in TIMELINE.read(run_dir) if row["iteration"] == record["iteration"])
-    return [GroupTimes(**{name: row[name] for name in GroupTimes.__slots__}) for row in rows if "started_s" in row]
 
 
 def _figures(gaps: LogprobGaps) -> dict[str, float | None]:

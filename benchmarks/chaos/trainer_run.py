@@ -14,10 +14,10 @@ import psutil
 import torch
 from transformers.utils import logging as transformers_logging
 
+from async_rl.tracking.run_records import RecordFile
 from benchmarks.chaos.rollouts import CHAT_TEMPLATE, MAX_RESPONSE_TOKENS, PROMPT_TOKENS, Rollouts
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from deploy.cluster.process import Process, Running
-from deploy.cluster.run_view import JsonlTail
 from deploy.local.processes import Deployment
 
 PROMPTS_PER_BATCH = 6
@@ -175,7 +175,7 @@ class TrainerRun:
     async def finish(self) -> Outcome:
         """Runs the trainer until it exits, again each time it was killed; a hanging trainer is ended."""
         started_s = time.monotonic()
-        records = JsonlTail(self.dir / "metrics.jsonl")
+        records = RecordFile(self.dir / "metrics.jsonl")
         with Deployment() as deployment:
             while True:
                 self._is_killed = False
@@ -187,10 +187,13 @@ class TrainerRun:
             exit_code = running.exit_code()
             last_lines = running.last_lines()
         self._note(records)
+        ledger, metrics, rollouts = (
+            RecordFile(self.dir / f"{name}.jsonl") for name in ("ledger", "metrics", "rollouts")
+        )
         return Outcome(
-            _lines(self.dir / "ledger.jsonl"),
-            _lines(self.dir / "metrics.jsonl"),
-            _lines(self.dir / "rollouts.jsonl"),
+            list(ledger.new_records()),
+            list(metrics.new_records()),
+            list(rollouts.new_records()),
             self._times_s,
             self._num_hangs,
             exit_code,
@@ -224,7 +227,7 @@ class TrainerRun:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
 
-    async def _watch(self, running: Running, records: JsonlTail) -> None:
+    async def _watch(self, running: Running, records: RecordFile) -> None:
         """Until the trainer exits or hangs."""
         since_s, limit_s = time.monotonic(), START_LIMIT_S
         while running.exit_code() is None:
@@ -237,9 +240,9 @@ class TrainerRun:
                 self._num_hangs += 1
                 return
 
-    def _note(self, records: JsonlTail) -> bool:
+    def _note(self, records: RecordFile) -> bool:
         """Notes the iterations that were completed, each for the first time; whether a line was written."""
-        new = records.read_new()
+        new = list(records.new_records())
         self._times_s += [time.monotonic() for record in new if record["iteration"] >= self.num_done]
         return bool(new)
 
@@ -248,7 +251,3 @@ class TrainerRun:
         argv += ["--nproc-per-node", "1", "-m", "async_rl.trainer", str(self._config), "--run.resume", "true"]
         env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
         return Process("trainer", "trainer", tuple(argv), self.dir / "logs" / "trainer.log", env=env)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,8 +1,15 @@
-"""The live view of a run in a terminal, for `async-rl run`, `launch ray` and `watch`; it fits itself into any size."""
+"""The live view of a run in a terminal, for `async-rl run`, `launch ray` and `watch`; it fits itself into any size.
+
+Its rows of instances come from the run's fleet endpoint, or else from its last proof: one background thread asks every
+`POLL_S` seconds, so that a view never waits for an answer.
+"""
 
 import statistics
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -14,9 +21,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cluster.live_panels import bars, figures, pool
-from deploy.cluster.pool_watch import PoolWatch
-from deploy.cluster.run_view import NUM_RECENT, PlainView, Record, RunView, balance, clock, progress
+from async_rl.protocol.fleet import FleetInfo
+from async_rl.tracking.run_records import RunRecords, natural_order, number_of
+from deploy.cluster.fleet import read_fleet
+from deploy.cluster.run_view import (
+    NUM_RECENT,
+    PlainView,
+    Record,
+    RunView,
+    balance,
+    clock,
+    printable,
+    progress,
+    time_shares,
+)
 
 _FRAME = 2
 """Lines, and with the spaces beside it twice as many columns."""
@@ -27,6 +45,93 @@ _ROOM_FOR_TIMES = 5
 """The line of the queue, two bars, what they mean, and a gap."""
 
 _ROOM_FOR_PROGRESS = 60
+
+POLL_S = 2.0
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+FIGURES = (
+    ("reward", "reward_mean", "{:.3f}"),
+    ("accuracy", "accuracy", "{:.3f}"),
+    ("response tokens", "response_tokens_mean", "{:.1f}"),
+    ("truncated", "truncated_share", "{:.1%}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("KL", "kl", "{:.2e}"),
+    ("gap, largest", "max_logprob_gap", "{:.1e}"),
+    ("gradient norm", "grad_norm", "{:.3g}"),
+    ("tokens/s", "tokens_per_s", "{:.0f}"),
+    ("overlap", "overlap_efficiency", "{:.0%}"),
+)
+"""(name, key in a record, format), the most important first: a low terminal shows only the first ones."""
+
+_ROOM_FOR_CURVE = 52
+_ROOM_FOR_MEAN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an iteration's time, by its name in `time_shares`; drawn so that it can be told without colours."""
+
+    name: str
+    symbol: str
+    style: str
+
+
+PARTS = (
+    Part("publishing", "▒", "blue"),
+    Part("canary", "▓", "magenta"),
+    Part("training", "█", "green"),
+    Part("waiting", "░", "yellow"),
+    Part("evaluating", "▚", "cyan"),
+    Part("other", "·", "dim"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRow:
+    """One instance; `share` of all response tokens so far, or of the last step's where no fleet answers."""
+
+    name: str
+    state: str
+    share: float
+    tokens_per_s: float | None = None
+    num_requests: int | None = None
+
+
+class PoolWatch:
+    """A context for the duration of a view."""
+
+    def __init__(self, run_dir: Path, token: str | None) -> None:
+        self._run_dir = run_dir
+        self._token = token
+        self._proofs = RunRecords(run_dir).ledger
+        self._last_proof: Record = {}
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="async-rl-pool-watch", daemon=True)
+        self.rows: tuple[PoolRow, ...] = ()
+        """The latest; replaced as a whole."""
+        self.has_fleet = False
+        """Whether the fleet endpoint answered."""
+
+    def __enter__(self) -> "PoolWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+
+    def look(self) -> None:
+        """Asks once."""
+        for proof in self._proofs.new_records():
+            self._last_proof = proof
+        fleet = read_fleet(self._run_dir, self._token)
+        self.has_fleet = fleet is not None
+        self.rows = rows_of_fleet(fleet) if fleet is not None else rows_of_proof(self._last_proof)
+
+    def _poll(self) -> None:
+        while not self._ending.is_set():
+            self.look()
+            self._ending.wait(POLL_S)
 
 
 def make_run_view(console: Console, run_dir: Path, token: str | None) -> RunView:
@@ -132,3 +237,128 @@ def _queue_line(last: Record, width: int) -> Text:
     line = Text("; ".join(said), style="dim")
     line.truncate(width, overflow="ellipsis")
     return line
+
+
+def values_of(records: Sequence[Record], key: str) -> list[float]:
+    """The finite numbers that the records have under the key."""
+    return [value for record in records if (value := number_of(record.get(key))) is not None]
+
+
+def figures(records: Sequence[Record], width: int, height: int) -> Table:
+    """A row for each figure that any record has: its last value, its mean over recent records, its curve."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("", style="dim", no_wrap=True)
+    table.add_column("last", justify="right", no_wrap=True)
+    if width >= _ROOM_FOR_MEAN:
+        table.add_column(f"mean of {min(NUM_RECENT, len(records))}", justify="right", style="dim", no_wrap=True)
+    if width >= _ROOM_FOR_CURVE:
+        table.add_column("", style="cyan", no_wrap=True)
+    for name, key, form in FIGURES:
+        values = values_of(records, key)
+        if not values or table.row_count >= height - 1:
+            continue
+        last = values_of(records[-1:], key)
+        recent = values_of(records[-NUM_RECENT:], key) or values[-1:]
+        cells = [name, form.format(last[0]) if last else "-"]
+        if width >= _ROOM_FOR_MEAN:
+            cells.append(form.format(sum(recent) / len(recent)))
+        if width >= _ROOM_FOR_CURVE:
+            cells.append(sparkline(values, width - _ROOM_FOR_CURVE + 10))
+        table.add_row(*cells)
+    return table
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Values from their least to their largest as a line of block characters, averaged down to at most `width`."""
+    size = max(1, -(-len(values) // max(1, width)))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    if not high > low:
+        return SPARKS[0] * len(means)
+    return "".join(SPARKS[min(len(SPARKS) - 1, int((mean - low) / (high - low) * len(SPARKS)))] for mean in means)
+
+
+def bars(records: Sequence[Record], width: int, height: int) -> Text:
+    """A bar for each of the last iterations, as long as the iteration, of its parts; and what these are."""
+    last = records[-max(1, height - 1) :]
+    room = max(4, width - 18)
+    longest_s = max(record["seconds"] for record in last)
+    lines = []
+    for record in last:
+        line = Text(f"{record['iteration']:>6} ", style="dim")
+        length = room * record["seconds"] / longest_s if longest_s > 0 else 0
+        shares, drawn, until = time_shares([record]), 0, 0.0
+        for part in PARTS:
+            until += shares.get(part.name, 0.0) * length
+            num_cells = max(0, min(room, round(until)) - drawn)
+            line.append(part.symbol * num_cells, style=part.style)
+            drawn += num_cells
+        line.append(f" {record['seconds']:.2f} s", style="dim")
+        lines.append(line)
+    return Text("\n").join([*lines, _legend(width, time_shares(last))])
+
+
+def _legend(width: int, shares: Mapping[str, float]) -> Text:
+    """What the symbols of the bars mean, in as much room as there is."""
+    legend = Text()
+    for indent, shorter in ((7, ""), (0, ""), (0, "ing")):
+        legend = Text(" " * indent)
+        for part in (part for part in PARTS if part.name in shares):
+            legend.append(f"{part.symbol} ", style=part.style)
+            legend.append(f"{part.name.removesuffix(shorter)}  ", style="dim")
+        legend.rstrip()
+        if legend.cell_len <= width:
+            return legend
+    legend.truncate(width)
+    return legend
+
+
+def pool(rows: Sequence[PoolRow], width: int, height: int) -> Table:
+    """A row for each instance, as many as fit, and how many do not."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name in ("instance", "state", "tokens/s", "share of work", "requests")[: 5 if width >= 70 else 3]:
+        right = name not in ("instance", "state")
+        table.add_column(name, header_style="dim", justify="right" if right else "left", no_wrap=True)
+    fitting = rows if len(rows) <= height - 1 else rows[: max(0, height - 2)]
+    for row in fitting:
+        speed = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}"
+        requests = "-" if row.num_requests is None else str(row.num_requests)
+        state = Text(row.state or "-", style="green" if row.state == "ready" else "yellow")
+        cells: list[Text | str] = [
+            printable(row.name),
+            state,
+            speed,
+            f"{row.share:.{0 if row.share >= 0.095 else 1}%}",
+            requests,
+        ]
+        table.add_row(*cells[: len(table.columns)])
+    if len(fitting) < len(rows):
+        table.add_row(Text(f"and {len(rows) - len(fitting)} more", style="dim"))
+    return table
+
+
+def rows_of_fleet(fleet: FleetInfo) -> tuple[PoolRow, ...]:
+    total = sum(info.num_tokens for info in fleet.instances)
+    rows = [
+        PoolRow(info.name, info.state, info.num_tokens / total if total else 0.0, info.tokens_per_s, info.num_requests)
+        for info in fleet.instances
+    ]
+    # What needs attention first.
+    return tuple(sorted(rows, key=lambda row: (row.state == "ready", natural_order(row.name))))
+
+
+def rows_of_proof(proof: Record) -> tuple[PoolRow, ...]:
+    """From a line of `ledger.jsonl`, which may be of anything."""
+    gaps = proof.get("logprob_gaps")
+    instances = gaps.get("instances") if isinstance(gaps, dict) else None
+    if not isinstance(instances, dict):
+        return ()
+    tokens = {
+        name: each["tokens"]
+        for name, each in instances.items()
+        if isinstance(each, dict) and isinstance(each.get("tokens"), int)
+    }
+    total = sum(tokens.values())
+    return tuple(
+        PoolRow(name, "", tokens[name] / total if total else 0.0) for name in sorted(tokens, key=natural_order)
+    )

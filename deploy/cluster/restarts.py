@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from async_rl import errors
-from async_rl.tracking.record_lines import record_of, whole_lines
+from async_rl.tracking.run_records import RunRecords
 
 MAX_DELAY_S: Final = 60.0
 MAX_DOUBLINGS: Final = 100
@@ -33,8 +33,6 @@ TOLD: Final = 143
 
 FINAL_CODES: Final = frozenset({DONE, BAD_INPUT, NO_FLEET, LASTING, FENCED, TOLD})
 """Exit codes after which no task is started again."""
-
-LEDGER: Final = "ledger.jsonl"
 
 
 def may_restart(code: int, cause: str | None) -> bool:
@@ -90,9 +88,8 @@ def num_trained(run_dir: Path, took_part: Callable[[str], bool] | None = None) -
         took_part: by an instance's URL, whether it is the one in question: the last iteration that it took part in
             counts. None counts every iteration.
     """
-    for line in reversed(whole_lines(run_dir / LEDGER)):
-        proof = record_of(line)
-        if proof is None or proof.get("on_policy") is not True or not isinstance(proof.get("iteration"), int):
+    for proof in RunRecords(run_dir).ledger.newest_first():
+        if proof.get("on_policy") is not True or not isinstance(proof.get("iteration"), int):
             continue
         if took_part is None or any(map(took_part, proof["logprob_gaps"]["instances"])):
             return int(proof["iteration"]) + 1

@@ -13,9 +13,9 @@ from async_rl.config.secrets import masked_words
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError
 from async_rl.programs.command_line import USAGE_ERROR
-from async_rl.tracking.record_lines import number_of, record_of, whole_lines
 from async_rl.tracking.records import CONFIG
-from deploy.cluster.run_view import EVALUATIONS, METRICS, RunView
+from async_rl.tracking.run_records import METRICS, RunRecords, number_of, object_in
+from deploy.cluster.run_view import RunView
 from deploy.cluster.stopping import Stopped, explain_end
 
 CHECKPOINT = re.compile(r"iteration-(\d{6,})")
@@ -32,8 +32,7 @@ def num_iterations(config: Config) -> int | None:
     """Of the whole run. Of epochs the trainer makes a number, and writes it to `run.dir`: None before that."""
     if config.train.epochs is None:
         return config.train.num_iterations
-    path = config.run.dir / CONFIG
-    train = (record_of(path.read_bytes()) or {}).get("train") if path.is_file() else None
+    train = object_in(config.run.dir / CONFIG).get("train")
     if not isinstance(train, dict) or train.get("epochs") != config.train.epochs:
         return None
     found = number_of(train.get("iterations"))
@@ -94,9 +93,8 @@ def describe_saved(config: Config, command: Sequence[str]) -> str:
 def evaluation_lines(run_dir: Path) -> list[str]:
     """The first and the last complete evaluation of each set, in a line each."""
     by_set: dict[str, list[Mapping[str, Any]]] = {}
-    for line in whole_lines(run_dir / EVALUATIONS):
-        record = record_of(line)
-        if record is not None and record.get("complete") is True:
+    for record in RunRecords(run_dir).evaluations.new_records():
+        if record.get("complete") is True:
             by_set.setdefault(str(record.get("set")), []).append(record)
     return [f"{name}: {_change(records[0], records[-1])}" for name, records in by_set.items()]
 

@@ -1,7 +1,6 @@
 """Shows a run's progress: follows its records into plain lines; `live_view.py` is the view of a terminal."""
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,10 +9,10 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.text import Text
 
 from async_rl.tracking.balance import IterationTimes, advise
-from async_rl.tracking.notices import FILE as NOTICES
-from async_rl.tracking.record_lines import describe_evaluation, record_of
+from async_rl.tracking.run_records import RecordFile, RunRecords, describe_evaluation
 
 Record = Mapping[str, Any]
 """The numbers of a line of `metrics.jsonl`, as `shown_records` gives them; `docs/metrics.md` has their names."""
@@ -36,38 +35,7 @@ PLAIN_EVERY = 10
 SILENT_S = 30.0
 """Without a line for so long, a run looks like one that hangs."""
 
-METRICS = "metrics.jsonl"
-EVALUATIONS = "evaluations.jsonl"
-
 _LONGEST_S = 1e9
-
-
-class JsonlTail:
-    """Reads the lines appended to a JSONL file from now on, or `from_start`; the file may not exist yet."""
-
-    def __init__(self, path: Path, *, from_start: bool = False) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if path.exists() and not from_start else 0
-        self._inode = path.stat().st_ino if path.exists() else None
-
-    def read_new(self) -> list[dict[str, Any]]:
-        """Records completed since the last call; an incomplete line is left for the next call.
-
-        A file that was replaced or cut, as when a run resumes, is read from its beginning. One that cannot be read at
-        the moment is tried again with the next call.
-        """
-        try:
-            with self._path.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                if self._inode not in (None, stat.st_ino) or stat.st_size < self._offset:
-                    self._offset = 0
-                self._inode = stat.st_ino
-                file.seek(self._offset)
-                *lines, _unfinished = file.read().split(b"\n")
-        except OSError:
-            return []
-        self._offset += sum(len(line) + 1 for line in lines)
-        return [record for line in lines if (record := record_of(line)) is not None]
 
 
 def shown_records(rows: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
@@ -113,31 +81,29 @@ class RunFeed:
 
     def __init__(self, run_dir: Path, *, from_start: bool = False) -> None:
         """`from_start`: with what is there already, apart from warnings."""
-        # A run that resumes cuts these files, which are then read from their beginning.
-        self._metrics = JsonlTail(run_dir / METRICS, from_start=True)
-        self._evaluations = JsonlTail(run_dir / EVALUATIONS, from_start=True)
+        self._run = RunRecords(run_dir)
         self._shown: set[tuple[str, ...]] = set()
         if not from_start:
-            self._news(self._metrics.read_new(), _OF_ITERATION)
-            self._news(self._evaluations.read_new(), _OF_EVALUATION)
-        self._notices = JsonlTail(run_dir / NOTICES)
+            self._news(self._run.metrics, _OF_ITERATION)
+            self._news(self._run.evaluations, _OF_EVALUATION)
+        list(self._run.notices.new_records())
 
     def show_new(self, view: RunView) -> Record | None:
         """Returns the last new record of an iteration."""
         last = None
-        for notice in self._notices.read_new():
+        for notice in self._run.notices.new_records():
             view.note(f"trainer: {notice.get('text')}")
-        for last in shown_records(self._news(self._metrics.read_new(), _OF_ITERATION)):
+        for last in shown_records(self._news(self._run.metrics, _OF_ITERATION)):
             view.show(last)
-        for evaluation in self._news(self._evaluations.read_new(), _OF_EVALUATION):
+        for evaluation in self._news(self._run.evaluations, _OF_EVALUATION):
             view.note(describe_evaluation(evaluation))
         view.tick()
         return last
 
-    def _news(self, records: Iterable[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Those whose values under `names` no record had before."""
+    def _news(self, file: RecordFile, names: Sequence[str]) -> list[dict[str, Any]]:
+        """The records whose values under `names` none had before: a run that resumes replaces its files."""
         news = []
-        for record in records:
+        for record in file.new_records():
             key = (*names, *(str(record.get(name)) for name in names))
             if key not in self._shown:
                 self._shown.add(key)
@@ -244,3 +210,8 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
 def balance(recent: Iterable[Record]) -> str:
     """The number of instances that would have balanced the pools, in a line."""
     return advise([IterationTimes.of(record) for record in recent])
+
+
+def printable(text: str) -> Text:
+    """Without control characters: names, causes and reasons are other programs' text."""
+    return Text("".join(char if char.isprintable() else " " for char in text))

@@ -30,8 +30,8 @@ from async_rl.preflight import require_sound
 from async_rl.preflight.model import ModelFiles, with_room
 from async_rl.programs.extras import require_extras
 from async_rl.tracking.records import require_no_run
+from async_rl.tracking.run_records import RecordFile
 from deploy.cluster.process import Process, Running, log_path
-from deploy.cluster.run_view import JsonlTail
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local import evaluate_options
 from deploy.local.machine import this_machine
@@ -159,21 +159,20 @@ def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> E
             *("--pool.timeout_s", str(max(config.pool.timeout_s, instances.timeout_s))),
         )
         env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        progress, num_done = JsonlTail(out / "progress.jsonl"), 0
+        progress, num_done = RecordFile(out / "progress.jsonl"), 0
+        # What an earlier one left in the directory does not count.
+        list(progress.new_records())
 
         def show() -> None:
             nonlocal num_done
             instances.watch()
-            if finished := progress.read_new():
+            if finished := list(progress.new_records()):
                 num_done += len(finished)
                 status.update(f"evaluation: {num_done} of {finished[-1]['total_prompts']} prompts")
 
         deployment.run(Process("evaluation", "program", argv, log_path(out, "evaluation"), env=env), show)
-    return Evaluation(_read_lines(out / "results.jsonl"), _read_lines(out / "responses.jsonl"))
-
-
-def _read_lines(path: Path) -> list[Line]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    results, responses = (RecordFile(out / name) for name in ("results.jsonl", "responses.jsonl"))
+    return Evaluation(list(results.new_records()), list(responses.new_records()))
 
 
 @contextmanager

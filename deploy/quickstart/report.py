@@ -1,73 +1,107 @@
-"""The quickstart's `report.html`: one self-contained page, readable offline."""
+"""The quickstart's results: `summary.json`, a few figures that can be checked against the files of its run, and
+`report.html`, what it measured before and after, above the dashboard's page on the run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from html import escape
-from string import Template
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from async_rl.tracking.timeline import GroupTimes
-from deploy.cluster.run_view import Record
-from deploy.quickstart.charts import BLUE, ORANGE, Span, curve, timeline
+from async_rl.dashboard.report import report
+from async_rl.dashboard.run_data import open_run
+from async_rl.tracking.run_records import Record
+from deploy.cluster.run_view import time_shares
 from deploy.quickstart.kind import Kind
 
-PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>async-rl quickstart</title>
-<style>
-body { font: 16px/1.55 system-ui, sans-serif; color: #1f2937; background: #fff; max-width: 800px; margin: 2.5rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.7rem; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 0.4rem; }
-p { margin: 0.4rem 0 0.8rem; } svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; }
-table { border-collapse: collapse; width: 100%; font-size: 0.93rem; }
-td, th { text-align: left; padding: 0.28rem 0.7rem 0.28rem 0; border-bottom: 1px solid #e5e7eb; font-weight: normal; }
-th { color: #6b7280; } code { font-size: 0.92em; } .right { color: #15803d; } .wrong { color: #b91c1c; }
-.rollout { color: $blue; font-weight: 600; } .training { color: $orange; font-weight: 600; }
-</style>
-</head>
-<body>
-<h1>async-rl quickstart</h1>
-<p>$headline</p>
-$sections
-</body>
-</html>
-""")
+NUM_ENDS = 5
+"""Iterations averaged at either end of the run: one batch's mean reward is noisy."""
+
+
+def summarize(
+    metrics: Sequence[Record],
+    ledger: Sequence[Record],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    task: str,
+    seed: int,
+    phases_s: Mapping[str, float],
+    cores: Mapping[str, Sequence[int]],
+) -> dict[str, Any]:
+    """The summary of a finished run.
+
+    Args:
+        metrics: the records of `metrics.jsonl`, one per iteration.
+        ledger: the rows of `ledger.jsonl`, one proof per optimizer step.
+        before: the record of `evaluate` for the base model.
+        after: the same for the trained model.
+        task: the quickstart's name.
+        seed: the run's seed.
+        phases_s: wall seconds of each phase of the quickstart, in their order.
+        cores: CPU cores each process was pinned to; empty if not pinned.
+
+    Returns:
+        Accuracies are shares of held-out prompts; rewards are means over the first and last `NUM_ENDS` iterations;
+        `tokens_per_s` counts prompt and response tokens over the iterations' wall time; `device_split` has the shares
+        of that time in which the trainer waited for rollouts, trained and published.
+    """
+    num_ends = max(1, min(NUM_ENDS, len(metrics) // 2))
+    tokens = sum(record["prompt_tokens"] + record["response_tokens"] for record in metrics)
+    return {
+        "task": task,
+        "seed": seed,
+        "iterations": len(metrics),
+        "seconds": round(sum(phases_s.values()), 1),
+        "phases_s": {name: round(seconds, 1) for name, seconds in phases_s.items()},
+        "accuracy_before": before["accuracy"],
+        "accuracy_after": after["accuracy"],
+        "num_held_out": after["num_prompts"],
+        "reward_first": round(fmean(record["reward_mean"] for record in metrics[:num_ends]), 4),
+        "reward_last": round(fmean(record["reward_mean"] for record in metrics[-num_ends:]), 4),
+        "on_policy": is_on_policy(metrics, ledger),
+        "max_logprob_gap": max(row["max_logprob_gap"] for row in ledger),
+        "num_responses": sum(row["num_responses"] for row in ledger),
+        "tokens_per_s": round(tokens / sum(record["seconds"] for record in metrics), 1),
+        "device_split": {
+            **{name: round(share, 4) for name, share in time_shares(metrics).items()},
+            "cores": {name: list(own) for name, own in cores.items()},
+        },
+    }
+
+
+def is_on_policy(metrics: Sequence[Record], ledger: Sequence[Record]) -> bool:
+    """Whether every iteration has a proof of each of its steps, each holds, and no weight version was trained on in two
+    iterations."""
+    num_proofs = Counter((row["iteration"], row["weight_version"]) for row in ledger if row["on_policy"])
+    iterations, versions = ({key[place] for key in num_proofs} for place in (0, 1))
+    is_complete = iterations == {record["iteration"] for record in metrics} and len(set(num_proofs.values())) == 1
+    return is_complete and num_proofs.total() == len(ledger) and len(versions) == len(num_proofs) == len(metrics)
 
 
 def render(
-    kind: Kind,
-    summary: Mapping[str, Any],
-    metrics: Sequence[Record],
-    times_of: Callable[[Record], Sequence[GroupTimes]],
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
+    kind: Kind, summary: Mapping[str, Any], run_dir: Path, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> str:
-    """The page of at least one iteration.
+    """The page.
 
     Args:
-        kind: the quickstart.
         summary: the result of `summarize`.
-        metrics: the records of `metrics.jsonl`.
-        times_of: when the groups of a record's iteration were rolled out and trained (see `group_times`).
+        run_dir: of the run, with its records.
         before: the record of `evaluate` for the base model.
         after: the same for the trained model.
     """
-    sections = [
-        ("Summary", _summary_table(summary)),
-        ("Accuracy", _accuracy(kind, summary, metrics)),
-        ("Reward", curve([record["reward_mean"] for record in metrics], "mean reward by iteration", BLUE, {})),
-        ("One period", _one_period(metrics, times_of)),
-        ("On-policy proof", _proof(summary)),
-        (f"Held-out {kind.questions}, before and after", _samples(before, after)),
+    samples = [
+        f"<tr><td>{escape(first['question'])}</td><td>{_response(first)}</td><td>{_response(last)}</td></tr>"
+        for first, last in zip(before["samples"], after["samples"], strict=True)
     ]
-    return PAGE.substitute(
-        blue=BLUE,
-        orange=ORANGE,
-        headline=_headline(kind, summary),
-        sections="\n".join(f"<h2>{title}</h2>\n{body}" for title, body in sections),
+    rows = [f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in summary_rows(summary).items()]
+    opening = (
+        f'<section aria-label="Quickstart">\n<h2>Quickstart</h2>\n<p>{_headline(kind, summary)}</p>\n'
+        f'<div class="card scroll"><table>{"".join(rows)}</table></div>\n'
+        f'<div class="card scroll"><h3>Held-out {escape(kind.questions)}, before and after</h3>\n<table>'
+        f"<tr><th>question</th><th>before</th><th>after</th></tr>{''.join(samples)}</table></div>\n</section>\n"
     )
+    return report([open_run(run_dir)], opening)
 
 
 def _headline(kind: Kind, summary: Mapping[str, Any]) -> str:
@@ -79,84 +113,27 @@ def _headline(kind: Kind, summary: Mapping[str, Any]) -> str:
     )
 
 
-def _summary_table(summary: Mapping[str, Any]) -> str:
+def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """The summary in words, for the console and the page."""
     split = summary["device_split"]
-    cores = ", ".join(f"{name} on {_cores(own)}" for name, own in split["cores"].items())
     phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["phases_s"].items())
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in split.items() if name != "cores")
-    rows = {
-        "seed": str(summary["seed"]),
-        "iterations": f"{summary['iterations']}, {summary['num_responses']} responses",
-        "time": f"{summary['seconds']:.0f} s: {phases}",
+    return {
         "held-out accuracy": f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}",
         "mean reward": f"{summary['reward_first']:.3f} → {summary['reward_last']:.3f}",
+        "iterations": f"{summary['iterations']}, {summary['num_responses']} responses",
+        "time": f"{summary['seconds']:.0f} s: {phases}",
         "throughput": f"{summary['tokens_per_s']:.0f} tokens/s",
-        "the trainer's time": shares,
-        "cores": cores,
+        "trainer's time": ", ".join(f"{name} {share:.0%}" for name, share in split.items() if name != "cores"),
+        "every update on-policy": f"{'yes' if summary['on_policy'] else 'NO'}, gap {summary['max_logprob_gap']:.1e}",
+        "cores": ", ".join(f"{name} on {_cores(own)}" for name, own in split["cores"].items()),
+        "seed": str(summary["seed"]),
     }
-    return _table([(escape(name), escape(value)) for name, value in rows.items()])
 
 
 def _cores(own: Sequence[int]) -> str:
     return "any core" if not own else ("core " if len(own) == 1 else "cores ") + ", ".join(map(str, own))
 
 
-def _accuracy(kind: Kind, summary: Mapping[str, Any], metrics: Sequence[Record]) -> str:
-    marks = {
-        f"held-out, before: {summary['accuracy_before']:.2f}": (0.0, summary["accuracy_before"]),
-        f"held-out, after: {summary['accuracy_after']:.2f}": (len(metrics) - 1.0, summary["accuracy_after"]),
-    }
-    chart = curve([record["accuracy"] for record in metrics], "accuracy by iteration", BLUE, marks)
-    return f"<p>Share of sampled responses that are exactly right, on each iteration's own {kind.questions}.</p>{chart}"
-
-
-def _one_period(metrics: Sequence[Record], times_of: Callable[[Record], Sequence[GroupTimes]]) -> str:
-    record = _typical(metrics)
-    rows: list[tuple[str, Span, Span]] = [
-        (f"group {t.index}", (t.started_s, t.finished_s), (t.train_started_s, t.train_finished_s))
-        for t in sorted(times_of(record), key=lambda times: times.train_started_s)
-    ]
-    chart = timeline(rows, record["publish_s"], record["seconds"], "rollouts and training of one iteration")
-    return (
-        f"<p>Iteration {record['iteration']}, {record['seconds']:.2f} s. One row per group: its "
-        '<span class="rollout">rollout</span> from dispatch to its last response, then its '
-        '<span class="training">training</span>, which starts while other groups are still being generated. Grey: '
-        f"publishing the weights. The step comes last, when every group has been trained.</p>{chart}"
-    )
-
-
-def _typical(metrics: Sequence[Record]) -> Record:
-    """The iteration of median length among the last half, after irregularities at the start."""
-    late = sorted(metrics[len(metrics) // 2 :], key=lambda record: record["seconds"])
-    return late[len(late) // 2]
-
-
-def _proof(summary: Mapping[str, Any]) -> str:
-    verdict = '<span class="right">holds</span>' if summary["on_policy"] else '<span class="wrong">does not hold</span>'
-    return (
-        f"<p>The proof {verdict} for {summary['iterations']} iterations: every response of a batch was sampled from "
-        "the weight version that its iteration trained, and every prompt contributed exactly its responses, once. The "
-        "largest difference between a token's log-probability at the trainer and at the instance that sampled it was "
-        f"{summary['max_logprob_gap']:.1e} nats. <code>ledger.jsonl</code> has a row per optimizer step.</p>"
-    )
-
-
-def _samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    head = ("question", "before", "after")
-    rows = [
-        (escape(first["question"]), _response(first), _response(last))
-        for first, last in zip(before["samples"], after["samples"], strict=True)
-    ]
-    return _table([tuple(f"<b>{name}</b>" for name in head), *rows])
-
-
 def _response(sample: Mapping[str, Any]) -> str:
     text = "(did not end)" if sample["response"] is None else sample["response"]
-    kind, sign = ("right", "✓") if sample["correct"] else ("wrong", "✗")
-    return f'<span class="{kind}">{sign} {escape(text)}</span>'
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table with its first column as headings."""
-    lines = [f"<tr><th>{row[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in row[1:]) + "</tr>" for row in rows]
-    return "<table>\n" + "\n".join(lines) + "\n</table>"
+    return f"{'✓' if sample['correct'] else '✗'} {escape(text)}"

@@ -5,18 +5,13 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from async_rl.errors import ProcessFailed
-from async_rl.tracking.record_lines import record_of, whole_lines
-from async_rl.tracking.timeline import TIMELINE
+from async_rl.tracking.run_records import Record, RunRecords
 from deploy.verify.findings import Finding, fails, holds, not_tested
-
-Record = Mapping[str, Any]
-"""A line of `metrics.jsonl`, `ledger.jsonl` or `timeline.jsonl`."""
 
 FIGURE_BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
 """Of losses and gradient norms, relative, by dtype: sums of the same terms in another order. Layouts of one model agree
@@ -45,8 +40,10 @@ class Trained:
 
     @classmethod
     def read(cls, run_dir: Path) -> "Trained":
-        metrics, ledger = (_records(run_dir / f"{name}.jsonl") for name in ("metrics", "ledger"))
-        return cls(metrics, ledger, list(TIMELINE.read(run_dir)), run_dir / "model")
+        run = RunRecords(run_dir)
+        return cls(
+            list(run.metrics.new_records()), list(run.ledger.new_records()), list(run.groups()), run_dir / "model"
+        )
 
     def is_proven(self, iterations: int) -> bool:
         """Whether every iteration is there, once, and on-policy."""
@@ -213,7 +210,3 @@ def why_no_step(run: Trained) -> str | None:
 def compared(check: str, power: str | None, compare: Callable[[], Finding]) -> Finding:
     """A comparison, unless it would prove nothing."""
     return not_tested(check, power) if power else compare()
-
-
-def _records(path: Path) -> list[Record]:
-    return [record for line in whole_lines(path) if (record := record_of(line)) is not None]

@@ -17,7 +17,7 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, NoAnswer, ProcessFailed
 from async_rl.net.http_client import HttpClient
-from async_rl.tracking.record_lines import whole_lines
+from async_rl.tracking.run_records import RunRecords
 from deploy.cluster.process import Running
 from deploy.local.machine import Machine
 from deploy.local.plan import Plan, plan
@@ -145,7 +145,7 @@ def kill(running: Running) -> None:
 
 def num_trained(run_dir: Path) -> int:
     """Iterations of a stage that are recorded."""
-    return len(whole_lines(run_dir / "metrics.jsonl"))
+    return len(list(RunRecords(run_dir).metrics.new_lines()))
 
 
 def has_checkpoint(run_dir: Path) -> bool:

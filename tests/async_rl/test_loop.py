@@ -16,10 +16,11 @@ from async_rl.proof.gap_limits import NoiseLimits
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import IterationRecord, Recorder
-from async_rl.tracking.timeline import TIMELINE
+from async_rl.tracking.rotation import TIMELINE
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Batch, Group, Prompt, Publication
 from tests.support.groups import make_group, make_response
+from tests.support.rotated_rows import rotated_rows
 
 NUM_PROMPTS = 4
 LIMITS = NoiseLimits(1.0)
@@ -251,7 +252,7 @@ def test_each_iteration_leaves_one_record(tmp_path: Path) -> None:
     assert record["accuracy"] == 0.5
     assert record["kl"] == 0.25
     assert record["response_tokens"] == NUM_PROMPTS * 4
-    groups = list(TIMELINE.read(tmp_path))
+    groups = list(rotated_rows(TIMELINE, tmp_path))
     assert [row["index"] for row in groups] == [0, 1, 2, 3], "in the order of places"
     trained = sorted(groups, key=lambda row: row["train_started_s"])
     assert [row["index"] for row in trained] == [2, 0, 3, 1]

@@ -4,13 +4,14 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from async_rl.tracking.lease import LEASE_DIR, Term, take_lease
-from async_rl.tracking.process_identity import Process, this_process
+from async_rl.locks.lease import LEASE_DIR, Term, take_lease
+from async_rl.locks.process_identity import Process, this_process
+from async_rl.tracking.run_records import RecordFile
 from deploy.cluster.restarts import num_trained
-from deploy.cluster.run_view import JsonlTail
 from deploy.cluster.tasks import LAUNCH_FILE, Task, write_launch
 from deploy.status import main
 
@@ -44,6 +45,10 @@ def run_dir(tmp_path: Path) -> Path:
     (path / "tasks").mkdir()
     take_lease(path, 20.0)
     return path
+
+
+def records(file: RecordFile) -> list[dict[str, Any]]:
+    return list(file.new_records())
 
 
 def shown(run_dir: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -105,25 +110,26 @@ def test_the_lease_of_a_dead_trainer_is_not_called_held(run_dir: Path, capsys: p
 
 @pytest.mark.parametrize("content", BROKEN)
 def test_a_launcher_goes_on_beside_broken_records(run_dir: Path, content: bytes) -> None:
-    tail = JsonlTail(run_dir / "metrics.jsonl")
+    tail = RecordFile(run_dir / "metrics.jsonl")
     for name in ("ledger.jsonl", "metrics.jsonl"):
         with (run_dir / name).open("ab") as file:
             file.write(content + b'\n{"iteration": 3, "on_policy": false}\n')
     assert num_trained(run_dir) == 3
-    assert tail.read_new()[-1:] == [{"iteration": 3, "on_policy": False}] and tail.read_new() == []
+    assert records(tail)[-1:] == [{"iteration": 3, "on_policy": False}] and records(tail) == []
 
 
 def test_a_launcher_goes_on_while_a_file_system_is_away(run_dir: Path) -> None:
     """A directory in place of the file stands for any error of reading."""
     metrics, ledger = run_dir / "metrics.jsonl", run_dir / "ledger.jsonl"
-    tail = JsonlTail(metrics)
+    tail = RecordFile(metrics)
+    assert len(records(tail)) == 1
     kept = metrics.rename(run_dir / "kept")
     ledger.unlink()
     for path in (metrics, ledger):
         path.mkdir()
-    assert tail.read_new() == [] and num_trained(run_dir) == 0
+    assert records(tail) == [] and num_trained(run_dir) == 0
     metrics.rmdir()
     kept.rename(metrics)
     with metrics.open("a") as file:
         file.write('{"iteration": 3}\n')
-    assert tail.read_new() == [{"iteration": 3}]
+    assert records(tail) == [{"iteration": 3}]

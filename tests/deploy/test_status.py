@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from async_rl.config.cluster_section import ClusterSection
-from async_rl.tracking.lease import take_lease
+from async_rl.locks.lease import take_lease
 from deploy.cluster.fleet import drain
 from deploy.cluster.tasks import Task, write_launch
 from deploy.status import Status, read_status, show

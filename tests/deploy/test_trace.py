@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.tracking.trace import QUEUE_PID, TRAINER_PID
-from deploy.trace import main, trace_of
+from deploy.trace import QUEUE_PID, TRAINER_PID, main, trace_of
 
 GAPS = {"http://a": {"tokens": 4}, "http://b": {"tokens": 9}}
 

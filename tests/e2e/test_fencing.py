@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from async_rl.locks.lease import read_term
 from async_rl.net.free_ports import free_ports
-from async_rl.tracking.lease import read_term
 from tests.support.local_run import Run, command_of
 from trainer.checkpoint.files import find_damage, read_manifest, whole_checkpoints
 

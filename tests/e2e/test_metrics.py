@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.tracking.trace import FIRST_INSTANCE_PID, TRAINER_PID
-from deploy.trace import trace_of
+from deploy.trace import FIRST_INSTANCE_PID, TRAINER_PID, trace_of
 from tests.support import ROOT
 from tests.support.local_run import Run
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.tracking.samples import SAMPLES
-from async_rl.tracking.timeline import TIMELINE
+from async_rl.tracking.rotation import SAMPLES, TIMELINE
 
 SCRIPT = "<script>document.title = 'broken'</script>"
 """Part of every response, as a model may write it."""

@@ -19,7 +19,6 @@ from async_rl.config.secrets import MASK, masked
 from async_rl.config.sections import Config
 from trainer.model_card import history
 from trainer.model_card.markdown import code, fenced, plain, table
-from trainer.model_card.records import RunRecords
 
 FILE = "README.md"
 
@@ -47,7 +46,7 @@ class Exported:
 
 def model_card(exported: Exported, run_dir: Path) -> str:
     """The card's text; files of `run_dir` may be missing or damaged."""
-    records = RunRecords.read(run_dir, exported.iteration)
+    records = history.History(run_dir, exported.iteration)
     sections = {
         "How to load it": _loading(exported),
         "Training": _training(exported),
@@ -84,7 +83,7 @@ def _sources(config: Config) -> list[str]:
     return [part.source for part in prompts.mixture] if prompts.source is None else [prompts.source]
 
 
-def _summary(exported: Exported, records: RunRecords) -> str:
+def _summary(exported: Exported, records: history.History) -> str:
     base = _code(exported.config.model.path, "path")
     text = (
         f"The policy of a run of async-rl after {exported.iteration} iterations ({exported.num_steps} optimizer "

@@ -1,11 +1,16 @@
-"""What the records of a run say, as sections of its model card: curves, evaluations, the on-policy proof."""
+"""What the records of a run say, as sections of its model card: curves, evaluations, the on-policy proof.
+
+Records may be missing, or damaged: what is not there is left out, and what cannot be read is counted, so that an export
+never fails because of its card.
+"""
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 
+from async_rl.tracking.run_records import Record, RecordFile, RunRecords, has_iteration, number_of, record_of
 from trainer.model_card.markdown import NOTHING, code, figure, table
-from trainer.model_card.records import Line, RunRecords, number
 
 MAX_ROWS = 10
 """Of the table of curves."""
@@ -20,31 +25,54 @@ CURVES = {
 """Column -> figure of `metrics.jsonl`."""
 
 
-def curves(records: RunRecords) -> str:
+class History:
+    """The records of the iterations before `iteration`, the one that is trained next, in the order of iterations.
+
+    Evaluations are those of weights that these iterations made; those of `iteration` are of the exported weights.
+    `unreadable` has the number of lines, by file, that are no records.
+    """
+
+    def __init__(self, run_dir: Path, iteration: int) -> None:
+        run = RunRecords(run_dir)
+        self.iteration = iteration
+        self.unreadable: dict[str, int] = {}
+        self.metrics = self._read(run.metrics, iteration - 1)
+        self.ledger = self._read(run.ledger, iteration - 1)
+        self.evaluations = self._read(run.evaluations, iteration)
+
+    def _read(self, file: RecordFile, last: int) -> list[Record]:
+        found = [record_of(line) for _, line in file.new_lines()]
+        records = [record for record in found if record is not None and has_iteration(record)]
+        if len(records) < len(found):
+            self.unreadable[file.path.name] = len(found) - len(records)
+        return sorted((r for r in records if 0 <= r["iteration"] <= last), key=lambda record: int(record["iteration"]))
+
+
+def curves(records: History) -> str:
     """Means over equal ranges of the iterations; figures that no record has are left out."""
     lines = records.metrics
     if not lines:
         return "The run's directory has no readable `metrics.jsonl` of these iterations."
-    columns = {name: key for name, key in CURVES.items() if any(number(line, key) is not None for line in lines)}
+    columns = {name: key for name, key in CURVES.items() if any(number_of(line.get(key)) is not None for line in lines)}
     size = math.ceil(len(lines) / MAX_ROWS)
     parts = [lines[start : start + size] for start in range(0, len(lines), size)]
     rows = [[_range(part), *(figure(_mean(part, key)) for key in columns.values())] for part in parts]
     return "Means over iterations, counted from 0.\n\n" + table(["iterations", *columns], rows)
 
 
-def _range(lines: Sequence[Line]) -> str:
+def _range(lines: Sequence[Record]) -> str:
     first, last = lines[0]["iteration"], lines[-1]["iteration"]
     return str(first) if first == last else f"{first}–{last}"
 
 
-def _mean(lines: Sequence[Line], key: str) -> float | None:
-    values = [value for line in lines if (value := number(line, key)) is not None]
+def _mean(lines: Sequence[Record], key: str) -> float | None:
+    values = [value for line in lines if (value := number_of(line.get(key))) is not None]
     return fmean(values) if values else None
 
 
-def evaluations(records: RunRecords) -> str:
+def evaluations(records: History) -> str:
     """The first and the last complete evaluation of each set, and whether the last is of the exported weights."""
-    by_set: dict[str, list[Line]] = {}
+    by_set: dict[str, list[Record]] = {}
     for line in records.evaluations:
         if line.get("complete") is True:
             by_set.setdefault(str(line.get("set")), []).append(line)
@@ -64,31 +92,31 @@ def evaluations(records: RunRecords) -> str:
     return f"{which} {note}\n\n{table(header, rows)}"
 
 
-def _evaluation_row(name: str, line: Line) -> list[str]:
+def _evaluation_row(name: str, line: Record) -> list[str]:
     samples = line.get("num_samples")
-    average = f"avg@{samples}" if number(line, f"avg@{samples}") is not None else "pass@1"
+    average = f"avg@{samples}" if number_of(line.get(f"avg@{samples}")) is not None else "pass@1"
     correct = _with_interval(line, average)
     return [
         code(name),
         str(line["iteration"]),
-        figure(number(line, "num_prompts")),
-        *(figure(number(line, key)) for key in ("temperature", "top_p", "top_k")),
+        figure(number_of(line.get("num_prompts"))),
+        *(figure(number_of(line.get(key))) for key in ("temperature", "top_p", "top_k")),
         correct if correct == NOTHING else f"{average} {correct}",
         _with_interval(line, "reward_mean"),
     ]
 
 
-def _with_interval(line: Line, key: str) -> str:
+def _with_interval(line: Record, key: str) -> str:
     intervals = line.get("intervals")
     ends = intervals.get(key) if isinstance(intervals, dict) else None
-    shown = figure(number(line, key))
+    shown = figure(number_of(line.get(key)))
     if isinstance(ends, list) and len(ends) == 2:
-        low, high = (figure(number({"end": end}, "end")) for end in ends)
+        low, high = (figure(number_of(end)) for end in ends)
         return f"{shown} [{low}, {high}]"
     return shown
 
 
-def proof(records: RunRecords) -> str:
+def proof(records: History) -> str:
     """How many iterations have a proof in the ledger, and over what."""
     if not records.ledger:
         return "The run's directory has no readable `ledger.jsonl` of these iterations, so nothing is claimed."
@@ -96,7 +124,7 @@ def proof(records: RunRecords) -> str:
     proven = {line["iteration"] for line in records.ledger} - failed
     lines = [line for line in records.ledger if line["iteration"] in proven]
     missing = records.iteration - len(proven) - len(failed)
-    gaps = [gap for line in lines if (gap := number(line, "max_logprob_gap")) is not None]
+    gaps = [gap for line in lines if (gap := number_of(line.get("max_logprob_gap"))) is not None]
     rows = [
         ["iterations of these weights", str(records.iteration)],
         ["proven on-policy and complete", str(len(proven))],
@@ -114,10 +142,10 @@ def proof(records: RunRecords) -> str:
     ) + table(["`ledger.jsonl`", ""], rows)
 
 
-def _sum(lines: Sequence[Line], key: str) -> int:
-    return int(sum(number(line, key) or 0 for line in lines))
+def _sum(lines: Sequence[Record], key: str) -> int:
+    return int(sum(number_of(line.get(key)) or 0 for line in lines))
 
 
-def _num_unjudged(lines: Sequence[Line]) -> int:
+def _num_unjudged(lines: Sequence[Record]) -> int:
     gaps = [(line["iteration"], line.get("logprob_gaps")) for line in lines]
     return len({iteration for iteration, each in gaps if isinstance(each, dict) and each.get("unjudged")})

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.dashboard.__main__ import DashboardServer
 from async_rl.dashboard.page import Dashboard
 from async_rl.dashboard.report import main as report_main
-from async_rl.dashboard.run_records import open_run
-from async_rl.dashboard.serve import DashboardServer
+from async_rl.dashboard.run_data import open_run
 from async_rl.net.listener import listen
 from async_rl.tracking.records import cut_run_records
 from tests.support.browser import CHROMIUM, Tab, browser_tab

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_rl.dashboard.report import fitting, main, report, spread, thinned_records
-from async_rl.dashboard.run_records import as_json, open_run
+from async_rl.dashboard.run_data import as_json, open_run
 from tests.support.synthetic_run import SCRIPT, SyntheticRun
 
 
@@ -42,7 +42,7 @@ def test_texts_of_a_run_cannot_end_the_script_that_holds_them(tmp_path: Path) ->
     page = report([open_run(run.run_dir)])
     assert SCRIPT not in page
     assert SCRIPT in data_of(page)["runs"][0]["samples"][0]["responses"][0]["text"]
-    assert "<title>&lt;b>&amp;run</title>" in page
+    assert "<title>&lt;b&gt;&amp;run</title>" in page
 
 
 def test_records_of_a_long_run_are_thinned_but_for_the_last_iteration_and_violations(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from async_rl.dashboard.__main__ import DashboardServer
 from async_rl.dashboard.page import MODULES, STATIC, Dashboard, static_file
-from async_rl.dashboard.run_records import open_run
-from async_rl.dashboard.serve import DashboardServer
+from async_rl.dashboard.run_data import open_run
 from async_rl.net.listener import listen
 from tests.support.synthetic_run import SyntheticRun
 

@@ -9,8 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from async_rl.config.sections import TrackingSection
 from async_rl.errors import Fenced
-from async_rl.evaluation.recorder import FILE, EvaluationRecorder, SetResult, SourceResult
+from async_rl.evaluation.recorder import EvaluationRecorder, SetResult, SourceResult
 from async_rl.tracking.records import cut_run_records
+from async_rl.tracking.run_records import EVALUATIONS
 from async_rl.tracking.trackers.choice import open_trackers
 
 
@@ -26,7 +27,7 @@ def test_a_result_goes_to_its_file_to_tensorboard_and_to_the_log(
     with caplog.at_level(logging.INFO):
         recorder.write([result(4, **{"pass@1": 0.25, "reward_mean": 0.5})])
     trackers.close()
-    (line,) = (tmp_path / FILE).read_text().splitlines()
+    (line,) = (tmp_path / EVALUATIONS).read_text().splitlines()
     record = json.loads(line)
     assert (record["iteration"], record["weight_version"], record["set"]) == (4, "v4", "math")
     assert (record["num_prompts"], record["total_prompts"], record["pass@1"]) == (3, 3, 0.25)
@@ -44,7 +45,7 @@ def test_a_resumed_run_evaluates_later_iterations_again(tmp_path: Path) -> None:
         for iteration in iterations:
             recorder.write([result(iteration, **{"pass@1": first / 10})])
         trackers.close()
-    lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / EVALUATIONS).read_text().splitlines()]
     assert [(line["iteration"], line["pass@1"]) for line in lines] == [(0, 0.0), (2, 0.0), (4, 0.3)]
     events = EventAccumulator(str(tmp_path / "tensorboard" / "evaluation")).Reload()
     values = [(event.step, round(event.value, 3)) for event in events.Scalars("eval/math/pass@1")]
@@ -54,7 +55,7 @@ def test_a_resumed_run_evaluates_later_iterations_again(tmp_path: Path) -> None:
 def test_a_set_of_which_nothing_was_done_is_recorded_without_figures(tmp_path: Path) -> None:
     recorder = EvaluationRecorder(tmp_path)
     recorder.write([result(0, num_prompts=0)])
-    record = json.loads((tmp_path / FILE).read_text())
+    record = json.loads((tmp_path / EVALUATIONS).read_text())
     assert record["num_prompts"] == 0 and "reward_mean" not in record
 
 
@@ -65,7 +66,7 @@ def test_nothing_is_written_once_another_trainer_writes_the_file(tmp_path: Path)
     recorder = EvaluationRecorder(tmp_path, require_lease=fenced)
     with pytest.raises(Fenced):
         recorder.write([result(4)])
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / EVALUATIONS).exists()
 
 
 def test_intervals_and_sources_are_objects_of_the_line_and_no_figures_of_tensorboard(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_intervals_and_sources_are_objects_of_the_line_and_no_figures_of_tensorb
     trackers = open_trackers(TrackingSection(), tmp_path, 0, {})
     EvaluationRecorder(tmp_path, trackers=trackers).write([both])
     trackers.close()
-    record = json.loads((tmp_path / FILE).read_text())
+    record = json.loads((tmp_path / EVALUATIONS).read_text())
     assert (record["top_p"], record["top_k"], record["intervals"]) == (0.95, 20, {"avg@2": [0.1, 0.5]})
     assert record["sources"] == {"gsm8k": {"num_prompts": 1, "avg@2": 0.5, "intervals": {"avg@2": [0.0, 1.0]}}}
     events = EventAccumulator(str(tmp_path / "tensorboard" / "evaluation")).Reload()

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from async_rl.config.pool_section import PoolSection
+from async_rl.dashboard.__main__ import DashboardServer
 from async_rl.dashboard.page import Dashboard
-from async_rl.dashboard.serve import DashboardServer
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.server import FleetServer
 from async_rl.net import bounded_connections, bounded_site

@@ -13,9 +13,9 @@ import pytest
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, Fenced, ProducerLost, RunStopped
+from async_rl.locks.lease import take_lease
 from async_rl.producer import process as process_module
 from async_rl.producer.process import MARK, ProducerProcess, kill_marked
-from async_rl.tracking.lease import take_lease
 from tests.support import ROOT
 from tests.support.minimal_config import minimal_tree
 

@@ -12,10 +12,11 @@ from async_rl.proof.gap_limits import NoiseLimits, noise_scale
 from async_rl.proof.prompt_ids import digest_of_ids
 from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
-from async_rl.tracking.samples import MAX_CHARACTERS, NUM_GROUPS, NUM_ROLLOUTS, SAMPLES
-from async_rl.tracking.timeline import TIMELINE
+from async_rl.tracking.rotation import SAMPLES, TIMELINE
+from async_rl.tracking.samples import MAX_CHARACTERS, NUM_GROUPS, NUM_ROLLOUTS
 from async_rl.types import digest_of
 from tests.support.large_batch import INSTANCES, make_batch, make_groups, make_row, publication_of
+from tests.support.rotated_rows import rotated_rows
 
 NUM_PROMPTS, NUM_RESPONSES_EACH = 8192, 64
 
@@ -70,7 +71,7 @@ def test_records_and_proofs_are_as_small_as_those_of_a_small_batch(
 @pytest.mark.computes
 def test_samples_are_a_few_groups_by_place_cut_to_a_readable_length(large: tuple[Path, list[str]]) -> None:
     run_dir, prompt_ids = large
-    samples = list(SAMPLES.read(run_dir))
+    samples = list(rotated_rows(SAMPLES, run_dir))
     assert [row["prompt_id"] for row in samples] == prompt_ids[:NUM_GROUPS]
     assert all(len(row["responses"]) == NUM_ROLLOUTS for row in samples)
     texts = [text for row in samples for text in (row["prompt"], *(each["text"] for each in row["responses"]))]
@@ -87,7 +88,7 @@ def test_samples_are_a_few_groups_by_place_cut_to_a_readable_length(large: tuple
 def test_every_group_is_in_the_timeline_and_proves_what_the_ledger_says(large: tuple[Path, list[str]]) -> None:
     run_dir, prompt_ids = large
     proof = json.loads((run_dir / "ledger.jsonl").read_text())
-    rows = list(TIMELINE.read(run_dir))
+    rows = list(rotated_rows(TIMELINE, run_dir))
     assert [row["prompt_id"] for row in rows] == prompt_ids and proof["prompt_ids"] is None
     assert digest_of_ids(row["prompt_id"] for row in rows) == proof["prompt_ids_sha256"]
     assert digest_of([row["samples"] for row in rows]) == proof["samples"]

@@ -2,12 +2,13 @@ import json
 import logging
 from pathlib import Path
 
-from async_rl.tracking.notices import FILE, MOST, PER_S, recorded_notices
+from async_rl.tracking.notices import MOST, PER_S, recorded_notices
+from async_rl.tracking.run_records import NOTICES
 from tests.support.clock import Clock
 
 
 def texts(run_dir: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in (run_dir / FILE).read_text().splitlines()]
+    return [json.loads(line)["text"] for line in (run_dir / NOTICES).read_text().splitlines()]
 
 
 def test_warnings_of_the_run_are_kept_and_those_of_libraries_are_not(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from async_rl.group_proof import GroupProof
 from async_rl.proof.logprob_gaps import LogprobGaps
 from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
-from async_rl.tracking.samples import MAX_CHARACTERS, SAMPLES, shorten, token_texts
-from async_rl.tracking.timeline import TIMELINE, GroupTimes, group_times
+from async_rl.tracking.rotation import SAMPLES, TIMELINE
+from async_rl.tracking.samples import MAX_CHARACTERS, shorten, token_texts
 from async_rl.types import Group, Prompt, Publication, RolloutFacts
 from tests.support.clock import Clock
 from tests.support.groups import make_group, make_response
+from tests.support.rotated_rows import rotated_rows
 
 VERSION = "v0"
 
@@ -121,7 +122,7 @@ def test_turns_and_branches_are_recorded_per_rollout_and_only_where_there_are_an
         [4.0, 2.5, 1.0, 0.5],
         [2.0, None, None, 1.0],
     ]
-    first, second, _ = SAMPLES.read(tmp_path)
+    first, second, _ = rotated_rows(SAMPLES, tmp_path)
     assert first["responses"] == [{"text": "5 6", "reward": 1.0, "num_tokens": 2, "finish_reason": "stop"}]
     # Two of the three responses of the first rollout, and the second rollout.
     assert [(row["text"], row["reward"], row["num_tokens"]) for row in second["responses"]] == [
@@ -216,18 +217,11 @@ def test_groups_are_on_file_even_if_the_iteration_does_not_end(tmp_path: Path) -
         record, [GroupProof.of(each, {"http://a": LogprobGaps(2, largest=0.25)}) for each in (trained, elsewhere)]
     )
     recorder.close()
-    other, own = TIMELINE.read(tmp_path)
+    other, own = rotated_rows(TIMELINE, tmp_path)
     assert (own["index"], own["prompt_id"], own["versions"]) == (1, "p1", [VERSION])
     assert own["logprob_gaps"]["http://a"]["max"] == 0.25
     assert own["finished_s"] - own["started_s"] == pytest.approx(0.5, abs=1e-5)
     assert other["index"] == 0 and "started_s" not in other, "of another replica: its clock is not ours"
-    assert [times.index for times in group_times(tmp_path, {"iteration": 0})] == [1]
-    assert group_times(tmp_path, {"iteration": 1}) == []
-
-
-def test_times_of_groups_are_read_from_records_of_before_there_was_a_timeline(tmp_path: Path) -> None:
-    record = {"iteration": 3, "timeline": [[2, 0.1, 0.5, 0.6, 0.8]]}
-    assert group_times(tmp_path, record) == [GroupTimes(2, 0.1, 0.5, 0.6, 0.8)]
 
 
 def test_samples_are_the_first_groups_by_place_whatever_finishes_first(tmp_path: Path) -> None:
@@ -235,7 +229,7 @@ def test_samples_are_the_first_groups_by_place_whatever_finishes_first(tmp_path:
     run_iteration(recorder, 0, [group(index, 0.01) for index in (7, 2, 9, 0, 5)], train_s=0.0, num_instances=1)
     run_iteration(recorder, 1, [group(4, 0.01)], train_s=0.0, num_instances=1)
     recorder.close()
-    rows = list(SAMPLES.read(tmp_path))
+    rows = list(rotated_rows(SAMPLES, tmp_path))
     assert [row["index"] for row in rows] == [0, 2, 5, 4]
     assert rows[0] == {
         "iteration": 0,
@@ -257,7 +251,7 @@ def test_tokens_of_samples_have_the_log_probs_of_both_sides(tmp_path: Path) -> N
     record.add_step([GroupProof.of(own, gaps, shown_logprobs=((-0.125, math.nan),))], StepStats(0.0, 0.0, 0.0))
     recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
     recorder.close()
-    (row,) = SAMPLES.read(tmp_path)
+    (row,) = rotated_rows(SAMPLES, tmp_path)
     (response,) = row["responses"]
     assert response["tokens"] == [" 5", " 6"]
     assert response["rollout_logprobs"] == [-0.1, -0.2]
@@ -316,7 +310,7 @@ def test_groups_that_a_selection_left_out_have_rows_that_say_so(tmp_path: Path) 
     rows = [GroupProof.of(group(index, 0.01), {"http://a": LogprobGaps(2)}) for index in range(2)]
     left_out = replace(rows[0], is_trained=False, gaps=())
     recorder.write_groups(recorder.begin(0), [rows[1], left_out])
-    first, second = TIMELINE.read(tmp_path)
+    first, second = rotated_rows(TIMELINE, tmp_path)
     assert (first["index"], first["is_trained"], first["logprob_gaps"]) == (0, False, {})
     assert (second["index"], "is_trained" in second) == (1, False)
 
@@ -378,7 +372,7 @@ def test_samples_have_the_row_and_on_request_every_response(tmp_path: Path) -> N
         proof = GroupProof.of(own, {"http://a": LogprobGaps(2)}, shown_logprobs=shown_logprobs)
         record.add_step([proof], StepStats(0.0, 0.0, 0.0))
         recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
-        (sample,) = SAMPLES.read(run_dir)
+        (sample,) = rotated_rows(SAMPLES, run_dir)
         assert [response["text"] for response in sample["responses"]] == texts
         assert ["tokens" in response for response in sample["responses"]] == [i < 2 for i in range(len(texts))]
         assert sample["row"].keys() == {"answer", "tests", "long"}, "the question is the prompt"

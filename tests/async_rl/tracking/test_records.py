@@ -14,7 +14,6 @@ from async_rl.proof.prompt_ids import from_runs
 from async_rl.step_stats import StepStats
 from async_rl.tracking.recorder import Recorder
 from async_rl.tracking.records import RECORDS, cut_records, cut_run_records, require_no_records
-from async_rl.tracking.timeline import group_times
 from async_rl.tracking.trackers.choice import open_trackers
 from async_rl.types import Batch, Prompt, Publication
 from deploy.cluster.run_view import balance, describe
@@ -109,7 +108,6 @@ def test_a_directory_of_an_older_release_is_read_cut_and_gone_on_with(tmp_path: 
     assert [row["iteration"] for row in records] == [row["iteration"] for row in proofs] == [0, 1, 2, 3]
     assert [from_runs(row["prompt_ids"]) for row in proofs] == [["12", "13", "3"]] * 3 + [["12"]]
     assert all(describe(row) and balance([row]) for row in records)
-    assert [len(group_times(tmp_path, row)) for row in records] == [3, 3, 3, 0]
 
 
 @pytest.mark.parametrize("name", [*RECORDS, "timeline.jsonl", "samples.jsonl", "timeline.3.jsonl"])

@@ -8,6 +8,7 @@ import pytest
 
 from async_rl.tracking.records import RECORDS, ROTATED, cut_run_records
 from async_rl.tracking.rotation import Rotation
+from tests.support.rotated_rows import rotated_rows
 
 SMALL = Rotation("timeline.jsonl", max_bytes=100, num_kept=3)
 ROW_BYTES = len(b'{"iteration": 10, "index": 0}\n')
@@ -29,7 +30,7 @@ def names(run_dir: Path) -> list[str]:
 
 
 def iterations(run_dir: Path) -> list[int]:
-    return [row["iteration"] for row in SMALL.read(run_dir)]
+    return [row["iteration"] for row in rotated_rows(SMALL, run_dir)]
 
 
 def write(run_dir: Path, first: int, last: int) -> None:
@@ -74,7 +75,7 @@ def test_text_stays_readable_and_what_is_not_text_is_escaped(tmp_path: Path) -> 
     SMALL.append(tmp_path, [{"iteration": 0, "text": text}])
     written = (tmp_path / SMALL.name).read_bytes()
     assert written.count(b"\n") == 1 and "数学".encode() in written
-    assert next(SMALL.read(tmp_path))["text"] == text
+    assert next(rotated_rows(SMALL, tmp_path))["text"] == text
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"iteration": 21, "ind', b'{"iteration": 3}', b"\xff\xc3"])
@@ -118,7 +119,7 @@ def test_a_writer_that_is_killed_leaves_whole_rows_and_at_most_a_torn_last_one(t
         assert all(path.stat().st_size <= 20_000 for path in (*full, last)) and len(full) <= 4
         first = done  # the last one may be incomplete, and is written again
         cut_run_records(tmp_path, first)
-        rows = [(row["iteration"], row["index"]) for row in SMALL.read(tmp_path)]
+        rows = [(row["iteration"], row["index"]) for row in rotated_rows(SMALL, tmp_path)]
         assert rows == [divmod(i, 7) for i in range(7 * first - len(rows), 7 * first)], "none lost, none twice"
 
 

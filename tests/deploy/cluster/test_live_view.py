@@ -11,9 +11,17 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from async_rl.protocol.fleet import FleetInfo, InstanceInfo
-from deploy.cluster.live_panels import bars, figures, pool, sparkline
-from deploy.cluster.live_view import LiveView
-from deploy.cluster.pool_watch import PoolRow, PoolWatch, rows_of_fleet, rows_of_proof
+from deploy.cluster.live_view import (
+    LiveView,
+    PoolRow,
+    PoolWatch,
+    bars,
+    figures,
+    pool,
+    rows_of_fleet,
+    rows_of_proof,
+    sparkline,
+)
 from deploy.cluster.run_view import clock
 
 MakeRecord = Callable[..., dict[str, Any]]
@@ -147,7 +155,12 @@ def test_names_of_instances_cannot_draw_in_the_terminal() -> None:
     assert "\x1b[2J" not in capture.get() and "[red]b" in capture.get()
 
 
-def test_a_curve_has_at_most_its_width() -> None:
+def test_a_sparkline_keeps_its_width_and_its_ends() -> None:
+    assert sparkline([0.0, 1.0], 60) == "▁█"
+    line = sparkline([i / 99 for i in range(100)], 20)
+    assert len(line) == 20
+    assert (line[0], line[-1]) == ("▁", "█")
+    assert sparkline([-3.0, 7e9], 60) == "▁█" and sparkline([5.0] * 4, 60) == "▁▁▁▁"
     assert len(sparkline([float(i) for i in range(7)], 3)) == 3 and sparkline([1.0], 0) == "▁"
 
 

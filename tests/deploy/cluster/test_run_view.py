@@ -8,46 +8,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deploy.cluster.live_panels import sparkline
-from deploy.cluster.live_view import LiveView, make_run_view
-from deploy.cluster.pool_watch import PoolWatch
-from deploy.cluster.run_view import JsonlTail, PlainView, RunFeed, shown_records, time_shares
+from deploy.cluster.live_view import LiveView, PoolWatch, make_run_view
+from deploy.cluster.run_view import PlainView, RunFeed, shown_records, time_shares
 from tests.support.clock import Clock
 
 MakeRecord = Callable[..., dict[str, Any]]
-
-
-def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    tail = JsonlTail(path)
-    assert tail.read_new() == []
-    path.write_text('{"a": 1}\n{"a"')
-    assert tail.read_new() == [{"a": 1}]
-    with path.open("a") as file:
-        file.write(": 2}\n")
-    assert tail.read_new() == [{"a": 2}]
-    assert tail.read_new() == []
-
-
-def test_a_tail_leaves_out_what_was_there_before(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text(json.dumps({"old": True}) + "\n")
-    assert JsonlTail(path).read_new() == []
-
-
-def test_tail_reads_a_replaced_file_from_its_beginning(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 0}\n{"iteration": 1}\n')
-    tail = JsonlTail(path)
-    cut = tmp_path / "cut"
-    cut.write_text('{"iteration": 0}\n')
-    cut.replace(path)
-    assert tail.read_new() == [{"iteration": 0}]
-    with path.open("a") as file:
-        file.write('{"iteration": 1}\n')
-    assert tail.read_new() == [{"iteration": 1}]
-    path.write_text('{"iteration": 5}\n')
-    assert tail.read_new() == [{"iteration": 5}], "cut in place"
 
 
 HOSTILE: tuple[Any, ...] = (None, "x", True, [], {}, 10**400, -1e308, float("nan"), float("inf"))
@@ -145,7 +110,8 @@ def test_a_feed_shows_iterations_evaluations_and_warnings(tmp_path: Path, record
     evaluation = {"iteration": 0, "set": "held-out", "num_prompts": 20, "total_prompts": 20, "avg@1": 0.25}
     cut_short = {"iteration": 1, "set": "held-out", "num_prompts": 3, "total_prompts": 20, "delay_s": 2.0, "seconds": 5}
     (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (evaluation, cut_short)))
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(0)) + "\n")
+    other = json.dumps({**record(1), "seconds": None})
+    (tmp_path / "metrics.jsonl").write_text(f'{{}}\n{other}\n{json.dumps(record(0))}\n{{"iteration": 1, "sec')
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "notices.jsonl").write_text('{"unix_s": 1, "text": "2 of 9 prompts are left out"}\n')
     assert feed.show_new(view) == record(0)
@@ -200,11 +166,3 @@ def test_the_live_view_shows_figures_and_time_to_go(record: MakeRecord, tmp_path
 def test_time_shares_add_up_to_one(record: MakeRecord) -> None:
     shares = time_shares([record(0), record(1)])
     assert shares == pytest.approx({"waiting": 0.2, "training": 0.65, "publishing": 0.05, "other": 0.1})
-
-
-def test_a_sparkline_keeps_its_width_and_its_ends() -> None:
-    assert sparkline([0.0, 1.0], 60) == "▁█"
-    line = sparkline([i / 99 for i in range(100)], 20)
-    assert len(line) == 20
-    assert (line[0], line[-1]) == ("▁", "█")
-    assert sparkline([-3.0, 7e9], 60) == "▁█" and sparkline([5.0] * 4, 60) == "▁▁▁▁"

@@ -5,17 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError, RunDirInUse
-from async_rl.tracking.lease import take_lease
-from async_rl.tracking.run_lock import lock_run
-from deploy.quickstart.__main__ import make_run_dir, quickstart, show_summary
+from async_rl.locks.lease import take_lease
+from async_rl.locks.run_lock import lock_run
+from deploy.quickstart.__main__ import find_vllm_python, make_run_dir, quickstart, show_summary
 from deploy.quickstart.kind import KINDS
 
 
@@ -157,7 +157,16 @@ def test_what_a_run_would_refuse_is_refused_before_the_warm_start(
 
 def test_the_summary_shows_the_folder_as_it_is_called() -> None:
     console = Console(file=io.StringIO(), width=200)
-    figures = dict.fromkeys(("accuracy_before", "accuracy_after", "reward_first", "reward_last", "seconds"), 0.5)
-    summary: dict[str, Any] = {**figures, "task": "t", "iterations": 1, "tokens_per_s": 1.0, "on_policy": True}
-    show_summary(console, {**summary, "phases_s": {"training": 1.0}, "device_split": {}}, Path("runs/[/b][lr=1]"))
+    ends = (f"{what}_{when}" for what, when in product(("accuracy", "reward"), ("before", "after", "first", "last")))
+    counts = ("seed", "iterations", "num_responses", "seconds", "tokens_per_s", "on_policy", "max_logprob_gap")
+    summary = {**dict.fromkeys((*ends, *counts), 1), "task": "t", "phases_s": {}, "device_split": {"cores": {}}}
+    show_summary(console, summary, Path("runs/[/b][lr=1]"))
     assert "runs/[/b][lr=1]/report.html" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_python_beside_the_project_is_taken_where_this_one_has_no_vllm(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    with pytest.raises(ConfigError, match="make vllm"):
+        find_vllm_python(python)
+    python.touch()
+    assert find_vllm_python(python) == str(python)

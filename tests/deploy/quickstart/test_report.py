@@ -1,16 +1,13 @@
-from html.parser import HTMLParser
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_rl.tracking.timeline import GroupTimes
-from deploy.cluster.run_view import Record
 from deploy.quickstart.kind import KINDS
-from deploy.quickstart.report import render
-from deploy.quickstart.summary import is_on_policy, summarize
+from deploy.quickstart.report import is_on_policy, render, summarize
 
 SPELLING = KINDS["spelling"]
-VOID = {"meta", "link", "br", "hr", "img", "input"}
 ITERATIONS = 12
 
 
@@ -48,11 +45,6 @@ def ledger() -> list[dict[str, Any]]:
     ]
 
 
-def times_of(record: Record) -> list[GroupTimes]:
-    times = ((0.1, 0.8, 0.8, 1.3), (0.1, 0.5, 0.5, 0.8), (0.1, 1.2, 1.3, 1.9))
-    return [GroupTimes(index, *each) for index, each in enumerate(times)]
-
-
 def evaluation(accuracy: float, response: str | None) -> dict[str, Any]:
     sample = {"question": "<sun>", "answer": "nus", "response": response, "correct": response == "nus"}
     return {"accuracy": accuracy, "num_prompts": 500, "samples": [sample]}
@@ -72,48 +64,18 @@ def summary(metrics: list[dict[str, Any]], ledger: list[dict[str, Any]]) -> dict
     )
 
 
-class Checker(HTMLParser):
-    """Collects open tags that are never closed, and every attribute that could load something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loaded: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-        self.loaded += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "xlink:href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_the_report_is_one_well_formed_page_that_loads_nothing(
-    summary: dict[str, Any], metrics: list[dict[str, Any]]
+def test_the_report_is_the_page_of_the_run_below_what_was_measured_before_and_after(
+    tmp_path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]]
 ) -> None:
-    page = render(SPELLING, summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
-    checker = Checker()
-    checker.feed(page)
-    checker.close()
-    assert checker.open == []
-    assert checker.loaded == []
-    assert "http" not in page and "@import" not in page and "url(" not in page
-
-
-def test_the_report_shows_curves_a_timeline_and_samples(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
-    page = render(SPELLING, summary, metrics, times_of, evaluation(0.3, None), evaluation(0.8, "nus"))
-    assert page.count("<svg") == 3
-    assert page.count(", rollout: ") == page.count(", training: ") == 3
-    assert "&lt;sun&gt;" in page
-    assert "✗ (did not end)" in page and "✓ nus" in page
-    assert '<span class="right">holds</span>' in page
-
-
-def test_a_report_of_one_iteration_is_possible(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
-    assert "<svg" in render(
-        KINDS["spelling"], summary, metrics[:1], times_of, evaluation(0.3, None), evaluation(0.8, "nus")
-    )
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
+    for proven, said in ((True, "yes, gap 1.1e-05"), (False, "NO, gap")):
+        shown = {**summary, "on_policy": proven}
+        page = render(SPELLING, shown, tmp_path, evaluation(0.3, None), evaluation(0.8, "nus"))
+        _, rest = page.split("<main>\n")
+        opening, rest = rest.split("</section>", 1)
+        assert "<b>30%</b>" in opening and "<b>80%</b>" in opening and said in opening
+        assert "<td>&lt;sun&gt;</td><td>✗ (did not end)</td><td>✓ nus</td>" in opening
+        assert '"reward_mean":[0.0,' in rest and "style=" not in opening, "its policy allows no style of its own"
 
 
 @pytest.mark.parametrize(("num", "first", "last"), [(1, 0.0, 0.0), (2, 0.0, 1.0), (4, 0.5, 2.5), (7, 1.0, 5.0)])
@@ -162,15 +124,3 @@ def test_every_step_of_a_batch_has_a_proof_of_its_own(
     assert is_on_policy(metrics, steps)
     assert not is_on_policy(metrics, steps[:-1])
     assert not is_on_policy(metrics, [*steps[:-1], {**steps[-1], "on_policy": False}])
-
-
-def test_an_unproven_run_is_shown_as_such(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    page = render(
-        KINDS["spelling"],
-        {**summary, "on_policy": False},
-        metrics,
-        times_of,
-        evaluation(0.3, None),
-        evaluation(0.8, "nus"),
-    )
-    assert '<span class="wrong">does not hold</span>' in page

@@ -1,34 +1,48 @@
-"""The records of one run directory, followed while the run writes them; `page` answers from it.
+"""What the page shows of one run, followed while the run writes its records; `page` answers from it.
 
 Of `metrics.jsonl`, `ledger.jsonl` and `evaluations.jsonl`, a few hundred bytes per iteration are kept in memory; of
 `timeline.jsonl` and `samples.jsonl`, which may have hundreds of megabytes, only where the rows of each iteration are.
+The trainer writes `config.json`, the lease says who trains, and a launcher leaves `launch.json`; any may be missing.
 """
 
 import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.dashboard.followed_file import FollowedFile, FollowedRotation, has_iteration, iteration_of
+from async_rl.config.secrets import masked_text
 from async_rl.dashboard.record_table import DETAILS, RecordTable
-from async_rl.dashboard.run_about import about_run
 from async_rl.errors import ConfigError
-from async_rl.tracking.natural_order import natural_order
-from async_rl.tracking.record_lines import number_of, record_of, require_readable
-from async_rl.tracking.records import ROTATED
-from async_rl.tracking.samples import SAMPLES
-from async_rl.tracking.timeline import TIMELINE
+from async_rl.locks.lease import holder_of, read_term
+from async_rl.tracking.records import CONFIG
+from async_rl.tracking.rotation import SAMPLES, TIMELINE
+from async_rl.tracking.run_records import (
+    EVALUATIONS,
+    LEDGER,
+    METRICS,
+    RecordFile,
+    RecordIndex,
+    RunRecords,
+    has_iteration,
+    natural_order,
+    number_of,
+    object_in,
+    record_of,
+    require_readable,
+)
 
 MAX_VIOLATIONS_SHOWN = 20
 
 MAX_DEPTH = 8
 """Of lists and tables in a row of samples; those of `tracking.samples` have four."""
 
-FOLLOWED = ("metrics.jsonl", "ledger.jsonl", "evaluations.jsonl")
+NUM_LOG_LINES = 20
+MAX_LOG_BYTES = 16_384
+MAX_CAUSE_CHARACTERS = 4000
 
 PROOF_FIELDS = (
     "iteration",
@@ -100,29 +114,25 @@ class SampleFilter:
         return not self.text or self.text.casefold() in " ".join(_texts(row)).casefold()
 
 
-class RunRecords:
+class RunData:
     """The records of the run in `run_dir`, which may have none yet; its methods may be called from several threads."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self._lock = threading.Lock()
-        self._files = [FollowedFile(run_dir / name) for name in FOLLOWED]
+        self._files = RunRecords(run_dir)
+        self._samples = RecordIndex(SAMPLES, run_dir, _sample_key)
         self._generation = 0
         self._table = RecordTable()
         self._proofs: list[dict[str, Any]] = []
         self._evaluations: list[dict[str, Any]] = []
         self._num_iterations: int | None = None
-        self._timeline = FollowedRotation(TIMELINE, run_dir, iteration_of)
-        self._samples = FollowedRotation(SAMPLES, run_dir, _sample_key)
 
     def follow(self) -> State:
         """Reads what is new."""
         with self._lock:
-            # Of every file, also after one that has changed.
-            unchanged = [file.is_unchanged() for file in self._files]
-            if not all(unchanged):
-                self._read_new()
-            return self._state()
+            self._read_new()
+            return State(self._generation, len(self._table.iterations), len(self._proofs), len(self._evaluations))
 
     def records(self, generation: int, num_records: int, num_proofs: int) -> dict[str, Any]:
         """What a page lacks that has these numbers of entries, as JSON; all, if it has another generation."""
@@ -147,9 +157,8 @@ class RunRecords:
     def period(self, iteration: int) -> dict[str, Any]:
         """The groups of an iteration, and when its parts were, in seconds since its start."""
         with self._lock:
-            self._timeline.follow()
             record = self._table.row(iteration)
-            spans = [span for span in self._timeline.spans() if span.key == iteration]
+            spans = [span for span in self._files.timeline.spans() if span.key == iteration]
         times = {name: record.get(name) for name in ("seconds", "publish_s", "step_s", "wait_s", "train_s", *DETAILS)}
         rows = (row for span in spans for row in span.rows())
         return {"iteration": iteration, **times, "groups": [_group(row) for row in rows]}
@@ -157,13 +166,11 @@ class RunRecords:
     def periods(self) -> list[int]:
         """The iterations whose groups are kept, ascending."""
         with self._lock:
-            self._timeline.follow()
-            return sorted({span.key for span in self._timeline.spans()})
+            return sorted({span.key for span in self._files.timeline.spans()})
 
     def samples(self, wanted: SampleFilter, skip: int, limit: int) -> dict[str, Any]:
         """The rows that are wanted, newest iteration first, after `skip` others, at most `limit`."""
         with self._lock:
-            self._samples.follow()
             spans = [span for span in self._samples.spans() if wanted.may_have(span.key)]
         spans.sort(key=lambda span: (-span.key.iteration, span.key.index))
         found = [span for span in spans if any(map(wanted.has_text, span.rows()))] if wanted.text else spans
@@ -175,48 +182,43 @@ class RunRecords:
     def all_samples(self) -> Iterator[dict[str, Any]]:
         """Every kept row, oldest first."""
         with self._lock:
-            self._samples.follow()
-            spans = list(self._samples.spans())
+            spans = self._samples.spans()
         for span in spans:
             yield from map(_sample, span.rows())
 
-    def _state(self) -> State:
-        return State(self._generation, len(self._table.iterations), len(self._proofs), len(self._evaluations))
-
     def _read_new(self) -> None:
-        # A resumed run cuts all three files: what was read of any of them is given up together.
-        restarted = [file.has_restarted() for file in self._files]
-        if any(restarted):
-            self._generation += 1
-            for file in self._files:
-                file.restart()
-            self._table.clear()
-            self._proofs.clear()
-            self._evaluations.clear()
-        metrics, ledger, evaluations = (_records(file.new_lines()) for file in self._files)
-        for record in metrics:
+        # A resumed run cuts all three files: pages get all anew.
+        for record in self._new(self._files.metrics, self._table):
             if not self._table.add(record):
                 self._generation += 1
             total = record.get("iterations")
             self._num_iterations = total if isinstance(total, int) else self._num_iterations
-        self._proofs += map(_proof, ledger)
-        self._evaluations += map(_evaluation, evaluations)
+        self._proofs += map(_proof, self._new(self._files.ledger, self._proofs))
+        self._evaluations += map(_evaluation, self._new(self._files.evaluations, self._evaluations))
+
+    def _new(self, file: RecordFile, kept: RecordTable | list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The new records that have an iteration; gives up those that are kept if the file has restarted."""
+        records = file.new_records()
+        if file.has_restarted:
+            self._generation += 1
+            kept.clear()
+        return filter(has_iteration, records)
 
 
-def open_run(run_dir: Path) -> RunRecords:
+def open_run(run_dir: Path) -> RunData:
     """The records of a directory that a user names.
 
     Raises:
         ConfigError: it is not the directory of a run, or its records may not be read.
     """
-    names = (*FOLLOWED, *(kind.name for kind in ROTATED), "launch.json")
+    names = (METRICS, LEDGER, EVALUATIONS, TIMELINE.name, SAMPLES.name, "launch.json")
     require_readable(run_dir, names)
     if not any((run_dir / name).exists() for name in names):
         raise ConfigError(f"{str(run_dir)!r} has no records of a run: name a run.dir, which has metrics.jsonl")
-    return RunRecords(run_dir)
+    return RunData(run_dir)
 
 
-def names_of(runs: Sequence[RunRecords]) -> list[str]:
+def names_of(runs: Sequence[RunData]) -> list[str]:
     """What runs are called beside each other: their directories' names, after as many parents as tell them apart."""
     parts = [run.run_dir.resolve().parts for run in runs]
     names = []
@@ -235,14 +237,6 @@ def names_of(runs: Sequence[RunRecords]) -> list[str]:
 def as_json(value: Any) -> str:
     """JSON as browsers read it: without NaN and infinities, which the records do not have either."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
-
-
-def _records(lines: Iterable[tuple[int, bytes]]) -> Iterator[dict[str, Any]]:
-    """The records with an iteration; lines that are none are left out."""
-    for _, line in lines:
-        record = record_of(line)
-        if record is not None and has_iteration(record):
-            yield record
 
 
 def _proof(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,3 +325,59 @@ def _texts(row: Mapping[str, Any]) -> Iterator[str]:
     of_row = row.get("row")
     yield from map(str, of_row.values() if isinstance(of_row, dict) else ())
     yield from (str(response.get("text", "")) for response in responses_of(row))
+
+
+def about_run(run_dir: Path, num_trained: int, num_iterations: int | None) -> dict[str, Any]:
+    """`state` in words; `cause` of a failure and the last lines of the trainer's `log`; `settings`: dotted key -> value
+    as JSON."""
+    trainer = _trainer_of(object_in(run_dir / "launch.json"))
+    state = _state(run_dir, num_trained, num_iterations, has_failed=trainer.get("state") == "failed")
+    has_failed = state.startswith("failed")
+    cause = str(trainer.get("cause") or "") if has_failed else ""
+    log = run_dir / "logs" / Path(str(trainer.get("log") or "trainer.log")).name
+    return {
+        "state": state,
+        "cause": masked_text(cause[:MAX_CAUSE_CHARACTERS]) or None,
+        "log": _last_lines(log) if has_failed else [],
+        "settings": dict(_flat(object_in(run_dir / CONFIG))),
+    }
+
+
+def _state(run_dir: Path, num_trained: int, num_iterations: int | None, *, has_failed: bool) -> str:
+    term = read_term(run_dir)
+    total = "" if num_iterations is None else f" of {num_iterations}"
+    if holder_of(run_dir):
+        return "running"
+    if num_iterations is not None and num_trained >= num_iterations:
+        return "finished"
+    if has_failed:
+        return f"failed after {num_trained}{total} iterations"
+    if term is None:
+        return f"{num_trained}{total} iterations are trained"
+    how = "stopped" if term.released else "died"
+    return f"{how} after {num_trained}{total} iterations"
+
+
+def _trainer_of(launch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The launcher's record of the task that trains; of several the one that failed."""
+    tasks = launch.get("tasks")
+    known = [task for task in tasks if isinstance(task, dict)] if isinstance(tasks, list) else []
+    trainers = [task for task in known if task.get("role") == "trainer"]
+    return next((task for task in trainers if task.get("state") == "failed"), trainers[0] if trainers else {})
+
+
+def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for section, settings in config.items():
+        if isinstance(settings, dict):
+            yield from ((f"{section}.{key}", json.dumps(value)) for key, value in settings.items())
+
+
+def _last_lines(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - MAX_LOG_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return masked_text(text).splitlines()[-NUM_LOG_LINES:]

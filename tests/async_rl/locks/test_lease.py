@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import Fenced, RunDirInUse, WriteFailed
-from async_rl.tracking.lease import LEASE_DIR, Lease, read_term, take_lease
-from async_rl.tracking.process_identity import has_died, this_process
+from async_rl.locks.lease import LEASE_DIR, Lease, read_term, take_lease
+from async_rl.locks.process_identity import has_died, this_process
 from tests.support.clock import Clock
 
 TTL_S = 20.0
@@ -97,7 +97,7 @@ def test_a_holder_that_ends_while_it_is_watched_is_followed_at_once(tmp_path: Pa
 
 @pytest.mark.distributed
 def test_a_dead_process_of_this_host_is_followed_at_once(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from async_rl.tracking.lease import take_lease\n"
+    code = "import sys; from pathlib import Path; from async_rl.locks.lease import take_lease\n"
     code += "take_lease(Path(sys.argv[1]), 20.0); import os; os._exit(9)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     held = read_term(tmp_path)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ConfigError, RunDirInUse
-from async_rl.tracking.run_lock import lock_run, may_be_replaced, require_unlocked
+from async_rl.locks.run_lock import lock_run, may_be_replaced, require_unlocked
 
 HOLDER = """
 import sys
 from pathlib import Path
-from async_rl.tracking.run_lock import lock_run
+from async_rl.locks.run_lock import lock_run
 lock = lock_run(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -43,8 +43,8 @@ def test_a_directory_that_no_run_has_used_is_free_and_stays_as_it_is(tmp_path: P
 TRAINER = """
 import sys
 from pathlib import Path
-from async_rl.tracking.lease import take_lease
-from async_rl.tracking.run_lock import lock_run
+from async_rl.locks.lease import take_lease
+from async_rl.locks.run_lock import lock_run
 lock = lock_run(Path(sys.argv[1]))
 take_lease(Path(sys.argv[1]), 20.0)
 print("held", flush=True)

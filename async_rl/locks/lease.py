@@ -31,7 +31,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from async_rl.errors import AsyncRLError, Fenced, RunDirInUse
 from async_rl.files import named_write_errors, write_file
-from async_rl.tracking.process_identity import Process, has_died, this_process
+from async_rl.locks.process_identity import Process, has_died, this_process
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,12 @@ def read_term(run_dir: Path) -> Term | None:
         if number := _newest(directory):
             return _parsed(_path(directory, number).read_bytes())
     return None
+
+
+def holder_of(run_dir: Path) -> Term | None:
+    """The term of the trainer that holds a run's directory, as far as can be known here; None where none does."""
+    term = read_term(run_dir)
+    return None if term is None or term.released or has_died(term.process) else term
 
 
 class Lease:

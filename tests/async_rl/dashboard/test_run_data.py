@@ -1,11 +1,13 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from async_rl.dashboard.run_records import RunRecords, SampleFilter, as_json, names_of, open_run
+from async_rl.dashboard.run_data import NUM_LOG_LINES, RunData, SampleFilter, about_run, as_json, names_of, open_run
 from async_rl.errors import ConfigError
+from async_rl.locks.lease import take_lease
 from async_rl.tracking.records import cut_run_records
 from tests.support.synthetic_run import SyntheticRun
 
@@ -27,7 +29,7 @@ def test_columns_are_the_numbers_of_the_records(tmp_path: Path) -> None:
 def test_only_what_a_page_lacks_is_sent(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path / "run", num_iterations=5)
     run.write(last=3)
-    records = RunRecords(run.run_dir)
+    records = RunData(run.run_dir)
     first = records.records(0, 0, 0)
     run.write(first=3)
     state = records.follow()
@@ -40,7 +42,7 @@ def test_only_what_a_page_lacks_is_sent(tmp_path: Path) -> None:
 def test_after_a_resume_the_page_gets_all_records_anew(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path / "run", num_iterations=6)
     run.write()
-    records = RunRecords(run.run_dir)
+    records = RunData(run.run_dir)
     before = records.follow()
     records.period(4)
     cut_run_records(run.run_dir, first_iteration=4)
@@ -59,7 +61,7 @@ def test_after_a_resume_the_page_gets_all_records_anew(tmp_path: Path) -> None:
 def test_a_period_has_its_groups_with_instances_and_those_left_out(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path / "run", num_iterations=30, num_groups=6, num_left_out=2)
     run.write()
-    records = RunRecords(run.run_dir)
+    records = RunData(run.run_dir)
     records.follow()
     period = records.period(12)
     assert period["seconds"] == run.record(12)["seconds"]
@@ -75,7 +77,7 @@ def test_a_period_has_its_groups_with_instances_and_those_left_out(tmp_path: Pat
 def test_samples_are_chosen_by_iteration_reward_and_text(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path / "run", num_iterations=4)
     run.write()
-    records = RunRecords(run.run_dir)
+    records = RunData(run.run_dir)
     all_rows = records.samples(SampleFilter(), 0, 50)
     assert all_rows["total"] == 12
     assert [(row["iteration"], row["index"]) for row in all_rows["rows"][:4]] == [(3, 0), (3, 1), (3, 2), (2, 0)]
@@ -133,8 +135,8 @@ def test_hours_ascend_and_are_finite_whatever_iterations_took(tmp_path: Path) ->
 
 def test_runs_of_the_same_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
     dirs = [tmp_path / name for name in ("a/x", "b/x", "a/y", "a/x")]
-    assert names_of(list(map(RunRecords, dirs))) == ["a/x", "b/x", "y", "a/x (2)"]
-    assert names_of([RunRecords(dirs[0])]) == ["x"]
+    assert names_of(list(map(RunData, dirs))) == ["a/x", "b/x", "y", "a/x (2)"]
+    assert names_of([RunData(dirs[0])]) == ["x"]
 
 
 def test_a_directory_without_records_is_refused_and_one_of_a_starting_run_is_not(tmp_path: Path) -> None:
@@ -150,3 +152,44 @@ def test_a_directory_without_records_is_refused_and_one_of_a_starting_run_is_not
     (tmp_path / "metrics.jsonl").rmdir()
     (tmp_path / "launch.json").write_text("{}")
     assert open_run(tmp_path).follow().num_records == 0
+
+
+def launch(run_dir: Path, **trainer: Any) -> None:
+    tasks = [{"role": "instance", "state": "failed", "cause": "of an instance"}, {"role": "trainer", **trainer}]
+    (run_dir / "launch.json").write_text(json.dumps({"engine": "local", "tasks": tasks}))
+
+
+def test_a_run_goes_on_while_its_trainer_holds_the_lease_and_is_finished_with_its_last_iteration(
+    tmp_path: Path,
+) -> None:
+    lease = take_lease(tmp_path, 20.0)
+    launch(tmp_path, state="failed", cause="an earlier start")
+    assert about_run(tmp_path, 2, 3)["state"] == "running"
+    lease.release()
+    assert about_run(tmp_path, 3, 3) == {"state": "finished", "cause": None, "log": [], "settings": {}}
+
+
+def test_a_run_that_failed_shows_why_and_the_end_of_its_log(tmp_path: Path) -> None:
+    take_lease(tmp_path, 20.0).release()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trainer.log").write_text("".join(f"line {i}\n" for i in range(99)) + "API_KEY=abcdef\n")
+    launch(tmp_path, state="failed", cause="RewardError: row 3\nfrom trainer", log="elsewhere/logs/trainer.log")
+    about = about_run(tmp_path, 2, 3)
+    assert about["state"] == "failed after 2 of 3 iterations" and about["cause"].startswith("RewardError: row 3")
+    assert len(about["log"]) == NUM_LOG_LINES and about["log"][-2:] == ["line 98", "API_KEY=***"]
+    launch(tmp_path, state="running")
+    assert about_run(tmp_path, 2, 3)["state"] == "stopped after 2 of 3 iterations"
+    assert about_run(tmp_path, 2, 3)["log"] == []
+
+
+def test_settings_are_by_their_dotted_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"train": {"iterations": 3}, "run": {"dir": "x"}, "odd": 3}))
+    assert about_run(tmp_path, 0, None)["settings"] == {"train.iterations": "3", "run.dir": '"x"'}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"tasks": 3}', '{"tasks": [3, {"role": "trainer", "log": 5}]}'])
+def test_files_that_are_broken_or_missing_are_left_out(tmp_path: Path, content: str) -> None:
+    for name in ("config.json", "launch.json"):
+        (tmp_path / name).write_text(content)
+    about = about_run(tmp_path, 0, None)
+    assert about["state"] == "0 iterations are trained" and about["cause"] is None

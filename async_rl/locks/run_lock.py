@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from async_rl.errors import ConfigError, RunDirInUse
-from async_rl.tracking.lease import read_term
-from async_rl.tracking.process_identity import is_running
+from async_rl.locks.lease import read_term
+from async_rl.locks.process_identity import is_running
 
 LOCK_FILE = ".lock"
 LAUNCHER_LOCK_FILE = ".launcher.lock"
