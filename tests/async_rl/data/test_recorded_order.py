@@ -60,7 +60,8 @@ def test_chat(rows: Path) -> None:
 
 def test_a_task() -> None:
     pytest.importorskip("reasoning_gym")
-    source = load(5, source="reasoning-gym:spell_backward", num_rows=9, prompts_per_batch=3, chat_template=False)
+    options = {"prompts_per_batch": 3, "chat_template": False, "task_options": {"size": 9}}
+    source = load(5, source="reasoning-gym:spell_backward", **options)
     assert batches(source, 4) == [["3", "8", "2"], ["4", "0", "5"], ["7", "1", "6"], ["6", "3", "0"]]
     answers = [prompt.row["answer"] for prompt in source.batch(0).prompts.values()]
     assert answers == ["cibupona", "wonkerof", "tuobnrut"]
