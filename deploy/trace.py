@@ -66,7 +66,7 @@ def _rows(path: Path, is_whole: Callable[[dict[str, Any]], bool]) -> Iterator[di
 
 def _is_timed(record: Mapping[str, Any]) -> bool:
     """Whether a record of `metrics.jsonl` or `evaluations.jsonl` has its times, as numbers."""
-    times = (record.get("seconds"), record.get("started_unix_s", 0.0))
+    times = (record.get("seconds"), record.get("started_unix_s"))
     spans = record.get("spans", [])
     return all(number_of(time) is not None for time in times) and isinstance(spans, list) and all(map(_is_span, spans))
 

@@ -1,17 +1,15 @@
 """Writes docs/configuration.md from the settings' own descriptions: `python -m tests.support.configuration_page`.
 
-tests/test_configuration_page.py fails while the page says something else than the code does; it names another file.
+tests/test_configuration_page.py fails while the page says something else than the code does.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from async_rl.config.evaluation_section import EvaluationSet
-from async_rl.config.keys import as_toml, keys_of
+from async_rl.config.keys import as_toml
 from async_rl.config.prompts_section import MixturePart
 from async_rl.config.reward_section import OPTIONS, RewardPart, RewardSettings
 from async_rl.config.sections import Config
@@ -27,7 +25,10 @@ JSON, so lists and tables can be given, too: `--evaluation.sets '[{"name": "held
 key of a table has its own dotted name, as in `--prompts.task_options.min_word_len 5`. Of several values for one key
 the last one is used. Unknown keys are errors that name the nearest key; abbreviations are not accepted.
 `async-rl run --help` lists all keys; this page is written from the same descriptions by
-`python -m tests.support.configuration_page`.
+`python -m tests.support.configuration_page`. The parts of a run are described in [data.md](data.md),
+[rewards.md](rewards.md), [algorithms.md](algorithms.md), [evaluation.md](evaluation.md) and
+[deployment.md](deployment.md). `[critic]` is of `algorithm.name = "ppo"` ([algorithms.md](algorithms.md#ppo)), and
+`[inference]` of the instances that `async-rl run` starts.
 """
 
 LAYOUTS = """## Layouts of the trainer
@@ -89,19 +90,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 }
 """All other keys are set rarely."""
 
-SEE = {
-    "run": "[run_files.md](run_files.md) lists the files that a run writes.",
-    "prompts": "[data.md](data.md) describes sources, columns, mixtures and the order of rows.",
-    "reward": "[rewards.md](rewards.md) describes each reward.",
-    "algorithm": "[algorithms.md](algorithms.md) describes each algorithm.",
-    "critic": 'Of `algorithm.name = "ppo"` ([algorithms.md](algorithms.md#ppo)), and refused with algorithms that have '
-    "no critic.",
-    "tracking": "`metrics.jsonl` is always written. [trackers.md](trackers.md) describes each tracker.",
-    "inference": "For instances that `async-rl run` starts; a run with instances started elsewhere only sets "
-    "`pool.instances`.",
-}
-"""A line under a section's first heading."""
-
 LISTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "[[prompts.mixture]]",
@@ -126,24 +114,20 @@ LISTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
 
 def configuration_page() -> str:
     """The page as it should be: the keys in their groups, then those of tables, and the accepted layouts."""
+    settings = {
+        f"{section}.{name}": setting
+        for section, field in Config.model_fields.items()
+        for name, setting in field.annotation.model_fields.items()  # type: ignore[union-attr]
+    }
     chosen = {name: title for title, group in GROUPS.items() for name in names_of(group)}
-    sections, seen = [HEADER], set[str]()
+    sections = [HEADER]
     for title in (*GROUPS, RARELY):
-        sections.append(f"{title}\n")
-        for section, field in Config.model_fields.items():
-            of_section: type[BaseModel] = field.annotation  # type: ignore[assignment]
-            names = [name for name in of_section.model_fields if chosen.get(f"{section}.{name}", RARELY) == title]
-            if not names:
-                continue
-            see = f"\n{SEE[section]}\n" if section in SEE and section not in seen else ""
-            seen.add(section)
-            rows = [row(f"{section}.{name}", of_section.model_fields[name]) for name in names]
-            sections.append(f"### [{section}]\n{see}\n{table(rows)}")
-    sections.append("## Tables in lists\n")
+        rows = [row(name, setting) for name, setting in settings.items() if chosen.get(name, RARELY) == title]
+        sections.append(f"{title}\n\n{table(rows)}")
     for title, text, model in LISTS:
         inherited = RewardSettings.model_fields.keys() - {"name"} if model is RewardPart else set[str]()
         rows = [row(name, field) for name, field in model.model_fields.items() if name not in inherited]
-        sections.append(f"### {title}\n\n{text}\n\n{table(rows)}")
+        sections.append(f"## {title}\n\n{text}\n\n{table(rows)}")
     sections += options_of_rewards()
     return "\n".join([*sections, LAYOUTS])
 
@@ -155,10 +139,9 @@ def names_of(group: Mapping[str, str]) -> list[str]:
 
 def options_of_rewards() -> Iterator[str]:
     """`[reward.options]`, a table for each kind of reward that has some."""
-    yield "## [reward.options]\n"
     for name, model in OPTIONS.items():
         rows = [row(key, field) for key, field in model.model_fields.items()]
-        yield f'### reward.name = "{name}"\n\n{table(rows)}'
+        yield f'## [reward.options] of reward.name = "{name}"\n\n{table(rows)}'
 
 
 def table(rows: list[str]) -> str:
@@ -174,6 +157,4 @@ def row(name: str, setting: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    assert not {name for group in GROUPS.values() for name in names_of(group)} - keys_of(Config).keys()
-    path = Path(sys.argv[1]) if sys.argv[1:] else PAGE
-    path.write_text(configuration_page())
+    PAGE.write_text(configuration_page())
