@@ -298,8 +298,9 @@ def test_a_batch_that_is_left_early_is_not_evaluated(instances, make_stage) -> N
     (instance,) = instances({"delay_s": 0.5})
     stage = make_stage(instance)
     producer = stage.producer(stage.evaluator(a_set("words", 3)))
-    with producer.start(Batch(0, {0: Prompt("0", (3, 40), {"reward": 1.0})}), "v1"):
+    with pytest.raises(ValueError), producer.start(Batch(0, {0: Prompt("0", (3, 40), {"reward": 1.0})}), "v1"):
         wait_for(lambda: len(places(instance)) == 1)
+        raise ValueError
     assert stage.results == [] and stage.pool.is_idle
     producer.close()
     assert places(instance) == [30]
