@@ -132,7 +132,7 @@ def test_names_from_the_user_are_written_as_they_are(workplace: Path) -> None:
     Path("rows.jsonl").rename(name)
     assert main(["model", name, "--prompt-column", 'text"', "--reward", "exact"]) == 0
     prompts = tomllib.loads(Path("run.toml").read_text())["prompts"]
-    assert prompts["source"] == name and prompts["column"] == 'text"'
+    assert prompts["source"] == name and prompts["columns"] == {"prompt": 'text"'}
 
 
 def test_a_column_or_model_that_is_missing_is_an_error(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
